@@ -70,38 +70,38 @@ endif
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt, by the hashes in locked*.txt
 
 sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
-	$(PY) -m harness sweep $(GRID)
+	$(PY) -m vramsweep sweep $(GRID)
 
 plan: $(READY)  ## list the sweep's trials, rejections and an estimated time
-	@$(PY) -m harness plan $(GRID)
+	@$(PY) -m vramsweep plan $(GRID)
 
 status: $(READY)  ## how far the sweeps under results/ are; WATCH=1: as they run, WATCH=5: every 5 s; RESULTS=results/SWEEP
-	@$(PY) -m harness status $(RESULTS) $(if $(WATCH),--watch $(filter-out 1,$(WATCH)))
+	@$(PY) -m vramsweep status $(RESULTS) $(if $(WATCH),--watch $(filter-out 1,$(WATCH)))
 
 doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU processes
-	@$(PY) -m harness doctor
+	@$(PY) -m vramsweep doctor
 
 check: $(READY)  ## may it be published, memory and speed, and why not: RESULTS=results/SWEEP
-	@$(PY) -m harness check $(RESULTS)
+	@$(PY) -m vramsweep check $(RESULTS)
 
 report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
-	$(PY) -m analysis report $(RESULTS)
+	$(PY) -m vramsweep report $(RESULTS)
 
 paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
-	$(PY) -m analysis paper $(RESULTS)
+	$(PY) -m vramsweep paper $(RESULTS)
 
 # Those on the GPU come first, one by one: they would be in each other's way. The others run in two processes, as most
 # of them wait for workers of their own.
-CARDS = $(PY) -c 'from vramsweep.harness import machine; print(len(machine.gpus()))'
-NO_CARD = [ "$$($(CARDS))" = 0 ] && echo 'no NVIDIA card here: the tests marked gpu are left out'
+GPUS = $(PY) -c 'from vramsweep.harness.machine import machine; print(len(machine.gpus()))'
+NO_GPU = [ "$$($(GPUS))" = 0 ] && echo 'no NVIDIA GPU here: the tests marked gpu are left out'
 
-test: $(READY)  ## run the tests, in under five minutes: the pure core and one path per runner
-	@$(NO_CARD) || $(PY) -m pytest -m 'gpu and not slow' -rs
+test: $(READY)  ## run the tests, in three minutes: the pure core and one path per runner
+	@$(NO_GPU) || $(PY) -m pytest -m gpu -rs
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
 
-test-all: $(READY) $(TECHNIQUES)  ## the same and the long ones, as CI does: wheel, ranks, browser, libraries of techniques
-	@$(NO_CARD) || $(PY) -m pytest -m gpu -rs
-	$(PY) -m pytest -m 'not gpu' -n 2 --dist worksteal -rs
+# tests/unchanged.py leaves out what depends on code and packages alone and passed with those of now.
+test-all: $(READY) $(TECHNIQUES) test  ## and the long ones: wheel, ranks, browser, libraries; ALL=1: also what has not changed since
+	$(PY) -m pytest -m 'not gpu and slow' -n 2 --dist worksteal -rs --unchanged=$(if $(filter-out 0,$(ALL)),keep,skip)
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .
@@ -121,8 +121,10 @@ gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/re
 	$(PY) benchmarks/gpu_check.py $(OUT)
 
 validate: $(READY)  ## predict what others published, and write docs/validation.md: one to two hours on two cores
-	$(PY) -m vramsweep validate benchmarks/published/*.yaml --others --out docs/validation.md \
-	  --figure docs/images/validation.png $(ARGS)
+	@rm -f results/validation/readings.json
+	$(PY) -m vramsweep validate benchmarks/published/*.yaml $(ARGS) results=results name=validation; status=$$?; [ $$status -le 1 ] || exit $$status; \
+	$(PY) benchmarks/validation_page.py results/validation/readings.json docs/validation.md docs/images/validation.png \
+	&& exit $$status
 
 torture: $(READY)  ## every fault that a sweep should survive, many times, and what was lost: two hours; ARGS='--only SIGKILL'
 	$(PY) benchmarks/faults.py $(ARGS)

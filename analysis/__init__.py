@@ -1,6 +1,6 @@
-"""Reads rows only: fits, figures, reports."""
+"""Rows to fits, comparisons, answers, figures, reports.
 
-if __name__ == "analysis":  # imported under its short name, in a checkout
-    from vramsweep.alias import alias
-
-    alias(__name__)
+In: rows of any journal, or of other tools. Out: tables, figures, pages.
+It must not import the runners, nor change a row.
+Rooms, in the order in which they may import: data, model, compare, answers, figures, report.
+"""

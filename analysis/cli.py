@@ -7,18 +7,20 @@ import json
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vramsweep.analysis.answers.registry import NAMES, asked
+from vramsweep.analysis.answers.answer_table import NAMES, read_question
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
-from vramsweep.harness import mistakes, outputs, units
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.parsers import FIGURE, PAGE, TABLES, OutFile, Parser
+from vramsweep.harness.files import outputs
+from vramsweep.harness.messages import suggestions, units
+from vramsweep.harness.messages.argument_parser import FIGURE, PAGE, OutFile, Parser
+from vramsweep.harness.messages.errors import UserError
 
 IMAGES = ("png", "svg", "pdf")
 
@@ -96,14 +98,6 @@ def _parsers() -> dict[str, Parser]:
     )
     export.set_defaults(verb=_export)
 
-    track = verb("track")
-    _input(track)
-    track.add_argument(
-        "tracker", choices=["mlflow", "wandb", "trackio"], metavar="TRACKER", help="mlflow, wandb or trackio"
-    )
-    track.add_argument("--project", default="vramsweep", help="the project's name there (default: vramsweep)")
-    track.set_defaults(verb=_track)
-
     compare = verb("compare")
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
@@ -132,12 +126,6 @@ def _parsers() -> dict[str, Parser]:
 
     errors = verb("errors")
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
-    errors.add_argument("--out", type=TABLES, metavar="OUT.md", help="write all tables as Markdown")
-    errors.add_argument("--figure", type=FIGURE, metavar="FILE", help="draw it: HTML, PNG, SVG or PDF")
-    errors.add_argument(
-        "--efficiencies", type=OutFile((".json",)), metavar="OUT.json",
-        help="write factors of speed, as harness/efficiencies.json",
-    )  # fmt: skip
     errors.set_defaults(verb=_errors)
 
     draw = verb("draw")
@@ -183,7 +171,7 @@ def _tokens(text: str) -> float:
 def _images(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     if unknown := sorted(set(names) - set(IMAGES)):
-        near = mistakes.meant(unknown[0], IMAGES)
+        near = suggestions.did_you_mean(unknown[0], IMAGES)
         raise UserError(f"takes {', '.join(IMAGES)} or none, not {', '.join(unknown)}{near}")
     return names
 
@@ -215,46 +203,27 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _errors(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.compare import speed, validation
-    from vramsweep.analysis.figures import validation as drawing
-    from vramsweep.analysis.report import validation_page
+    from vramsweep.analysis.compare import validation, validation_text
 
-    made = validation.load(arguments.readings)
-    print(validation_page.text(made))
-    if arguments.efficiencies is not None:
-        speed.write(speed.readings(validation.once(made.readings)), arguments.efficiencies)
-    if arguments.out is not None:
-        validation_page.write(made, arguments.out, arguments.figure)
-    if arguments.figure is not None:  # last, as it needs a browser
-        drawing.write(made.readings, arguments.figure)
+    print(validation_text.format_validation(validation.load(arguments.readings)))
     return 0
 
 
 def _fit(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data.pairing import Beside, Chosen
-    from vramsweep.analysis.model import words
+    from vramsweep.analysis.model import fit_wording
     from vramsweep.analysis.model.fit import fit_table
 
     table = _open(arguments)
-    beside: Beside | Chosen = Beside(table)
-    if arguments.prediction is not None:
-        beside = Chosen(load(arguments.prediction))
-    fits, notes = fit_table(
-        table,
-        arguments.metric or tuple(METRICS),
-        arguments.start,
-        arguments.stop,
-        arguments.robust,
-        axis=arguments.axis,
-        beside=beside.of,
-    )
+    beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
+    metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
+    fits, notes = fit_table(table, metrics, *ends, arguments.robust, axis=arguments.axis, beside=beside.of)
     if arguments.json:
-        _print_json(
-            {"source": table.source, "notes": [*table.warnings, *notes], "fits": [words.as_json(f) for f in fits]}
-        )
+        found = [fit_wording.as_json(fit) for fit in fits]
+        _print_json({"source": table.source, "notes": [*table.warnings, *notes], "fits": found})
     else:
         if fits:
-            print("\n\n".join(words.text(fit) for fit in fits))
+            print("\n\n".join(fit_wording.text(fit) for fit in fits))
         for note in notes:
             print(f"note: {note}")
     if not fits:
@@ -270,7 +239,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
-    written = write_report(table, folder, arguments.images, arguments.answer or asked(arguments.rows))
+    written = write_report(table, folder, arguments.images, arguments.answer or read_question(arguments.rows))
     _print_written(written, arguments.json, table)
     return 0
 
@@ -284,7 +253,7 @@ def _paper(arguments: argparse.Namespace) -> int:
     given += [f"--columns={arguments.columns}"] if arguments.columns else []
     given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
     given += [f"--set={one}" for one in arguments.settings]
-    _print_written(write_paper(table, folder, asked(arguments.rows), given), arguments.json, table)
+    _print_written(write_paper(table, folder, read_question(arguments.rows), given), arguments.json, table)
     return 0
 
 
@@ -296,7 +265,8 @@ def _print_written(written: Any, as_json: bool, table: Table) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.compare import trends, verdicts, verdicts_words
+    from vramsweep.analysis.compare import trends, verdicts, verdicts_text
+    from vramsweep.analysis.data import groups
 
     if len(arguments.rows) != (1 if arguments.by else 2):
         raise UserError("compare takes two sets of rows, or one with --by AXIS=VALUE,VALUE")
@@ -304,7 +274,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         raise UserError(f"--tolerance is a share such as 0.001 (0.1 %), or 0; not {arguments.tolerance:g}")
     if arguments.by:
         axis, _, values = arguments.by.partition("=")
-        a, b = verdicts.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
+        a, b = groups.split(_open(arguments, arguments.rows[0]), axis, values.split(","))
         names = tuple(f"{axis}={value}" for value in values.split(","))
     else:
         a, b = (_open(arguments, path) for path in arguments.rows)
@@ -312,9 +282,9 @@ def _compare(arguments: argparse.Namespace) -> int:
     found = verdicts.compare(a, b, (names[0], names[1]), arguments.tolerance)
     along = trends.along(found, arguments.axis)
     if arguments.json:
-        _print_json({**found.as_json(), "along": along.as_json()})
+        _print_json({**found.as_json(), "along": asdict(along)})
     else:
-        print(verdicts_words.text(found, along, arguments.all))
+        print(verdicts_text.text(found, along, arguments.all))
     if arguments.report is not None:
         from vramsweep.analysis.report import compare_page
 
@@ -359,11 +329,11 @@ def _frontier(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data import parts
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import varying
-    from vramsweep.analysis.model import frontier
+    from vramsweep.analysis.model import memory_frontier
 
     table = _open(arguments)
-    limits = frontier.frontier(
-        table, arguments.gib or list(frontier.SIZES), "micro_batch" if arguments.batch else "seq_len"
+    limits = memory_frontier.frontier(
+        table, arguments.gib or list(memory_frontier.SIZES), "micro_batch" if arguments.batch else "seq_len"
     )
     if not limits and varying(table.frame).all():
         raise UserError(
@@ -372,9 +342,9 @@ def _frontier(arguments: argparse.Namespace) -> int:
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     if arguments.json:
-        _print_json([limit.as_json() for limit in limits])
+        _print_json([asdict(limit) for limit in limits])
     else:
-        print("\n".join(filter(None, [frontier.text(limits), parts.remark(parts.jobs(groups(table)))])))
+        print("\n".join(filter(None, [memory_frontier.text(limits), parts.remark(parts.jobs(groups(table)))])))
     return 0
 
 
@@ -386,12 +356,4 @@ def _export(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     outputs.write(arguments.out, lambda place: writer(table.frame, place))
     print(f"{len(table.frame):,} rows in {arguments.out}")
-    return 0
-
-
-def _track(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.data.trackers import log
-
-    logged = log(_open(arguments), arguments.tracker, arguments.project)
-    print(f"{logged:,} rows logged to {arguments.tracker}, project {arguments.project}")
     return 0

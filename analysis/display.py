@@ -7,17 +7,17 @@ act on). Not covered: making the results (notebook.py), the report's page (repor
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import jinja2
 import pandas as pd
 
-from vramsweep.analysis.compare import verdicts_words
+from vramsweep.analysis.compare import verdicts_text
 from vramsweep.analysis.compare.trends import Along
 from vramsweep.analysis.compare.verdicts import Comparison
 from vramsweep.analysis.data import markup
@@ -27,14 +27,13 @@ from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.layout import page
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.analysis.model import frontier, words
+from vramsweep.analysis.model import fit_wording, memory_frontier
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.frontier import Limit
+from vramsweep.analysis.model.memory_frontier import Limit
 from vramsweep.analysis.report import tables
 from vramsweep.analysis.report.write import Written
-from vramsweep.harness.terminal import shown
+from vramsweep.harness.messages.terminal import escape_text
 
-T = TypeVar("T")
 MOST = 20  # lines of a table
 WIDE = 30  # columns: a frame of fewer was made by whoever looks at it
 UNKNOWN = "–"
@@ -44,7 +43,7 @@ UNKNOWN = "–"
 def _template() -> jinja2.Template:
     text = (resources.files("vramsweep") / "analysis" / "display.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["shown"] = lambda value: shown(str(value))
+    environment.filters["shown"] = lambda value: escape_text(str(value))
     return environment.from_string(text)
 
 
@@ -82,44 +81,25 @@ class Shown:
     def _repr_html_(self) -> str: ...
 
     def __repr__(self) -> str:
-        return shown(self.text)
+        return escape_text(self.text)
 
 
-class Several(Shown, Sequence[T]):
-    """A sequence that shows itself."""
+class Fits(Shown, tuple[Fit, ...]):
+    """The fits that `vramsweep fit` prints, and what could not be fitted (`notes`)."""
 
-    items: tuple[T, ...]
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> tuple[T, ...]: ...
-    def __getitem__(self, index: int | slice) -> T | tuple[T, ...]:
-        return self.items[index]
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self.items)
-
-
-@dataclass(frozen=True, repr=False)
-class Fits(Several[Fit]):
-    """The fits that `vramsweep fit` prints, and what could not be fitted."""
-
-    items: tuple[Fit, ...]
     notes: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """What the verb prints."""
-        return "\n".join(["\n\n".join(words.text(fit) for fit in self), *(f"note: {note}" for note in self.notes)])
+        return "\n".join(
+            ["\n\n".join(fit_wording.text(fit) for fit in self), *(f"note: {note}" for note in self.notes)]
+        )
 
     @property
     def frame(self) -> pd.DataFrame:
         """One line a fit; `rms` and what a new run needs at the longest x are in the metric's own unit."""
-        told = [words.as_json(fit) for fit in self]
+        told = [fit_wording.as_json(fit) for fit in self]
         return pd.DataFrame(
             {
                 "metric": one["metric"], "unit": one["unit"], "settings": fit.label, "axis": fit.axis,
@@ -132,20 +112,17 @@ class Fits(Several[Fit]):
 
     def _repr_html_(self) -> str:
         title = f"{len(self):,} fit{'s' * (len(self) != 1)}"
-        said = [f"{fit.metric.label}, {fit.label}: {line}" for fit in self.items[:6] for line in words.explain(fit)]
+        said = [f"{fit.metric.label}, {fit.label}: {line}" for fit in self[:6] for line in fit_wording.explain(fit)]
         return html(title, tables.of_fits(self), said, self.text, self.notes)
 
 
-@dataclass(frozen=True, repr=False)
-class Limits(Several[Limit]):
+class Limits(Shown, tuple[Limit, ...]):
     """What fits, as `vramsweep frontier` prints it."""
-
-    items: tuple[Limit, ...]
 
     @property
     def text(self) -> str:
         """What the verb prints."""
-        return frontier.text(self)
+        return memory_frontier.text(self)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -156,7 +133,7 @@ class Limits(Several[Limit]):
 
     def _repr_html_(self) -> str:
         what = "length" if self[0].axis == "seq_len" else "batch"
-        return html(f"The largest {what} that fits", tables.of_limits(self), [frontier.room(self)], self.text)
+        return html(f"The largest {what} that fits", tables.of_limits(self), [memory_frontier.room(self)], self.text)
 
 
 @dataclass(frozen=True, repr=False)
@@ -176,7 +153,7 @@ class Compared(Shown):
     @property
     def text(self) -> str:
         """What the verb prints."""
-        return verdicts_words.text(self.comparison, self.along)
+        return verdicts_text.text(self.comparison, self.along)
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -198,9 +175,9 @@ class Compared(Shown):
 
     def _repr_html_(self) -> str:
         c = self.comparison
-        rows = [(METRICS[one.metric].label, one.verdict, verdicts_words.over_all(one, c.tolerance)) for one in c.memory]
+        rows = [(METRICS[one.metric].label, one.verdict, verdicts_text.over_all(one, c.tolerance)) for one in c.memory]
         table = pd.DataFrame([*rows, ("speed", c.speed.verdict, c.speed.reason)], columns=["", "B is", "why"])
-        said = [line for one in c.memory for line in verdicts_words.sentences(self.along, one.metric)]
+        said = [line for one in c.memory for line in verdicts_text.sentences(self.along, one.metric)]
         differs = [f"{name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
         return html(f"A {c.a}, B {c.b}: {len(c.pairs):,} pairs", table, [*differs, *said], self.text)
 
@@ -246,7 +223,7 @@ class Rows(pd.DataFrame):
         if not self._whole:
             return super().__repr__()
         title, table = _summary(self)
-        return shown(f"{title}\n{table.head(MOST).to_string(index=False)}")
+        return escape_text(f"{title}\n{table.head(MOST).to_string(index=False)}")
 
     def _repr_html_(self) -> str | None:  # pandas gives None where it is told to
         if not self._whole:

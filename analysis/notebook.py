@@ -29,10 +29,11 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
-from vramsweep.harness import command, journal
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.interpreter import build_command
-from vramsweep.harness.row import BY_NAME
+from vramsweep.harness.config import reproduce_command
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.interpreter import build_command
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import BY_NAME
 
 Given = str | os.PathLike[str] | pd.DataFrame
 FREE = ("seq_len", "micro_batch", "tokens")
@@ -83,8 +84,8 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
     words = _words(settings)
     with tempfile.TemporaryDirectory(prefix="vramsweep-") as place:
         kept = Path(place) / "predicted" if folder is None else Path(folder).resolve()
-        own = [f"results={command.value(str(kept.parent))}", f"name={command.value(kept.name)}", "report=false"]
-        line = build_command("vramsweep", "predict", *words, *own)
+        own = {"results": str(kept.parent), "name": kept.name, "report": False}
+        line = build_command("vramsweep", "predict", *words, *_words(own))
         done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some have no answer, which their rows say
             told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]
@@ -129,7 +130,9 @@ def fit(
         raise UserError(
             f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {axis} or more"
         )
-    return Fits(tuple(fits), tuple(notes))
+    found = Fits(fits)
+    found.notes = tuple(notes)
+    return found
 
 
 def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: str = "seq_len") -> Limits:
@@ -138,7 +141,7 @@ def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: s
 
     >>> frontier(rows, gib=[24, 80])
     """
-    from vramsweep.analysis.model import frontier as model
+    from vramsweep.analysis.model import memory_frontier as model
 
     _axis(axis, FREE[:2])
     sizes = model.SIZES if gib is None else [gib] if isinstance(gib, int | float) else list(gib)
@@ -147,7 +150,7 @@ def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: s
     limits = model.frontier(_table(rows), sizes, axis)
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
-    return Limits(tuple(limits))
+    return Limits(limits)
 
 
 def compare(
@@ -168,6 +171,7 @@ def compare(
     >>> compare("results/before", "results/after").worse
     """
     from vramsweep.analysis.compare import trends, verdicts
+    from vramsweep.analysis.data import groups
 
     if (b is None) == (by is None):
         raise UserError('compare takes two sets of rows, or one with by="AXIS=VALUE,VALUE"')
@@ -177,7 +181,7 @@ def compare(
         _axis(axis, FREE)
     if by is not None:
         setting, _, values = by.partition("=")
-        sides = verdicts.split(_table(a), setting, values.split(","))
+        sides = groups.split(_table(a), setting, values.split(","))
         found_names = tuple(f"{setting}={value}" for value in values.split(","))
     else:
         assert b is not None
@@ -201,8 +205,7 @@ def figure(rows: Given, name: str) -> Any:
     drawn = {one.name: one for one in collect(_table(rows)).figures}
     if name not in drawn:
         raise UserError(f"these rows have no figure {name!r}; they have {', '.join(drawn) or 'none'}")
-    one = drawn[name]
-    return display.titled(one)
+    return display.titled(drawn[name])
 
 
 def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images: Sequence[str] = ()) -> Report:
@@ -211,7 +214,7 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
 
     >>> report(rows, "report-of-gpt2")
     """
-    from vramsweep.analysis.answers.registry import asked
+    from vramsweep.analysis.answers.answer_table import read_question
     from vramsweep.analysis.report.write import write_report
 
     if unknown := sorted({images} if isinstance(images, str) else set(images) - {"png", "svg", "pdf"}):
@@ -221,7 +224,7 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
     if folder is None and not source.is_dir():
         raise UserError(f"say where the report is to be written: report(rows, folder); the rows are from {source}")
     place = source if folder is None else Path(folder)
-    return Report(write_report(table, place, list(images), asked(source)))
+    return Report(write_report(table, place, list(images), read_question(source)))
 
 
 def gib(frame: pd.DataFrame) -> pd.DataFrame:
@@ -303,9 +306,9 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list | tuple | range):
             if not value:
                 raise UserError(f"{key}: an empty list leaves nothing to predict")
-            found.append(f"{key}={','.join(command.value(one) for one in value)}")
+            found.append(f"{key}={','.join(reproduce_command.value(one) for one in value)}")
         else:
-            found.append(f"{key}={command.value(value)}")
+            found.append(f"{key}={reproduce_command.value(value)}")
 
     for name, value in settings.items():
         add("device.gpu" if name == "gpu" else name, value)

@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from vramsweep.analysis.model.adaptive import TOLERANCES, Answer, Grid, Search  # noqa: E402
 from vramsweep.analysis.model.phases import PHASES  # noqa: E402
-from vramsweep.harness.journal import read, terminal  # noqa: E402
-from vramsweep.harness.row import Row  # noqa: E402
-from vramsweep.harness.trial import SIMULATION  # noqa: E402
+from vramsweep.harness.rows.journal import read, terminal  # noqa: E402
+from vramsweep.harness.rows.schema import Row  # noqa: E402
+from vramsweep.harness.spec.trial_identity import SIMULATION  # noqa: E402
 
 MIB = 1 << 20
 DATA = ROOT.parent / "shared" / "data"

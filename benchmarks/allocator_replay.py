@@ -21,10 +21,9 @@ from typing import Any
 
 from vramsweep.harness.allocator import recording
 from vramsweep.harness.allocator.config import MIB, parse
-from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under
-from vramsweep.harness.allocator.restore import undo
+from vramsweep.harness.allocator.initial_state import undo
+from vramsweep.harness.allocator.replay import Timeline, replay_as_recorded, replay_under
 from vramsweep.harness.allocator.simulator import Simulator
-from vramsweep.harness.allocator.timeline import Timeline
 
 SETTINGS = ("", "expandable_segments:True", "max_split_size_mb:128", "roundup_power2_divisions:8")
 Step = tuple[int, int, int]  # kind (0 allocate, 1 request free, 2 complete free), handle, size
@@ -60,7 +59,7 @@ def measure_synthetic(settings: str, events: int) -> dict[str, Any]:
     timeline = Timeline(simulator, None)
     malloc, request, complete = simulator.malloc, simulator.free_requested, simulator.free_completed
     began = time.perf_counter()
-    for stretch in timeline.stretches(synthetic(events)):
+    for stretch in timeline.stretches(synthetic(events), events):
         for kind, handle, size in stretch:
             if kind == 0:
                 malloc(handle, size)

@@ -27,12 +27,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 def generate(path: Path, rows: int) -> None:
     """Rows of 2 precisions x 6 allocators x 4 batches, 2,048 lengths, as many repeats as it takes."""
-    from vramsweep.harness.row import complete
+    from vramsweep.harness.rows.schema import complete_row
 
     random = np.random.default_rng(0)
     settings = [(p, a, b) for p in ("bf16", "fp32") for a in range(6) for b in (1, 2, 4, 8)]
     note = "generated, not a measurement"
-    filled = complete({"sweep": "generated", "terminal": True, "outcome": "ok", "notes": [note]})
+    filled = complete_row({"sweep": "generated", "terminal": True, "outcome": "ok", "notes": [note]})
     axes = ("trial_id", "seq_len", "micro_batch", "precision", "allocator")
     template = json.dumps({**filled, **dict.fromkeys(axes, "@")})
     for name in ("repeat", "peak_allocated_bytes", "peak_reserved_bytes", "step_median_s", "tokens_per_s"):

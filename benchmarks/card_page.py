@@ -28,8 +28,8 @@ PAGES = ROOT / "benchmarks" / "card_pages.toml"
 sys.path.insert(0, str(ROOT))
 
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
-from vramsweep.harness.row import Row  # noqa: E402
-from vramsweep.harness.trial import Trial  # noqa: E402
+from vramsweep.harness.rows.schema import Row  # noqa: E402
+from vramsweep.harness.spec.trial import Trial  # noqa: E402
 
 MIB = 1 << 20
 # Which recording is replayed under the settings of which others: those of the same training.
@@ -285,7 +285,7 @@ def _calls(path: Path) -> list[str]:
         f"{told['cudnn']}), over shapes, masks, dropout and shared heads (and {len(told['sums'])} sums over rows): "
         "which kernel ran, and every block that was asked for and given back. The trace takes the same kernel in all "
         "calls, and asks for the same blocks in the same order in all but flash attention's and those of the "
-        "memory-efficient kernel whose values are of another width (`tests/runners/test_operators_on_a_card.py`).",
+        "memory-efficient kernel whose values are of another width (`tests/runners/trace/test_operators_on_a_gpu.py`).",
         "",
         "| dtype | kernel | calls |",
         "|---|---|---:|",

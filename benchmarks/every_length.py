@@ -27,9 +27,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vramsweep.harness.journal import read, terminal  # noqa: E402
-from vramsweep.harness.machine import version  # noqa: E402
-from vramsweep.harness.row import Row  # noqa: E402
+from vramsweep.harness.machine.machine import version  # noqa: E402
+from vramsweep.harness.rows.journal import read, terminal  # noqa: E402
+from vramsweep.harness.rows.schema import Row  # noqa: E402
 
 CARDS = (
     "rtx4080-16gb", "rtx3090-24gb", "rtx4090-24gb", "rtx5090-32gb", "a100-40gb", "a40-48gb", "l40s-48gb", "a100-80gb",

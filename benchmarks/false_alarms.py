@@ -11,7 +11,7 @@ import argparse
 
 import numpy as np
 
-from vramsweep.harness import steadiness
+from vramsweep.harness.rows import step_statistics
 
 STEPS, DEVIATIONS, CARRIED = (10, 50), (0.005, 0.02, 0.08), (0.0, 0.3, 0.6)
 SETTLING = 100  # steps before the first that counts
@@ -39,7 +39,7 @@ def main() -> None:
         for carried in CARRIED:
             for deviation in DEVIATIONS:
                 rows = noise(random, arguments.rows, steps, deviation, carried)
-                tests = (steadiness.drifts, steadiness.odd_end, steadiness.wide)
+                tests = (step_statistics.is_drifting, step_statistics.outlying_end, step_statistics.is_noisy)
                 shares = [100 * np.mean([bool(test(row)) for row in rows]) for test in tests]
                 cells = " | ".join(f"{share:.1f} %" for share in shares)
                 print(f"| {steps} | {carried:g} | {100 * deviation:g} % | {cells} |", flush=True)

@@ -27,9 +27,9 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import METRICS, MIB
-from vramsweep.analysis.model.bases import Knows, Whole
 from vramsweep.analysis.model.fit import Fit, fit_points
-from vramsweep.analysis.model.observe import Points, observations
+from vramsweep.analysis.model.observations import Points, observations
+from vramsweep.analysis.model.predictors import Knows, Whole
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Random = np.random.Generator

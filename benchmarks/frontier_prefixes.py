@@ -19,8 +19,8 @@ import numpy as np
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.model.frontier import frontier
-from vramsweep.analysis.model.observe import along
+from vramsweep.analysis.model.memory_frontier import frontier
+from vramsweep.analysis.model.observations import along
 
 REACH = 4  # as frontier.REACH
 

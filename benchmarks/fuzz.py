@@ -49,12 +49,12 @@ class Target:
 
 def recording() -> Callable[[bytes], None]:
     """Bytes of a file: UserError, or a recording."""
-    from vramsweep.harness.allocator import recording, safepickle
-    from vramsweep.harness.errors import UserError
+    from vramsweep.harness.allocator import recording, safe_unpickle
+    from vramsweep.harness.messages.errors import UserError
 
     def one(data: bytes) -> None:
         try:
-            recording.check(safepickle.loads(data, "fuzzed"), "fuzzed")
+            recording.check(safe_unpickle.loads(data, "fuzzed"), "fuzzed")
         except UserError as error:
             short(error)
 
@@ -65,8 +65,8 @@ def replayed() -> Callable[[bytes], None]:
     """A valid recording with values changed as the bytes say: UserError, or replays."""
     from vramsweep.harness.allocator import recording, replay
     from vramsweep.harness.allocator.config import parse
-    from vramsweep.harness.allocator.restore import undo
-    from vramsweep.harness.errors import UserError
+    from vramsweep.harness.allocator.initial_state import undo
+    from vramsweep.harness.messages.errors import UserError
 
     valid = [pickle.dumps(one) for one in seeds.recordings()]
     other = parse("expandable_segments:True")
@@ -100,7 +100,7 @@ def allocator() -> Callable[[bytes], None]:
 
 def journal() -> Callable[[bytes], None]:
     """A line of a journal: a row, or None."""
-    from vramsweep.harness import journal, upgrade
+    from vramsweep.harness.rows import journal, migrations
 
     def one(data: bytes) -> None:
         row = journal.parsed(data)
@@ -108,24 +108,24 @@ def journal() -> Callable[[bytes], None]:
         journal.finished([] if row is None else [row], {"0": (None,)})
         if row is not None and isinstance(row.get("trial"), dict):
             # as if its id were that of its trial, which no mutation comes upon
-            upgrade.row(row | {"schema_version": 1, "trial_id": upgrade.first_id(row["trial"])})
+            migrations.upgrade_row(row | {"schema_version": 1, "trial_id": migrations.first_id(row["trial"])})
 
     return one
 
 
 def formula() -> Callable[[bytes], None]:
     """A text: ValueError, or a formula, which has a whole number at a point or raises ValueError there."""
-    from vramsweep.runners import symbolic
+    from vramsweep.runners.trace import symbolic_trace
 
-    point = symbolic.Point(1 << 24, 1 << 24, 3)
+    point = symbolic_trace.Point(1 << 24, 1 << 24, 3)
 
     def one(data: bytes) -> None:
         try:
-            symbolic.compiled.__wrapped__(data.decode("utf-8", "replace"))(point)
+            symbolic_trace.compiled.__wrapped__(data.decode("utf-8", "replace"))(point)
         except ValueError as error:
             short(error)
         finally:
-            symbolic.function.cache_clear()
+            symbolic_trace.function.cache_clear()
 
     return one
 
@@ -141,8 +141,8 @@ TARGETS = {
         seeds.changes,
     ),
     "allocator": Target((ALLOCATOR + "config",), allocator, seeds.settings),
-    "journal": Target(("vramsweep.harness.journal", "vramsweep.harness.upgrade"), journal, seeds.lines),
-    "formula": Target(("vramsweep.runners.symbolic",), formula, seeds.formulas),
+    "journal": Target(("vramsweep.harness.rows.journal", "vramsweep.harness.rows.migrations"), journal, seeds.lines),
+    "formula": Target(("vramsweep.runners.trace.symbolic_trace",), formula, seeds.formulas),
 }
 
 
@@ -157,7 +157,7 @@ def fuzz(name: str, inputs: int, seed: int, out: Path) -> None:
     """Fuzz one target in this process, which the fuzzer ends; what was found is left in `out`."""
     atheris: Any = importlib.import_module("atheris")
     target = TARGETS[name]
-    importlib.import_module("vramsweep.harness.errors")
+    importlib.import_module("vramsweep.harness.messages.errors")
     with atheris.instrument_imports(include=list(target.modules)):
         for module in target.modules:
             importlib.import_module(module)

@@ -1,7 +1,7 @@
 """What fuzz.py starts from: small valid inputs, and how the bytes of an input change a recording.
 
 The recordings are the shipped one's last events with its final state, which is what a ring buffer would have kept, and
-one of expandable segments made by hand. Stack frames are left out: nothing checks them (holders.py looks at them).
+one of expandable segments made by hand. Stack frames are left out: nothing checks them (peak_blocks.py looks at them).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import journal as journals
-from vramsweep.harness.allocator import safepickle
+from vramsweep.harness.allocator import safe_unpickle
+from vramsweep.harness.rows import journal as journals
 
 ROOT = Path(__file__).resolve().parents[1]
 SHIPPED = sorted((ROOT / "tests" / "data" / "snapshots").glob("*.pickle"))
@@ -44,7 +44,7 @@ VALUES: tuple[Any, ...] = (
 def recordings() -> Iterator[dict[str, Any]]:
     """Valid recordings of a few events each."""
     for path in SHIPPED:
-        whole = safepickle.load(path)
+        whole = safe_unpickle.load(path)
         for count in LAST:
             trace = [_bare(event) for event in whole["device_traces"][0]]
             kept = trace[len(trace) - count :] if count else trace[-1:]

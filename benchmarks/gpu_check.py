@@ -52,15 +52,16 @@ from gpu_check_sweeps import Check, ended_ok, last_line, outcomes, swept  # noqa
 
 from vramsweep.analysis.compare.residuals import COMPONENTS, residuals  # noqa: E402
 from vramsweep.analysis.compare.residuals import summary as per_component  # noqa: E402
-from vramsweep.analysis.compare.residuals_words import not_compared, sentences  # noqa: E402
+from vramsweep.analysis.compare.residuals_text import not_compared, sentences  # noqa: E402
 from vramsweep.analysis.compare.verdicts import compare  # noqa: E402
 from vramsweep.analysis.data.export import write_csv  # noqa: E402
 from vramsweep.analysis.data.load import load  # noqa: E402
-from vramsweep.harness import journal, machine  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
-from vramsweep.harness.errors import UserError  # noqa: E402
-from vramsweep.harness.gpus import find  # noqa: E402
-from vramsweep.harness.row import Row  # noqa: E402
+from vramsweep.harness.hardware.gpu_lookup import find_gpu  # noqa: E402
+from vramsweep.harness.machine import machine  # noqa: E402
+from vramsweep.harness.messages.errors import UserError  # noqa: E402
+from vramsweep.harness.rows import journal  # noqa: E402
+from vramsweep.harness.rows.schema import Row  # noqa: E402
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -342,9 +343,9 @@ def sweep(check: Check) -> dict[str, Any]:
 def predicted(check: Check) -> dict[str, Any]:
     """The simulated device's prediction of every trial that the other parts measured, and how far off it was."""
     name = next((r["gpu_name"] for r in check.rows if r["gpu_name"] is not None), None)
-    card = find(name) if name else None
+    card = find_gpu(name) if name else None
     if check.real and card is None:
-        return {"skipped": f"{name or 'the GPU'} is not in harness/gpus.py, so nothing can be predicted for it"}
+        return {"skipped": f"{name or 'the GPU'} is not in `vramsweep gpus`, so nothing can be predicted for it"}
     gpu = card.name if card else REHEARSED
     grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is the interpreter's work, and several run at once
@@ -457,7 +458,8 @@ def main() -> int:
         sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that no earlier result is mixed in")
     ends = time.monotonic() + arguments.seconds
     here = {
-        "machine": machine.facts() | {"deepspeed_version": machine.version("deepspeed"), "cores": os.cpu_count()},
+        "machine": machine.machine_facts()
+        | {"deepspeed_version": machine.version("deepspeed"), "cores": os.cpu_count()},
         "gpus": [
             {"name": card.name, "driver": card.driver, "memory_bytes": card.memory_total} for card in machine.gpus()
         ],

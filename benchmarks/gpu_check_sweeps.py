@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from vramsweep.harness import journal, machine
-from vramsweep.harness.attempt import environment
-from vramsweep.harness.row import Row
+from vramsweep.harness.machine import machine
+from vramsweep.harness.process.attempt import attempt_environment
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import Row
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,7 +94,7 @@ class Check:
         with log.open("a") as stream:
             stream.write(f"\n== {name}: {' '.join(overrides)}\n")
             stream.flush()
-            if self.run([sys.executable, "-m", "harness", "sweep", *words], stream) is None:
+            if self.run([sys.executable, "-m", "vramsweep", "sweep", *words], stream) is None:
                 self.cut_short.add(name)
                 stream.write("ended: no time left\n")
         return swept(self.scratch / name)
@@ -118,7 +119,7 @@ class Check:
         try:
             return subprocess.run(
                 [sys.executable, *arguments],
-                env=environment(conf, self.device, os.environ, machine.uuids(cards)),
+                env=attempt_environment(conf, self.device, os.environ, machine.uuids(cards)),
                 cwd=ROOT, capture_output=True, text=True, check=False, timeout=self.left(),
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:

@@ -8,7 +8,7 @@ Words choose the lines whose names hold all of them.
   are counted after the third step and compared with those of the trace, byte for byte.
 - Loading: a checkpoint of about `--megabytes` in fp32 is saved and read with `from_pretrained`; anonymous memory of a
   fresh process, looked at every 2 ms, against the prediction.
-- Imports and data loader workers: the sizes that harness/node.py takes for a process, measured.
+- Imports and data loader workers: the sizes that harness/machine/host_memory.py takes for a process, measured.
 """
 
 from __future__ import annotations
@@ -31,11 +31,19 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve
 import sharded_check as sharded  # noqa: E402
 import torch  # noqa: E402
 
-from vramsweep.harness import gpus, machine, node, registry, trial  # noqa: E402
 from vramsweep.harness.allocator.config import AllocatorConfig  # noqa: E402
-from vramsweep.runners import instruments, tracing, worker  # noqa: E402
-from vramsweep.runners.predict import host_replay  # noqa: E402
-from vramsweep.runners.trace import Trace  # noqa: E402
+from vramsweep.harness.hardware import gpu_lookup  # noqa: E402
+from vramsweep.harness.machine import host_memory, machine  # noqa: E402
+from vramsweep.harness.spec import (  # noqa: E402
+    runner_table,
+    trial,
+    trial_parser,
+)
+from vramsweep.runners.measure import counters  # noqa: E402
+from vramsweep.runners.predict import trace_cache  # noqa: E402
+from vramsweep.runners.predict.replay_trace import host_replay  # noqa: E402
+from vramsweep.runners.trace.step_tracer import Trace  # noqa: E402
+from vramsweep.runners.worker import worker  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
 CARD = {"name": "simulated", "gpu": "a100-80gb"}
@@ -95,7 +103,9 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def traced(chosen: trial.Trial) -> Trace:
     """The trial's trace."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        return tracing.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), sharded.runner(chosen))[0]
+        return trace_cache.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), sharded.runner(chosen))[
+            0
+        ]
 
 
 def predicted_kept(case: sharded.Case, world: int) -> dict[str, int]:
@@ -111,8 +121,8 @@ def loaded(path: str, dtype: str) -> dict[str, int]:
     from transformers import AutoModelForCausalLM
 
     worker.preload("torch")
-    process = instruments.Process()
-    instruments.LOOK_S = 0.002
+    process = counters.Process()
+    counters.LOOK_S = 0.002
     process.watch()
     net = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype))
     process.rest()
@@ -128,13 +138,13 @@ def predicted_load(path: str, dtype: str) -> dict[str, int]:
         "precision": "bf16_pure" if dtype == "bfloat16" else "fp32", "runner": {"name": "torch"}, "device": CARD,
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
-    return {"peak": host_replay(traced(trial.parse(values)).host, AllocatorConfig()).peak}
+    return {"peak": host_replay(traced(trial_parser.parse(values)).host, AllocatorConfig()).peak}
 
 
 def imported(runner: str) -> dict[str, int]:
     """Anonymous memory after a runner's imports."""
     worker.preload(runner)
-    return {"held": instruments.Process().held() or 0}
+    return {"held": counters.Process().held() or 0}
 
 
 def workers(count: int) -> dict[str, int]:
@@ -148,7 +158,7 @@ def workers(count: int) -> dict[str, int]:
     batches = iter(DataLoader(samples, 8, num_workers=count, collate_fn=default_data_collator))
     for _ in range(200):
         next(batches)
-    found = instruments.Process().started()
+    found = counters.Process().started()
     assert found is not None and big is not None
     return {"own": found}
 
@@ -212,12 +222,12 @@ def main() -> None:
         for stored, dtype in loads:
             real, predicted = fresh(loaded, paths[stored], dtype), fresh(predicted_load, paths[stored], dtype)
             line(f"load {stored} as {dtype}", real["peak"], predicted["peak"], f"kept {real['kept']:,}")
-    for entry in registry.RUNNERS:
+    for entry in runner_table.RUNNERS:
         if chosen(f"imports of {entry.name}"):
-            line(f"imports of {entry.name}", fresh(imported, entry.name)["held"], node.PROCESS[entry.name])
+            line(f"imports of {entry.name}", fresh(imported, entry.name)["held"], host_memory.PROCESS[entry.name])
     for count in (1, 4):
         if chosen(name := f"each of {count} data loader workers"):
-            line(name, fresh(workers, count)["own"] // count, node.LOADER_WORKER)
+            line(name, fresh(workers, count)["own"] // count, host_memory.LOADER_WORKER)
 
 
 def line(name: str, real: int, predicted: int, remark: str = "") -> None:

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vramsweep.runners.dispatch import SdpaKernels  # noqa: E402
+from vramsweep.runners.measure.dispatch_modes import SdpaKernels  # noqa: E402
 
 # batch, heads, heads of key and value, length, width, width of the values
 SHAPES = (

@@ -28,8 +28,11 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from conftest import custom, tiny  # noqa: E402
 
-from vramsweep.harness import attempt, machine, plan, registry  # noqa: E402
-from vramsweep.harness.attempt import Launcher  # noqa: E402
+from vramsweep.harness.machine import machine  # noqa: E402
+from vramsweep.harness.process import attempt  # noqa: E402
+from vramsweep.harness.process.attempt import Launcher  # noqa: E402
+from vramsweep.harness.spec import runner_table  # noqa: E402
+from vramsweep.harness.sweep import plan  # noqa: E402
 
 PLAIN = """
 import sys, time, torch
@@ -64,10 +67,10 @@ def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: li
     values = [tiny(seq_len=n, runner=runner, precision=precision, protocol=PROTOCOL) for n in lengths]
     with tempfile.TemporaryDirectory() as scratch, Launcher(isolation, Path(scratch) / "logs") as launcher:
         found, walls = [], []
-        for number, item in enumerate(plan.order(plan.expand(values, 1))):
-            environ = attempt.environment("", "cpu", os.environ)
+        for number, item in enumerate(plan.order_trials(plan.expand_trials(values, 1))):
+            environ = attempt.attempt_environment("", "cpu", os.environ)
             assert item.trial is not None
-            template = registry.template(item.trial)
+            template = runner_table.fork_server_name(item.trial)
             began = time.perf_counter()
             done = launcher.attempt({"trial": item.resolved}, Path(scratch) / str(number), environ, template, 120)
             walls.append(time.perf_counter() - began)
@@ -88,14 +91,14 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
     """
     import torch
 
-    from vramsweep.harness import trial as trials
-    from vramsweep.runners import build
-    from vramsweep.runners.gauges import Gauges
-    from vramsweep.runners.instruments import Clock
-    from vramsweep.runners.measure import Meter, asked
+    from vramsweep.harness.spec import trial_parser
+    from vramsweep.runners.measure.counters import Clock
+    from vramsweep.runners.measure.rank_instruments import Gauges
+    from vramsweep.runners.measure.step_meter import Meter, meter_spec
+    from vramsweep.runners.model import build
 
     protocol = {"name": "x", "warmup_steps": 1, "measured_steps": rounds * steps}
-    trial = trials.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
+    trial = trial_parser.parse(tiny(seq_len=128, protocol=protocol, device={"name": device}))
     place = torch.device(device, 0) if device == "cuda" else torch.device(device)
     net = build.model(trial, place)
     optimizer = build.optimizer(trial, net.parameters(), place)
@@ -111,7 +114,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
     clock = Clock(place)
     with tempfile.TemporaryDirectory() as scratch:
-        meter = Meter(asked(trial), Path(scratch), Gauges(place), 0)
+        meter = Meter(meter_spec(trial), Path(scratch), Gauges(place), 0)
         meter.built(dict)
         for index in range(trial.steps()):
             timed = meter.step() is meter.measured
@@ -140,9 +143,9 @@ def parent_cpu() -> float:
     with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "logs") as launcher:
         os.environ["SLEEPY_LOG"] = str(Path(scratch) / "clock")
         protocol = {"name": "x", "warmup_steps": 1, "measured_steps": 200}
-        items = plan.order(plan.expand([custom("good"), custom("sleepy", protocol=protocol)], 1))
+        items = plan.order_trials(plan.expand_trials([custom("good"), custom("sleepy", protocol=protocol)], 1))
         items.sort(key=lambda p: p.trial.steps() if p.trial else 0)
-        environ = attempt.environment("", "cpu", os.environ)
+        environ = attempt.attempt_environment("", "cpu", os.environ)
         launcher.attempt({"trial": items[0].resolved}, Path(scratch) / "first", environ, "custom", 120)
         before = resource.getrusage(resource.RUSAGE_SELF)
         began = time.perf_counter()

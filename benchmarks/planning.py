@@ -25,8 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness import account, journal, launch, plan, sweep
-from vramsweep.harness.plan import Planned
+from vramsweep.harness.rows import journal
+from vramsweep.harness.sweep import plan, row_builder, run_trials
+from vramsweep.harness.sweep.plan import Planned
+from vramsweep.harness.verbs import sweep_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,19 +53,25 @@ def measured(grid: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as results:
         words = ["-m", *grid, f"results={results}", "report=false"]
         seconds: dict[str, float] = {}
-        with timed(seconds, plan, "settings"), timed(seconds, plan, "expand"), timed(seconds, plan, "order"):
-            whole, (planned, settings) = clocked(lambda: launch.resolve(words))
+        with (
+            timed(seconds, plan, "settings"),
+            timed(seconds, plan, "expand_trials"),
+            timed(seconds, plan, "order_trials"),
+        ):
+            whole, (planned, settings) = clocked(lambda: sweep_command.resolve(words))
         compose = whole - seconds.pop("settings") - sum(seconds.values())
-        folder = launch.folder()
+        folder = sweep_command.folder()
         assert folder is not None
         assert settings is not None
         with journal.Journal(folder) as own:
             own.extend(row(item, folder.name) for item in planned)
         read, (rows, unreadable) = clocked(lambda: journal.read(folder))
-        skip, left = clocked(lambda: plan.pending(planned, sweep.known(rows, planned, False)[0], False))
-        write, _ = clocked(lambda: sweep._write_plan(folder, planned, settings, "a run", set()))
+        skip, left = clocked(
+            lambda: plan.pending_trials(planned, run_trials.finished_rows(rows, planned, False)[0], False)
+        )
+        write, _ = clocked(lambda: run_trials._write_plan(folder, planned, settings, "a run", set()))
         assert (len(rows), unreadable, left) == (len(planned), 0, [])
-        command = [sys.executable, "-m", "harness", "sweep", *words]
+        command = [sys.executable, "-m", "vramsweep", "sweep", *words]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         wall, done = clocked(lambda: subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True))
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -72,8 +80,8 @@ def measured(grid: list[str]) -> dict[str, float]:
     return {
         "trials": len(planned),
         "compose_s": compose,
-        "check_and_name_s": seconds["expand"],
-        "order_s": seconds["order"],
+        "check_and_name_s": seconds["expand_trials"],
+        "order_s": seconds["order_trials"],
         "read_journal_s": read,
         "skip_s": skip,
         "write_plan_s": write,
@@ -85,7 +93,7 @@ def measured(grid: list[str]) -> dict[str, float]:
 def row(item: Planned, sweep_name: str) -> dict[str, Any]:
     """The row of a trial as if it had been measured."""
     ran = {"sweep": sweep_name, "isolation": "warm", "outcome": "ok", "terminal": True, "duration_s": 2.0}
-    return account.before(item) | account.begun(1) | ran
+    return row_builder.initial_columns(item) | row_builder.started_columns(1) | ran
 
 
 @contextlib.contextmanager

@@ -27,8 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vramsweep.harness import trial as trials  # noqa: E402
-from vramsweep.runners import build  # noqa: E402
+from vramsweep.harness.spec import trial as trials  # noqa: E402
+from vramsweep.runners.model import build  # noqa: E402
 
 WARMUP, TIMED, PROFILED = 5, 10, 3
 

@@ -33,10 +33,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import yaml  # noqa: E402
 
-from vramsweep.harness import gpus, trial  # noqa: E402
 from vramsweep.harness.allocator import config as allocator_config  # noqa: E402
-from vramsweep.runners import deepspeed_zero, simulated, tracing  # noqa: E402
-from vramsweep.runners.predict import replay  # noqa: E402
+from vramsweep.harness.hardware import gpu_lookup  # noqa: E402
+from vramsweep.harness.spec import (  # noqa: E402
+    trial,
+    trial_parser,
+)
+from vramsweep.runners.loops import deepspeed_engine  # noqa: E402
+from vramsweep.runners.predict import predicted_row, trace_cache  # noqa: E402
+from vramsweep.runners.predict.replay_trace import replay  # noqa: E402
 
 MIB = 1 << 20
 DATA = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
@@ -85,18 +90,18 @@ def trial_of(axis: str, value: int, checkpointing: bool) -> trial.Trial:
     if checkpointing:
         values |= {"checkpointing": "full", "checkpointing_reentrant": True}
     values |= {axis: value}
-    return trial.parse(values | {"padding": 0.5 if values["seq_len"] > 1 else 0.0})
+    return trial_parser.parse(values | {"padding": 0.5 if values["seq_len"] > 1 else 0.0})
 
 
 def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
     """Peaks in MiB, what was applied, and whether it fits the card."""
-    chosen, card = trial_of(axis, value, checkpointing), gpus.named("a100-80gb")
+    chosen, card = trial_of(axis, value, checkpointing), gpu_lookup.gpu_named("a100-80gb")
     with tempfile.TemporaryDirectory() as folder:
-        trace, details = tracing.trace_trial(chosen, card, Path(folder), deepspeed_zero)
+        trace, details = trace_cache.trace_trial(chosen, card, Path(folder), deepspeed_engine)
     config = allocator_config.parse("")
-    limit = gpus.memory_limit(card)
+    limit = gpu_lookup.memory_limit(card)
     found = replay(trace, config, limit)
-    most = simulated.lagging(trace, config, limit)
+    most = predicted_row.upper_bounds(trace, config, limit)
     return {
         **{name: found.peak[name] // MIB for name in ("active", "reserved")},
         **{f"{name}_most": most[f"peak_{name}_most_bytes"] // MIB for name in ("active", "reserved")},

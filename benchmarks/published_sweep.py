@@ -22,8 +22,8 @@ import plotly.graph_objects as go
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vramsweep.harness.journal import read, terminal  # noqa: E402
-from vramsweep.harness.row import Row  # noqa: E402
+from vramsweep.harness.rows.journal import read, terminal  # noqa: E402
+from vramsweep.harness.rows.schema import Row  # noqa: E402
 
 MIB = 1 << 20
 DATA = ROOT.parent / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expandable-segments.csv"

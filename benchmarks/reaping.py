@@ -20,8 +20,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from vramsweep.harness import leftovers  # noqa: E402
-from vramsweep.harness.attempt import Launcher  # noqa: E402
+from vramsweep.harness.process import orphans  # noqa: E402
+from vramsweep.harness.process.attempt import Launcher  # noqa: E402
 
 CASES = ((100, 0), (200, 0), (400, 0), (1000, 100))  # zombies, daemons
 LEAVE = """
@@ -42,7 +42,7 @@ def measure(zombies: int, daemons: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as logs, Launcher("cold", Path(logs)) as launcher:
         command = [sys.executable, "-S", "-c", LEAVE, str(zombies), str(daemons)]
         subprocess.run(command, start_new_session=True, check=True)
-        with mock.patch.object(leftovers, "listed", wraps=leftovers.listed) as listed:
+        with mock.patch.object(orphans, "list_processes", wraps=orphans.list_processes) as listed:
             began = time.perf_counter()
             launcher._end()
             spent = time.perf_counter() - began

@@ -26,8 +26,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vramsweep.harness import trial as trials  # noqa: E402
-from vramsweep.runners import build, result, run  # noqa: E402
+from vramsweep.harness.spec import trial as trials  # noqa: E402
+from vramsweep.harness.spec import trial_parser  # noqa: E402
+from vramsweep.runners.model import build  # noqa: E402
+from vramsweep.runners.rank import result_file  # noqa: E402
+from vramsweep.runners.worker import run_rank  # noqa: E402
 
 STEPS = 3
 TRIAL: dict[str, Any] = {
@@ -69,7 +72,7 @@ def main() -> None:
         if arguments.row:
             as_measured(*arguments.row)
         else:
-            train(trials.parse(TRIAL), torch.device("cuda", 0), arguments.streams, arguments.ddp)
+            train(trial_parser.parse(TRIAL), torch.device("cuda", 0), arguments.streams, arguments.ddp)
     except torch.OutOfMemoryError:
         out_of_memory = True
     torch.cuda.memory._dump_snapshot(str(arguments.out))
@@ -90,8 +93,8 @@ def as_measured(rows: str, trial_id: str) -> None:
     trial = trials.Trial.model_validate(found["trial"])
     few = trial.protocol.model_copy(update={"measured_steps": 2})
     # ended early: what follows the measured steps failed
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(result.EndedEarly):
-        run.run(trial.model_copy(update={"protocol": few}), Path(folder))
+    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(result_file.EndedEarly):
+        run_rank.run(trial.model_copy(update={"protocol": few}), Path(folder))
 
 
 def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp: bool = False) -> None:

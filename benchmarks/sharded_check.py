@@ -2,7 +2,7 @@
 
     python benchmarks/sharded_check.py [WORD...] [--exact] [--worlds 1,2] [--json]
 
-Words choose the cases whose names hold all of them, or with --exact the one of that name.
+Words choose the cases whose names hold all of them; with --exact each word is the whole name of a case.
 
 Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
 traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
@@ -44,11 +44,27 @@ from torch.optim.optimizer import register_optimizer_step_post_hook  # noqa: E40
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from vramsweep.harness import gpus, registry, trial  # noqa: E402
-from vramsweep.runners import build, kernels, tracing, worker  # noqa: E402
-from vramsweep.runners.dispatch import LiveBytes, gradient, held_by_code, sharded, storages_alive, tensors_alive  # noqa: E402
-from vramsweep.runners.instruments import backward_boundaries  # noqa: E402
-from vramsweep.runners.trace import Trace  # noqa: E402
+from vramsweep.harness.hardware import gpu_lookup  # noqa: E402
+from vramsweep.harness.spec import (  # noqa: E402
+    runner_table,
+    trial,
+    trial_parser,
+)
+from vramsweep.runners.measure.counters import backward_boundaries  # noqa: E402
+from vramsweep.runners.measure.dispatch_modes import (  # noqa: E402
+    LiveBytes,
+    gradient,
+    held_by_code,
+    sharded,
+    storages_alive,
+    tensors_alive,
+)
+from vramsweep.runners.model import build  # noqa: E402
+from vramsweep.runners.predict import trace_cache  # noqa: E402
+from vramsweep.runners.rank.entry_modules import import_entry  # noqa: E402
+from vramsweep.runners.trace import operator_cost  # noqa: E402
+from vramsweep.runners.trace.step_tracer import Trace  # noqa: E402
+from vramsweep.runners.worker import worker  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
 IMPORTED: list[torch.UntypedStorage] = []  # constants of libraries, in a real rank
@@ -144,7 +160,7 @@ def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
         "seq_len": 64, "micro_batch": 2, "world_size": world, "device": device,
         "allocator": {"name": "default"}, "protocol": {"name": "check", "warmup_steps": 1, "measured_steps": 1},
     }  # fmt: skip
-    return trial.parse(values | {key: value for key, value in case.items() if key != "name"})
+    return trial_parser.parse(values | {key: value for key, value in case.items() if key != "name"})
 
 
 def impossible(case: Case) -> str | None:
@@ -158,7 +174,7 @@ def impossible(case: Case) -> str | None:
 
 def runner(chosen: trial.Trial) -> Any:
     """The module that drives it."""
-    return importlib.import_module(registry.runner(chosen.runner.name).module)
+    return import_entry(runner_table.runner(chosen.runner.name).module)
 
 
 class Sent(TorchDispatchMode):
@@ -171,7 +187,7 @@ class Sent(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
             return NotImplemented  # what DTensor makes of it comes here
-        if func.namespace in kernels.C10D and (called := kernels.collective(func, args)) is not None:
+        if func.namespace in operator_cost.C10D and (called := operator_cost.collective(func, args)) is not None:
             self.nbytes += called.nbytes
         return func(*args, **(kwargs or {}))
 
@@ -370,7 +386,7 @@ def predicted(case: Case, world: int) -> dict[str, int]:
     """The same of the trace."""
     chosen = make(case, world, {"name": "simulated", "gpu": "a100-80gb"})
     with tempfile.TemporaryDirectory() as folder:
-        trace, _ = tracing.trace_trial(chosen, gpus.named("a100-80gb"), Path(folder), runner(chosen))
+        trace, _ = trace_cache.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), runner(chosen))
     # a batch: token ids and labels, 8 bytes each; the Trainer's loader makes them outside the trace
     ids = 0 if chosen.runner.name == "trainer" else 2 * 8 * chosen.micro_batch * chosen.seq_len
     sent = sum(count * one.nbytes for one, count in trace.collectives)
@@ -399,7 +415,7 @@ def sums(trace: Trace) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD", help="parts of the cases' names")
-    parser.add_argument("--exact", action="store_true", help="the words are the whole name of a case")
+    parser.add_argument("--exact", action="store_true", help="each word is the whole name of a case")
     parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
     chosen = parser.parse_args()
@@ -407,12 +423,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     named = [one for one in CASES if all(word.lower() in one["name"].lower() for word in chosen.words)]
     if chosen.exact:
-        named = [one for one in CASES if one["name"] == " ".join(chosen.words)]
+        if wrong := set(chosen.words) - {one["name"] for one in CASES}:
+            parser.error(f"no case is named {', '.join(sorted(wrong))}")
+        named = [one for one in CASES if one["name"] in chosen.words]
     lacking = {one["name"]: reason for one in named if (reason := impossible(one)) is not None}
     for name, reason in lacking.items():
         print(f"left out: {name}: {reason}", file=sys.stderr)
     cases = [one for one in named if one["name"] not in lacking]
-    for template in sorted({registry.template(make(one, 1, {"name": "cpu"})) for one in cases}):
+    for template in sorted({runner_table.fork_server_name(make(one, 1, {"name": "cpu"})) for one in cases}):
         worker.preload(template)
     results = []
     for world in map(int, chosen.worlds.split(",")):

@@ -24,9 +24,8 @@ os.environ["PYTHONPATH"] = str(ROOT)
 
 from conftest import SETTINGS, tiny  # noqa: E402
 
-from vramsweep.harness import plan, sweep  # noqa: E402
-from vramsweep.harness.attempt import Launcher  # noqa: E402
-from vramsweep.harness.progress import Few  # noqa: E402
+from vramsweep.harness.process.attempt import Launcher  # noqa: E402
+from vramsweep.harness.sweep import plan, run_trials  # noqa: E402
 
 TARGET = """
 import time, torch
@@ -49,9 +48,9 @@ def run(folder: Path, trials: int, slots: int, seconds: float, launcher: Launche
     runner = {"name": "custom", "target": f"{target}:sleeps"}
     values: list[dict[str, Any]] = [tiny(runner=runner, seed=n) for n in range(trials)]
     settings = plan.Settings(**(SETTINGS | {"isolation": "warm", "slots": slots}))
-    planned = plan.order(plan.expand(values, 1))
+    planned = plan.order_trials(plan.expand_trials(values, 1))
     before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
-    rows, status = sweep.run(planned, settings, folder / f"slots-{slots}", launcher=launcher, progress=Few)
+    rows, status = run_trials.run(planned, settings, folder / f"slots-{slots}", launcher=launcher)
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
     if status:
         raise SystemExit(f"a trial failed: {next(row['reason'] for row in rows.values() if row['reason'])}")

@@ -27,14 +27,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIGHT = (
-    "tests/analysis/test_load.py", "tests/analysis/test_fit.py", "tests/analysis/test_frontier.py",
-    "tests/analysis/test_compare.py", "tests/analysis/test_importers.py", "tests/harness/test_journal.py",
-    "tests/harness/test_row.py", "tests/harness/test_upgrade.py",
+    "tests/analysis/data/test_load.py", "tests/analysis/model/test_fit.py",
+    "tests/analysis/model/test_memory_frontier.py", "tests/analysis/compare/test_compare.py",
+    "tests/analysis/data/test_importers.py", "tests/harness/rows/test_journal.py",
+    "tests/harness/rows/test_schema.py", "tests/harness/rows/test_migrations.py",
 )  # fmt: skip
 CORE = (
-    *LIGHT, "tests/test_core.py", "tests/harness/test_trial.py", "tests/runners/test_build.py",
-    "tests/runners/test_trace.py", "tests/runners/test_simulated.py", "tests/runners/test_attention.py",
-    "tests/runners/test_watching.py",
+    *LIGHT, "tests/test_core.py", "tests/harness/spec/test_trial.py", "tests/runners/model/test_build.py",
+    "tests/runners/trace/test_step_tracer.py", "tests/runners/predict/test_predicted_row.py",
+    "tests/runners/techniques/test_attention.py",
+    "tests/runners/scripts/test_watch.py",
 )  # fmt: skip
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers asks for the last two by version

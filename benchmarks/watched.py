@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from vramsweep.runners.hook.sitecustomize import WATCH
-from vramsweep.runners.observer import Observer
+from vramsweep.runners.scripts.observation_files import WATCH
+from vramsweep.runners.scripts.observer import Observer
 
 LEFT_OUT = 10
 CONFIG = Qwen2Config(

@@ -22,9 +22,11 @@ CONF = HERE.parent / "conf"
 sys.path.insert(0, str(HERE.parent))
 
 from vramsweep import verbs  # noqa: E402
-from vramsweep.harness import flags, gpus, links, outcome, registry, row  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
-from vramsweep.harness.techniques import tables  # noqa: E402
+from vramsweep.harness.hardware import gpu_lookup, interconnects  # noqa: E402
+from vramsweep.harness.rows import outcome, quality_flags, schema  # noqa: E402
+from vramsweep.harness.spec import runner_table, shardings  # noqa: E402
+from vramsweep.harness.spec.techniques import catalog, wording  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -64,35 +66,90 @@ def _head(name: str, more: str) -> str:
     return f"## {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
 
 
-def _headings(text: str, mark: str = "") -> str:
-    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to; `mark` goes
-    around its name.
-    """
+def _headings(text: str) -> str:
+    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to."""
 
     def heading(found: re.Match[str]) -> str:
         more = re.sub(r"^\((.*)\)$", r"\1", found[2].strip(" :"))
-        return _head(f"{mark}{found[1]}{mark}", more)
+        return _head(found[1], more)
 
     return re.sub(r"(?m)^\*\*(\w+)\*\*(.*)$", heading, text)
 
 
 def columns() -> str:
-    found = (row.markdown_table(), *(of.markdown_table() for of in (outcome, flags, registry)))
+    found = (schema.markdown_table(), *(of.markdown_table() for of in (outcome, quality_flags, runner_table)))
     return _headings("\n".join(found)).replace("](docs/", "](")
 
 
 def promised() -> str:
     """The columns that stay, by group, and those that may change."""
-    groups = dict.fromkeys(one.group for one in row.COLUMNS)
-    lines = {name: [f"`{one.name}`" for one in row.COLUMNS if one.group == name and row.promised(one)]
+    groups = dict.fromkeys(one.group for one in schema.COLUMNS)
+    lines = {name: [f"`{one.name}`" for one in schema.COLUMNS if one.group == name and schema.is_stable(one)]
              for name in groups}  # fmt: skip
-    may = [f"`{one.name}`" for one in row.COLUMNS if not row.promised(one)]
+    may = [f"`{one.name}`" for one in schema.COLUMNS if not schema.is_stable(one)]
     kept = [(name, ", ".join(names)) for name, names in lines.items() if names]
     return f"{table(('group', 'columns that stay'), kept)}\n\nThe others may change: {', '.join(may)}."
 
 
 def techniques() -> str:
-    return _headings(tables.markdown_table(), "`")
+    """A table for each axis of techniques, and one of the settings that take any value."""
+    parts = []
+    head = ("value", "what it does", "needs", "not with", "checked", "on a card")
+    for axis in catalog.AXES:
+        rows = [(f"`{catalog.text(one.name)}`", one.meaning, wording.needs(one), ", ".join(_without(one)),
+                 ", ".join(one.checked), "" if one.name == axis.default else one.proven or "unproven")
+                for one in catalog.entries(axis.name)]  # fmt: skip
+        default = "" if axis.default is None else f"; default `{catalog.text(axis.default)}`"
+        if rows:
+            parts.append(f"{_head(f'`{axis.name}`', axis.meaning + default)}\n\n{table(head, rows)}")
+    free = [axis for axis in catalog.AXES if not catalog.entries(axis.name)]
+    rest = [(f"`{axis.name}`", f"`{catalog.text(axis.default)}`", axis.meaning + _belongs(axis)) for axis in free]
+    return "\n\n".join((*parts, "## Further settings\n\n" + table(("setting", "default", "meaning"), rest)))
+
+
+def _belongs(axis: catalog.Axis) -> str:
+    return "" if axis.of is None else f" (with `{axis.of[0]}={' or '.join(axis.of[1])}`)"
+
+
+def _without(entry: catalog.Technique) -> list[str]:
+    """What does not go with it, as it is typed; reasons are what a refused trial says."""
+    runners = [f"runner={name}" for name in catalog.Technique.runners if name not in entry.runners]
+    reached = {name for runner in runner_table.RUNNERS if runner.name in entry.runners for name in runner.shardings}
+    left = reached - set(entry.shardings or reached)
+    named = [f"sharding={sharding.name}" for sharding in shardings.SHARDINGS if sharding.name in left]
+    excluded = [f"{name}={catalog.text(value)}" for name, values, _ in entry.excludes for value in values]
+    return list(dict.fromkeys((*runners, *named, *excluded)))
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:g}"
+
+
+def gpus() -> str:
+    head = ("`device.gpu`", "nominal GiB", "torch reports GiB", "limit GiB", "GB/s", "fp32", "tf32", "fp16", "bf16",
+            "link", "source")  # fmt: skip
+    rows = []
+    for gpu in gpu_lookup.GPUS:
+        reported = "–" if gpu.reported_mib is None else f"{gpu.reported_mib / 1024:.2f}"
+        limit = f"{gpu_lookup.memory_limit(gpu) / gpu_lookup.GIB:.2f}"
+        rates = [_number(one and one / gpu_lookup.TERA) for one in (gpu.fp32, gpu.tf32, gpu.half, gpu.bf16)]
+        rows.append((f"`{gpu.name}`", _number(gpu.memory_gib), reported, limit, _number(gpu.bandwidth / 1e9), *rates,
+                     gpu.link or "–", gpu.source))  # fmt: skip
+    return table(head, rows)
+
+
+def links() -> str:
+    rows = [(f"`{one.name}`", one.meaning, _number(one.bandwidth / interconnects.GB), one.source)
+            for one in interconnects.LINKS]  # fmt: skip
+    return table(("link", "", "GB/s a card, one direction", "source"), rows)
+
+
+def allocator_options() -> str:
+    default = config.AllocatorConfig()
+    rows = [(f"`{one.name}`", one.allowed, config.format_value(one, getattr(default, one.name)),
+             one.since + " or earlier" * (one.since == config.OLDEST_TORCH), one.scope, one.meaning)
+            for one in config.OPTIONS]  # fmt: skip
+    return table(("option", "allowed", "default", "since torch", "acts on", "meaning"), rows)
 
 
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that a runner or a ds_config may change
@@ -116,7 +173,7 @@ def settings() -> str:
             rows[-1][2] += " " + line.lstrip("# ")
         elif setting := _SETTING.match(line):
             name, default, meaning = setting.groups()
-            known = row.BY_NAME[name].meaning if name in row.BY_NAME else ""
+            known = schema.BY_NAME[name].meaning if name in schema.BY_NAME else ""
             rows.append([f"`{name}`", f"`{_said(default)}`", meaning or known])
     parts = []
     for heading, rows in found.items():
@@ -157,9 +214,9 @@ PARTS = (
     Part("settings", settings),
     Part("groups", groups),
     Part("techniques", techniques),
-    Part("cards", gpus.card_table),
-    Part("links", links.markdown_table),
-    Part("allocator options", config.option_table),
+    Part("cards", gpus),
+    Part("links", links),
+    Part("allocator options", allocator_options),
 )
 
 

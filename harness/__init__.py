@@ -1,6 +1,6 @@
-"""The parent's side: trials, the journal, processes, the allocator's model. Never imports torch."""
+"""The parent's side: what a trial is, processes that run it, the journal, sweeps, verbs.
 
-if __name__ == "harness":  # imported under its short name, in a checkout
-    from vramsweep.alias import alias
-
-    alias(__name__)
+In: the command line, YAML, JSON, rows. Out: rows in a journal, and what verbs print.
+It starts the runners as processes, by name. It must not import torch, the runners or the analysis.
+Rooms and what each may import: tests/test_architecture.py. Old names of modules: renames.tsv.
+"""

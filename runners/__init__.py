@@ -1,6 +1,6 @@
-"""The child's side: everything that imports torch."""
+"""The child's side, and everything that imports torch: building, training, measuring, tracing, predicting.
 
-if __name__ == "runners":  # imported under its short name, in a checkout
-    from vramsweep.alias import alias
-
-    alias(__name__)
+In: a spec file, or a question in one. Out: a result file.
+It must not start sweeps, write the journal or import the analysis.
+Rooms and what each may import: tests/test_architecture.py. Old names of modules: renames.tsv.
+"""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import os
+import pty
 import re
 import signal
+import subprocess
 import sys
 import time
 import zlib
@@ -18,18 +21,22 @@ from typing import Any
 import hypothesis
 import psutil
 import pytest
+import unchanged
 from _pytest.capture import CaptureResult
+from unchanged import pytest_addoption, pytest_configure
 
 from vramsweep import __main__ as front_door
-from vramsweep.harness import card_lock, machine, plan, sweep
-from vramsweep.harness.row import Row
+from vramsweep.harness.machine import gpu_lock, machine
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.sweep import plan, run_trials
+
+__all__ = ["pytest_addoption", "pytest_configure"]
 
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 hypothesis.settings.load_profile("untimed")
 
 ROOT = Path(__file__).resolve().parents[1]
-SLOW_WITHIN = "SLOW_TESTS_MINUTES"  # no slow test begins later than that; unset: whenever
-BEGAN_S = time.monotonic()
 TARGETS = ROOT / "tests" / "targets"
 
 TINY: dict[str, Any] = {
@@ -68,6 +75,21 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+def on_terminal(code: str, *words: str, columns: int = 80) -> tuple[int, str]:
+    """The status of a Python process on a pseudo-terminal, and all that it wrote there."""
+    parent, child = pty.openpty()
+    environ = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "24"}
+    environ.pop("NO_COLOR", None)
+    process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=child, stderr=child, env=environ, cwd=ROOT)
+    os.close(child)
+    said = b""
+    with contextlib.suppress(OSError):  # how a terminal ends
+        while piece := os.read(parent, 65536):
+            said += piece
+    os.close(parent)
+    return process.wait(), said.decode()
+
+
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
     """`base` with `over` laid on it, key by key."""
     out = copy.deepcopy(base)
@@ -84,6 +106,13 @@ def tiny(**over: Any) -> dict[str, Any]:
 def custom(function: str, **over: Any) -> dict[str, Any]:
     """A trial of one of the functions in tests/targets/faults.py."""
     return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
+
+
+def refusal(kind: type[BaseException], call: Callable[..., object], /, *given: Any, **named: Any) -> str:
+    """What the call says in the exception of this kind that it has to end with."""
+    with pytest.raises(kind) as raised:
+        call(*given, **named)
+    return str(raised.value)
 
 
 def cases(name: str) -> list[tuple[str, ...]]:
@@ -163,28 +192,36 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Where a machine may have a third of its speed, as in CI, some slow tests are left out and named, not all lost."""
-    minutes = os.environ.get(SLOW_WITHIN)
-    if minutes and item.get_closest_marker("slow") and time.monotonic() - BEGAN_S > 60 * float(minutes):
-        raise pytest.skip.Exception(f"{SLOW_WITHIN}={minutes} are over: not begun: {item.nodeid}")
+    """Say of each test whether its result is kept."""
+    unchanged.note_kept(item)
 
 
 @pytest.fixture(autouse=True)
 def _locks_of_cards_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests beside each other make up cards of the same names."""
-    monkeypatch.setattr(card_lock, "PLACE", tmp_path_factory.getbasetemp() / "locks")
+    monkeypatch.setattr(gpu_lock, "PLACE", tmp_path_factory.getbasetemp() / "locks")
+
+
+@pytest.fixture(scope="session")
+def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
+    """One launcher for all sweeps of this process: its fork servers import torch once, not once a trial."""
+    with Launcher("warm", tmp_path_factory.mktemp("fork-servers")) as launcher:
+        yield launcher
 
 
 @pytest.fixture
-def run_sweep(tmp_path: Path) -> Run:
-    """Run trials as a sweep in tmp_path/t; keywords are settings. Returns the terminal rows in the trials' order."""
+def run_sweep(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    """Run trials as a sweep in tmp_path/t; keywords are settings. Returns the terminal rows in the trials' order.
+
+    Sweeps share a warm launcher, except those with `isolation="cold"`.
+    """
 
     def run(*values: dict[str, Any], **settings: Any) -> list[Row]:
-        chosen = plan.Settings(**(SETTINGS | settings))
-        expanded = plan.expand(values, chosen.repeats)
-        rows, _ = sweep.run(plan.order(expanded), chosen, tmp_path / "t")
+        launcher = None if settings.get("isolation") == "cold" else request.getfixturevalue("warm_launcher")
+        chosen = plan.Settings(**(SETTINGS | {"isolation": "warm"} | settings))
+        expanded = plan.expand_trials(values, chosen.repeats)
+        rows, _ = run_trials.run(plan.order_trials(expanded), chosen, tmp_path / "t", launcher=launcher)
         return [rows[p.trial_id] for trials in expanded for p in trials]
 
     return run

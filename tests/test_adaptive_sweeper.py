@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import TARGETS, Cli
+from conftest import TARGETS, Cli, cases
+from launchers import Still, error
 from test_hydra import planned
 
 from hydra_plugins.vramsweep import adaptive
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.inferred import of_inferred
-from vramsweep.harness import gpus, inferred, journal, launch, machine, sweep
-from vramsweep.harness.attempt import Attempted
-from vramsweep.harness.occupancy import Occupancy
-from vramsweep.harness.outcome import Evidence
+from vramsweep.harness.files import inferred_points
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.machine import machine
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.outcome import Evidence
+from vramsweep.harness.sweep import run_trials
+from vramsweep.harness.verbs import sweep_command
 
 ADAPTIVE = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cpu", "precision=fp32", "protocol=brief")
 
@@ -31,7 +34,7 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(h
     out = cli.run("sweep", *words).out
     folder = here / "results" / "tiny-torch-cpu"
     rows = journal.terminal(journal.read(folder)[0])
-    lines = {line["trial_id"]: line for line in inferred.read(folder)}
+    lines = {line["trial_id"]: line for line in inferred_points.read(folder)}
     assert 9 < len(rows) <= 40 and len(rows) + len(lines) == 128 and not rows.keys() & lines.keys()
     assert f"{len(rows)} of 128 points measured" in out
     assert all(line["peak_allocated_bytes_basis"] == "curve" and line["fits"] for line in lines.values())
@@ -49,32 +52,21 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(h
         assert known == pytest.approx(row["peak_allocated_bytes"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("hydra.sweeper.most=2",), "hydra.sweeper.most=2: allowed is a whole number of at least 3"),
-        (("hydra.sweeper.most=many",), "hydra.sweeper.most=many: Value 'many' of type 'str' could not be converted"),
-        (("sweep=frontier",), "hydra/sweeper=adaptive: sweep=frontier is a sweeper of its own; leave one out"),
-        (("hydra.sweeper.checks=0",), "hydra.sweeper.checks=0: allowed is a whole number of at least 1"),
-        (("hydra.sweeper.reserved=2",), "hydra.sweeper.reserved=2.0: allowed is a share between 0 and 1"),
-        (("objective=tokens_per_s",), "hydra/sweeper=adaptive goes by memory; leave objective out"),
-        (("seq_len=5000,6000",), "no trial can run: seq_len 5000 is longer than tiny's 4096 positions"),
-        (("sweep=claims", "device=simulated"), "a preset of cases is run at once"),
-        (("seq_leng=1,2",), "seq_leng"),
-    ],
-)
-def test_what_adaptive_refuses(words: tuple[str, ...], said: str, here: Path, cli: Cli) -> None:
-    assert said in cli.refuse("sweep", *ADAPTIVE, *words)
+@pytest.mark.slow
+@pytest.mark.parametrize(("typed", "said"), cases("adaptive_mistakes"))
+def test_what_adaptive_refuses(typed: str, said: str, here: Path, cli: Cli) -> None:
+    assert said in cli.refuse("sweep", *ADAPTIVE, *typed.split())
     assert not list(here.rglob("journal.jsonl"))
 
 
+@pytest.mark.slow
 def test_adaptive_falls_into_configurations_and_plans_its_first_round(here: Path, cli: Cli) -> None:
     words = ("seq_len=64,128,5000", "micro_batch=1,2", "seed=0,1")
     trials = planned(cli, *ADAPTIVE, *words)
     assert len(trials) == 12  # so few are all asked for
-    first = planned(cli, *ADAPTIVE, "seq_len=range(1,2049)")
+    first = planned(cli, *ADAPTIVE, "seq_len=range(8,2049,8)")
     assert len(first) == 9
-    every, _ = launch.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words))
+    every, _ = sweep_command.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words))
     own = adaptive.configurations(every)
     assert [len(of_one) for of_one in own] == [4, 4]
     assert all(len({every[n].resolved["seed"] for n in of_one}) == 1 for of_one in own)
@@ -87,7 +79,7 @@ def test_what_a_row_says_to_adaptive() -> None:
     squeezed = adaptive.answer(peaks | {"outcome": "ok", "alloc_retries": 3})
     assert squeezed.values == {"peak_allocated_bytes": 5}
     full = adaptive.answer(peaks | {"outcome": "oom"})
-    assert full.fits is False and not full.values and full.limit == (10 << 30) - gpus.CONTEXT_BYTES
+    assert full.fits is False and not full.values and full.limit == (10 << 30) - gpu_lookup.CONTEXT_BYTES
     for kind in ("crash", "timeout", "invalid", "contended"):
         assert adaptive.answer(peaks | {"outcome": kind}).fits is None
     skipped = adaptive.answer(peaks | {"outcome": "skipped"})
@@ -95,27 +87,17 @@ def test_what_a_row_says_to_adaptive() -> None:
     assert adaptive.answer(peaks | {"outcome": "host_oom"}).fits is False
 
 
-class Measuring:
-    """A launcher that knows the answer by the length; at those of `failing` it crashes. Each trial takes a second."""
+class Measuring(Still):
+    """It knows the answer by the length; at those of `failing` it crashes. Each trial takes a second."""
 
-    isolation, run, occupancy, threads = "warm", "mark", Occupancy(), ThreadPoolExecutor()
     failing: tuple[int, ...] = ()
 
-    def __init__(self, *_: Any) -> None:
-        self.cold_reasons: dict[str, str] = {}
-
-    def close(self) -> None:
-        pass
-
-    def own_pids(self) -> set[int]:
-        return set()
-
-    def attempt(self, spec: Any, folder: Path, *rest: Any) -> Attempted:
+    def answer(self, spec: Any, *_: Any) -> Evidence:
         length = spec["trial"]["seq_len"]
         if length in self.failing:
-            return Attempted(Evidence(exit_code=1, result={"error": {"type": "X", "message": "odd"}}), 1.0, "warm")
+            return error("X", "odd")
         values = {"peak_allocated_bytes": max(1 << 30, length << 22), "loss_last": 1.0}
-        return Attempted(Evidence(exit_code=0, result={"values": values}), 1.0, "warm")
+        return Evidence(exit_code=0, result={"values": values})
 
 
 Measured = Callable[..., tuple[str, list[dict[str, Any]], list[dict[str, Any]]]]
@@ -126,10 +108,10 @@ def measured(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Measured:
     """Sweep with that launcher: what is printed, the terminal rows, and what was inferred."""
 
     def run(*words: str, failing: tuple[int, ...] = ()) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-        monkeypatch.setattr(launch, "Launcher", type("Own", (Measuring,), {"failing": failing}))
+        monkeypatch.setattr(sweep_command, "Launcher", type("Own", (Measuring,), {"failing": failing}))
         out = cli.run("sweep", *ADAPTIVE, "report=false", "name=t", *words, status=int(bool(failing))).out
         place = here / "results" / "t"
-        return out, list(journal.terminal(journal.read(place)[0]).values()), inferred.read(place)
+        return out, list(journal.terminal(journal.read(place)[0]).values()), inferred_points.read(place)
 
     return run
 
@@ -138,7 +120,7 @@ def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10**6, 20))  # so that a busy machine's own seconds do not count
-    monkeypatch.setattr(sweep, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
+    monkeypatch.setattr(run_trials, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
     said, rows, lines = measured("seq_len=range(8,1025,8)", "budget=120s", "retries=0")
     assert 0 < len(rows) < 9 and len(rows) + len(lines) == 128
     assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said
@@ -156,6 +138,7 @@ def test_adaptive_infers_what_failed_too_and_keeps_other_configurations(measured
     assert len(more) > len(lines) and {line["trial_id"] for line in lines} <= {line["trial_id"] for line in more}
 
 
+@pytest.mark.slow
 def test_adaptive_takes_a_preset_s_lengths(measured: Measured) -> None:
     assert " of 187 points measured" in measured("sweep=lengths")[0]
 
@@ -163,9 +146,9 @@ def test_adaptive_takes_a_preset_s_lengths(measured: Measured) -> None:
 @pytest.mark.slow
 def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", "model=tiny", "device=cuda", "seq_len=64,128,192,256", "precision=fp32", "protocol=brief"]
-    every, settings = launch.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
+    every, settings = sweep_command.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
     assert settings is not None
-    monkeypatch.setattr(launch, "_session", launch.Session(here / "out" / "night", settings))
+    monkeypatch.setattr(sweep_command, "_session", sweep_command.Session(here / "out" / "night", settings))
     grid = adaptive.predicted_grid(every, settings)
     assert grid.fits is not None and grid.fits.all()
     assert set(grid.phase or ()) <= {"load", "forward", "backward", "optimizer"}
@@ -190,15 +173,14 @@ class OnACard(Measuring):
     def need(row: Mapping[str, Any], name: str) -> int:
         return int(row[name] * 1.03) + (150 << 20)
 
-    def attempt(self, spec: Any, folder: Path, *rest: Any) -> Attempted:
+    def answer(self, spec: Any, folder: Path, *_: Any) -> Evidence:
         rows = journal.terminal(journal.read(folder.parents[2].with_name("t-predicted"))[0]).values()
         (row,) = (row for row in rows if row["seq_len"] == spec["trial"]["seq_len"])
         peaks = {name: self.need(row, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
-        total = {"device_total_bytes": self.LIMIT + gpus.CONTEXT_BYTES}
+        total = {"device_total_bytes": self.LIMIT + gpu_lookup.CONTEXT_BYTES}
         if peaks["peak_reserved_bytes"] > self.LIMIT:
-            error = {"type": "torch.OutOfMemoryError", "message": "CUDA out of memory"}
-            return Attempted(Evidence(exit_code=1, result={"error": error, "values": total}), 1.0, "warm")
-        return Attempted(Evidence(exit_code=0, result={"values": {**peaks, **total, "loss_last": 1.0}}), 1.0, "warm")
+            return error("torch.OutOfMemoryError", "CUDA out of memory", **total)
+        return Evidence(exit_code=0, result={"values": {**peaks, **total, "loss_last": 1.0}})
 
 
 @pytest.fixture
@@ -213,13 +195,13 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_fits(
     here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.setattr(launch, "Launcher", OnACard)
+    monkeypatch.setattr(sweep_command, "Launcher", OnACard)
     assert "predicting 128 points for l4-24gb" in cli.run("sweep", *ON_CARD).err
     folder = here / "results" / "t"
     measured = journal.terminal(journal.read(folder)[0]).values()
     assert {row["device"] for row in measured} == {"cuda"} and len(measured) <= 30
     truth = {row["seq_len"]: row for row in journal.terminal(journal.read(folder.with_name("t-predicted"))[0]).values()}
-    lines = inferred.read(folder)
+    lines = inferred_points.read(folder)
     assert len(lines) + len(measured) == 128
     edge = max(row["seq_len"] for row in measured if row["outcome"] == "ok")
     full = min(row["seq_len"] for row in measured if row["outcome"] == "oom")
@@ -238,10 +220,10 @@ def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_f
 def test_adaptive_goes_on_without_predictions_where_a_target_cannot_be_traced(
     here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.setattr(launch, "Launcher", Measuring)
+    monkeypatch.setattr(sweep_command, "Launcher", Measuring)
     own = (*ON_CARD[:-1], "runner=custom", f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4")
     said = cli.run("sweep", *own, "seq_len=range(16,1025,16)")
-    lines = inferred.read(here / "results" / "t")
+    lines = inferred_points.read(here / "results" / "t")
     rows = journal.terminal(journal.read(here / "results" / "t")[0]).values()
     assert {row["outcome"] for row in rows} == {"ok"} and len(rows) + len(lines) == 64
     assert {line["peak_allocated_bytes_basis"] for line in lines} == {"curve"}

@@ -1,104 +1,240 @@
-"""The import rules of the design, read off the source."""
+"""Rooms and what each may import, read off the source: all imports, those in functions and in strings too."""
 
 from __future__ import annotations
 
 import ast
+import builtins
+import importlib.util
+import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-OWN = ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
-FILES = sorted(path for package in OWN for path in (ROOT / package).rglob("*.py"))
-SHIM = "vramsweep.alias"  # what a folder's __init__ says about its short name
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import structure
+
+MODULES = structure.find_modules(ROOT)
+VERSION = "vramsweep.version"
+MOST_FILES, MOST_LINES = 25, 500
+
+# A room, its one idea, and the rooms that it may import. The code fits the table; the table is not fitted to the code.
+# What `harness` starts as a process, by name, is a room of the runners. Anyone may import the version.
+_TABLE = """
+harness | a name that custom targets import | h/spec
+harness/messages | what a user reads and types | -
+harness/files | files read and written with care | h/messages
+harness/hardware | published facts of GPUs and links | -
+harness/allocator | PyTorch's allocator, simulated | h/messages h/files
+harness/spec | what a trial is, and which are valid | h/messages h/files h/hardware h/allocator
+harness/rows | one row per attempt, and the journal | h/messages h/files h/hardware h/allocator h/spec
+harness/machine | this machine as it is now | h/messages h/spec h/rows
+harness/process | one attempt as an isolated process | h/messages h/files h/rows h/machine r/worker
+harness/sweep | planned trials to journalled rows | h/messages h/files h/hardware h/spec h/rows h/machine h/process
+harness/config | Hydra in and out | h/messages h/files h/hardware h/spec h/rows h/process h/sweep
+harness/search | pure searches | -
+harness/verbs | a module for each verb | h/messages h/files h/hardware h/allocator h/spec h/rows h/machine h/process
+    h/sweep h/config h/search r/worker
+runners/rank | one rank's process | h/files h/process h/rows h/spec
+runners/measure | what a rank is read with | h/messages h/hardware h/spec h/rows h/machine h/process r/rank
+runners/trace | a step on fake tensors | h/hardware h/spec r/measure
+runners/model | model, optimizer and data of a trial | h/messages h/files h/spec r/rank r/trace
+runners/shardings | how ranks divide the work | h/messages h/spec r/rank r/measure r/trace r/model
+runners/techniques | techniques, applied | h/messages h/hardware h/spec r/measure r/trace
+runners/loops | who drives the training loop | h/spec r/rank r/measure r/model r/shardings
+runners/predict | a trace through the allocator to a row | h/files h/hardware h/allocator h/spec h/machine h/process
+    r/rank r/measure r/trace r/model
+runners/symbolic | few traces for many lengths and batches | h/messages h/files h/hardware h/allocator h/spec
+    h/machine h/process r/rank r/measure r/trace r/model r/predict
+runners/scripts | a user's own script, watched or traced | h/messages h/files h/hardware h/allocator h/spec h/rows
+    h/machine h/process h/sweep r/rank r/measure r/trace
+runners/worker | the child process, spec in and result out | h/messages h/hardware h/allocator h/spec h/rows h/machine
+    h/process r/rank r/measure r/trace r/model r/predict r/symbolic
+analysis/data | rows in, rows out | h/messages h/files h/hardware h/spec h/rows
+analysis/model | curves over rows | h/hardware a/data
+analysis/compare | two sides of one thing, with verdicts | h/messages h/files a/data a/model
+analysis/answers | what a preset was run for | h/messages h/files h/hardware h/allocator h/spec h/rows a/data
+analysis/figures | figures by plotly | h/messages h/files h/hardware h/process h/rows a/data a/model a/compare
+analysis/report | what people read | h/messages h/files h/hardware h/spec h/rows h/sweep h/config a/data a/model
+    a/compare a/answers a/figures
+analysis | verbs that read rows, and notebooks | h/messages h/files h/process h/rows h/config a/data a/model a/compare
+    a/answers a/figures a/report
+hydra_plugins/vramsweep | Hydra's launcher and sweepers | h/messages h/files h/hardware h/spec h/rows h/sweep h/config
+    h/search h/verbs a/model
+vramsweep | the front door, which alone knows both sides | h/messages h/files h/spec h/config r/scripts analysis
+"""
+_SHORT = {"h": "harness", "r": "runners", "a": "analysis"}
+ROOMS: dict[str, tuple[str, str]] = {}
+for _line in _TABLE.strip().replace("\n    ", " ").split("\n"):
+    _room, _idea, _imports = _line.split(" | ")
+    ROOMS[_room] = _idea, re.sub(r"\b([hra])/", lambda m: f"{_SHORT[m[1]]}/", _imports.strip("-"))
+FILES = sorted(MODULES.values())
 
 
-def imports(path: Path) -> set[str]:
-    """Every module that the file imports, wherever it does so."""
-    names: set[str] = set()
+@cache
+def arrows() -> dict[str, set[str]]:
+    return {name: structure.read_targets(path, MODULES) - {name, VERSION} for name, path in MODULES.items()}
+
+
+def room_path(room: str) -> Path:
+    return ROOT / room
+
+
+def test_a_room_imports_only_what_the_table_says() -> None:
+    found = {structure.room_of(name) for name in arrows()}
+    assert found == set(ROOMS), "a room is a line of the table"
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in arrows().items()
+        for target in sorted(targets)
+        if (room := structure.room_of(name)) != (other := structure.room_of(target))
+        and other not in ROOMS[room][1].split()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_line_of_the_table_is_for_nothing() -> None:
+    """The table stays as small as the code allows."""
+    used = {
+        (structure.room_of(name), structure.room_of(target)) for name, targets in arrows().items() for target in targets
+    }
+    assert not [
+        (room, other) for room, (_, others) in ROOMS.items() for other in others.split() if (room, other) not in used
+    ]
+
+
+def test_no_circle_of_modules_and_none_of_rooms() -> None:
+    """What the harness starts as a process is its data, not its import: `-m` leads to the runners, and not back."""
+    assert structure.find_circles(arrows()) == []
+    rooms = {room: set(others.split()) for room, (_, others) in ROOMS.items()}
+    started = ("harness/process", "harness/verbs")
+    assert structure.find_circles({r: o - {"runners/worker"} if r in started else o for r, o in rooms.items()}) == []
+
+
+@pytest.mark.parametrize("room", sorted(ROOMS))
+def test_a_room_is_small_and_says_what_it_is_for(room: str) -> None:
+    files = list(room_path(room).glob("*.py"))
+    assert len(files) <= MOST_FILES
+    if room == "vramsweep" or room.startswith("hydra_plugins"):  # the public names, and Hydra's namespace
+        return
+    body = ast.parse((room_path(room) / "__init__.py").read_text()).body
+    assert len(body) == 1 and isinstance(body[0], ast.Expr), "a docstring and nothing else"
+    said = str(ast.literal_eval(body[0].value))
+    assert re.search(r"In: .*Out: .*must not ", said, re.DOTALL) and len(said.splitlines()) <= 7
+
+
+def test_a_module_can_be_read_in_one_sitting() -> None:
+    assert {
+        str(path.relative_to(ROOT)): n for path in FILES if (n := len(path.read_text().splitlines())) > MOST_LINES
+    } == {}
+
+
+def imported(path: Path) -> set[str]:
+    """The first part of every module that the file imports, wherever it does so."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
+            names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    assert not {n.split(".")[0] for n in names} & {"harness", "runners", "analysis"}, f"{path}: not by its whole name"
-    return {name.removeprefix("vramsweep.") for name in names if not name.startswith(SHIM)} - {"vramsweep"}
+            names.add(str(node.module).split(".")[0])
+    return names
 
 
-# what analysis may take of the harness
-OF_HARNESS = """
-    allocator check command console efficiencies errors files flags gpus inferred interpreter journal mistakes names
-    others outputs parsers plain_json repeats row techniques terminal trial units
-"""
+HYDRA = ("verbs/sweep_command", "config/overrides", "config/resolve_config")
+PURE = [
+    *(ROOT / "harness" / "search").glob("*.py"), *(ROOT / "harness" / "hardware").glob("*.py"),
+    *(ROOT / "harness" / f"{name}.py" for name in (
+        "rows/outcome", "rows/schema", "sweep/plan", "spec/trial", "spec/trial_identity",
+        "process/worker_environment", "files/redaction", "sweep/oom_dominance",
+    )),
+]  # fmt: skip
 
 
-def tops(path: Path) -> set[str]:
-    return {name.split(".")[0] for name in imports(path)}
+def test_libraries_stay_in_their_rooms() -> None:
+    wrong = []
+    for path in FILES:
+        package, found = path.relative_to(ROOT).parts[0], imported(path)
+        banned = {"harness", "runners", "analysis"}  # a module has one name, vramsweep.harness...
+        if package != "runners":
+            banned |= {"torch", "transformers", "deepspeed", "accelerate"}
+        if path.parent != ROOT / "analysis" / "figures":
+            banned |= {"plotly"}
+        if path not in [ROOT / "harness" / f"{name}.py" for name in HYDRA] and package != "hydra_plugins":
+            banned |= {"hydra", "omegaconf"}
+        if path in PURE:
+            banned |= {"subprocess", "os", "time", "psutil", "pynvml"}
+        wrong += [f"{path.relative_to(ROOT)} imports {name}" for name in sorted(found & banned)]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_imports(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    found = tops(path)
-    if package == "vramsweep":  # the front door, which alone knows both sides
-        own = {file.stem for file in (ROOT / "vramsweep").glob("*.py")}
-        assert not found - {"harness", "analysis", "runners", "__version__", *own} - set(sys.stdlib_module_names)
-        return
-    if package != "runners":
-        assert not found & {"torch", "transformers", "deepspeed", "accelerate", "runners"}
-    if package != "analysis":
-        assert "analysis" not in found or path == ROOT / "hydra_plugins" / "vramsweep" / "adaptive.py"  # its search
-        assert "plotly" not in found
-    elif path.parent.name != "figures":
-        assert "plotly" not in found
-    of_hydra = [ROOT / "harness" / f"{name}.py" for name in ("launch", "overrides", "completion", "configurations")]
-    if path not in of_hydra and package != "hydra_plugins":
-        assert not found & {"hydra", "omegaconf"}
-    if package in ("analysis", "runners"):
-        assert not found & {"hydra", "hydra_plugins"}
-    if package == "analysis":
-        assert {n.split(".")[1] for n in imports(path) if n.startswith("harness.")} <= set(OF_HARNESS.split())
+IMPORT = re.compile(r"\bfrom (vramsweep(?:\.\w+)*) import (\w+(?:, \w+)*)")
+RAISES = re.compile(r"Raises ((?:[A-Z]\w+(?:, | and | or )?)+)")
+CLASSES = {name for path in FILES for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
+OF_OURS = "harness|runners|analysis|verbs|version"
+MODULE = re.compile(rf"\bvramsweep\.(?:{OF_OURS})\b(?:\.[a-z_]\w*)*(?:\.[A-Z]\w*)?")
+FOLDERS = "harness|runners|analysis|hydra_plugins|tests|benchmarks|conf"
+PATH = re.compile(rf"(?<![\w/.-])(?:{FOLDERS})/[\w/-]+\.(?:py|yaml|md)\b")
+TEXTS = [
+    *FILES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "docs").glob("*.md"),
+    *(ROOT / "docs").glob("*.py"), *(ROOT / "conf").rglob("*.yaml"),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "pyproject.toml", "Makefile")),
+]  # fmt: skip
 
 
-ROOMS = ("data", "model", "compare", "answers", "figures", "report")
+def resolves(name: str) -> bool:
+    """Whether a module, or a module's attribute, has this name."""
+    known = set(MODULES) | {structure.module_name(p, ROOT) for p in (ROOT / "vramsweep").rglob("__init__.py")}
+    packages = {name.rpartition(".")[0] for name in MODULES} | {"vramsweep", "vramsweep.conf"}
+    if name in known | packages:
+        return True
+    module, _, attribute = name.rpartition(".")
+    if module not in MODULES:
+        return module.rpartition(".")[0] in MODULES and resolves(module)  # a class's or a module's own attribute
+    return bool(re.search(rf"\b{attribute}\b", MODULES[module].read_text()))
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if p.parent.parent == ROOT / "analysis"], ids=lambda p: p.stem)
-def test_rooms_of_analysis_import_one_way(path: Path) -> None:
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("analysis.")}
-    assert used <= set(ROOMS[: ROOMS.index(path.parent.name) + 1])
+def test_what_a_text_names_is_there() -> None:
+    """Modules, classes and functions by their whole names, and files: in strings, comments, pages and settings."""
+    wrong = []
+    for path in TEXTS:
+        text = path.read_text()
+        names = [name for name in MODULE.findall(text) if not resolves(name)]
+        names += [name for name in PATH.findall(text) if not (ROOT / name).exists()]
+        pairs = [(module, name) for module, found in IMPORT.findall(text) for name in found.split(", ")]
+        for module, name in pairs:  # a room, which holds nothing itself, has no such name
+            held = MODULES[module].read_text() if module in MODULES else ""
+            if f"{module}.{name}" not in MODULES and not re.search(rf"\b{name}\b", held):
+                names.append(f"{module}.{name}")
+        wrong += [f"{path.relative_to(ROOT)} names {name}" for name in names]
+    assert not wrong, "\n".join(wrong)
 
 
-PURE = ("outcome", "row", "plan", "trial", "gpus", "links", "others", "roofline", "variables", "credentials")
-PURE += ("bisection", "dominated")
+def test_what_a_docstring_raises_is_a_class() -> None:
+    wrong = []
+    for path in FILES:
+        text = path.read_text()
+        names = {name for part in RAISES.findall(text) for name in re.findall(r"[A-Z]\w+", part)}
+        unknown = names - CLASSES - set(dir(builtins))
+        wrong += [f"{path.relative_to(ROOT)} raises {n}" for n in unknown if len(re.findall(n, text)) < 2]
+    assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_the_pure_core_starts_nothing(name: str) -> None:
-    assert not tops(ROOT / "harness" / f"{name}.py") & {"subprocess", "os", "time", "psutil", "pynvml"}
+def test_what_the_tables_name_is_there() -> None:
+    """Modules of the runners by names that begin with a dot, and those of libraries that are installed."""
+    from vramsweep.harness.spec.runner_table import RUNNERS
+    from vramsweep.harness.spec.shardings import SHARDINGS
+    from vramsweep.harness.spec.techniques.catalog import TECHNIQUES
 
-
-def test_there_are_files_to_check() -> None:
-    assert len(FILES) > 25
-
-
-def test_a_module_has_one_copy_whatever_it_is_called() -> None:
-    code = (
-        "import harness.trial, analysis, runners.worker, vramsweep.harness.trial as t, vramsweep.runners.worker as w\n"
-        "from harness import gpus; import vramsweep.harness.gpus as g, sys\n"
-        "assert harness.trial is t and runners.worker is w and gpus is g and harness.trial.Trial is t.Trial\n"
-        "assert t.__name__ == t.__spec__.name == 'vramsweep.harness.trial'\n"
-        "own = [str(getattr(m, '__file__', '')) for m in set(sys.modules.values())]\n"
-        "files = [file for file in own if file.startswith(sys.argv[1])]\n"
-        "assert len(files) == len(set(files)) > 5, files"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(ROOT)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    named = {name for entry in (*RUNNERS, *SHARDINGS, *TECHNIQUES) for name in (entry.module, *entry.preload) if name}
+    named |= {entry.traced for entry in RUNNERS if entry.traced}
+    own = {name for name in named if name.startswith(".")}
+    assert len(own) > 20 and all(f"vramsweep.runners{name}" in MODULES for name in own)
+    libraries = {name.split(".")[0] for name in named - own}
+    assert {"transformers", "deepspeed"} <= libraries and all(map(importlib.util.find_spec, libraries))
 
 
 @pytest.mark.slow

@@ -200,4 +200,4 @@ def test_every_promise_of_the_security_page_names_a_test_and_a_place() -> None:
         *_, places, tests = (re.findall(r"`([^`]+)`", cell) for cell in row.split(" | "))
         assert tests and [place for place in places if not (ROOT / place).is_file()] == [], row
         for file, _, function in (test.partition("::") for test in tests):
-            assert f"\ndef {function}(" in (ROOT / "tests" / file).read_text(), (file, function)
+            assert f"\ndef {function}(" in (ROOT / file).read_text(), (file, function)

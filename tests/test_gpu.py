@@ -9,9 +9,10 @@ import pytest
 from conftest import SETTINGS as HOW
 from conftest import Run, tiny
 
-from vramsweep.harness import machine, plan, sweep
 from vramsweep.harness.allocator.replay import what_if
-from vramsweep.harness.row import Row
+from vramsweep.harness.machine import machine
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.sweep import plan, run_trials
 
 pytestmark = pytest.mark.gpu
 
@@ -39,8 +40,10 @@ def swept(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Row
         "too large": cuda(seq_len=4096, micro_batch=2_000, attention="eager"),
     }
     folder = tmp_path_factory.mktemp("gpu") / "t"
-    expanded = plan.expand(trials.values(), 1)
-    rows, _ = sweep.run(plan.order(expanded), plan.Settings(**(HOW | {"isolation": "warm", "retries": 1})), folder)
+    expanded = plan.expand_trials(trials.values(), 1)
+    rows, _ = run_trials.run(
+        plan.order_trials(expanded), plan.Settings(**(HOW | {"isolation": "warm", "retries": 1})), folder
+    )
     return folder, {name: rows[one[0].trial_id] for name, one in zip(trials, expanded, strict=True)}
 
 

@@ -7,13 +7,14 @@ import json
 import sys
 import types
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import ROOT, Run, tiny
+from conftest import ROOT, Run, refusal, tiny
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import gpu_check
@@ -21,7 +22,7 @@ import recorded_steps
 import torch
 
 from vramsweep.analysis.compare.residuals import COMPONENTS
-from vramsweep.harness.row import Row, complete
+from vramsweep.harness.rows.schema import Row, complete_row
 
 CONF = "expandable_segments:True"
 
@@ -67,7 +68,7 @@ def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(
 
 
 def test_without_cuda_rows_nothing_is_compared(tmp_path: Path) -> None:
-    row = complete({"trial_id": "a", "device": "cpu", "outcome": "ok", "terminal": True})
+    row = complete_row({"trial_id": "a", "device": "cpu", "outcome": "ok", "terminal": True})
     path = tmp_path / "residuals.csv"
     assert gpu_check.compared([row], [], path) == {"not_compared": ["needs cuda rows"]}
     assert not path.exists()
@@ -78,7 +79,7 @@ def test_predictions_are_of_what_was_measured_one_sweep_a_length(
 ) -> None:
     ran = []
     own = check(tmp_path)
-    own.rows = [complete({"trial_id": "a", "device": "cuda", "outcome": "ok", "gpu_name": "NVIDIA H200"})]
+    own.rows = [complete_row({"trial_id": "a", "device": "cuda", "outcome": "ok", "gpu_name": "NVIDIA H200"})]
     own.asked = [
         ("model=tiny", "seq_len=64", "isolation=cold", "repeats=3"),
         ("model=tiny", "seq_len=64", "isolation=warm", "repeats=3"),
@@ -95,7 +96,7 @@ def test_predictions_are_of_what_was_measured_one_sweep_a_length(
     ]
     assert len({name for name, _ in ran}) == 3
     own.rows[0]["gpu_name"] = "NVIDIA Imaginary 9000"
-    assert "NVIDIA Imaginary 9000 is not in harness/gpus.py" in gpu_check.predicted(own)["skipped"]
+    assert "NVIDIA Imaginary 9000 is not in `vramsweep gpus`" in gpu_check.predicted(own)["skipped"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_what_is_recorded_trains(monkeypatch: pytest.MonkeyPatch) -> None:
         return nets[0]
 
     monkeypatch.setattr(recorded_steps.build, "model", model)
-    recorded_steps.train(recorded_steps.trials.parse(trial), torch.device("cpu"))
+    recorded_steps.train(recorded_steps.trial_parser.parse(trial), torch.device("cpu"))
     trained, before = (list(net.parameters()) for net in nets)
     assert all(not torch.equal(one, other) for one, other in zip(trained, before, strict=True))
 
@@ -188,13 +189,18 @@ def measured(folder: Path, sweep: str, *seeds: int, device: str = "cpu") -> None
     """A sweep's folder as a worker leaves it: a terminal row for each seed."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [
-        complete({"trial_id": f"{sweep}{n}", "sweep": sweep, "device": device, "outcome": "ok", "terminal": True})
+        complete_row({"trial_id": f"{sweep}{n}", "sweep": sweep, "device": device, "outcome": "ok", "terminal": True})
         for n in seeds
     ]
     (folder / "journal.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def go(monkeypatch: pytest.MonkeyPatch, out: Path, *words: str) -> int:
+def go(
+    monkeypatch: pytest.MonkeyPatch, out: Path, part: Callable[[gpu_check.Check], dict[str, Any]], *words: str
+) -> int:
+    """The check's exit status where this is its only part."""
+    monkeypatch.setattr(gpu_check, "PARTS", ((part, 60.0),))
+    monkeypatch.setattr(gpu_check, "NAMES", (part.__name__,))
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(out), "--device", "cpu", *words])
     return gpu_check.main()
 
@@ -216,20 +222,15 @@ def test_what_a_killed_go_had_measured_is_taken_up_by_the_next(tmp_path: Path, m
         own.keep(gpu_check.swept(own.scratch / "long"))
         return {"outcomes": gpu_check.outcomes(own.rows)}
 
-    monkeypatch.setattr(gpu_check, "PARTS", ((killed, 60.0),))
-    monkeypatch.setattr(gpu_check, "NAMES", ("killed",))
     with pytest.raises(KeyboardInterrupt):
-        go(monkeypatch, out)
+        go(monkeypatch, out, killed)
     assert (tmp_path / "out.work" / "long" / "journal.jsonl").exists() and not (out / "rows.jsonl").exists()
-    monkeypatch.setattr(gpu_check, "PARTS", ((goes_on, 60.0),))
-    monkeypatch.setattr(gpu_check, "NAMES", ("goes_on",))
-    assert go(monkeypatch, out) == 0
+    assert go(monkeypatch, out, goes_on) == 0
     rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
     assert [row["trial_id"] for row in rows] == ["long1", "long2", "long3"]
     assert not (tmp_path / "out.work").exists()
     assert (out / "log.txt").read_text() == "rows in long\n"
-    with pytest.raises(SystemExit, match="has goes_on already"):
-        go(monkeypatch, out, "--only", "goes_on")
+    assert "has goes_on already" in refusal(SystemExit, go, monkeypatch, out, goes_on, "--only", "goes_on")
 
 
 def test_a_sweep_that_the_time_did_not_last_for_is_gone_on_with(
@@ -248,14 +249,11 @@ def test_a_sweep_that_the_time_did_not_last_for_is_gone_on_with(
             own.cut_short.add("half")
         return {}
 
-    monkeypatch.setattr(gpu_check, "PARTS", ((part, 60.0),))
-    monkeypatch.setattr(gpu_check, "NAMES", ("part",))
     for count in (1, 2, 3):
-        assert go(monkeypatch, out, "--only", "part") == 0
+        assert go(monkeypatch, out, part, "--only", "part") == 0
         assert json.loads((out / "summary.json").read_text())["parts"]["part"].get("cut_short", False) == (count < 3)
     assert seen == [0, 1, 2]
-    with pytest.raises(SystemExit, match="has part already"):
-        go(monkeypatch, out, "--only", "part")
+    assert "has part already" in refusal(SystemExit, go, monkeypatch, out, part, "--only", "part")
 
 
 def test_a_command_that_outlasts_its_time_is_ended(tmp_path: Path) -> None:

@@ -1,29 +1,29 @@
-"""What is Hydra's behind `sweep` and `plan`: devices chosen by files, sweepers that optimise, help, completion."""
+"""What is Hydra's behind `sweep` and `plan`: devices chosen by files, sweepers that optimise, help."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import pty
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS, Cli
+from conftest import ROOT, TARGETS, Cli, tiny
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
-from vramsweep import verbs
-from vramsweep.harness import gpus, journal, launch, machine, plan, preview, status, techniques, trial
-from vramsweep.harness.attempt import Launcher
-from vramsweep.harness.row import COLUMNS
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.machine import machine
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import COLUMNS
+from vramsweep.harness.spec import trial
+from vramsweep.harness.sweep import plan, sweep_status
+from vramsweep.harness.verbs import plan_preview, sweep_command
 
 # A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
 # taken with float(), a trial told failed if that raises, and a study that ends with an error when it is told NaN.
@@ -59,9 +59,9 @@ class Sweep(Sweeper):
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    launch.detect.cache_clear()
+    sweep_command.detect.cache_clear()
     yield
-    launch.detect.cache_clear()
+    sweep_command.detect.cache_clear()
 
 
 @pytest.fixture
@@ -110,18 +110,17 @@ def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, cli:
     for cards, build, device in (([card], "13.0", "cuda"), ([], "13.0", "simulated"), ([card], None, "simulated")):
         monkeypatch.setattr(machine, "torch_cuda", lambda build=build: build)
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
-        launch.detect.cache_clear()
+        sweep_command.detect.cache_clear()
         said = cli.run("plan", "-m", "model=tiny", "sweep=auto", "device=auto", "predict=false")
         assert f"tiny-torch-{device}" in said.out
         assert ("cuda_malloc_async" in said.out) == (device == "cuda")
         assert len(said.err.splitlines()) == (device == "simulated")
         assert cli.run("plan", "model=tiny", "device=cpu").err == ""
-    launch.detect.cache_clear()
+    sweep_command.detect.cache_clear()
 
 
 @pytest.mark.slow
 def test_options_of_hydra_s_may_stand_anywhere(cli: Cli) -> None:
-    assert len(planned(cli, "device=cpu", "-m", "model=tiny", "seq_len=8,16")) == 2
     assert len(planned(cli, "device=cpu", "seq_len=8,16", "model=tiny", "--multirun")) == 2
 
 
@@ -134,17 +133,21 @@ def test_options_of_hydra_s_may_stand_anywhere(cli: Cli) -> None:
         (("--hydra-help",), ("--multirun", "hydra/launcher")),
         (("--cfg", "job", "seq_len=77"), ("seq_len: 77", "gpu: h100-80gb")),
         (("--cfg", "job", "-p", "protocol"), ("warmup_steps: 3",)),
-        (("--info", "defaults"), ("model/qwen0.5b", "device/simulated")),
-        (("--info", "searchpath"), ("Provider",)),
     ],
 )
-def test_what_hydra_can_show_is_shown(words: tuple[str, ...], texts: tuple[str, ...]) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "harness", "sweep", *words], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert all(text in done.stdout for text in texts), done.stdout
-    assert "Traceback" not in done.stderr
+def test_what_hydra_can_show_is_shown(words: tuple[str, ...], texts: tuple[str, ...], cli: Cli) -> None:
+    said = cli.run("sweep", *words)
+    assert all(text in said.out for text in texts), said.out
+    assert "Traceback" not in said.err
+
+
+@pytest.mark.slow
+def test_what_hydra_is_made_of_is_shown() -> None:
+    """It logs, to wherever standard output is at that moment; so it is a process of its own."""
+    command = [sys.executable, "-m", "vramsweep", "sweep", "--info", "all"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert all(text in done.stdout for text in ("model/qwen0.5b", "device/simulated", "Provider"))
 
 
 # sweepers that optimise
@@ -196,7 +199,7 @@ def test_a_sweeper_that_optimises_is_told_a_number_or_a_failure(
     assert by_length == {16: told[0], 32: told[2]}
     said = capsys.readouterr().out
     assert "1 trial, 1 finished before, 0 to do" in said
-    state = status.read(folder)
+    state = sweep_status.read_status(folder)
     assert (state.state, state.total, state.done, state.failed) == ("finished", 4, 4, 1)
     assert (folder / "report.html").exists() and not list((tmp_path / "out").glob("*/*/report.html"))
 
@@ -210,7 +213,7 @@ def test_the_report_is_written_once_after_the_last_batch(
     sweeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(launch.sweep, "report", written.append)
+    monkeypatch.setattr(sweep_command.run_trials, "report", written.append)
     made: list[Launcher] = []
 
     class Counted(Launcher):
@@ -218,7 +221,7 @@ def test_the_report_is_written_once_after_the_last_batch(
             made.append(self)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(launch, "Launcher", Counted)
+    monkeypatch.setattr(sweep_command, "Launcher", Counted)
     batches = [[["seq_len=5000"]], [["seq_len=16", "protocol=brief"]]]
     ended, told = sweeper(batches, "report=true", "objective=peak_allocated_bytes")
     assert (ended, told[0]) == (0, None)
@@ -236,19 +239,19 @@ def test_when_no_trial_of_any_batch_can_run(sweeper: Any, capsys: pytest.Capture
 
 
 @pytest.mark.slow
-def test_our_own_sweeper_in_batches(here: Path) -> None:
+def test_our_own_sweeper_in_batches(here: Path, cli: Cli) -> None:
     words = ["-m", "model=tiny", "device=cpu", "seq_len=5000,16,32", "protocol=brief", "precision=fp32", "report=false"]
-    assert front_door.main(["sweep", *words, "hydra.sweeper.max_batch_size=1"]) == 0
-    state = status.read(here / "results" / "tiny-torch-cpu")
+    cli.run("sweep", *words, "hydra.sweeper.max_batch_size=1")
+    state = sweep_status.read_status(here / "results" / "tiny-torch-cpu")
     assert (state.state, state.total, state.ok, state.invalid) == ("finished", 3, 2, 1)
 
 
 def test_the_objective_of_repeats_is_their_median_and_unknown_if_one_has_none() -> None:
     rows = [{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]
-    assert launch._answer(rows, "x") == 2.0
-    assert launch._answer([*rows, {"x": None}], "x") is None
-    assert launch._answer([*rows, None], "x") is None
-    assert launch._answer(rows, None) == rows[0]
+    assert sweep_command._answer(rows, "x") == 2.0
+    assert sweep_command._answer([*rows, {"x": None}], "x") is None
+    assert sweep_command._answer([*rows, None], "x") is None
+    assert sweep_command._answer(rows, None) == rows[0]
     assert {"peak_reserved_bytes", "tokens_per_s", "mfu"} <= set(plan.OBJECTIVES)
     assert not {"outcome", "plateau", "step_times_s"} & set(plan.OBJECTIVES)
     assert len(plan.OBJECTIVES) < len(COLUMNS)
@@ -274,10 +277,6 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     # the logits alone, three times over: 512 token ids in fp32
     assert fails["needed_bytes"] > max(fails["card_bytes"], 3 * 4096 * 2048 * 512 * 4)
     assert unknown["fits"] is None and unknown["label"] == "compile=default · seq 4096 · batch 2048"
-    by_shape = {(t["trial"]["seq_len"], t["trial"]["micro_batch"], t["trial"]["compile"]): t for t in found["trials"]}
-    assert by_shape[4096, 2048, "none"]["fit_basis"] == "predicted for t4-16gb"
-    assert [key for key, one in by_shape.items() if one["expected_to_fit"] is not None] == [(4096, 2048, "none")]
-    assert found["trials_expected_oom"] == 1
     assert [path.name for path in (here / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     said = cli.run("plan", *grid).out
     gib = fails["needed_bytes"] / (1 << 30)
@@ -300,18 +299,13 @@ def test_the_largest_of_each_configuration_the_largest_first() -> None:
     big = base | {"name": "big", "parameters": 10**9}
 
     def one(model: dict[str, Any], **over: Any) -> dict[str, Any]:
-        values = {
-            "model": model, "seq_len": 8, "micro_batch": 1, "precision": "fp32",
-            "allocator": {"name": "default", "conf": ""}, "runner": {"name": "torch"}, "device": {"name": "cuda"},
-            "protocol": {"name": "brief", "warmup_steps": 1, "measured_steps": 1},
-        }  # fmt: skip
-        return values | over
+        return tiny(**({"seq_len": 8, "micro_batch": 1, "device": {"name": "cuda"}} | over)) | {"model": model}
 
     values = [
         one(base), one(base, seq_len=512), one(base, micro_batch=100), one(big), one(base, precision="bf16"),
         one(base, device={"name": "cpu"}, seq_len=4096),
     ]  # fmt: skip
-    found = preview.largest_trials([p for trials in plan.expand(values, 2) for p in trials])
+    found = plan_preview.largest_trials([p for trials in plan.expand_trials(values, 2) for p in trials])
     seen = [(p.trial.model.name, p.trial.precision, p.trial.seq_len, p.trial.micro_batch) for p in found if p.trial]
     assert seen == [("big", "fp32", 8, 1), ("tiny", "fp32", 8, 100), ("tiny", "bf16", 8, 1)]
 
@@ -324,102 +318,8 @@ def test_a_card_that_is_not_in_the_table_is_said_so(cli: Cli, monkeypatch: pytes
 
 
 def test_the_card_assumed_is_that_of_the_configuration() -> None:
-    assert yaml.safe_load((ROOT / "conf" / "device" / "simulated.yaml").read_text())["gpu"] == preview.CARD
-    assert gpus.named(preview.CARD)
-
-
-# completion
-
-
-def terminal(typed: str, folder: Path) -> str:
-    """What an interactive bash has on its line after `typed` and TAB: the line is put in quotes and echoed."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.environ["PATH"] = f"{folder}:{os.environ['PATH']}"
-        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
-    seen = b""
-
-    def until(mark: bytes) -> None:
-        nonlocal seen
-        deadline = time.monotonic() + 60
-        while mark not in seen and time.monotonic() < deadline:
-            if select.select([terminal], [], [], 0.5)[0]:
-                seen += os.read(terminal, 4096)
-        assert mark in seen, seen
-
-    try:
-        os.write(
-            terminal, b'bind "set enable-bracketed-paste off"; eval "$(vramsweep completion bash)"; echo on""set\n'
-        )
-        until(b"onset")
-        seen = b""
-        os.write(
-            terminal, typed.encode() + b"\t\x01echo 'beg''in<\x05>e''nd'\n"
-        )  # ^A and ^E: begin and end of the line
-        until(b">end\r\n")
-        return seen.decode().rpartition("begin<")[2].partition(">end")[0]
-    finally:
-        os.close(terminal)
-        os.waitpid(pid, 0)
-
-
-@pytest.fixture(scope="module")
-def on_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bin")
-    script = folder / "vramsweep"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={ROOT} exec {sys.executable} -m vramsweep "$@"\n')
-    script.chmod(0o755)
-    return folder
-
-
-@pytest.mark.parametrize(
-    ("typed", "added"),
-    [
-        ("swe", "ep "),
-        ("fron", "tier "),
-        ("sweep model=gp", "t2 "),
-        ("plan -m model=tiny allocator=default,exp", "andable "),
-        ("sweep protocol.warm", "up_steps="),
-        ("sweep optimizer=adamw_torch_fu", "sed "),
-    ],
-)
-def test_tab_in_a_real_shell(typed: str, added: str, on_path: Path) -> None:
-    assert terminal(f"vramsweep {typed}", on_path) == f"vramsweep {typed}{added}"
-
-
-@pytest.mark.parametrize(
-    ("line", "offered"),
-    [
-        ("vramsweep ", {verb.name for verb in verbs.VERBS}),
-        ("vramsweep help fron", {"frontier"}),
-        ("vramsweep fit --rob", {"--robust"}),
-        ("vramsweep fit rows.csv --axis seq", {"seq_len"}),
-        ("vramsweep track rows.csv wa", {"wandb"}),
-        ("vramsweep predict --largest mic", {"micro_batch"}),
-        ("vramsweep predict --largest seq_len model=gp", {"model=gpt2"}),
-        ("vramsweep predict --max-reserved 22GiB device.gpu=rtx4090", {"device.gpu=rtx4090-24gb"}),
-        ("vramsweep predict --lar", {"--largest"}),
-        ("vramsweep plan report=", {"report=true", "report=false"}),
-        ("vramsweep sweep precision=", {f"precision={p}" for p in techniques.values("precision")}),
-        ("vramsweep sweep device=", {f"device={d}" for d in ("auto", "cpu", "cuda", "simulated")}),
-        ("vramsweep sweep -m attention=sdpa,e", {"attention=sdpa,eager"}),
-        ("vramsweep sweep record=", {"record=true", "record=false"}),
-        ("vramsweep sweep runner=deepspeed runner.tar", {"runner.target="}),
-        ("vramsweep predict seq_len=1..8 allocator=default,exp", {"allocator=default,expandable"}),
-        ("vramsweep predi", {"predict"}),
-        ("vramsweep sweep --config-d", {"--config-dir"}),
-        ("vramsweep sweep nonsense[ mod", set()),
-        ("vramsweep sweep 'seq_len=ra", set()),
-        ("vramsweep report resu", set()),
-    ],
-)
-def test_what_is_offered(line: str, offered: set[str], cli: Cli) -> None:
-    assert set(cli.run("completion", "query", line).out.split()) == offered
-
-
-def test_options_of_the_user_s_own_groups_are_offered(files: Path, cli: Cli) -> None:
-    offered = cli.run("completion", "query", f"vramsweep sweep --config-dir {files} +experiment=").out.split()
-    assert offered == ["+experiment=day", "+experiment=night"]
+    assert yaml.safe_load((ROOT / "conf" / "device" / "simulated.yaml").read_text())["gpu"] == plan_preview.CARD
+    assert gpu_lookup.gpu_named(plan_preview.CARD)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "simulated"])

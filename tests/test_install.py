@@ -65,7 +65,7 @@ def test_the_check_on_a_card_from_a_copy_that_is_not_installed(tmp_path: Path) -
     """As on a rented node: an interpreter that has never heard of us, wheels on PYTHONPATH, traps in the folder."""
     clone, out = tmp_path / "clone", tmp_path / "out"
     call("git", "clone", "--quiet", ROOT, clone, cwd=tmp_path)
-    package = clone / "vramsweep" / "__init__.py"
+    package = clone / "vramsweep" / "version.py"
     package.write_text(package.read_text().replace(f'"{__version__}"', '"0.0.1"'))
     (tmp_path / "json.py").write_text("raise SystemExit('trapped')")
     bare = [sys._base_executable, clone / "benchmarks" / "gpu_check.py", out, "--device", "cpu", "--only"]

@@ -11,20 +11,20 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TARGETS, wait_for
 
-from vramsweep.harness import journal
+from vramsweep.harness.rows import journal
 
 LENGTHS = range(8, 2049, 8)
 NIGHT = f"""
 import sys
 from pathlib import Path
 from conftest import SETTINGS, tiny
-from vramsweep.harness import plan, sweep, warm
-from vramsweep.harness.progress import Few
-warm.COMMAND = (sys.executable, {str(TARGETS / "oracle_template.py")!r})
+from vramsweep.harness.process import fork_server
+from vramsweep.harness.sweep import plan, run_trials
+fork_server.COMMAND = (sys.executable, {str(TARGETS / "oracle_template.py")!r})
 chosen = {{"isolation": "warm", "slots": 8, "retries": 2, "timeout_s": 3, "retry_failed": "again" in sys.argv}}
 settings = plan.Settings(**(SETTINGS | chosen))
 values = [tiny(seq_len=n) for n in range({LENGTHS.start}, {LENGTHS.stop}, {LENGTHS.step})]
-sys.exit(sweep.run(plan.order(plan.expand(values, 1)), settings, Path(sys.argv[1]), progress=Few)[1])
+sys.exit(run_trials.run(plan.order_trials(plan.expand_trials(values, 1)), settings, Path(sys.argv[1]))[1])
 """
 
 

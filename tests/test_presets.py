@@ -11,12 +11,11 @@ import pytest
 from conftest import ROOT, Cli
 from test_hydra import planned
 
-from vramsweep.harness import cli, journal, launch
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal
+from vramsweep.harness.verbs import cli, sweep_command
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
-# of cases: their predictions and their measurements are compared, and no table answers them
-ASKS_NOTHING = ("factors", "models", "techniques")
 CASES = """# @package _global_
 defaults:
   - override /device: simulated
@@ -46,6 +45,8 @@ def of_preset(file: Path, *words: str) -> list[str]:
 def test_a_preset_of_cases_is_one_sweep(preset: Path, cli: Cli) -> None:
     found = planned(cli, *of_preset(preset))  # with -m or without: a case is a list anyway
     assert found == planned(cli, "-m", *of_preset(preset))
+    alone = planned(cli, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
+    assert alone == [t for t in found if t["seq_len"] == 64]  # neither cases nor answer are of the trial
     assert sorted((t["seq_len"], t["checkpointing"], t["device"]["gpu"]) for t in found) == [
         (64, "none", "h100-80gb"), (128, "full", "l4-24gb"), (128, "none", "h100-80gb"), (128, "none", "l4-24gb"),
     ]  # fmt: skip
@@ -61,13 +62,6 @@ def test_a_preset_of_cases_is_one_sweep(preset: Path, cli: Cli) -> None:
     assert kept["answer"] == "claims"
     said = cli.run("sweep", *of_preset(preset), "report=false")
     assert "4 trials, 4 finished before, 0 to do" in said.out
-
-
-@pytest.mark.slow
-def test_a_trial_of_a_case_is_the_trial_of_the_same_words(preset: Path, cli: Cli) -> None:
-    """Neither the preset's cases nor its answer are of the trial."""
-    alone = planned(cli, "model=tiny", "seq_len=64", "device=simulated", "protocol=brief")
-    assert alone == [t for t in planned(cli, *of_preset(preset)) if t["seq_len"] == 64]
 
 
 @pytest.mark.slow
@@ -93,6 +87,7 @@ def test_the_command_line_wins_over_a_case(
         assert {t["device"]["gpu"] for t in found} == {"h100-80gb", "l4-24gb"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "words", "said"),
     [
@@ -131,7 +126,7 @@ def test_make_leaves_the_model_to_the_preset() -> None:
 def test_make_status_is_a_command_that_is_understood(given: str, tmp_path: Path) -> None:
     line = made("status", f"RESULTS={tmp_path}", *filter(None, [given])).split()
     with pytest.raises(UserError, match=r"cannot read|no journal"):
-        cli.VERBS["status"](line[line.index("status") + 1 :])
+        cli.import_verb("status").main(line[line.index("status") + 1 :])
 
 
 @pytest.mark.slow
@@ -148,10 +143,9 @@ def test_every_preset_can_be_planned(file: Path, here: Path, cli: Cli) -> None:
 @pytest.mark.parametrize("name", [file.stem for file in OURS if "cases:" in file.read_text()])
 def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
     """Words of the simulated device that a preset has give way with it; its answer has its name, if it asks."""
-    planned, settings = launch.resolve([f"sweep={name}", "device=cuda"])
-    assert settings is not None and settings.answer == (None if name in ASKS_NOTHING else name)
-    simulated = [one.reason for one in planned if one.reason and "device." in one.reason]
-    assert len(planned) > 5 and not simulated
-    predicted, _ = launch.resolve([f"sweep={name}"])
+    planned, settings = sweep_command.resolve([f"sweep={name}", "device=cuda"])
+    assert settings is not None and settings.answer == ("claims" if name == "claims" else None)
+    assert len(planned) > 5 and not [one.reason for one in planned if one.reason and "device." in one.reason]
+    predicted, _ = sweep_command.resolve([f"sweep={name}"])
     reasons = [str(one.reason) for one in predicted if one.trial is None]
     assert len(predicted) >= len(planned) and all(reason.startswith("compile=") for reason in reasons)

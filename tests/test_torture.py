@@ -1,4 +1,4 @@
-"""The short form of the torture: each fault a few times; the long one is benchmarks/faults.py."""
+"""The short form of the torture: most faults once; the long one is benchmarks/faults.py."""
 
 from __future__ import annotations
 

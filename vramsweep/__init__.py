@@ -1,12 +1,11 @@
 """vramsweep: how much GPU memory a training run takes, how fast it is, and which settings to pick.
 
 For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `report`, `gib`, `units` (docs/notebook.md);
-for training scripts: `watch`, `TrainerCallback`. Each is imported when it is first used, so that importing this costs
-nothing and needs neither torch nor pandas.
+for training scripts: `watch`, `TrainerCallback`; for custom targets: `Trial`. Each is imported when it is first used,
+so that importing this costs nothing and needs neither torch nor pandas.
 
 The four packages live at the top of the repository and are linked here, so that what is installed has one name of its
-own and collides with nobody's `analysis/` or `conf/`. In a checkout `harness`, `runners` and `analysis` are other names
-for the same modules (alias.py).
+own and collides with nobody's `analysis/` or `conf/`. Modules are imported as `vramsweep.harness...`, by no other name.
 """
 
 from __future__ import annotations
@@ -14,14 +13,18 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from vramsweep.version import __version__
+
 if TYPE_CHECKING:
     from vramsweep.analysis.notebook import compare, figure, fit, frontier, gib, load, predict, report, units
-    from vramsweep.harness.errors import UserError
-    from vramsweep.runners.callback import TrainerCallback
-    from vramsweep.runners.watching import Watch as watch
+    from vramsweep.harness.messages.errors import UserError
+    from vramsweep.harness.spec.trial import Trial
+    from vramsweep.runners.scripts.trainer_callback import TrainerCallback
+    from vramsweep.runners.scripts.watch import Watch as watch
 
 __all__ = [
     "TrainerCallback",
+    "Trial",
     "UserError",
     "__version__",
     "compare",
@@ -35,25 +38,21 @@ __all__ = [
     "units",
     "watch",
 ]
-__version__ = "0.2.0"
 
-_FROM = {  # module and name there
-    "TrainerCallback": ("vramsweep.runners.callback", "TrainerCallback"),
-    "UserError": ("vramsweep.harness.errors", "UserError"),
-    "watch": ("vramsweep.runners.watching", "Watch"),
-    **{
-        name: ("vramsweep.analysis.notebook", name)
-        for name in ("compare", "figure", "fit", "frontier", "gib", "load", "predict", "report", "units")
-    },
+_FROM = {  # the others are in the notebook's module
+    "TrainerCallback": "vramsweep.runners.scripts.trainer_callback",
+    "Trial": "vramsweep.harness.spec.trial",
+    "UserError": "vramsweep.harness.messages.errors",
+    "watch": "vramsweep.runners.scripts.watch",
 }
 
 
 def __getattr__(name: str) -> Any:
     """What is asked for, imported only then."""
-    if name not in _FROM:
+    if name not in __all__:
         raise AttributeError(f"module 'vramsweep' has no attribute {name!r}")
-    module, attribute = _FROM[name]
-    return getattr(importlib.import_module(module), attribute)
+    module = importlib.import_module(_FROM.get(name, "vramsweep.analysis.notebook"))
+    return getattr(module, "Watch" if name == "watch" else name)
 
 
 def __dir__() -> list[str]:

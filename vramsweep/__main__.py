@@ -1,4 +1,4 @@
-"""The front door: `vramsweep VERB`, also `python -m vramsweep VERB` and, in a checkout, `python -m harness VERB`.
+"""The front door: `vramsweep VERB`, also `python -m vramsweep VERB`.
 
 Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other. What verbs
 there are is in verbs.py.
@@ -12,9 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from vramsweep import __version__, verbs
-from vramsweep.harness import extras, files, mistakes, terminal
-from vramsweep.harness.errors import UserError
+from vramsweep import verbs
+from vramsweep.harness.files import bounded_reads
+from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,9 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"vramsweep: {error}", file=sys.stderr)
                 return 2
             except OSError as error:
-                if error.errno not in files.FULL:
+                if error.errno not in bounded_reads.FULL:
                     raise
-                print(f"vramsweep: {error.filename or tempfile.gettempdir()}: {files.reason(error)}", file=sys.stderr)
+                print(
+                    f"vramsweep: {error.filename or tempfile.gettempdir()}: {bounded_reads.error_reason(error)}",
+                    file=sys.stderr,
+                )
                 return 2
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
@@ -43,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             finally:
                 sys.stdout.flush()
         except terminal.Unwritten as lost:
-            return terminal.gone(lost)
+            return terminal.status_of_lost_stream(lost)
 
 
 def _main(words: list[str]) -> int:
@@ -56,26 +61,24 @@ def _main(words: list[str]) -> int:
     name, rest = words[0], words[1:]
     if name == "help":
         name, rest = next((word for word in rest if not word.startswith("-")), "help"), ["--help"]
+    name = verbs.ALIASES.get(name, name)
     verb = verbs.BY_NAME.get(name)
-    if verb is None:
+    if verb is None and name not in verbs.INTERNAL:
         said = f"there is no verb {name!r}; verbs: {', '.join(verbs.BY_NAME)}"
-        raise UserError(f"{said}{mistakes.meant(name, verbs.BY_NAME)}")
+        raise UserError(f"{said}{suggestions.did_you_mean(name, verbs.BY_NAME)}")
     own = rest[: rest.index("--")] if "--" in rest else rest
     try:
-        if {"-h", "--help"} & set(own):
+        if verb is not None and {"-h", "--help"} & set(own):
             print(verb.help(), end="")
             return 0
-        if verb.side == verbs.FRONT:
-            from vramsweep import completion
-
-            return completion.main(rest)
+        side = verbs.ANALYSIS if verb is None else verb.side
         _stands_in_a_folder()
-        status: int = importlib.import_module(f"vramsweep.{verb.side}.cli").main([name, *rest])
+        status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
         if error.name is None or error.name.split(".")[0] in ("vramsweep", "hydra_plugins"):
             raise
-        print(f"vramsweep: {extras.missing(error.name, name)}", file=sys.stderr)
+        print(f"vramsweep: {optional_dependencies.missing_package(error.name, name)}", file=sys.stderr)
         return 2
 
 

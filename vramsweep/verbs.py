@@ -1,8 +1,8 @@
 """Every verb of `vramsweep`, as data: name, section, one line, two examples, what its exit status 1 means, its parser.
 
-Help texts, completion, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
+Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
 verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function
-of its name in harness/cli.py (what runs something) or analysis/cli.py (what reads rows).
+of its name in harness/verbs/cli.py (what runs something) or analysis/cli.py (what reads rows).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import importlib
 import textwrap
 from dataclasses import dataclass
 
-from vramsweep.harness.parsers import WIDTH, Parser
+from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
-HARNESS, ANALYSIS, FRONT = "harness", "analysis", "front"  # where a verb's code is
+HARNESS, ANALYSIS, FRONT = "harness.verbs", "analysis", "front"  # where a verb's code is
 SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a card that need not be here", "Look at rows", "About"
 SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
 STATUSES = {
@@ -42,7 +42,9 @@ class Verb:
     def parser(self) -> argparse.ArgumentParser:
         """The verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
         if self.side == FRONT:
-            return _OWN[self.name]()
+            parser = Parser(prog="vramsweep help")
+            parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one that it lists")
+            return parser
         found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
         return found
 
@@ -57,31 +59,14 @@ class Verb:
         parser.description, parser.usage = None, argparse.SUPPRESS
         parts.append(parser.format_help().strip())
         if self.settings:
-            from vramsweep.harness import settings
+            from vramsweep.harness.config import settings_reference
 
-            parts.append(settings.text())
+            parts.append(settings_reference.text())
         no = f"1, {self.no}; " if self.no else ""
         parts.append(_filled("Status", f"0; {no}2, a mistake; 130, interrupted."))
         return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _own_help() -> Parser:
-    parser = Parser(prog="vramsweep help")
-    parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one of those that it lists")
-    return parser
-
-
-def _own_completion() -> Parser:
-    parser = Parser(
-        prog="vramsweep completion",
-        description="In bash: verbs, flags, settings, groups, values. A query is what the script itself asks.",
-    )
-    parser.add_argument("what", choices=["bash", "query"], metavar="SHELL", help="bash: print its script")
-    parser.add_argument("typed", nargs="?", metavar="LINE", help="query: a command line, to its last word")
-    return parser
-
-
-_OWN = {"help": _own_help, "completion": _own_completion}
 _FAILED = "some trials failed"
 
 VERBS: tuple[Verb, ...] = (
@@ -138,8 +123,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
-        ("vramsweep validate benchmarks/published/*.yaml",
-         "vramsweep validate my-run.yaml --out validation.md --figure validation.png"),
+        ("vramsweep validate benchmarks/published/*.yaml", "vramsweep validate my-run.yaml"),
         HARNESS, "a file or a run could not be read or predicted, and does not say so itself (cannot)",
     ),
     Verb(
@@ -183,26 +167,12 @@ VERBS: tuple[Verb, ...] = (
         ANALYSIS,
     ),
     Verb(
-        "track", LOOK, "log a finished sweep to an experiment tracker",
-        ("vramsweep track results/gpt2-torch-cuda mlflow", "vramsweep track rows.csv wandb --project memory"), ANALYSIS,
-    ),
-    Verb(
-        "errors", LOOK, "tables and figure of what validate predicted",
-        ("vramsweep errors results/validation/readings.json",
-         "vramsweep errors results/validation/readings.json --out errors.md --figure errors.svg"),
-        ANALYSIS,
-    ),
-    Verb(
-        "draw", LOOK, "draw the data of timeline --json as a page",
-        ("vramsweep draw timeline.json timeline.html", "vramsweep draw replay.json replay.html"), ANALYSIS,
-    ),
-    Verb(
         "doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
         ("vramsweep doctor", "vramsweep doctor --results /data/results --json"), HARNESS, "something is a problem",
     ),
     Verb(
-        "cards", ABOUT, "the cards that device.gpu can name: memory, capability, peaks",
-        ("vramsweep cards", "vramsweep cards --json"), HARNESS,
+        "gpus", ABOUT, "the GPUs that device.gpu can name: memory, capability, peaks",
+        ("vramsweep gpus", "vramsweep gpus --json"), HARNESS,
     ),
     Verb(
         "techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
@@ -212,13 +182,11 @@ VERBS: tuple[Verb, ...] = (
         "columns", ABOUT, "what the columns of a row mean, its outcomes and flags",
         ("vramsweep columns", "vramsweep columns --json"), HARNESS,
     ),
-    Verb(
-        "completion", ABOUT, "a shell script that completes verbs, settings and values",
-        ('eval "$(vramsweep completion bash)"', "vramsweep completion bash"), FRONT,
-    ),
     Verb("help", ABOUT, "this, or what VERB --help says", ("vramsweep help", "vramsweep help sweep"), FRONT),
 )  # fmt: skip
 BY_NAME = {verb.name: verb for verb in VERBS}
+ALIASES = {"cards": "gpus"}  # names of before
+INTERNAL = ("errors", "draw")  # of the analysis: validate, timeline and replay start them; in no help, and may change
 
 
 def overview() -> str:

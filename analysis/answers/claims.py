@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.answers.alike import Rows, alike, asked, is_, kinds, label, reasons, shared
+from vramsweep.analysis.answers.grouping import Rows, group_alike, is_, kinds, label, reasons, shared, trial_keys
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness import gpus
+from vramsweep.harness.hardware import gpu_lookup
 
 GB = 1e9  # as guides count
 _FUSED = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attention_2")
@@ -111,7 +111,7 @@ def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
     for rows in kinds:
         chosen = rows.where(claim.about(rows.frame))
         if claim.own and len(chosen.frame):  # what a GPU has tried is not predicted
-            settings = asked(chosen.frame)
+            settings = trial_keys(chosen.frame)
             settled = set(settings[is_(chosen.frame, "outcome", "ok", "oom", "host_oom")])
             chosen = chosen.where(~settings.isin(tried))
             tried |= settled
@@ -155,7 +155,7 @@ def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
 
 def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *columns: str) -> Numbers:
     """The ratio at two of an axis's values, everything else the same, of the first of these columns that both have."""
-    for same in alike(rows.ok(), axis):
+    for same in group_alike(rows.ok(), axis):
         where = label(same.iloc[0], axis)
         values = dict(same.groupby(axis)[list(columns)].median().iterrows())
         for a in (value for value in one if value in values):
@@ -168,7 +168,7 @@ def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *col
 
 def _saved(rows: Rows) -> Numbers:
     """Percent of what the forward phase keeps for each sample that checkpointing takes away."""
-    for same in alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
+    for same in group_alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
         pivot = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median")
         table = pivot.reindex(columns=["none", "full"]).dropna()
         if len(table) < 2:
@@ -180,29 +180,25 @@ def _saved(rows: Rows) -> Numbers:
             yield same, f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
 
 
-def _cost(rows: Rows) -> Numbers:
-    for same, where, ratio in _pairs(rows, "checkpointing", ["none"], ["full"], *rows.seconds):
-        yield same, where, 100 * (ratio - 1)
+def _ratios(
+    axis: str, one: str, other: Sequence[str], shown: Callable[[float], float], *columns: str
+) -> Callable[[Rows], Numbers]:
+    """Compare two of an axis's values as `_pairs` does, of a step's time without `columns`."""
+
+    def numbers(rows: Rows) -> Numbers:
+        for same, where, ratio in _pairs(rows, axis, [one], other, *(columns or rows.seconds)):
+            yield same, where, shown(ratio)
+
+    return numbers
 
 
-def _flash(rows: Rows) -> Numbers:
-    for same, where, ratio in _pairs(rows, "attention", ["eager"], _FUSED, _PEAK):
-        yield same, where, 1 / ratio
-
-
-def _weights(rows: Rows) -> Numbers:
-    for same, where, ratio in _pairs(rows, "precision", ["fp32"], ["bf16"], "load_peak_allocated_bytes"):
-        yield same, where, 100 * ratio
-
-
-def _lower(rows: Rows) -> Numbers:
-    for same, where, ratio in _pairs(rows, "allocator", ["default"], ["expandable"], "peak_reserved_bytes"):
-        yield same, where, 100 * (ratio - 1)
+def _change(ratio: float) -> float:
+    return 100 * (ratio - 1)
 
 
 def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
     """Bytes a trained parameter at each value of an axis, everything else the same."""
-    for same in alike(rows.ok(column), axis):
+    for same in group_alike(rows.ok(column), axis):
         count = same["trainable_parameters"].fillna(same["parameters"]).max()
         values = same.groupby(axis, sort=True)[column].median()
         if len(values) > 1 and not pd.isna(count):
@@ -224,7 +220,7 @@ def _accumulated(rows: Rows) -> Numbers:
 def _curves(frame: pd.DataFrame, axis: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
     """Peaks at three values of an axis or more, everything else the same, that grow: what is flat is the optimizer's
     or the model's, or rounding, whatever the value."""
-    for same in alike(frame, axis):
+    for same in group_alike(frame, axis):
         peaks = same.groupby(axis)[_PEAK].median().astype(float)
         if len(peaks) > 2 and peaks.max() - peaks.min() >= 0.01 * peaks.max() > 0:
             yield same, label(same.iloc[0], axis), peaks
@@ -250,16 +246,16 @@ def _quadratic(rows: Rows) -> Numbers:
             yield same, f"{where}, {peaks.index[0]:,} to {longest:,.0f} tokens", 100 * float(c / (b + c))
 
 
-def _held(rows: Rows) -> Numbers:
+def _optimizer_step_gb(rows: Rows) -> Numbers:
     """GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
-    for same in alike(rows.ok("optimizer_peak_allocated_bytes")):
+    for same in group_alike(rows.ok("optimizer_peak_allocated_bytes")):
         held = float(same["optimizer_peak_allocated_bytes"].median())
         yield same, label(same.iloc[0], "adapter", "lora_r"), held / GB
 
 
 def _reserved(rows: Rows) -> Numbers:
     """GB reserved by a whole step, beside what was allocated once model and optimizer were there."""
-    for same in alike(rows.ok("peak_reserved_bytes")):
+    for same in group_alike(rows.ok("peak_reserved_bytes")):
         row = same.iloc[0]
         loaded = row["load_peak_allocated_bytes"]
         after = "" if pd.isna(loaded) else f", {loaded / GB:.1f} GB after loading"
@@ -277,7 +273,7 @@ def _of_the_card(rows: Rows) -> Numbers:
     share = (100 * needed / _room(frame)).astype("Float64")
     share = share.mask(full & (share <= 100).fillna(False), math.nextafter(100, math.inf))
     share = share.mask((full | is_(frame, "outcome", "host_oom")) & needed.isna(), math.inf)
-    for same in alike(frame.assign(share=share).dropna(subset=["share"])):
+    for same in group_alike(frame.assign(share=share).dropna(subset=["share"])):
         row, host = same.iloc[0], same["host_peak_bytes"].max()
         offloaded = row[["offload_optimizer", "offload_param"]].fillna(False).any()
         beside = f", {host / GB:,.0f} GB of host memory" if offloaded and not pd.isna(host) else ""
@@ -286,8 +282,8 @@ def _of_the_card(rows: Rows) -> Numbers:
 
 def _room(frame: pd.DataFrame) -> pd.Series[Any]:
     """Bytes of each row's card: what the allocator may have, else all, else what is listed of a card of this name."""
-    listed = {name: gpus.find(str(name)) for name in frame["gpu_name"].dropna().unique()}
-    sizes = {name: gpu.memory_gib * gpus.GIB for name, gpu in listed.items() if gpu is not None}
+    listed = {name: gpu_lookup.find_gpu(str(name)) for name in frame["gpu_name"].dropna().unique()}
+    sizes = {name: gpu.memory_gib * gpu_lookup.GIB for name, gpu in listed.items() if gpu is not None}
     known = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"]).astype("Float64")
     return known.fillna(frame["gpu_name"].map(sizes).astype("Float64"))
 
@@ -329,14 +325,15 @@ CLAIMS = (
         "Gradient checkpointing costs 20 to 33 % of time",
         f"{_HF}/en/grad_checkpointing (20 %); https://arxiv.org/abs/1604.06174 (a forward pass more: 33 %)",
         "time of a step, checkpointing=full against none",
-        _any, _cost, "{:.0f} %", "the range as it is claimed", 20, 33,
+        _any, _ratios("checkpointing", "none", ["full"], _change), "{:.0f} %", "the range as it is claimed", 20, 33,
     ),
     Claim(
         "flash-attention",
         "Fused attention (flash, sdpa) needs a tenth of the memory of eager attention from 2,048 tokens on",
         _FLASH,
         "peak allocated memory of a whole training step, attention=eager against fused kernels, 2,048 tokens or more",
-        lambda f: f["seq_len"].ge(2048).fillna(False), _flash, "{:.1f} times less",
+        lambda f: f["seq_len"].ge(2048).fillna(False),
+        _ratios("attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK), "{:.1f} times less",
         "the figure as it is claimed; its source looks at attention alone, guides say it of training", low=10,
     ),
     Claim(
@@ -355,7 +352,8 @@ CLAIMS = (
         "https://docs.pytorch.org/docs/stable/amp.html",
         "peak allocated memory while the model is loaded, precision=bf16 against fp32, without DeepSpeed (which does)",
         lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & is_(f, "quantization", "none"),
-        _weights, "{:.0f} %", "halved would be 50 %; 5 % are left for rounding", low=95,
+        _ratios("precision", "fp32", ["bf16"], lambda ratio: 100 * ratio, "load_peak_allocated_bytes"),
+        "{:.0f} %", "halved would be 50 %; 5 % are left for rounding", low=95,
     ),
     Claim(
         "linear-in-batch",
@@ -389,7 +387,7 @@ CLAIMS = (
         "peak allocated memory of the optimizer's step, 7B, half-precision weights, one card, batch 1, "
         "up to 1,024 tokens",
         lambda f: _lora(f) & is_(f, "quantization", "none") & is_(f, "precision", "bf16_pure", "bf16_master"),
-        _held, "{:.1f} GB",
+        _optimizer_step_gb, "{:.1f} GB",
         "14.3 GB and 5 % either side, without activations, as the source counts; the optimizer's step holds none",
         13.6, 15.0,
     ),
@@ -427,6 +425,8 @@ CLAIMS = (
         "expandable_segments lowers reserved memory",
         "https://docs.nvidia.com/nemo/megatron-bridge/nightly/skills/perf-techniques/memory-tuning/SKILL.html",
         "peak reserved memory, allocator=expandable against default",
-        _any, _lower, "{:+.1f} %", "less than 1 % is as good as nothing", high=-1,
+        _any,
+        _ratios("allocator", "default", ["expandable"], _change, "peak_reserved_bytes"),
+        "{:+.1f} %", "less than 1 % is as good as nothing", high=-1,
     ),
 )  # fmt: skip

@@ -11,14 +11,14 @@ from pathlib import Path
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness import names
+from vramsweep.analysis.data.metrics import MIB
 from vramsweep.harness.allocator.replay import Row, what_if
-from vramsweep.harness.allocator.search import grid, rank
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.allocator.settings_grid import grid, rank
+from vramsweep.harness.files import file_names
+from vramsweep.harness.messages.errors import UserError
 
 MOST = 4  # recordings; each is a table of its own
 BEST = 8  # settings shown of those tried
-MIB = 1 << 20
 
 
 def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], list[str]]:
@@ -26,7 +26,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
     tables, notes = [], []
     recorded = table.frame[table.frame["recording"].notna()]
     for _, row in recorded.head(MOST).iterrows():
-        path = names.inside(Path(table.source), str(row["recording"]))
+        path = file_names.is_inside(Path(table.source), str(row["recording"]))
         if path is None:
             notes.append(f"recording of trial {row['trial_id']}: {row['recording']} is not in {table.source}; left out")
             continue
@@ -42,7 +42,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
         exact = "exact" if match is not None and match.exact else "NOT exact, so take the rest with care"
         where = f"{row['model']}, {row['seq_len']} tokens, {row['precision']}"
         title = f"Allocator what-if, replayed from trial {row['trial_id']} ({where}); the replay as recorded is {exact}"
-        name = names.safe(f"what_if_{row['trial_id']}")
+        name = file_names.make_safe(f"what_if_{row['trial_id']}")
         tables.append((title, name, pd.DataFrame([_cells(r) for r in (first, *others[:BEST])])))
     if len(recorded) > MOST:
         notes.append(f"{len(recorded)} recordings, what-if tables for the first {MOST}; `vramsweep replay` shows any")

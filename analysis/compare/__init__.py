@@ -1,1 +1,5 @@
-"""Two sides of one thing: sets of rows, predicted against measured, estimated against published."""
+"""Sweeps, versions and predictions compared, with intervals and verdicts.
+
+In: two frames, or measured and predicted rows. Out: differences and how certain they are.
+It must not draw.
+"""

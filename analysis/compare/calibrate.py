@@ -8,7 +8,7 @@ configuration at a time. Precisions are apart, as tensor cores and other units r
 Rows of several ranks stay out of it: how far their communication overlaps is a question of its own.
 
 The user's own card's rows, as `fitted_step_s`. What published speeds say of a card is another thing and in every
-simulated row (`calibrated_step_s`: harness/efficiencies.py, speed.py).
+simulated row (`calibrated_step_s`: harness/hardware/roofline_efficiency.py, speed.py).
 
 What comes out is an estimate still: it never enters a measured column, figure or fit.
 """
@@ -28,6 +28,7 @@ from vramsweep.analysis.compare.residuals import pair
 from vramsweep.analysis.data.groups import ASKED
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.analysis.data.pairing import EXTRAS_APART, KEYS
+from vramsweep.analysis.model.curves import Array
 
 PARTS = ("compute", "attention", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
@@ -35,7 +36,6 @@ FEWEST = 5  # configurations: with one left out as many as there are factors
 NOISE = 0.01  # standard error of a measured step that is taken for granted, relative; repeats agree to about that
 WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it counts as unknown
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 
 # Leaves of the resolved trial that a key holds already. The optimizer's is not one: fused AdamW is an AdamW too.
 _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"trial.model.name", "trial.runner.name"}
@@ -71,9 +71,8 @@ class Calibration:
         reasons: dict[str, list[str]] = {}
         for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
             if efficiency is None:
-                why = "too small a part, or moves with the others"
-                if not factor:
-                    why = "at its bound of 0 seconds" if factor == 0 else "no row has any"
+                why = "no row has any" if factor is None else "too small a part, or moves with the others"
+                why = "at its bound of 0 seconds" if factor == 0 else why
                 reasons.setdefault(why, []).append(part)
         return "; ".join(f"{', '.join(parts)} not identifiable ({why})" for why, parts in reasons.items())
 
@@ -133,11 +132,8 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
 
     `extrapolated`: its estimated step is shorter or longer than those of all pairs.
     """
-    names = [
-        *("simulated_gpu", "precision", "seq_len", "micro_batch", "world_size"),
-        *("estimated_step_s", "estimated_tokens_per_s"),
-    ]
-    rows = table.ok(*names, *SECONDS).dropna(subset=list(SECONDS)).reset_index(drop=True)
+    names = ("simulated_gpu", "precision", "seq_len", "micro_batch", "world_size", "estimated_step_s")
+    rows = table.ok(*names, "estimated_tokens_per_s", *SECONDS).dropna(subset=list(SECONDS)).reset_index(drop=True)
     step = pd.Series(np.nan, index=rows.index)
     beyond = pd.Series(False, index=rows.index)
     for one in calibrations:

@@ -115,13 +115,13 @@ def _settings(rows: pd.DataFrame) -> tuple[Setting, ...]:
         allocator, conf = map(str, keys)
         name = f"{allocator} {conf}".rstrip() if several[allocator] else allocator
         known = mine[mine["outcome"].eq("ok")].dropna(subset=list(STEPS)).drop_duplicates("seed", keep="last")
-        held = tuple(_held(name, row) for _, row in known.sort_values("seed").iterrows())
+        held = tuple(_read_held(name, row) for _, row in known.sort_values("seed").iterrows())
         full = mine[mine["outcome"].eq("oom")].drop_duplicates("seed", keep="last").sort_values("seed")
-        found.append(Setting(name, held, tuple(_place(phase, warm) for phase in full["phase"].fillna(""))))
+        found.append(Setting(name, held, tuple(_describe_moment(phase, warm) for phase in full["phase"].fillna(""))))
     return tuple(sorted(found, key=lambda one: (one.name != "default", not one.held)))
 
 
-def _held(name: str, row: pd.Series) -> Held:
+def _read_held(name: str, row: pd.Series) -> Held:
     allocated, reserved = row["peak_allocated_bytes"], row["peak_reserved_bytes"]
     return Held(
         name,
@@ -134,7 +134,7 @@ def _held(name: str, row: pd.Series) -> Held:
     )
 
 
-def _place(phase: str, warm: float) -> str:
+def _describe_moment(phase: str, warm: float) -> str:
     """Where memory ran out. A row counts all steps from 0; here measured ones count from 1, as in the figure: before
     them are those of the warm-up and the probe."""
     if (step := _STEP.fullmatch(phase)) is None or pd.isna(warm):
@@ -173,18 +173,18 @@ def _steps(rows: pd.DataFrame) -> str:
     if done.empty:
         return ""
     tokens = np.concatenate([np.array(one, dtype=float) for one in done["step_tokens"]])
-    text = f"a step has {_ends(tokens.min(), tokens.max())} tokens, {tokens.mean():,.0f} in the mean"
+    text = f"a step has {_ends(tokens)} tokens, {tokens.mean():,.0f} in the mean"
     if done["padding_fraction"].notna().any():
         text += f", {100 * done['padding_fraction'].mean():.0f} % of it padding"
     if done["mean_document"].notna().any():
-        ends = _ends(done["shortest_document"].min(), done["longest_document"].max())
+        ends = _ends(pd.concat([done["shortest_document"], done["longest_document"]]))
         text += f"; documents have {ends}, {done['mean_document'].mean():,.0f} in the mean"
     most = done["peak_allocated_bytes"].dropna()
     return text + (f"; peak allocated {_range(list(most), show_bytes)}" if len(most) else "")
 
 
-def _ends(low: float, high: float) -> str:
-    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+def _ends(counts: NDArray[np.float64] | pd.Series) -> str:
+    return _range([counts.min(), counts.max()], "{:,.0f}".format)
 
 
 def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
@@ -206,10 +206,10 @@ def _alone(one: Setting) -> str:
     tries = f", with {sum(retries):,} retr{'y' if sum(retries) == 1 else 'ies'}" if retries else ""
     waste = [held.waste for held in one.held if held.waste is not None]
     idle = f"; {_range(waste, _share)} of its peak reserved was never allocated" if waste else ""
-    return f"{one.name} holds {ends} after {_counted(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
+    return f"{one.name} holds {ends} after {_count(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
 
 
-def _counted(one: Setting) -> str:
+def _count(one: Setting) -> str:
     return _range([len(held.reserved) for held in one.held], lambda steps: f"{steps:,}")
 
 
@@ -219,11 +219,11 @@ def _against(first: Setting, other: Setting) -> str:
     if not pairs:
         return f"{other.name} and {first.name} have no seed in common, so they are not compared"
     if not (pairs := [pair for pair in pairs if len(pair[0].reserved) == len(pair[1].reserved)]):
-        counts = f"{_counted(other)} and {_counted(first)}"
+        counts = f"{_count(other)} and {_count(first)}"
         return f"{other.name} and {first.name} have {counts} measured steps, so they are not compared"
     pairs.sort(key=lambda pair: _change(*pair))
-    ends = [pairs[0], pairs[-1]] if _how(_change(*pairs[0])) != _how(_change(*pairs[-1])) else pairs[:1]
-    said = " to ".join(_how(_change(*pair)) for pair in ends)
+    ends = [pairs[0], pairs[-1]] if _in_words(_change(*pairs[0])) != _in_words(_change(*pairs[-1])) else pairs[:1]
+    said = " to ".join(_in_words(_change(*pair)) for pair in ends)
     sizes = ", ".join(
         f"{show_bytes(its.reserved[-1])} against {show_bytes(mine.reserved[-1])}"
         + (f" with seed {its.seed}" if len(pairs) > 1 else "")
@@ -248,7 +248,7 @@ def _change(mine: Held, its: Held) -> float:
     return float(its.reserved[-1] / mine.reserved[-1] - 1)
 
 
-def _how(change: float) -> str:
+def _in_words(change: float) -> str:
     return "as much" if abs(change) < SAME else f"{_share(abs(change))} {'less' if change < 0 else 'more'}"
 
 
@@ -264,13 +264,11 @@ def table(groups: Sequence[Group]) -> pd.DataFrame:
             line = {"settings": group.label, "samples cut at (tokens)": f"{int(seq_len):,}", "ok": str(len(done))}
             line["oom"] = str(int(mine["outcome"].eq("oom").sum()))
             line["other"] = str(len(mine) - len(done) - int(line["oom"]))
-            line["tokens of a step"] = f"{_ends(tokens.min(), tokens.max())}" if len(tokens) else "–"
+            line["tokens of a step"] = _ends(tokens) if len(tokens) else "–"
             line["padding"] = _mean(done["padding_fraction"], 100, 0, " %")
-            line["documents (tokens)"] = (
-                _ends(done["shortest_document"].min(), done["longest_document"].max())
-                if done["shortest_document"].notna().any() and done["longest_document"].notna().any()
-                else "–"
-            )
+            documents = [done["shortest_document"], done["longest_document"]]
+            known = all(one.notna().any() for one in documents)
+            line["documents (tokens)"] = _ends(pd.concat(documents)) if known else "–"
             line["their mean"] = _mean(done["mean_document"], 1, 0)
             line["allocated (GiB)"] = _mean(done["peak_allocated_bytes"], 1 / GIB, 2)
             line["reserved (GiB)"] = _mean(done["peak_reserved_bytes"], 1 / GIB, 2)

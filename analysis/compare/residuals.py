@@ -18,10 +18,10 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.pairing import CARD, EXTRAS_APART, KEYS, card, is_device
+from vramsweep.analysis.data.pairing import KEYS, extras, is_device, sides
+from vramsweep.analysis.model.phases import PHASES
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
-PHASES = ("load", "forward", "backward", "optimizer")
 COMPONENTS = (
     *PEAKS,
     "reserved_unallocated_bytes",
@@ -36,21 +36,17 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
     """Every measured CUDA row that has a prediction of equal settings for its card, one line each.
 
     Equal settings: all of `KEYS` and of the resolved trial, null equal to null. `configuration` numbers them, `gpu` is
-    the card's name in harness/gpus.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and `allocator` come
-    twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several predictions the last.
+    the card's name in harness/hardware/gpu_lookup.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and
+    `allocator` come twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several
+    predictions the last.
     """
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
     frame = table.frame
-    extras = [str(c) for c in frame if str(c).startswith("trial.") and not str(c).startswith(EXTRAS_APART)]
-    settings = [*KEYS, *extras]
     ended = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
     predicted, measured = (ended & is_device(frame, device) for device in ("simulated", "cuda"))
     both = (predicted | measured) & bool(predicted.any() and measured.any())
-    sides = frame.loc[both, list(dict.fromkeys([*settings, *carried, *CARD]))]
-    sides = sides.assign(gpu=card(sides)).dropna(subset="gpu")
-    configuration = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
-    sides = sides.assign(configuration=configuration)
-    one, other = (sides[mask.reindex(sides.index)] for mask in (predicted, measured))
+    found = sides(frame, both, [*KEYS, *extras(frame)], *carried)
+    one, other = (found[mask.reindex(found.index)] for mask in (predicted, measured))
     return other[["configuration", "gpu", *KEYS, *carried]].merge(
         one[["configuration", *carried]].drop_duplicates("configuration", keep="last"),
         on="configuration",
@@ -93,16 +89,9 @@ def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
         "measured_bytes": measured.median().round(),
         "spread_bytes": measured.max() - measured.min(),
     }
-    long = (
-        pd.DataFrame(
-            {
-                name: frame.set_axis(COMPONENTS, axis=1).astype("Int64").stack(future_stack=True)
-                for name, frame in wide.items()
-            }
-        )
-        .rename_axis(["configuration", "component"])
-        .reset_index("component")
-    )
+    sizes = {name: frame.set_axis(COMPONENTS, axis=1).astype("Int64") for name, frame in wide.items()}
+    long = pd.DataFrame({name: frame.stack(future_stack=True) for name, frame in sizes.items()})
+    long = long.rename_axis(["configuration", "component"]).reset_index("component")
     residual = long["predicted_bytes"] - long["measured_bytes"]
     relative = (residual / long["measured_bytes"].where(long["measured_bytes"] > 0)).astype("Float64")
     return long.assign(residual_bytes=residual, relative=relative)

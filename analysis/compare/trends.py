@@ -11,7 +11,7 @@ intervals are wider by the autocorrelation that the residuals show.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +19,10 @@ import numpy as np
 from scipy import ndimage, stats
 
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, Pair, Single, allowed
+from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
 
-AXES = ("seq_len", "micro_batch", "tokens")
 SPEED = "tokens_per_s"
 FEWEST = 5  # values of the axis: with 4 no order is rare enough for 95 % (Kendall's tau: 2 of 24)
 FEWEST_SINGLE = 30  # pairs of single runs from which their own scatter tells what noise is
@@ -93,13 +93,9 @@ class Along:
         same = next(t for t in self.trends if (t.quantity, t.unit, t.settings) == line)
         return same.at_start, same.at_stop
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return asdict(self)
-
 
 def along(comparison: Comparison, axis: str | None = None) -> Along:
-    """Trends and crossovers along `axis`: one of `AXES`, or that of length and batch with more values.
+    """Trends and crossovers along `axis`: one of `FREE`, or that of length and batch with more values.
 
     Raises UserError for an axis that the pairs do not vary in.
     """
@@ -133,12 +129,12 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
 
     Raises UserError for one that does not vary or is not known.
     """
-    counts = {name: len({x for p in pairs if not np.isnan(x := position(p, name))}) for name in AXES}
+    counts = {name: len({x for p in pairs if not np.isnan(x := position(p, name))}) for name in FREE}
     if axis is None:
-        best = max(AXES[:2], key=lambda name: counts[name])
+        best = max(FREE["tokens"], key=lambda name: counts[name])
         return best if counts[best] > 1 else None
     if counts[axis] < 2:
-        varying = [name for name in AXES if counts[name] > 1]
+        varying = [name for name in FREE if counts[name] > 1]
         instead = f"take --axis {' or '.join(varying)}" if varying else "none of them varies, so leave --axis out"
         all_one = "all pairs have one" if counts[axis] else "no pair knows its"
         raise UserError(f"--axis {axis}: {all_one} {axis}; {instead}")
@@ -147,11 +143,10 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
 
 def lines(pairs: Sequence[Pair], axis: str) -> list[tuple[dict[str, Any], list[Pair]]]:
     """Pairs that are alike in every setting but the axis, sorted along it, with what is alike; the longest first."""
-    moving = ("seq_len", "micro_batch") if axis == "tokens" else (axis,)
     found: dict[str, tuple[dict[str, Any], list[Pair]]] = {}
     for pair in pairs:
         if not np.isnan(position(pair, axis)):
-            rest = {key: value for key, value in pair.settings.items() if key not in moving}
+            rest = {key: value for key, value in pair.settings.items() if key not in FREE[axis]}
             found.setdefault(repr(rest), (rest, []))[1].append(pair)
     for _, mine in found.values():
         mine.sort(key=lambda pair: position(pair, axis))

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import content
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages.errors import UserError
 
 MEMORY = ("allocated", "active", "reserved", "device")
 SPEED = ("step", "tokens/s", "samples/s")
@@ -45,7 +45,7 @@ class Validation:
 def load(path: Path) -> Validation:
     """Read what `vramsweep validate` wrote. Raises UserError if it is no such file."""
     try:
-        record = json.loads(content(path))
+        record = json.loads(read_content(path))
         frame = pd.DataFrame(record["readings"])
         if not {"grade", "outcome"} <= set(frame):
             raise LookupError
@@ -68,9 +68,8 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     found["most_error"] = numbers["predicted_most"] / numbers["measured"] - 1
     found["plain_error"] = numbers["predicted_plain"] / numbers["measured"] - 1
     memory = found["quantity"].isin(MEMORY)
-    above = (
-        numbers["measured"] - numbers["states_bytes"] - found["context_bytes"].where(found["quantity"].eq("device"), 0)
-    )
+    context = found["context_bytes"].where(found["quantity"].eq("device"), 0)
+    above = numbers["measured"] - numbers["states_bytes"] - context
     own = memory & (whole | found["phase"].eq(found["peak_phase"]))  # of other phases it is not known what they hold
     found["share"] = ((numbers["predicted"] - numbers["measured"]) / above).where(own & (above > 0))
     found["moving"] = found["moves"].where(whole, found["phase"].isin(["forward", "backward"])).astype("boolean")
@@ -81,11 +80,6 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     if "mistake" not in found:
         found["mistake"] = False
     return found
-
-
-def once(found: pd.DataFrame) -> pd.DataFrame:
-    """What errors are counted of."""
-    return found[~found["again"]]
 
 
 def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
@@ -115,20 +109,7 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
                 "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
             }
         )
-    columns = [
-        "readings",
-        "runs",
-        "sources",
-        "median",
-        "typical",
-        "p90",
-        "worst",
-        "bounded",
-        "between",
-        "share",
-        "share_p90",
-    ]
-    return pd.DataFrame(lines, columns=[*by, *columns])
+    return pd.DataFrame(lines)
 
 
 def of_class(found: pd.DataFrame) -> pd.DataFrame:
@@ -140,6 +121,8 @@ def of_class(found: pd.DataFrame) -> pd.DataFrame:
 def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
     """`summary` as text for people."""
     lines = summary(of_class(found), ["kind", "class", *by])
+    if lines.empty:
+        return lines
     order = {kind: number for number, kind in enumerate([*MEMORY, "step time"])}
     lines = lines.sort_values(
         ["kind", "class", *by], key=lambda column: column.map(order).fillna(9) if column.name == "kind" else column
@@ -162,28 +145,7 @@ def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
     return text
 
 
-def of_differences(found: pd.DataFrame) -> pd.DataFrame:
-    """Errors with and without the known differences of the versions that ran, by source and counter."""
-    both = found[found["error"].notna() & found["plain_error"].notna() & found["quantity"].isin(MEMORY)]
-    lines = []
-    for (title, kind), mine in both.groupby(["title", "kind"], sort=False):
-        names = sorted({name for names in mine["differences"] for name in names})
-        lines.append(
-            {
-                "source": title,
-                "counter": kind,
-                "readings": str(len(mine)),
-                "median with them": size(mine["error"].abs().median()),
-                "worst": percent(_worst(mine["error"])),
-                "median without": size(mine["plain_error"].abs().median()),
-                "worst without": percent(_worst(mine["plain_error"])),
-                "differences": ", ".join(names),
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def of_others(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.DataFrame:
+def other_tools_errors(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.DataFrame:
     """What other tools say of the same runs, and our errors of just those readings; by counter, memory only."""
     lines = []
     memory = found[found["error"].notna() & found["quantity"].isin(MEMORY) & found["others"].notna()]
@@ -234,76 +196,58 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
-def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
-    """What was not predicted, and why; mistakes have a list of their own."""
-    gone = found[found["reason"].notna() & ~found["mistake"]]
-    lines = []
-    for (title, reason), mine in gone.groupby(["title", "reason"], sort=False):
-        runs = list(dict.fromkeys(mine["run"]))
-        names = "; ".join(runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
-        lines.append({"source": title, "readings": str(len(mine)), "runs": names, "why": reason})
-    return pd.DataFrame(lines)
-
-
 def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
     """Memory that was missed by more than `least`, and what is known of why."""
     missed = found[found["quantity"].isin(MEMORY) & (found["error"].abs() > least)]
     return pd.DataFrame(
-        [
-            {
-                "source": line["title"],
-                "run": line["run"],
-                "counter": line["kind"],
-                "measured (GiB)": gib(line["measured"]),
-                "predicted": gib(line["predicted"]),
-                "error": percent(line["error"]),
-                "at most": percent(line["most_error"]),
-                "why": "; ".join(filter(None, (_bounded(line), _full(line), line["note"], line["reading_note"])))
-                or "not found",
-            }
-            for _, line in missed.sort_values(["title", "kind"]).iterrows()
-        ]
+        {
+            "source": line["title"],
+            "run": line["run"],
+            "counter": line["kind"],
+            "measured (GiB)": gib(line["measured"]),
+            "predicted": gib(line["predicted"]),
+            "error": percent(line["error"]),
+            "at most": percent(line["most_error"]),
+            "why": "; ".join(filter(None, (_bounded(line), line["note"], line["reading_note"]))) or "not found",
+        }
+        for _, line in missed.sort_values(["title", "kind"]).iterrows()
     )
 
 
 def _bounded(line: pd.Series[Any]) -> str:
-    """What the bounds say of a miss."""
+    """What the bounds say of a miss, or the limit."""
+    if line["outcome"] != "ok":
+        return "predicted to run out; this is what it would reserve without a limit"
     if pd.isna(line["between"]):
         return ""
     return "between the bounds" if line["between"] else "not between the bounds either"
-
-
-def _full(line: pd.Series[Any]) -> str:
-    return "" if line["outcome"] == "ok" else "predicted to run out; this is what it would reserve without a limit"
 
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:
     """Every reading that was predicted."""
     known = of_class(found[found["error"].notna()])
     return pd.DataFrame(
-        [
-            {
-                "source": line["title"],
-                "grade": line["grade"],
-                "run": line["run"] + (" (counted above)" if line["again"] else ""),
-                "counter": line["kind"],
-                "measured": _shown(line, "measured"),
-                "predicted": _shown(line, "predicted"),
-                "error": percent(line["error"]),
-                "above the states": percent(line["share"]),
-                "without differences": percent(line["plain_error"]),
-                "peak in": FULL if line["outcome"] != "ok" else line["peak_phase"] or "–",
-            }
-            for _, line in known.iterrows()
-        ]
+        {
+            "source": line["title"],
+            "grade": line["grade"],
+            "run": line["run"] + (" (counted above)" if line["again"] else ""),
+            "counter": line["kind"],
+            "measured": _cell_text(line, "measured"),
+            "predicted": _cell_text(line, "predicted"),
+            "error": percent(line["error"]),
+            "above the states": percent(line["share"]),
+            "without differences": percent(line["plain_error"]),
+            "peak in": FULL if line["outcome"] != "ok" else line["peak_phase"] or "–",
+        }
+        for _, line in known.iterrows()
     )
 
 
-def _shown(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
+def _cell_text(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
     return gib(line[column]) + " GiB" if line["quantity"] in MEMORY else f"{line[column]:.4g} s"
 
 
-def _worst(values: pd.Series[float]) -> float:
+def worst(values: pd.Series[float]) -> float:
     return float(values.iloc[int(np.argmax(values.abs().to_numpy(float)))])
 
 
@@ -325,25 +269,3 @@ def size(value: float | None) -> str:
 
 def _digits(value: float) -> int:
     return 3 if abs(value) < 0.001 else 2 if abs(value) < 0.1 else 1
-
-
-def _tools(made: Validation) -> str:
-    return "; ".join(f"*{name}*: {source}" for name, source in made.others.items()) + "."
-
-
-def tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
-    """Every table with its title and a sentence that says what it shows."""
-    found = once(made.readings)
-    whole = found[found["phase"].isna()]
-    return [
-        ("By counter", "Errors are predicted / measured - 1. Grade A and B together.", of_summary(whole)),
-        ("By counter, grade A", "Script and versions were published.", of_summary(whole[whole["grade"].eq("A")])),
-        ("By source", "", of_summary(whole, "title")),
-        ("By phase", "Peaks of a step's phases.", of_summary(found[found["phase"].notna()], "title")),
-        ("Next to other tools", _tools(made), of_others(whole, made.others)),
-        ("Older versions", "As the versions that ran do it, and as the installed ones do.", of_differences(whole)),
-        ("What fits", "", of_outcomes(made.readings)),
-        ("Misses", f"Memory that was missed by more than {100 * MISS:.0f} %.", of_misses(found)),
-        ("Not predicted", "", of_left_out(found)),
-        ("Every reading", "", of_readings(made.readings)),
-    ]  # fmt: skip

@@ -3,8 +3,6 @@
 An axis that is constant in each set but not the same in both (allocator, runner, ...) is what is compared; all others
 must be equal for two rows to make a pair, but where foreign rows come from. Every verdict is about B as seen from A,
 with its reason.
-
-Not covered: what changes along an axis (trends.py), the verdicts in words (verdicts_words.py).
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from vramsweep.analysis.compare import sizes
-from vramsweep.analysis.data.groups import ASKED, FOUND
+from vramsweep.analysis.compare import format_difference
+from vramsweep.analysis.data.groups import ASKED, FOUND, plain_value
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness import mistakes
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
 
 TOLERANCE = 0.001  # of memory, relative
 BLOCK = 2 * MIB  # the allocator reserves in steps of it (kSmallBuffer, kRoundLarge in c10/cuda/CUDACachingAllocator)
@@ -32,7 +29,6 @@ MARGIN = 0.01  # of speed, relative
 ALMOST = 0.95  # share of the pairs that a verdict over all of them holds for
 DRAWS = 4999
 SEED = 20_240_917
-_FEW = "one run each and fewer than 5 pairs; measure repeats (repeat=0,1,2)"
 _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
@@ -168,10 +164,6 @@ class _Side:
     resident: bool
     ids: tuple[str, ...]
 
-    @property
-    def runs(self) -> bool:
-        return bool(self.ids)
-
 
 @dataclass(frozen=True)
 class _Cell:
@@ -181,6 +173,10 @@ class _Cell:
     a: _Side
     b: _Side
 
+    @property
+    def paired(self) -> bool:
+        return bool(self.a.ids and self.b.ids)
+
 
 def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: float = TOLERANCE) -> Comparison:
     """Pair and judge. Memory that differs by at most `tolerance` of A's (reserved: or a block of 2 MiB) is EQUAL.
@@ -189,28 +185,25 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: 
     against predicted ones.
     """
     cells, differs = _cells(a, b, names)
-    paired = [cell for cell in cells if cell.a.runs and cell.b.runs]
     pool, freedom = _run_noise(cells)
     random = np.random.default_rng(SEED)
-    pairs = []
-    shifts = np.zeros(DRAWS)  # the sum over pairs
-    for cell in paired:
+    pairs, shifts = [], np.zeros(DRAWS)  # the sum over pairs
+    for cell in (cell for cell in cells if cell.paired):
         speed, shift = _speed(cell.a, cell.b, pool, freedom, random)
         if shift is not None:
             shifts += shift
         known = _memory_metrics(cell.a, cell.b)
         memory = tuple(_memory(metric, cell.a, cell.b, differs, tolerance) for metric in known)
-        ids = cell.a.ids + cell.b.ids
-        pairs.append(Pair(cell.settings, cell.seq_len, cell.micro_batch, memory, speed, ids))
+        pairs.append(Pair(cell.settings, cell.seq_len, cell.micro_batch, memory, speed, cell.a.ids + cell.b.ids))
     return Comparison(
         *names,
         differs=differs,
         tolerance=tolerance,
         pairs=tuple(pairs),
-        memory=tuple(_memory_over_all(m, pairs) for m in _EXACT if any(_of(p, m) for p in pairs)),
+        memory=tuple(_memory_over_all(m, pairs) for m in _EXACT if any(_memory_of_pair(p, m) for p in pairs)),
         speed=_speed_over_all([p.speed for p in pairs], shifts, random),
         speeds=_speeds(pairs),
-        unpaired=tuple(_single(cell) for cell in cells if not (cell.a.runs and cell.b.runs)),
+        unpaired=tuple(_single(cell) for cell in cells if not cell.paired),
     )
 
 
@@ -219,26 +212,9 @@ def allowed(metric: str, a: float, tolerance: float) -> float:
     return max(tolerance * a, BLOCK if metric == "peak_reserved_bytes" and tolerance > 0 else 0)
 
 
-def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:
-    """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
-    if axis not in table.frame or len(values) != 2:
-        raise UserError(
-            f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
-            f"{'' if axis in table.frame else mistakes.meant(axis, map(str, table.frame.columns))}"
-        )
-    column = table.frame[axis].astype("string")
-    for value in values:
-        if not (column == value).any():
-            known = list(map(str, column.dropna().unique()))
-            there = ", ".join(known[:12]) or "no values at all"
-            raise UserError(f"no row has {axis}={value}; there are {there}{mistakes.meant(value, known)}")
-    return table.where((column == values[0]).fillna(False)), table.where((column == values[1]).fillna(False))
-
-
 def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dict[str, tuple[str, str]]]:
     """Every combination of settings with what either set has of it, in order, and what differs between the sets."""
-    sides = [_needed(table.frame).assign(_set=name) for table, name in ((a, "a"), (b, "b"))]
-    both = pd.concat(sides, ignore_index=True)
+    both = pd.concat([a.frame[_needed(a)].assign(_set="a"), b.frame[_needed(b)].assign(_set="b")], ignore_index=True)
     both = both[both["outcome"].isin(["ok", "oom"])].reset_index(drop=True)
     predicted = [set((rows["device"] == "simulated").fillna(False)) for _, rows in both.groupby("_set")]
     if len(predicted) == 2 and predicted[0] != predicted[1]:
@@ -260,17 +236,11 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
     read = _reader(both)
     cells = []
     for rows in filled.groupby(keys, sort=False, observed=True).indices.values():
-        first = {key: _readable(values[rows[0]]) for key, values in shown.items()}
-        cells.append(
-            _Cell(
-                settings={key: first[key] for key in varying},
-                seq_len=first["seq_len"],
-                micro_batch=first["micro_batch"],
-                a=read(rows[in_a[rows]]),
-                b=read(rows[~in_a[rows]]),
-            )
-        )
-    if not any(cell.a.runs and cell.b.runs for cell in cells):
+        first = {key: plain_value(values[rows[0]]) for key, values in shown.items()}
+        settings = {key: first[key] for key in varying}
+        sides = read(rows[in_a[rows]]), read(rows[~in_a[rows]])
+        cells.append(_Cell(settings, first["seq_len"], first["micro_batch"], *sides))
+    if not any(cell.paired for cell in cells):
         why = f"they share no {' and no '.join(apart)}" if apart else "no combination of settings is in both"
         raise UserError(f"nothing to compare between {names[0]} and {names[1]}: {why}")
     return sorted(cells, key=lambda cell: [_order(value) for value in cell.settings.values()]), differs
@@ -285,9 +255,9 @@ def _apart(filled: pd.DataFrame) -> list[str]:
     return list(found.values())
 
 
-def _needed(frame: pd.DataFrame) -> pd.DataFrame:
-    extras = [name for name in frame.columns if str(name).startswith(EXTRA)]
-    return frame[[*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]]
+def _needed(table: Table) -> list[str]:
+    extras = [name for name in table.frame.columns if str(name).startswith(EXTRA)]
+    return [*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
@@ -321,24 +291,17 @@ def _axes(both: pd.DataFrame, names: Iterable[str]) -> tuple[dict[str, tuple[str
 
 
 def _order(value: Any) -> tuple[int, str]:
-    text = "" if value is None else str(value)
-    return len(text), text
-
-
-def _readable(value: Any) -> Any:
-    if pd.isna(value):
-        return None
-    return value.item() if isinstance(value, np.generic) else value
+    return len(text := "" if value is None else str(value)), text
 
 
 def _single(cell: _Cell) -> Single:
-    name, side = ("a", cell.a) if cell.a.runs else ("b", cell.b)
+    name, side = ("a", cell.a) if cell.a.ids else ("b", cell.b)
     memory = {metric: float(np.median(values)) for metric, values in side.memory.items() if len(values)}
     speed = float(np.exp(side.logs.mean())) if len(side.logs) else None
     return Single(name, cell.settings, cell.seq_len, cell.micro_batch, memory, speed, side.ids)
 
 
-def _of(pair: Pair, metric: str) -> Memory | None:
+def _memory_of_pair(pair: Pair, metric: str) -> Memory | None:
     return next((m for m in pair.memory if m.metric == metric), None)
 
 
@@ -373,24 +336,26 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
     if apart == 0:
         return found("EQUAL", f"{METRICS[metric].show(middle_a)} in every run", apart)
     if apart <= least:
-        return found("EQUAL", f"{change}; no runs further apart than {sizes.in_bytes(apart, signed=False)[0]}", apart)
+        most = format_difference.in_bytes(apart, signed=False)[0]
+        return found("EQUAL", f"{change}; no runs further apart than {most}", apart)
     overlap = float(min(values_a.max(), values_b.max()) - max(values_a.min(), values_b.min()))
     if overlap < 0 and abs(middle_b - middle_a) > least:
         return found("SMALLER" if middle_b < middle_a else "LARGER", change, apart)
-    size = sizes.in_bytes(abs(overlap), signed=False)[0]
-    why = f"the two sides' runs overlap by {size}" if overlap >= 0 else f"the two sides' runs are {size} apart"
-    return found("AMBIGUOUS", f"{why}, their medians: {change}", apart)
+    size = format_difference.in_bytes(abs(overlap), signed=False)[0]
+    why = f"overlap by {size}" if overlap >= 0 else f"are {size} apart"
+    return found("AMBIGUOUS", f"the two sides' runs {why}, their medians: {change}", apart)
 
 
 def _change(metric: str, a: float, b: float) -> str:
     """`3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
     show = METRICS[metric].show
-    return f"{show(a)} to {show(b)} ({sizes.in_bytes(b - a)[0]}, {sizes.size(b / a - 1 if a else 0.0)})"
+    share = format_difference.size(b / a - 1 if a else 0.0)
+    return f"{show(a)} to {show(b)} ({format_difference.in_bytes(b - a)[0]}, {share})"
 
 
 def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> OverAll:
     """The verdict of nearly all pairs; where A or B ran out of memory in some, of all that are not EQUAL."""
-    mine = [(pair, m) for pair in pairs if (m := _of(pair, metric)) is not None]
+    mine = [(pair, m) for pair in pairs if (m := _memory_of_pair(pair, metric)) is not None]
     counts = _counts([m.verdict for _, m in mine], ("EQUAL", "SMALLER", "LARGER", "AMBIGUOUS"))
     most = max(counts, key=lambda verdict: counts[verdict])
     strict = [verdict for verdict in counts if verdict != "EQUAL"]
@@ -425,7 +390,7 @@ def _over_all(
         Extreme(change, difference, pair.settings)
         for change, difference, pair in (pick(changes, key=lambda c: c[0]) for pick in (min, max))
     )
-    show = sizes.speed if metric == "tokens_per_s" else sizes.size
+    show = format_difference.speed if metric == "tokens_per_s" else format_difference.size
     return OverAll(metric, verdict, f"{reason}; geometric mean {show(mean)}", counts, None, mean, least, most)
 
 
@@ -454,16 +419,14 @@ def _speed(
     a: _Side, b: _Side, pool: Array, freedom: int, random: np.random.Generator
 ) -> tuple[Speed, Array | float | None]:
     """The verdict of one pair, and its bootstrap draws of log(B/A): run-to-run noise is drawn from all repeats."""
-    known: dict[str, Any] = {
-        name: float(np.exp(side.logs.mean())) for name, side in (("a", a), ("b", b)) if len(side.logs)
-    }
+    known: dict[str, Any] = {n: float(np.exp(s.logs.mean())) for n, s in (("a", a), ("b", b)) if len(s.logs)}
     if len(known) < 2:
         return Speed("AMBIGUOUS", _no_speed(a, b), **known), None
     shift = float(b.logs.mean() - a.logs.mean())
     if freedom == 0:
-        reason = f"{sizes.speed(float(np.expm1(shift)))}, but one run each, so the run-to-run spread is unknown"
-        reason += "; measure repeats (repeat=0,1,2)"
-        return Speed("AMBIGUOUS", reason, float(np.expm1(shift)), **known), shift
+        change = float(np.expm1(shift))
+        reason = f"{format_difference.speed(change)}, but one run each, so the run-to-run spread is unknown"
+        return Speed("AMBIGUOUS", f"{reason}; measure repeats (repeat=0,1,2)", change, **known), shift
     noise_a, noise_b = (random.choice(pool, (DRAWS, len(logs))).mean(axis=1) for logs in (a.logs, b.logs))
     draws = shift + (noise_b - noise_a) * _student(freedom)
     known["error"] = float(pool.std() * _student(freedom) * np.sqrt(1 / len(a.logs) + 1 / len(b.logs)))
@@ -488,11 +451,10 @@ def _student(freedom: int) -> float:
 def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
     low, high = (float(np.expm1(v)) for v in np.percentile(draws, [2.5, 97.5]))
     change = float(np.expm1(shift))
-    text = f"{sizes.speed(change)}, 95 % interval {sizes.speed(low)} to {sizes.speed(high)} from {basis}"
-    if low > MARGIN:
-        return Speed("FASTER", text, change, low, high, **known)
-    if high < -MARGIN:
-        return Speed("SLOWER", text, change, low, high, **known)
+    most_likely, least, most = (format_difference.speed(value) for value in (change, low, high))
+    text = f"{most_likely}, 95 % interval {least} to {most} from {basis}"
+    if low > MARGIN or high < -MARGIN:
+        return Speed("FASTER" if low > MARGIN else "SLOWER", text, change, low, high, **known)
     if low >= -MARGIN and high <= MARGIN:
         return Speed("SAME", f"{text}, within the margin of 1 %", change, low, high, **known)
     return Speed("AMBIGUOUS", f"{text}, which reaches across the margin of 1 %", change, low, high, **known)
@@ -508,7 +470,8 @@ def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Ge
         return _judge(float(centres.mean()), shifts / n, f"repeats of {n:,} pairs")
     if n < 5:
         mean = float(np.expm1(centres.mean()))
-        return Speed("AMBIGUOUS", f"{sizes.speed(mean)}, but {_FEW}", mean)
+        reason = f"{format_difference.speed(mean)}, but one run each and fewer than 5 pairs"
+        return Speed("AMBIGUOUS", f"{reason}; measure repeats (repeat=0,1,2)", mean)
     pool = (centres - centres.mean()) * np.sqrt(n / (n - 1)) * _student(n - 1)
     draws = centres.mean() + random.choice(pool, (DRAWS, n)).mean(axis=1)
     return _judge(float(centres.mean()), draws, f"the spread over {n:,} pairs of single runs")

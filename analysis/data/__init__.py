@@ -1,1 +1,5 @@
-"""Rows in, rows out: reading, importing, exporting, and which rows belong together."""
+"""Rows in, rows out: journals, exports and other tools' files as one frame.
+
+In: files. Out: a frame with every column of the registry, and warnings about it.
+It must not fit or draw.
+"""

@@ -13,9 +13,11 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.load import EXTRA, Table, finished, varying
-from vramsweep.harness.flags import CORRECTED
-from vramsweep.harness.row import SYSTEM
-from vramsweep.harness.techniques import AXES, DEFAULTS
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows.quality_flags import CORRECTED
+from vramsweep.harness.rows.schema import SYSTEM
+from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 
 # What was asked for: known for every row, also where the worker died.
 ASKED = (
@@ -101,12 +103,16 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
-        first = {key: (filled if key in filled else frame)[key].iloc[rows[0]] for key in keys}
-        settings = {
-            key: None if pd.isna(v) else v.item() if isinstance(v, np.generic) else v for key, v in first.items()
-        }
+        settings = {key: plain_value((filled if key in filled else frame)[key].iloc[rows[0]]) for key in keys}
         found.append(Group(settings, frame, rows))
     return sorted(found, key=lambda group: -len(group.rows))
+
+
+def plain_value(value: Any) -> Any:
+    """A cell as a value of Python's own, None where it is unknown."""
+    if pd.isna(value):
+        return None
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
@@ -150,6 +156,13 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])]
 
 
+def some_lengths(lengths: pd.Series[Any], most: int) -> pd.Series[bool]:
+    """Which of these are among at most so many of the different lengths, evenly spaced."""
+    different = np.sort(lengths.dropna().unique().astype(int))
+    kept = np.linspace(0, len(different) - 1, max(1, min(most, len(different)))).astype(int)
+    return lengths.isin(different[kept] if len(different) else []).fillna(False)
+
+
 LONG = 4
 _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {"sharding": "none"}
 
@@ -185,3 +198,19 @@ def label(settings: Mapping[str, Any], long: int = LONG) -> str:
         else:
             parts.append(f"{name.removeprefix('micro ')} {value}")
     return " · ".join(parts) or "all rows"
+
+
+def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:
+    """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
+    if axis not in table.frame or len(values) != 2:
+        raise UserError(
+            f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"
+            f"{'' if axis in table.frame else suggestions.did_you_mean(axis, map(str, table.frame.columns))}"
+        )
+    column = table.frame[axis].astype("string")
+    for value in values:
+        if not (column == value).any():
+            known = list(map(str, column.dropna().unique()))
+            there = ", ".join(known[:12]) or "no values at all"
+            raise UserError(f"no row has {axis}={value}; there are {there}{suggestions.did_you_mean(value, known)}")
+    return table.where((column == values[0]).fillna(False)), table.where((column == values[1]).fillna(False))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,20 @@ import pyarrow.json
 import pyarrow.parquet
 
 from vramsweep.analysis.data.export import as_it_was, each
-from vramsweep.analysis.data.remarks import flagged, measured_again, system_columns, systems
-from vramsweep.harness import journal, mistakes, others
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import opened
-from vramsweep.harness.row import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
-from vramsweep.harness.trial import LEFT_OUT
+from vramsweep.analysis.data.warnings_of_rows import flagged, measured_again, system_columns, systems
+from vramsweep.harness.files.bounded_reads import open_regular
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
 _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_()}
-_PARTS = (
-    "part_peak_allocated_bytes",
-    "part_peak_reserved_bytes",
-    "oom_parts_bytes",
-)  # dicts that are kept, as JSON text
-_NESTED = (
-    "trial",
-    *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)),
-)  # only it is read
-DRAWN = "lengths:"  # harness/lengths.py: how `data` begins where samples have lengths of their own
+# Dicts that are kept, as JSON text; of the others only the trial is read.
+_PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_bytes")
+_NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)))
+DRAWN = "lengths:"  # harness/spec/length_distribution.py: how `data` begins where samples have lengths of their own
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
 
 _ZERO_OR_MORE = ("peak_", "device_", "load_", "forward_", "backward_", "optimizer_", "memory_", "unlimited_", "host_")
@@ -57,15 +52,11 @@ _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 @dataclass(frozen=True)
 class Table:
-    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras.
-
-    `others` is what other tools say that trials need: bytes by trial id and tool.
-    """
+    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
 
     frame: pd.DataFrame
     source: str
     warnings: tuple[str, ...] = ()
-    others: Mapping[str, Mapping[str, int | None]] = field(default_factory=dict)
 
     def ok(self, *columns: str) -> pd.DataFrame:
         """These columns of the rows that finished and measured something, with their trial ids."""
@@ -86,15 +77,14 @@ def load(path: Path) -> Table:
     if not file.is_file():
         raise UserError(
             f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file"
-            + mistakes.meant_path(file)
+            + suggestions.did_you_mean_path(file)
         )
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
     frame, warnings = _read_journals(path, files)
-    kept = others.said(path / others.FILE).found if path.is_dir() else {}
-    return replace(from_frame(frame, str(path), warnings), others=kept)
+    return from_frame(frame, str(path), warnings)
 
 
 def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
@@ -167,7 +157,7 @@ def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, lis
 def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
     used: set[str] = set()
     pieces: list[pa.Table] = []
-    with opened(file, journal.LIMIT) as stream:
+    with open_regular(file, journal.LIMIT) as stream:
         while piece := stream.read(_PIECE):
             whole = piece.rfind(b"\n") + 1
             if whole:
@@ -254,7 +244,7 @@ def _varying(table: pa.Table) -> pd.DataFrame:
     for name in table.column_names:
         if name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
             found[name] = table[name].to_pandas().astype("string")
-            default = LEFT_OUT.get(tuple(name.removeprefix(EXTRA).split(".")))
+            default = ID_DEFAULTS.get(tuple(name.removeprefix(EXTRA).split(".")))
             if default is not None:  # rows from before there was this setting
                 found[name] = found[name].fillna(default if isinstance(default, str) else json.dumps(default))
     return pd.DataFrame(found)
@@ -396,15 +386,14 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             frame = finished
     where = system_columns(frame)
     again = where.duplicated(keep="last") & frame["trial_id"].notna()
-    # a row that does not say by which torch it was measured counts until another of its trial follows
-    again |= where["torch_version"].isna() & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    # a row that does not say by which torch it was measured counts until another of its trial follows,
     # nor does one of a GPU that does not name the card: its worker died, in version 1
     nameless = frame["device"].eq("cuda").fillna(False) & where["gpu_name"].isna()
-    again |= nameless & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     # and one that was never started is no word against what was measured
     unstarted = frame["attempt"].eq(0).fillna(False)
+    followed = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
+    again |= followed & (where["torch_version"].isna() | nameless | unstarted)
     again |= unstarted & frame["trial_id"].isin(frame.loc[~unstarted, "trial_id"].dropna())
-    again |= unstarted & frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     if again.any():
         notes.append(f"{int(again.sum())} rows superseded by a later row of the same trial")
         frame = frame[~again]

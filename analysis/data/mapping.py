@@ -1,9 +1,9 @@
 """What a foreign file holds: which of our columns comes from which of its own, in which unit, and what is constant.
 
-One `FileMapping` says it for every importer, whether it was written as `--columns`, as a `--mapping` file, as a header
-with our names or as the fields of a report; `--set` adds constants to any of them.
+One `FileMapping` says it, whether it was written as `--columns`, as a `--mapping` file or as a header with our names;
+`--set` adds constants to any of them.
 
-Not covered: reading cells (importers.py), rows from cells (foreign.py).
+Not covered: reading cells (importers.py), rows from cells (imported_rows.py).
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
-from vramsweep.harness import mistakes, plain_json
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import content
-from vramsweep.harness.row import BY_NAME, Outcome
+from vramsweep.harness.files import plain_json
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows.schema import BY_NAME, Outcome
 
 Place = str | int  # a column of theirs, by name or by position from 1
 
@@ -204,7 +205,7 @@ def from_file(path: Path) -> FileMapping:
     Raises UserError if it cannot be read, and for names that are not ours.
     """
     try:
-        found = plain_json.read(content(path), object_pairs_hook=_once)
+        found = plain_json.read(read_content(path), object_pairs_hook=_once)
     except OSError as error:
         raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
     except ValueError as error:
@@ -316,6 +317,6 @@ def target(name: str, said: str) -> Target:
         return TARGETS[name]
     if name in _MADE or name in BY_NAME:
         raise UserError(f"{said}: {name} cannot be given, the importer makes it; leave it out")
-    near = mistakes.nearest(name, TARGETS, most=3)
+    near = suggestions.find_nearest(name, TARGETS, most=3)
     meant = f"did you mean {' or '.join(near)}?" if near else "`vramsweep columns` lists our columns"
     raise UserError(f"{said}: columns not known: {name}; {meant} (memory also as ..._mib, ..._gib, ..._mb, ..._gb)")

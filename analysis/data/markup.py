@@ -9,7 +9,7 @@ import re
 
 import pandas as pd
 
-from vramsweep.harness.terminal import shown
+from vramsweep.harness.messages.terminal import escape_text
 
 _MARKDOWN = re.compile(r"[\\|`<\[]")  # ends a cell; is code, HTML, a link or an image
 _LINE_ENDS = re.compile(r"[\n\r\t]")
@@ -26,7 +26,7 @@ def markdown(frame: pd.DataFrame) -> str:
 
 def prose(text: str) -> str:
     """A sentence in Markdown: its code stays code, what a name holds of HTML, links and images is text."""
-    return re.sub(r"[<\[]", r"\\\g<0>", shown(_LINE_ENDS.sub(" ", text)))
+    return re.sub(r"[<\[]", r"\\\g<0>", escape_text(_LINE_ENDS.sub(" ", text)))
 
 
 def numeric(column: pd.Series[str]) -> bool:
@@ -37,4 +37,4 @@ def numeric(column: pd.Series[str]) -> bool:
 
 def cell(text: str) -> str:
     """A cell of a Markdown table, or a word in one."""
-    return _MARKDOWN.sub(r"\\\g<0>", shown(_LINE_ENDS.sub(" ", text)))
+    return _MARKDOWN.sub(r"\\\g<0>", escape_text(_LINE_ENDS.sub(" ", text)))

@@ -49,13 +49,24 @@ METRICS: dict[str, Metric] = {
 }
 
 
+@dataclass(frozen=True)
+class Unit:
+    """A unit of memory: its bytes, its name, and how many digits after the point a size has in it."""
+
+    bytes: int
+    name: str
+    digits: int
+
+
+UNITS = (Unit(GIB, "GiB", 2), Unit(MIB, "MiB", 1), Unit(1024, "KiB", 1), Unit(1, "B", 0))
+
+
+def unit_of(largest: float) -> Unit:
+    """The unit for sizes up to so many bytes, either way."""
+    return next((unit for unit in UNITS if abs(largest) >= unit.bytes), UNITS[-1])
+
+
 def show_bytes(value: float) -> str:
     """Bytes in words: 512 B, 3.2 MiB, 11.4 GiB."""
-    size = abs(value)
-    if size >= GIB:
-        return f"{value / GIB:,.2f} GiB"
-    if size >= MIB:
-        return f"{value / MIB:,.1f} MiB"
-    if size >= 1024:
-        return f"{value / 1024:,.1f} KiB"
-    return f"{value:,.0f} B"
+    unit = unit_of(value)
+    return f"{value / unit.bytes:,.{unit.digits}f} {unit.name}"

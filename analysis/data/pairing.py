@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED, Group
 from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import find
+from vramsweep.harness.hardware.gpu_lookup import find_gpu
+from vramsweep.harness.messages.errors import UserError
 
 # What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
 # three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
@@ -27,20 +28,29 @@ def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
 
 
 def card(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Each row's card by its name in harness/gpus.py: the simulated one, or the one that the driver's name stands for.
+    """Each row's card by its name in harness/hardware/gpu_lookup.py: the simulated one, or the one that the driver's
+    name stands for.
 
     A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
     """
     named = frame["gpu_name"].where(~is_device(frame, "simulated"))
     by_host = named.groupby(frame["host"])
     named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
-    cards = {name: card.name for name in named.dropna().unique() if (card := find(str(name))) is not None}
+    cards = {name: card.name for name in named.dropna().unique() if (card := find_gpu(str(name))) is not None}
     return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
 
 
-def _extras(frame: pd.DataFrame, apart: tuple[str, ...]) -> list[str]:
+def extras(frame: pd.DataFrame, apart: tuple[str, ...] = EXTRAS_APART) -> list[str]:
     """The columns of settings that only the resolved trial holds, but for those that begin so."""
     return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith(apart)]
+
+
+def sides(frame: pd.DataFrame, which: pd.Series[bool], settings: Sequence[str], *carried: str) -> pd.DataFrame:
+    """These rows of listed cards, with these columns, their card as `gpu`, and a number for each different combination
+    of settings and card as `configuration`; null is equal to null."""
+    found = frame.loc[which, list(dict.fromkeys([*settings, *carried, *CARD]))]
+    found = found.assign(gpu=card(found)).dropna(subset="gpu")
+    return found.assign(configuration=found.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup())
 
 
 class Beside:
@@ -48,16 +58,13 @@ class Beside:
 
     def __init__(self, table: Table) -> None:
         self._frame = frame = table.frame
-        extras = _extras(frame, EXTRAS_APART)
-        settings = [name for name in (*KEYS, *extras) if name not in ("seq_len", "micro_batch")]
+        settings = [name for name in (*KEYS, *extras(frame)) if name not in ("seq_len", "micro_batch")]
         own = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
         self._predicted = own & is_device(frame, "simulated")
         measured = own & is_device(frame, "cuda")
         self._codes = pd.Series(dtype=int)
         if self._predicted.any() and measured.any():
-            sides = frame.loc[self._predicted | measured, [*settings, *CARD]]
-            sides = sides.assign(gpu=card(sides)).dropna(subset="gpu")
-            self._codes = sides.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup()
+            self._codes = sides(frame, self._predicted | measured, settings)["configuration"]
 
     def of(self, group: Group) -> pd.DataFrame | None:
         """Rows; None where there are none, or the group is predicted itself."""
@@ -85,13 +92,13 @@ class Chosen:
         """Rows of one configuration and card. Raises UserError when several are possible, or none."""
         first = group.frame.iloc[0]
         rows = self._of_card(group)
-        extras = _extras(rows, (*EXTRAS_APART, *(EXTRA + name for name in _NOT_COMPARED)))
-        for name in (*COMPARED, *extras):
+        more = extras(rows, (*EXTRAS_APART, *(EXTRA + name for name in _NOT_COMPARED)))
+        for name in (*COMPARED, *more):
             if not pd.isna(value := first.get(name)):
                 rows = rows[rows[name].isna() | rows[name].astype("string").eq(str(value))]
         if rows.empty:
             raise UserError(f"{self._source} predicts nothing with the settings of {group.label}")
-        for name in ("simulated_gpu", *COMPARED, *extras):
+        for name in ("simulated_gpu", *COMPARED, *more):
             if rows[name].nunique(dropna=False) > 1:
                 there = ", ".join(map(str, rows[name].unique()))
                 way = "give predictions of one alone"

@@ -15,7 +15,7 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.metrics import show_bytes
-from vramsweep.harness.row import OF_TRAINING
+from vramsweep.harness.rows.schema import OF_TRAINING
 
 _PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the one that decides first
 

@@ -4,73 +4,60 @@ from collections.abc import Mapping
 from typing import Any
 
 import pandas as pd
-import plotly.graph_objects as go
 
 from vramsweep.analysis.data.metrics import MIB
-from vramsweep.analysis.figures.plots import Figure, escape
+from vramsweep.analysis.figures.plots import COLOURS, GREY, INK, Figure, axis_unit, escape, new_plot
 
-_GIB = 1 << 30
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")  # Okabe-Ito
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
-def allocator_timelines(table: Mapping[str, Any]) -> go.Figure:
-    """Reserved memory over the events of a recording, one line for each setting, above what was allocated.
+def as_figure(table: Mapping[str, Any]) -> Figure:
+    """Reserved memory over the events of a recording, one line for each setting, above what was allocated, with the
+    recorded peak named.
 
     `table` is the what-if table as plain data (harness.allocator.replay.WhatIf); sizes there are in bytes. Allocated
     is drawn once, from the recorded settings: other settings change it only by rounding.
     """
-    figure = go.Figure()
-    rows = table["rows"]
-    recorded = rows[0]["timeline"]
-    figure.add_scatter(
-        x=[p["event"] for p in recorded],
-        y=[p["allocated"] / _GIB for p in recorded],
-        name="allocated (recorded settings)",
-        line={"width": 0},
-        fill="tozeroy",
-        fillcolor="rgba(120,120,120,0.35)",
-        hovertemplate="%{y:.3f} GiB",
-    )
+    rows, limit, peak = table["rows"], table["memory_limit"], table["rows"][0]["holders"]
+    unit, called = axis_unit(max(point["reserved"] for row in rows for point in row["timeline"]))
+    plot: Any = new_plot("event of the recording", f"memory ({called})")
+    recorded, said = rows[0]["timeline"], "%{y:,.4~g} " + called
+    plot.add_scatter(
+        x=[p["event"] for p in recorded], y=[p["allocated"] / unit for p in recorded],
+        name="allocated (recorded settings)", line={"width": 0}, fill="tozeroy", fillcolor="rgba(120,120,120,0.35)",
+        hovertemplate=said,
+    )  # fmt: skip
     for index, row in enumerate(rows):
-        points = row["timeline"]
-        figure.add_scatter(
-            x=[p["event"] for p in points],
-            y=[p["reserved"] / _GIB for p in points],
-            name=escape(_label(row)),
-            mode="lines",
-            line={
-                "shape": "hv",
-                "width": 3 if index == 0 else 2,
-                "color": _COLOURS[index % len(_COLOURS)],
-                "dash": _DASHES[index // len(_COLOURS) % len(_DASHES)],
-            },
-            hovertemplate="%{y:.3f} GiB",
-        )
+        points, colour = row["timeline"], COLOURS[index % len(COLOURS)]
+        name = f"{row['settings'] or 'defaults'}, {'as recorded' if row['start'] == 'recorded' else 'rebuilt'}"
+        line = {"shape": "hv", "width": 3 if index == 0 else 2, "color": colour,
+                "dash": _DASHES[index // len(COLOURS) % len(_DASHES)]}  # fmt: skip
+        plot.add_scatter(
+            x=[p["event"] for p in points], y=[p["reserved"] / unit for p in points], name=escape(name),
+            mode="lines", line=line, hovertemplate=said,
+        )  # fmt: skip
         if row["out_of_memory"] is not None:
-            figure.add_scatter(
-                x=[points[-1]["event"]],
-                y=[points[-1]["reserved"] / _GIB],
-                mode="markers",
-                marker={"symbol": "x", "size": 12, "color": _COLOURS[index % len(_COLOURS)]},
-                showlegend=False,
-                hovertemplate="out of memory",
-            )
-    if table["memory_limit"] is not None:
-        figure.add_hline(
-            y=table["memory_limit"] / _GIB, line={"dash": "dot", "color": "#666"}, annotation_text="memory limit"
-        )
-    figure.update_layout(
-        title={"text": escape(f"Reserved memory by allocator setting: {table['recording']}")},
-        xaxis_title="event of the recording",
-        yaxis_title="GiB",
-        yaxis_rangemode="tozero",
-        template="plotly_white",
-        hovermode="x unified",
-        legend={"orientation": "h", "yanchor": "top", "y": -0.15},
-        margin={"t": 60, "r": 30},
+            plot.add_scatter(
+                x=[points[-1]["event"]], y=[points[-1]["reserved"] / unit], mode="markers", showlegend=False,
+                marker={"symbol": "x", "size": 12, "color": colour}, hovertemplate="out of memory",
+            )  # fmt: skip
+    if limit is not None:
+        plot.add_hline(y=limit / unit, line={"dash": "dot", "color": GREY}, annotation_text="memory limit")
+    word, right = "final" if table.get("history") == "none" else "peak", peak["event"] > table["events"] / 2
+    plot.add_annotation(
+        x=peak["event"], y=peak["allocated"] / unit, text=f"<b>{word} {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
+        ax=-20 if right else 20, ay=28, xanchor="right" if right else "left", arrowhead=0, name="peak",
+        font={"color": INK}, bgcolor="rgba(255,255,255,0.7)",
+    )  # fmt: skip
+    plot.update_yaxes(rangemode="tozero")
+    plot.update_layout(showlegend=True, hovermode="x unified")
+    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB no line is known" if peak["unknown"] else ""
+    caption = (
+        f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
+        f"block is for, so what was allocated has one colour{unknown}."
     )
-    return figure
+    title = f"Reserved memory by allocator setting: {table['recording']}"
+    return Figure("replay", title, caption, plot, holders(table))
 
 
 def holders(table: Mapping[str, Any]) -> pd.DataFrame:
@@ -84,33 +71,8 @@ def holders(table: Mapping[str, Any]) -> pd.DataFrame:
         }
         for one in peak["largest"]
     ]
-    rows.append(
-        {"MiB in all": f"{peak['rest'] / MIB:,.1f}", "blocks": f"{peak['rest_count']:,} others", "asked for by": ""}
-    )
-    rows.append({"MiB in all": f"{peak['rounding'] / MIB:,.1f}", "blocks": "rounding", "asked for by": ""})
+    others = {"rest": f"{peak['rest_count']:,} others", "rounding": "rounding"}
+    rows += [
+        {"MiB in all": f"{peak[of] / MIB:,.1f}", "blocks": what, "asked for by": ""} for of, what in others.items()
+    ]
     return pd.DataFrame(rows)
-
-
-def as_figure(table: Mapping[str, Any]) -> Figure:
-    """`allocator_timelines` with what to know of it, and with the recorded peak named."""
-    plot, peak = allocator_timelines(table), table["rows"][0]["holders"]
-    word = "final" if table.get("history") == "none" else "peak"
-    right = peak["event"] > table["events"] / 2
-    plot.add_annotation(
-        x=peak["event"], y=peak["allocated"] / _GIB, text=f"<b>{word} {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
-        ax=-20 if right else 20, ay=28, xanchor="right" if right else "left", arrowhead=0, name="peak",
-        bgcolor="rgba(255,255,255,0.7)",
-    )  # fmt: skip
-    plot.update_layout(title=None, margin={"t": 30})
-    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB no line is known" if peak["unknown"] else ""
-    caption = (
-        f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
-        f"block is for, so what was allocated has one colour{unknown}."
-    )
-    title = f"Reserved memory by allocator setting: {table['recording']}"
-    return Figure("replay", title, caption, plot, holders(table))
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    start = "as recorded" if row["start"] == "recorded" else "rebuilt"
-    return f"{row['settings'] or 'defaults'}, {start}"

@@ -15,7 +15,7 @@ from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import LENGTH, Figure, escape, faint, new_plot, sentence
-from vramsweep.analysis.figures.view import MOST, Look, View, names, shared
+from vramsweep.analysis.figures.style import MOST, Look, View, names, shared
 
 LENGTHS = 12  # at most
 SETS = 6  # of allocators with all else equal, of which the page's reader chooses one
@@ -29,9 +29,7 @@ def compared(view: View) -> list[Figure]:
     while left and len(sets) < SETS:
         own = others_equal(left, ("allocator",))
         left = [group for group in left if all(group is not one for one in own)]
-        own = sorted(
-            own, key=lambda group: group.settings.get("allocator") != "default"
-        )  # what others are held against
+        own.sort(key=lambda group: group.settings.get("allocator") != "default")  # what others are held against
         known = [group for group in own[:MOST] if not group.resident and len(_peaks(group))]
         sets += [known] if len(known) > 1 and _lengths(known) else []
     if not sets:

@@ -25,10 +25,10 @@ import plotly.graph_objects as go
 import plotly.io
 import psutil
 
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import replaced
-from vramsweep.harness.interpreter import build_command
-from vramsweep.harness.outputs import write
+from vramsweep.harness.files.bounded_reads import replaced
+from vramsweep.harness.files.outputs import write
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.interpreter import build_command
 
 
 @dataclass(frozen=True)

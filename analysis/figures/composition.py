@@ -18,10 +18,10 @@ from vramsweep.analysis.data.groups import Group, groups, label
 from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.cards import add_card_limit, card_limit, other_limits
+from vramsweep.analysis.figures.gpus import add_card_limit, card_limit, other_limits
 from vramsweep.analysis.figures.phases import HATCH, highest
 from vramsweep.analysis.figures.plots import INK, LENGTH, End, Figure, escape, finish, new_plot, sentence
-from vramsweep.analysis.figures.view import GREY, Look, View, names
+from vramsweep.analysis.figures.style import GREY, Look, View, names
 
 # From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
 PARTS = {
@@ -59,7 +59,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        known.sort(key=lambda group: (-_alike(group, view.groups[0]), -len(_rows(group, axis))))
+        known.sort(key=lambda group: (-_count_alike(group, view.groups[0]), -len(_rows(group, axis))))
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
@@ -68,7 +68,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     return _out_of_memory(view)
 
 
-def _alike(group: Group, other: Group) -> int:
+def _count_alike(group: Group, other: Group) -> int:
     return sum(group.settings.get(key) == value for key, value in other.settings.items())
 
 
@@ -114,7 +114,7 @@ def _stacked(
         look, mine = view.look(group, hidden=number > 0), _rows(group, axis)
         _areas(plot, mine, axis, look, unit, top, ends)
         _strip(plot, mine, axis, look, last - places.min())
-        data.append(_frame(mine, axis, group).assign(shown=number == 0))
+        data.append(_frame(mine, group).assign(shown=number == 0))
     _crosses(plot, out, axis, own, view.look(first), unit)
     _measured(plot, ran, axis, view.look(first), unit)
     for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
@@ -332,7 +332,7 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
     return f"At {where}, of {show_bytes(allocated)} allocated: {', '.join(shares)}."
 
 
-def _frame(rows: pd.DataFrame, axis: str, group: Group) -> pd.DataFrame:
+def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:
     """What is drawn of a configuration: its rows' own numbers."""
     kept = [*AXES, *OF_PEAK.values(), *PEAKS, "trial_id"]
     return rows[kept].assign(group=group.label, **{BEYOND.replace(" ", "_") + "_bytes": sizes(rows)[BEYOND]},

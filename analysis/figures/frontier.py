@@ -17,9 +17,9 @@ from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
-from vramsweep.analysis.figures.view import ON_CARD, Look, View, baseline, names
-from vramsweep.analysis.model.frontier import REACH, Limit, as_frame
-from vramsweep.analysis.model.observe import allocator_limits
+from vramsweep.analysis.figures.style import ON_CARD, Look, View, baseline, names
+from vramsweep.analysis.model.memory_frontier import REACH, Limit, as_frame
+from vramsweep.analysis.model.observations import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
 APART = 1.4  # times as large: cards nearer to each other say nearly the same
@@ -32,7 +32,7 @@ def frontier_chart(view: View) -> list[Figure]:
     every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
     said = {(one.gib, one.group): one for one in every if _reach(one) > 0}
     having = {group for _, group in said}
-    alike = _alike([group for group in view.groups if group.id in having])
+    alike = _group_by_setting([group for group in view.groups if group.id in having])
     shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
     if max((group.take("seq_len")["seq_len"].nunique() for group in shown), default=0) < 2:
         return []  # of one length, the composition says whether it fits
@@ -99,7 +99,7 @@ def _drawn(
     return plot
 
 
-def _alike(groups: Sequence[Group]) -> list[list[Group]]:
+def _group_by_setting(groups: Sequence[Group]) -> list[list[Group]]:
     """The groups that differ in their card alone stand for one setting: of each card its own rows say most."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
@@ -115,13 +115,13 @@ def _nearest(
     known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
 
     def away(one: tuple[Limit, Group]) -> float:
-        own = _own(one[1].take("memory_limit_bytes", "device_total_bytes"))
+        own = _gpu_limits(one[1].take("memory_limit_bytes", "device_total_bytes"))
         return min((abs(np.log(limit / one[0].usable_gib)) for limit in own), default=0.0)
 
     return min(known, key=away, default=None)
 
 
-def _own(frame: pd.DataFrame) -> list[float]:
+def _gpu_limits(frame: pd.DataFrame) -> list[float]:
     """What the cards of these rows have for the allocator, GiB."""
     limits = allocator_limits(frame)
     return [float(one) / GIB for one in np.unique(limits[np.isfinite(limits)])]
@@ -135,7 +135,7 @@ def _reach(one: Limit) -> int:
 def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], most: int) -> list[float]:
     """The sizes of the rows' own cards, then those nearest below and above, not too near to each other."""
     usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
-    own = _own(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
+    own = _gpu_limits(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
     kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
     said: dict[float, list[Any]] = {size: [] for size in usable}
     for (size, who), (one, _) in best.items():

@@ -11,32 +11,21 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.figures.plots import (
-    COLOURS,
-    End,
-    Figure,
-    add_band,
-    add_points,
-    axis_unit,
-    escape,
-    finish,
-    new_plot,
-    sentence,
-    thin,
-)  # fmt: skip
-from vramsweep.analysis.figures.view import Look
-from vramsweep.harness import inferred
+from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.composition import AXES
+from vramsweep.analysis.figures.plots import COLOURS, End, Figure, escape
+from vramsweep.analysis.figures.style import Look
+from vramsweep.harness.files import inferred_points
 
 FIGURES = 4  # at most
 COLUMNS = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
-AXES = {"seq_len": "sequence length (tokens)", "micro_batch": "micro-batch (samples)"}
 
 
 def of_inferred(table: Table) -> list[Figure]:
     """One figure for each configuration of which something was inferred, along length, else along batch."""
     ran = set(table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]), "trial_id"])  # by another command since
-    lines = pd.DataFrame([line for line in inferred.read(Path(table.source)) if line.get("trial_id") not in ran])
+    lines = pd.DataFrame([line for line in inferred_points.read(Path(table.source)) if line.get("trial_id") not in ran])
     if not {"configuration", "seq_len", "micro_batch", *list(COLUMNS)[:1]} <= set(lines):
         return []
     for name in map(str, lines):
@@ -56,11 +45,9 @@ def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
     first = frame[frame["trial_id"] == trial_id]
     if first.empty:
         return None
-    apart = {"trial_id", *AXES}
+    asked = ("model", "runner", "precision", "allocator", "device", "protocol", "sharding", "world_size")
     same = frame["outcome"].eq("ok").fillna(False)
-    for name in ("model", "runner", "precision", "allocator", "device", "protocol", "sharding", "world_size"):
-        same &= frame[name].eq(first[name].iloc[0]).fillna(frame[name].isna())
-    for name in (str(one) for one in frame if str(one).startswith("trial.") and str(one) not in apart):
+    for name in (*asked, *(str(one) for one in frame if str(one).startswith(EXTRA))):
         same &= frame[name].eq(first[name].iloc[0]).fillna(frame[name].isna())
     return frame[same]
 
@@ -71,8 +58,8 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
     most = lines[other].mode().iloc[0]  # of a grid, one line of it
     lines = lines[lines[other] == most].sort_values(axis)
     measured = measured[measured[other] == most].sort_values(axis)
-    unit, called = axis_unit(max(float(lines[name].max()) for name in COLUMNS if name in lines))
-    plot = new_plot(AXES[axis], f"peak memory ({called})")
+    unit, called = plots.axis_unit(max(float(lines[name].max()) for name in COLUMNS if name in lines))
+    plot = plots.new_plot(AXES[axis], f"peak memory ({called})")
     plot.update_layout(showlegend=True)
     data, ends, reach = [], [], []
     for number, (column, name) in enumerate(COLUMNS.items()):
@@ -81,23 +68,23 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
         if column not in lines or known.empty:
             continue
         x, y, low, high = (known[c].to_numpy(float) for c in (axis, column, f"{column}_low", f"{column}_high"))
-        at = thin(x, y)
-        add_band(plot, x[at], low[at] / unit, high[at] / unit, look)
+        at = plots.thin(x, y)
+        plots.add_band(plot, x[at], low[at] / unit, high[at] / unit, look)
         plot.add_scatter(
             x=x[at], y=y[at] / unit, mode="lines", name=escape(f"{name}, inferred"), hoverinfo="skip",
             line={"color": look.colour, "width": 1, "dash": "dot"}, showlegend=True,
         )  # fmt: skip
         rows = measured.dropna(subset=[column])
         sizes = rows[column].to_numpy(float) / unit
-        add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], look, f"{name}, measured")
+        plots.add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], look, f"{name}, measured")
         ends.append(End(float(x[-1]), float(y[-1]) / unit, name, look))
         reach += [float(np.nanmin(y)) / unit, float(np.nanmax(y)) / unit, *map(float, sizes)]
         kept = known[["trial_id", *AXES]].assign(
             column=column, inferred=y, low=low, high=high, basis=known.get(f"{column}_basis")
         )
         data += [kept, rows[["trial_id", *AXES]].assign(column=column, measured=rows[column].to_numpy(float))]
-    finish(plot, ends, reach)
-    caption = sentence(
+    plots.finish(plot, ends, reach)
+    caption = plots.sentence(
         f"Markers are measured ({len(measured):,} points); dotted lines are inferred ({len(lines):,} points), with the"
         " band in which a run lies with 95 %, as far as the model knows.",
         f"At {other}={most:g}." if other == "micro_batch" or axis == "micro_batch" else "",

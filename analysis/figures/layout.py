@@ -76,8 +76,8 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
     fit = fit and len(shown) * text < 0.9 * inner
     beside = [str(t.text[0]).strip() for _, t in (labels if fit else [])]
     bar = any(t.type == "heatmap" and t.showscale is not False for t in plot.data)
-    right = 14 + text * max(map(wide, beside)) if fit else BAR if bar else 10
-    left = max([60, *(8 + text * wide(line) for _, name in ticks for line in name.split("<br>"))])
+    right = 14 + text * max(map(text_width, beside)) if fit else BAR if bar else 10
+    left = max([60, *(8 + text * text_width(line) for _, name in ticks for line in name.split("<br>"))])
     across = width - left - right
     wanted = bool(plot.layout.showlegend) or (bool(labels) and not fit)
     lines = _legend_lines(plot, across, beside, text) if wanted else 0
@@ -117,7 +117,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
     x: dict[str, Any] = {"title": {"font": {"size": text}, "standoff": 4}}
     if plot.layout.xaxis.type == "category":
         told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
-        x["tickangle"] = 0 if text * sum(wide(one) + 0.6 for one in told) < across else -90
+        x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
     else:
         x |= {"tickangle": 0, "nticks": max(3, min(5, int(across / (5 * text))))}
     if (reach := _reach(plot, across, text)) is not None:
@@ -154,7 +154,7 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
         if note.name == "limit" and note.yref == "paper" and reach:
             low, high = reach
             end = (note.x - low) / (high - low) * across
-            begin = end - text * wide(note.text or "")
+            begin = end - text * text_width(note.text or "")
             if any(begin < other[1] and other[0] < end for other in taken):
                 continue
             taken.append((begin, end))
@@ -241,11 +241,11 @@ def _legend_lines(plot: Any, width: float, beside: Sequence[str] = (), text: flo
     )
     if not named:
         return 0
-    widest = 45 + text * max(map(wide, named))
+    widest = 45 + text * max(map(text_width, named))
     return math.ceil(len(named) / max(1, int(width // widest)))
 
 
-def wide(text: str) -> float:
+def text_width(text: str) -> float:
     """How wide a line of text is set, in em."""
     return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _LETTER) for sign in text)
 
@@ -254,7 +254,7 @@ def _lines(text: str, room: float) -> list[str]:
     """The text in lines of at most so many em."""
     lines: list[str] = []
     for word in text.split():
-        if lines and wide(f"{lines[-1]} {word}") <= room:
+        if lines and text_width(f"{lines[-1]} {word}") <= room:
             lines[-1] += f" {word}"
         else:
             lines.append(word)

@@ -6,18 +6,9 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.compare.lengths import Held, Runs
-from vramsweep.analysis.figures.plots import (
-    GREY,
-    MOST,
-    End,
-    Figure,
-    axis_unit,
-    escape,
-    finish,
-    new_plot,
-    sentence,
-)  # fmt: skip
-from vramsweep.analysis.figures.view import Look, View
+from vramsweep.analysis.figures import plots
+from vramsweep.analysis.figures.plots import GREY, MOST, End, Figure, escape
+from vramsweep.analysis.figures.style import Look, View
 
 FIGURES = 4  # at most
 
@@ -30,8 +21,8 @@ def of_lengths(view: View) -> list[Figure]:
 
 def _figure(view: View, runs: Runs, number: int) -> Figure:
     held = runs.drawn()
-    unit, called = axis_unit(max(float(max(one.reserved.max(), one.allocated.max())) for one in held))
-    plot = new_plot("measured step", f"memory ({called})")
+    unit, called = plots.axis_unit(max(float(max(one.reserved.max(), one.allocated.max())) for one in held))
+    plot = plots.new_plot("measured step", f"memory ({called})")
     lines: dict[bytes, list[Held]] = {}  # equal ones would cover each other
     for one in held:
         lines.setdefault(one.reserved.tobytes(), []).append(one)
@@ -57,8 +48,8 @@ def _figure(view: View, runs: Runs, number: int) -> Figure:
         ends.append(End(float(x[-1]), float(y[-1]), name, look))
         reach.append(float(y.max()))
         data += [_data(one, x) for one in same]
-    finish(plot, ends, reach)
-    caption = sentence(
+    plots.finish(plot, ends, reach)
+    caption = plots.sentence(
         f"Reserved at the end of each measured step, a line for each allocator setting, above the most that"
         f" {held[0].allocator} had allocated in it; samples (at most {runs.seq_len:,} tokens, seed {held[0].seed})"
         " are the same for all.",

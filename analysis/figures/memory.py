@@ -13,13 +13,14 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
+from vramsweep.analysis.data.metrics import unit_of
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.cards import add_card_limit, card_limit
+from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
-from vramsweep.analysis.figures.view import Look, View, names, shared
-from vramsweep.analysis.model.bases import BASES
+from vramsweep.analysis.figures.style import Look, View, names, shared
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.predictors import BASES
 
 CONFIGURATIONS = 6  # of which the page's reader can choose; those beyond the first few are hidden until then
 TOGETHER = 3
@@ -37,7 +38,7 @@ def by_length(view: View) -> list[Figure]:
     if not drawn:
         return []
     others = [group for group in known if all(group is not one for one in drawn)]
-    fits = [fit for group in drawn for fit in _of(view, group)]
+    fits = [fit for group in drawn for fit in _drawn_fits(view, group)]
     unit, called = plots.axis_unit(max(float(fit.points.y.max()) for fit in fits))
     plot = new_plot(LENGTH, f"peak memory ({called})")
     plot.update_layout(
@@ -51,13 +52,13 @@ def by_length(view: View) -> list[Figure]:
     reach = [0.0]
     for group, which in zip(drawn, names(drawn), strict=True):
         look = view.look(group)
-        for fit in _of(view, group):
+        for fit in _drawn_fits(view, group):
             own = look if fit.metric.column != "peak_reserved_bytes" or len(drawn) > 1 else look.numbered(1)
             what = fit.metric.label.removeprefix("peak ")
             data.append(_draw(plot, fit, own, f"{what}, {which}" if len(drawn) > 1 else what, unit, ends))
             reach += [float(fit.points.y.max()) / unit]
     for group in others[: CONFIGURATIONS - len(drawn)]:
-        for fit in _of(view, group):
+        for fit in _drawn_fits(view, group):
             _draw(plot, fit, view.look(group, hidden=True), f"{fit.metric.label}, {group.label}", unit, ends)
     limit = card_limit(drawn[0], max(reach) * unit)
     out = [_misfits(plot, group, view.look(group), limit, unit) for group in drawn]
@@ -75,7 +76,7 @@ def by_length(view: View) -> list[Figure]:
     return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]
 
 
-def _of(view: View, group: Group) -> list[Fit]:
+def _drawn_fits(view: View, group: Group) -> list[Fit]:
     """The group's fits that are drawn; a process's resident set says little beside tensor bytes."""
     own = {fit.metric.column: fit for fit in view.fits if fit.group == group.id}
     first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
@@ -143,16 +144,15 @@ def _strip_range(plot: Any) -> None:
     """The residuals, until here in bytes, in their unit; as far as nearly all of them reach, the same up and down."""
     found = [np.abs(np.asarray(t.y, dtype=float)) for t in plot.data if t.yaxis == "y2" and t.visible is not False]
     most = float(np.nanpercentile(np.concatenate(found), 99.5)) if found else 0.0
-    unit, called = next(((u, n) for u, n in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if most >= u), (1, "B"))
+    unit = unit_of(most)
     for trace in plot.data:
         if trace.yaxis == "y2":
-            trace.y = np.asarray(trace.y, dtype=float) / unit
-    reach = 1.2 * (most / unit or 1.0)
+            trace.y = np.asarray(trace.y, dtype=float) / unit.bytes
+    reach = 1.2 * (most / unit.bytes or 1.0)
     power = 10.0 ** np.floor(np.log10(reach))
     tick = next(power * step for step in (5, 2, 1) if power * step <= reach)
-    plot.update_layout(
-        yaxis2={"range": [-reach, reach], "tickvals": [-tick, 0, tick], "title": {"text": f"row − fit<br>({called})"}}
-    )
+    title = {"text": f"row − fit<br>({unit.name})"}
+    plot.update_layout(yaxis2={"range": [-reach, reach], "tickvals": [-tick, 0, tick], "title": title})
 
 
 def _lines_are(fits: Sequence[Fit]) -> str:

@@ -16,35 +16,23 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from scipy import ndimage
 
-from vramsweep.analysis.compare import sizes
+from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.compare.trends import SPEED, Along, Crossover, lines, position
 from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
-from vramsweep.analysis.compare.verdicts_words import TITLES, near
+from vramsweep.analysis.compare.verdicts_text import TITLES, near
 from vramsweep.analysis.data.export import guarded_frame
-from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.groups import FREE, label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.browser import Picture, draw_one
+from vramsweep.analysis.figures.figure_table import source
 from vramsweep.analysis.figures.layout import SMALL, TEXT
-from vramsweep.analysis.figures.plots import (
-    COLOURS,
-    GREY,
-    INK,
-    MARKERS,
-    Figure,
-    axis_unit,
-    escape,
-    faint,
-    new_plot,
-    sentence,
-    short,
-    thin,
-)
-from vramsweep.analysis.figures.registry import source
+from vramsweep.analysis.figures.plots import COLOURS, GREY, INK, MARKERS, Figure, escape
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness import outputs
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import content
+from vramsweep.harness.files import outputs
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages.errors import UserError
 
 OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
 BETWEEN = COLOURS[2]
@@ -71,13 +59,16 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
         rows=2 * len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=[5, 3] * len(kinds)
     )
     _style(plot, along.axis)
-    names = _names(comparison)
+    names, x = _names(comparison), data[along.axis].to_numpy(float)
     for number, kind in enumerate(kinds):
         row = 2 * number + 1
         if kind == "memory":
-            _memory(plot, row, data, along, memory[:2], names, settings)
+            _memory(plot, row, data, x, memory[:2], names)
         else:
-            _speed(plot, row, data, along, names, settings)
+            _speed(plot, row, data, x, names)
+        for turn in along.crossovers:
+            if turn.quantity == (memory[0] if kind == "memory" else SPEED) and turn.settings == settings:
+                _turn(plot, row + 1, turn, along)
     parts = [f"{'; '.join(names)}."]
     if memory:
         what = [METRICS[metric].label.removeprefix("peak ") for metric in memory]
@@ -88,7 +79,7 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
     if len(every) > 1:
         parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
     title = f"{names[0]} against {names[1]}"
-    return Figure("overlay", title, sentence(*parts), plot, data, _sources(sides))
+    return Figure("overlay", title, plots.sentence(*parts), plot, data, _sources(sides))
 
 
 def _sources(sides: Sequence[Table]) -> str:
@@ -108,7 +99,7 @@ def write(drawn: Figure, out: Path) -> None:
     plot, width, height = _sized(_captioned(drawn, small), COLUMN if small else BLOG)
     data = out.with_suffix(".csv")
     try:
-        other = data.exists() and not set(content(data).partition(b"\n")[0].decode().strip().split(",")) >= OWN
+        other = data.exists() and not set(read_content(data).partition(b"\n")[0].decode().strip().split(",")) >= OWN
     except (OSError, ValueError):
         other = True
     if other:
@@ -123,10 +114,9 @@ def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.
     `out_of_memory` names the side that ran out of it.
     """
     found = []
-    moving = ("seq_len", "micro_batch") if axis == "tokens" else (axis,)
     combinations: list[Pair | Single] = [*comparison.pairs, *comparison.unpaired]
     for one in combinations:
-        rest = {key: value for key, value in one.settings.items() if key not in moving}
+        rest = {key: value for key, value in one.settings.items() if key not in FREE[axis]}
         if rest != settings or np.isnan(x := position(one, axis)):
             continue
         row: dict[str, Any] = {"seq_len": one.seq_len, "micro_batch": one.micro_batch, axis: x, "out_of_memory": ""}
@@ -147,15 +137,11 @@ def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.
     return frame
 
 
-def _memory(
-    plot: Any, row: int, data: pd.DataFrame, along: Along, metrics: Sequence[str], names: Sequence[str],
-    settings: Mapping[str, Any],
-) -> None:  # fmt: skip
-    x = data[str(along.axis)].to_numpy(float)
+def _memory(plot: Any, row: int, data: pd.DataFrame, x: Array, metrics: Sequence[str], names: Sequence[str]) -> None:
     sides = {metric: [data[f"{metric}_{s}"].to_numpy(float, na_value=np.nan) for s in "ab"] for metric in metrics}
-    unit, called = axis_unit(float(np.nanmax(np.concatenate(sides[metrics[0]]))))
+    unit, called = plots.axis_unit(float(np.nanmax(np.concatenate(sides[metrics[0]]))))
     gaps = {metric: b - a for metric, (a, b) in sides.items()}
-    small, called_small = axis_unit(float(np.nanmax(np.abs(gaps[metrics[0]]), initial=0)))
+    small, called_small = plots.axis_unit(float(np.nanmax(np.abs(gaps[metrics[0]]), initial=0)))
     for metric in metrics[1:]:
         for number, dash in enumerate(("solid", "dash")):
             _line(plot, row, x, sides[metric][number] / unit, COLOURS[number], dash, 3 - number)
@@ -169,19 +155,14 @@ def _memory(
     plot.update_yaxes(title_text=f"B − A ({called_small})", row=row + 1)
     gap = gaps[metrics[0]]
     most = int(np.nanargmax(np.abs(gap)))
-    text = f"{sizes.in_bytes(gap[most])[0]} ({sizes.size(gap[most] / sides[metrics[0]][0][most])})"
+    share = format_difference.size(gap[most] / sides[metrics[0]][0][most])
+    text = f"{format_difference.in_bytes(gap[most])[0]} ({share})"
     drawn = x[np.isfinite(sides[metrics[0]]).any(axis=0)]
     left = x[most] < (drawn[0] + drawn[-1]) / 2
     _note(plot, row + 1, x[most], gap[most] / small, text, BETWEEN, up=gap[most] > 0, left=left)
-    for turn in along.crossovers:
-        if turn.quantity == metrics[0] and turn.settings == settings:
-            _turn(plot, row + 1, turn, along)
 
 
-def _speed(
-    plot: Any, row: int, data: pd.DataFrame, along: Along, names: Sequence[str], settings: Mapping[str, Any]
-) -> None:
-    x = data[str(along.axis)].to_numpy(float)
+def _speed(plot: Any, row: int, data: pd.DataFrame, x: Array, names: Sequence[str]) -> None:
     a, b = (data[f"{SPEED}_{side}"].to_numpy(float, na_value=np.nan) for side in "ab")
     for number, y in enumerate((a, b)):
         _points(plot, row, x, y, number, names[number], "tokens/s", legend=row == 1)
@@ -189,14 +170,11 @@ def _speed(
     _gap(plot, row + 1, x, change, "B/A − 1 (%)")
     plot.update_yaxes(title_text="tokens/s", rangemode="tozero", row=row)
     plot.update_yaxes(title_text="B/A − 1 (%)", row=row + 1)
-    for turn in along.crossovers:
-        if turn.quantity == SPEED and turn.settings == settings:
-            _turn(plot, row + 1, turn, along)
 
 
 def _points(plot: Any, row: int, x: Array, y: Array, number: int, name: str, unit: str, legend: bool = True) -> None:
     known = np.flatnonzero(np.isfinite(y))
-    at = known[thin(x[known], y[known])]
+    at = known[plots.thin(x[known], y[known])]
     dense = len(at) > DENSE
     plot.add_scatter(
         x=x[at], y=y[at], mode="markers" if dense or _twice(x[at]) else "lines+markers",
@@ -217,7 +195,7 @@ def _line(
 ) -> None:
     """A line without points; in the legend if it has a name."""
     known = np.flatnonzero(np.isfinite(y))
-    at = known[thin(x[known], y[known])]
+    at = known[plots.thin(x[known], y[known])]
     plot.add_scatter(
         x=x[at], y=y[at], mode="markers" if _twice(x[at]) else "lines", marker={"color": colour, "size": 3},
         line={"color": colour, "width": width, "dash": dash}, hoverinfo="skip",
@@ -232,9 +210,9 @@ def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> 
     """
     known = np.flatnonzero(np.isfinite(y))
     x, y = x[known], y[known]
-    at = thin(x, y)
+    at = plots.thin(x, y)
     dense = len(at) > DENSE
-    colour = faint(BETWEEN).replace("0.18", "0.45") if dense else BETWEEN
+    colour = plots.faint(BETWEEN, 0.45) if dense else BETWEEN
     plot.add_hline(y=0, line={"color": GREY, "width": 1}, row=row, col=1)
     plot.add_scatter(
         x=x[at], y=y[at], mode="markers" if dense or _twice(x[at]) else "lines+markers", showlegend=False,
@@ -285,7 +263,7 @@ def _note(plot: Any, row: int, x: float, y: float, text: str, colour: str, up: b
 
 def _style(plot: Any, axis: str) -> None:
     """The look of the other figures, in every panel."""
-    look = new_plot("", "").layout
+    look = plots.new_plot("", "").layout
     plain = {name: value for name, value in look.xaxis.to_plotly_json().items() if name not in ("title", "anchor")}
     plot.update_layout(font=look.font, paper_bgcolor="#fff", plot_bgcolor=look.plot_bgcolor, hovermode="closest")
     plot.update_xaxes(**plain)
@@ -337,4 +315,4 @@ def _names(comparison: Comparison) -> list[str]:
     """What the sides are called in the legend: a file by the end of its path that tells it from the other."""
     a, b = (Path(name).parts for name in (comparison.a, comparison.b))
     parts = 1 + next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), 0)
-    return [f"{side} {short('/'.join(name[-parts:]), 46)}" for side, name in (("A", a), ("B", b))]
+    return [f"{side} {plots.short('/'.join(name[-parts:]), 46)}" for side, name in (("A", a), ("B", b))]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pandas as pd
 
 from vramsweep.analysis.data.parts import called
-from vramsweep.analysis.figures.plots import COLOURS, MOST, Figure, axis_unit, escape, new_plot, sentence, short
-from vramsweep.analysis.figures.view import View
-from vramsweep.harness.row import PARTS
+from vramsweep.analysis.figures.plots import ABOVE, COLOURS, MOST, Figure, axis_unit, escape, new_plot, sentence, short
+from vramsweep.analysis.figures.style import View
+from vramsweep.harness.rows.schema import PARTS
 
 JOBS = MOST
 _PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evaluation": "/", "save": "x"}
@@ -32,9 +32,7 @@ def of_jobs(view: View) -> list[Figure]:
             marker={"color": colour, "pattern": {"shape": _PATTERNS[part]}, "line": line},
             hovertemplate="%{x}: %{y:,.4~g}<extra>" + called(part) + "</extra>",
         )  # fmt: skip
-    plot.update_layout(
-        barmode="group", showlegend=True, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"}, bargap=0.2
-    )
+    plot.update_layout(barmode="group", showlegend=True, legend=ABOVE, bargap=0.2)
     plot.update_xaxes(type="category")
     caption = sentence(
         f"Peak {' or '.join(bases)} of each part of the job; framed: the steps, which fits and what fits are of.",

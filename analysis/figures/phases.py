@@ -8,19 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from vramsweep.analysis.data.fragmentation import highest_of
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.cards import add_card_limit, card_limit
-from vramsweep.analysis.figures.lines import having
+from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
+from vramsweep.analysis.figures.line_chart import having
 from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
-from vramsweep.analysis.figures.view import Look, View
+from vramsweep.analysis.figures.style import Look, View
+from vramsweep.analysis.model.phases import PHASES
 
-Array = npt.NDArray[np.float64]
 NAME = "memory_by_phase"
-PHASES = ("load", "forward", "backward", "optimizer")
 COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
 # Their own hues, lighter and darker: the colours of configurations and of parts mean something else.
 LOOKS = {
@@ -35,19 +34,17 @@ HATCH = {"shape": "\\", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, 
 
 def highest(rows: pd.DataFrame) -> list[str]:
     """The phase that holds each row's peak; "" where no phase's is known."""
-    peaks = rows[list(COLUMNS)].to_numpy(float, na_value=-1.0)
-    at = peaks.argmax(axis=1)
-    return [PHASES[i] if peaks[row, i] >= 0 else "" for row, i in enumerate(at)]
+    return list(highest_of(rows[list(COLUMNS)].to_numpy(float, na_value=np.nan), PHASES))
 
 
 def phases(view: View) -> list[Figure]:
     """Peak allocated of each phase of a step against length, over what is allocated and reserved in all."""
     known = [g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))]
-    known = known or [g for g in view.groups if _known(g)]
+    known = known or [g for g in view.groups if _known_counters(g)]
     if not known:
         return []
     group = max(known, key=lambda one: one.ok("seq_len")["seq_len"].nunique())  # the first of equals
-    top = _known(group)
+    top = _known_counters(group)
     columns = [*top, *([] if group.resident else ["peak_reserved_bytes"]), *COLUMNS]
     rows = group.ok("seq_len", also=[*columns, "micro_batch"]).dropna(subset=columns, how="all")
     if rows["seq_len"].nunique() < 2:
@@ -100,6 +97,6 @@ def phases(view: View) -> list[Figure]:
     return [Figure(NAME, title, caption, plot, rows)]
 
 
-def _known(group: Group) -> list[str]:
+def _known_counters(group: Group) -> list[str]:
     """The counter that says what tensors took, if there is one."""
     return [column for column in _TOP if len(group.ok(column, "seq_len"))][:1]

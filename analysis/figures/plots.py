@@ -1,7 +1,7 @@
 """How every figure looks: plotly, colour-blind safe, markers too, labels at the lines; and what they are drawn with.
 
 With each figure goes the data that it shows, with the trial ids of its source rows, and a line that says what these
-are. Not covered: the figures themselves, one module each (registry.py), and their files (files.py, layout.py).
+are. Not covered: the figures themselves, one module each (figure_table.py), and their files (files.py, layout.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from vramsweep.analysis.data.metrics import GIB, MIB
-from vramsweep.analysis.figures.view import COLOURS, GREY, MARKERS, MOST, Look
+from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS, MOST, Look
 from vramsweep.analysis.model.curves import Array
-from vramsweep.harness.terminal import shown
+from vramsweep.harness.messages.terminal import escape_text
 
 __all__ = ["COLOURS", "GREY", "MARKERS", "MOST", "Look"]
 
@@ -79,11 +79,11 @@ def add_points(
     )  # fmt: skip
 
 
-def add_curve(plot: Any, x: Array, y: Array, look: Look, name: str, dash: str = "", width: float = 2) -> None:
+def add_curve(plot: Any, x: Array, y: Array, look: Look, name: str, dash: str = "") -> None:
     """A line without points, and not in the legend: its points are."""
     plot.add_scatter(
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
-        line={"color": look.colour, "width": width, "dash": dash or look.dash}, **look.trace,
+        line={"color": look.colour, "width": 2, "dash": dash or look.dash}, **look.trace,
     )  # fmt: skip
 
 
@@ -131,7 +131,7 @@ def spread(x: Array, most: int) -> Any:
 
 def escape(text: str) -> str:
     """Text for plotly, which reads a subset of HTML, links among it."""
-    return shown(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return escape_text(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _rgb(colour: str) -> tuple[int, ...]:

@@ -6,9 +6,20 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.compare.residuals import COMPONENTS
-from vramsweep.analysis.compare.residuals_words import HEADLINES, name_of, percent
+from vramsweep.analysis.compare.residuals_text import HEADLINES, name_of, percent
 from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import COLOURS, GREY, MARKERS, POINTS, Figure, escape, faint, new_plot, thin
+from vramsweep.analysis.figures.plots import (
+    ABOVE,
+    COLOURS,
+    GREY,
+    MARKERS,
+    POINTS,
+    Figure,
+    escape,
+    faint,
+    new_plot,
+    thin,
+)
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:
@@ -44,7 +55,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
         parts.append(f"{kind} {size} off in the median ({len(mine):,} configurations)")
     plot.update_xaxes(range=[0, top], tickformat=",~g")
     plot.update_yaxes(range=[0, top])
-    plot.update_layout(showlegend=True, legend={"yref": "paper", "y": 1.02, "yanchor": "bottom"})
+    plot.update_layout(showlegend=True, legend=ABOVE)
     caption = f"Equal settings on the same card; {', '.join(parts)}. Dotted: equality."
     return Figure("predicted_against_measured", "Predicted against measured", caption, plot, known)
 

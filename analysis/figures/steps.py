@@ -10,9 +10,9 @@ import pandas as pd
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.lines import having
+from vramsweep.analysis.figures.line_chart import having
 from vramsweep.analysis.figures.plots import End, Figure, finish, new_plot
-from vramsweep.analysis.figures.view import MOST, View
+from vramsweep.analysis.figures.style import MOST, View
 
 PLATEAU = 5  # measured steps: in fewer nothing can be seen to have stopped
 
@@ -20,16 +20,10 @@ PLATEAU = 5  # measured steps: in fewer nothing can be seen to have stopped
 def steps(view: View) -> list[Figure]:
     """Step times, and peak reserved, step by step: is the run steady, has memory stopped rising."""
     found = []
-    for name, column, scale, title, axis, least in (
-        ("step_times", "step_times_s", 1e-3, "Step times", "step time (ms)", 2),
-        (
-            "plateau",
-            "step_peak_reserved_bytes",
-            GIB,
-            "Has memory stopped rising?",
-            "peak reserved of the step (GiB)",
-            PLATEAU,
-        ),
+    rising = ("Has memory stopped rising?", "peak reserved of the step (GiB)")
+    for name, column, scale, (title, axis), least in (
+        ("step_times", "step_times_s", 1e-3, ("Step times", "step time (ms)"), 2),
+        ("plateau", "step_peak_reserved_bytes", GIB, rising, PLATEAU),
     ):
         among = [*view.groups, *(view.varied if name == "step_times" else ())]
         known = ((g, _long(g, column, least)) for g in having(among, column))

@@ -2,95 +2,86 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, whatever
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.lines import known, lines
+from vramsweep.analysis.figures.line_chart import groups_with, lines
 from vramsweep.analysis.figures.memory import parts_of
 from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_plot, sentence
-from vramsweep.analysis.figures.view import View, baseline, names
+from vramsweep.analysis.figures.style import Look, View, baseline, names
 from vramsweep.analysis.model.curves import FEWEST
 from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
 
 
 def throughput(view: View) -> list[Figure]:
-    """Tokens per second against length; the curve is tokens per step over the fitted step time."""
-    having = {fit.group: fit for fit in view.fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
-    shown, note = baseline([g for g in view.groups if g.id in having], ("precision", "micro_batch"))
+    """Tokens per second against length; the curve is tokens per step over the fitted step time, where there is one:
+    fewer lengths than a line of step times takes are points alone."""
+    fits = {fit.group: fit for fit in view.fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
+    shown, note = baseline([g for g in view.groups if g.id in fits] or _few(view), ("precision", "micro_batch"))
     if not shown:
-        return _alone(view)
+        return []
     plot = new_plot(LENGTH, "throughput (tokens/s)")
     data, ends, reach = [], [], [0.0]
     for group, name in zip(shown, names(shown), strict=True):
-        fit, look = having[group.id], view.look(group)
+        fit, look = fits.get(group.id), view.look(group)
         rows = _missed(fit, group).assign(group=group.label, name=name)
-        for part, _ in parts_of(fit):
-            predicted, tokens = fit.predict(part), part * (fit.samples_per_step or 1)
-            if len(shown) <= 3:
-                with np.errstate(divide="ignore"):
-                    low, high = tokens / np.maximum(predicted.high, 0), tokens / np.maximum(predicted.low, 0)
-                plots.add_band(plot, part, low, high, look)
-            plots.add_curve(plot, part, tokens / predicted.value, look, name)
         x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
+        end = (float(x[-1]), float(y[-1])) if fit is None else _draw_fit(plot, fit, look, name, len(shown) <= 3)
         at = plots.thin(x, y)
         ids, out = rows["trial_id"].to_numpy()[at], rows["outside"].to_numpy(bool)[at]
         if not out.all():
             plots.add_points(plot, x[at][~out], y[at][~out], ids[~out], look, name)
         if out.any():
             plots.add_points(plot, x[at][out], y[at][out], ids[out], look, name, bool(out.all()), hollow=True)
-        end = np.array([fit.range[1]])
-        ends.append(End(end[0], float((end * (fit.samples_per_step or 1) / fit.value(end))[0]), name, look))
+        ends.append(End(*end, name, look))
         reach += [float(y.max())]
         data.append(rows)
     finish(plot, ends if len(shown) > 1 else [], reach)
     every = pd.concat(data, ignore_index=True)
-    band = "; bands: its 95 % interval" if len(shown) <= 3 else ""
-    caption = sentence(f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every), note)
-    shown_data = every[["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]]
-    return [Figure("throughput", "Throughput against sequence length", caption, plot, shown_data)]
+    columns = ["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]
+    if shown[0].id in fits:
+        band = "; bands: its 95 % interval" if len(shown) <= 3 else ""
+        told = [f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every)]
+    else:
+        told = ["Points: rows; their lengths are too few for a line."]
+        columns = [name for name in columns if name not in ("over_fit", "outside")]
+    return [Figure("throughput", "Throughput against sequence length", sentence(*told, note), plot, every[columns])]
 
 
-def _alone(view: View) -> list[Figure]:
-    """The rows without a line, where there are fewer lengths than a line of step times takes."""
-    of_groups = [(g, g.ok("tokens_per_s", "seq_len").sort_values("seq_len")) for g in view.groups if not g.varies]
-    of = {group.id: rows for group, rows in of_groups if FEWEST <= rows["seq_len"].nunique() < FEWEST_TIMES}
-    shown, note = baseline([group for group, _ in of_groups if group.id in of], ("precision", "micro_batch"))
-    if not shown:
-        return []
-    plot = new_plot(LENGTH, "throughput (tokens/s)")
-    data, ends, reach = [], [], [0.0]
-    for group, name in zip(shown, names(shown), strict=True):
-        rows, look = of[group.id], view.look(group)
-        x, y = rows["seq_len"].to_numpy(float), rows["tokens_per_s"].to_numpy(float)
-        plots.add_points(plot, x, y, rows["trial_id"].to_numpy(), look, name)
-        ends.append(End(float(x[-1]), float(y[-1]), name, look))
-        reach.append(float(y.max()))
-        data.append(rows.assign(group=group.label)[["group", "seq_len", "tokens_per_s", "trial_id"]])
-    finish(plot, ends if len(shown) > 1 else [], reach)
-    caption = sentence("Points: rows; their lengths are too few for a line.", note)
-    every = pd.concat(data, ignore_index=True)
-    return [Figure("throughput", "Throughput against sequence length", caption, plot, every)]
+def _draw_fit(plot: Any, fit: Fit, look: Look, name: str, banded: bool) -> tuple[float, float]:
+    """The curve of a fit's throughput, with its interval if `banded`; where it ends."""
+    samples = fit.samples_per_step or 1
+    for part, _ in parts_of(fit):
+        predicted, tokens = fit.predict(part), part * samples
+        if banded:
+            with np.errstate(divide="ignore"):
+                low, high = tokens / np.maximum(predicted.high, 0), tokens / np.maximum(predicted.low, 0)
+            plots.add_band(plot, part, low, high, look)
+        plots.add_curve(plot, part, tokens / predicted.value, look, name)
+    return fit.range[1], float(fit.range[1] * samples / fit.value(np.array([fit.range[1]]))[0])
 
 
-def _missed(fit: Fit, group: Group) -> pd.DataFrame:
+def _few(view: View) -> list[Group]:
+    """The groups with some lengths, but fewer than a line of step times takes."""
+    counts = {g.id: g.ok("tokens_per_s", "seq_len")["seq_len"].nunique() for g in view.groups if not g.varies}
+    return [group for group in view.groups if FEWEST <= counts.get(group.id, 0) < FEWEST_TIMES]
+
+
+def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
     """The rows, how far each one's step time lies over the fitted one (a share), and whether it is outside the interval
-    for a new run."""
+    for a new run; nothing is without a fit."""
+    if fit is None:
+        return group.ok("tokens_per_s", "seq_len").sort_values("seq_len").assign(over_fit=np.nan, outside=False)
     rows = group.ok("tokens_per_s", "seq_len", "step_median_s").sort_values("seq_len")
     length, step = (rows[name].to_numpy(float) for name in ("seq_len", "step_median_s"))
     x, at = np.unique(length, return_inverse=True)
     fitted = fit.predict(x)
     outside = (step < fitted.new_low[at]) | (step > fitted.new_high[at])
-    return pd.DataFrame(
-        {
-            "seq_len": rows["seq_len"].to_numpy(),
-            "tokens_per_s": rows["tokens_per_s"].to_numpy(),
-            "over_fit": step / fitted.value[at] - 1,
-            "outside": outside,
-            "trial_id": rows["trial_id"].astype(str).to_numpy(),
-        }
-    )
+    return rows.assign(over_fit=step / fitted.value[at] - 1, outside=outside)
 
 
 def _misses(rows: pd.DataFrame, most: int = 6) -> str:
@@ -117,7 +108,7 @@ def _misses(rows: pd.DataFrame, most: int = 6) -> str:
 def mfu(view: View) -> list[Figure]:
     """Model FLOP/s utilisation against length."""
     return lines(
-        view, known(view.groups, "mfu"), "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
+        view, groups_with(view.groups, "mfu"), "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
         "Model FLOP/s over the published dense peak of this precision on this GPU; median of repeats.", ("precision",),
     )  # fmt: skip
 
@@ -126,7 +117,7 @@ def estimated(view: View) -> list[Figure]:
     """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
     speed = "estimated_tokens_per_s"
     return lines(
-        view, known(whatever(view.groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
+        view, groups_with(whatever(view.groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
         "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
         "Roofline estimate of simulated rows, each kernel at its card's peak: as a rule more than a real run reaches.",
         ("gpu_name", "precision", "micro_batch"),

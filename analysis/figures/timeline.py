@@ -1,22 +1,28 @@
 """The figure of a step's timeline: what is held from event to event, stacked by what it is for, and its peak.
 
-The data is that of `vramsweep timeline --json` (harness/timeline.py, runners/timeline.py), sizes there in bytes.
+The data is that of `vramsweep timeline --json` (harness/verbs/timeline.py, runners/predict/memory_timeline.py), sizes
+there in bytes.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
+from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import PARTS
 from vramsweep.analysis.figures.composition import called as of_part
 from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
-from vramsweep.harness import names
+from vramsweep.harness.files.file_names import make_safe
+from vramsweep.harness.process.interpreter import build_command
 
 RESERVED = "#7f7f7f"
 HEADROOM = 1.3  # of the y axis above what is drawn, for the names of phases and the peak
@@ -25,7 +31,7 @@ _WIDTH = 300  # px of the plot in one column of a paper, where names of phases m
 
 def of_timelines(records: Sequence[Mapping[str, Any]]) -> list[tuple[Figure, pd.DataFrame]]:
     """The figure of each record and the table of what holds its peak."""
-    return [(of_timeline(record), held(record)) for record in records]
+    return [(of_timeline(record), holders(record)) for record in records]
 
 
 def of_timeline(record: Mapping[str, Any]) -> Figure:
@@ -78,8 +84,8 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         left = right or (not below and peak["event"] > 0.35 * data["events"])  # where the peak's words are not
         _limit(plot, limit, failure, unit, left, below)
     figure = Figure(
-        name=names.safe(f"timeline_{record['trial_id']}"),
-        title=f"Memory over {_step(data)}: {told}",
+        name=make_safe(f"timeline_{record['trial_id']}"),
+        title=f"Memory over {'loading' if data['step'] is None else 'a step'}: {told}",
         caption=_caption(data, limited, unit),
         plot=plot,
         data=_frame(record),
@@ -97,7 +103,7 @@ def label(about: Mapping[str, Any]) -> str:
     return ", ".join([about["model"], size, about["precision"], about["runner"], *many, *setting, about["gpu"]])
 
 
-def held(record: Mapping[str, Any]) -> pd.DataFrame:
+def holders(record: Mapping[str, Any]) -> pd.DataFrame:
     """What holds the peak: text cells, the largest storages first, those of several layers in one row."""
     peak = record["timeline"]["peak"]
     rows = []
@@ -167,10 +173,6 @@ def _size(size: float, unit: int) -> str:
     return f"{size / unit:,.2f} GiB" if unit > MIB else f"{size / unit:,.0f} MiB"
 
 
-def _step(data: Mapping[str, Any]) -> str:
-    return "loading" if data["step"] is None else "a step"
-
-
 def _caption(data: Mapping[str, Any], limited: bool, unit: int) -> str:
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
@@ -185,15 +187,49 @@ def _caption(data: Mapping[str, Any], limited: bool, unit: int) -> str:
             "there on this is a run without a limit."
         )
     top = peak["alike"][0]["held"] if peak["alike"] else None
-    largest = "" if top is None else f"Largest at the peak: {top['bytes'] / MIB:,.1f} MiB of {_named(top)}."
+    name = "" if top is None else " ".join(filter(None, (top["module"], top["operator"] and f"({top['operator']})")))
+    largest = "" if top is None else f"Largest at the peak: {top['bytes'] / MIB:,.1f} MiB of {name}."
     return sentence(what, most, beyond, full, largest)
-
-
-def _named(held: Mapping[str, Any]) -> str:
-    return " ".join(filter(None, (held["module"], f"({held['operator']})" if held["operator"] else "")))
 
 
 def _frame(record: Mapping[str, Any]) -> pd.DataFrame:
     data = record["timeline"]
     columns = {name: data[name] for name in ("event", "allocated", "active", "reserved")} | data["parts"]
     return pd.DataFrame(columns).assign(trial_id=record["trial_id"])
+
+
+SECONDS = 120  # replays take a second, the first ones the time to start torch
+
+
+def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFrame]], list[str]]:
+    """Figures, the tables of what holds their peaks (title, file name, text cells) and notes; nothing where the rows
+    are not predicted or their traces are gone."""
+    folder = Path(table.source)
+    if not (folder / "traces").is_dir() or not (table.frame["device"] == "simulated").any():
+        return [], [], []
+    records, notes = _request_timelines(folder)
+    try:
+        peaks = [
+            (
+                f"What holds the peak of a step: {label(one['about'])}",
+                make_safe(f"peak_{one['trial_id']}"),
+                holders(one),
+            )
+            for one in records
+        ]
+        return [of_timeline(record) for record in records], peaks, notes
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+        return [], [], [f"no timeline of a step: what is kept under {folder / 'timelines'} is none; delete it"]
+
+
+def _request_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    command = build_command("vramsweep", "timeline", str(folder), "--kept", "--json")
+    try:
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], [f"no timeline of a step: {error}"]
+    if done.returncode != 0:
+        return [], [f"no timeline of a step: {next(reversed(done.stderr.strip().splitlines()), 'no reason given')}"]
+    return json.loads(done.stdout), []

@@ -1,1 +1,5 @@
-"""How memory and time depend on length and batch: curves, their choice, intervals, and what fits."""
+"""Curves over rows: fits of memory and speed, what fits in a GPU, what to measure next.
+
+In: a frame. Out: fits with their errors.
+It must not word or draw them for a page.
+"""

@@ -7,7 +7,7 @@ with what was inferred before it was measured, and only then learnt from.
 
 Memory is taken to grow with length and with batch where it is asked what fits: what is no smaller than a point that ran
 out of memory runs out, too. Pure: no processes, no rows; whoever asks measures. Not covered: how sure values are
-(between.py), what a curve is (estimate.py).
+(kriging.py), what a curve is (estimate.py).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from vramsweep.analysis.data.metrics import METRICS, Metric
-from vramsweep.analysis.model.between import Numbers, Places, between, spread_out
-from vramsweep.analysis.model.curves import FEWEST, Array
-from vramsweep.analysis.model.observe import Mask, Points, members
-from vramsweep.analysis.model.on_points import OfPoints, candidates_of, estimate_points
+from vramsweep.analysis.model.curves import FEWEST, Array, Numbers
+from vramsweep.analysis.model.kriging import Places, between, spread_out
+from vramsweep.analysis.model.observations import Mask, Points, members
 from vramsweep.analysis.model.phases import PHASES
+from vramsweep.analysis.model.pointwise_fit import OfPoints, candidates_of, estimate_points
 
 ALIGNED = 8  # lengths that it divides may follow another curve
 FIRST, FIRST_ALONE = 6, 9  # points, at least, to begin with, with a prediction of most points and without
@@ -291,21 +291,11 @@ class Search:
             changes = [n for n in range(1, len(order)) if grid.phase[order[n]] != grid.phase[order[n - 1]]]
             if len(changes) < RUNS:
                 first += [int(order[n + side]) for n in changes for side in (-1, 0)]
-        first = list(
-            dict.fromkeys(
-                [
-                    *first,
-                    *(
-                        at
-                        for column in self.tolerances
-                        if METRICS[column].limited
-                        for pair in _jumps(grid, column)
-                        for at in pair
-                    ),
-                ]
-            )
-        )
-        places = _places(grid, _predicted(grid, grid.predicted.get("peak_allocated_bytes")))
+        for column in self.tolerances:
+            if METRICS[column].limited:
+                first += [at for pair in _jumps(grid, column) for at in pair]
+        first = list(dict.fromkeys(first))
+        places = _make_places(grid, _predicted(grid, grid.predicted.get("peak_allocated_bytes")))
         return spread_out(places, first, max(len(first), FIRST if grid.predicted else FIRST_ALONE))
 
     def _edge(self) -> list[int]:
@@ -335,7 +325,7 @@ class Search:
             if self._lacking(column):
                 score = np.maximum(score, one.unsure / self.tolerances[column].within)
         score[~self._asked()] = score[done] = 0.0
-        where = _where(self.grid)
+        where = _unit_coordinates(self.grid)
         nearest = np.argmin(((where[:, None] - where[done][None]) ** 2).sum(axis=-1), axis=1)
         around = np.bincount(nearest, weights=np.maximum(score - 1, 0.0), minlength=len(done))
         chosen = []
@@ -385,7 +375,7 @@ def _infer(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
     unsure = np.zeros(len(grid.length))
     if base is None:
         base, unsure = _curve(grid, metric, at, y, bounds)
-    places = _places(grid, base, _stretches(grid, metric) if basis == "prediction" and metric.limited else None)
+    places = _make_places(grid, base, _stretches(grid, metric) if basis == "prediction" and metric.limited else None)
     found = between(places, at, y, metric.resolution, not metric.limited)
     value = found.value
     if metric.limited:
@@ -446,14 +436,14 @@ def _predicted(grid: Grid, values: Array | None) -> Array | None:
     return np.where(known, values, within + slope * np.maximum(tokens - x[-1], 0.0))
 
 
-def _places(grid: Grid, base: Array | None, stretches: Numbers | None = None) -> Places:
+def _make_places(grid: Grid, base: Array | None, stretches: Numbers | None = None) -> Places:
     phases = np.unique(grid.phase, return_inverse=True)[1] if grid.phase is not None else np.zeros(len(grid.length))
     told = [phases, grid.length % ALIGNED == 0, np.zeros(len(phases)) if stretches is None else stretches]
     of_class: Any = np.unique(np.column_stack(told), axis=0, return_inverse=True)[1]
-    return Places(_where(grid), np.ravel(of_class), np.ones(len(phases)) if base is None else base)
+    return Places(_unit_coordinates(grid), np.ravel(of_class), np.ones(len(phases)) if base is None else base)
 
 
-def _where(grid: Grid) -> Array:
+def _unit_coordinates(grid: Grid) -> Array:
     """(n, 2): length and batch, each from 0 to 1."""
     both = np.column_stack([grid.length, grid.batch])
     return np.asarray((both - both.min(axis=0)) / np.maximum(np.ptp(both, axis=0), 1))

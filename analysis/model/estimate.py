@@ -18,12 +18,11 @@ import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
-from typing import Any
 
 import numpy as np
 from scipy import special
 
-from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.curves import Array, Kind, Numbers
 
 DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
 TRIES = 300  # draws of one component, of which those that contradict its cuts are left out
@@ -121,9 +120,8 @@ class Run:
         along = standard[:, : len(self.singular)]
         pulled = self.singular * self.projected / spread + along * sizes[:, None] / np.sqrt(spread)
         inside = pulled @ self.directions
-        outside = (
-            standard - (standard @ self.directions.T) @ self.directions
-        )  # what no observation speaks of: the prior
+        # what no observation speaks of: the prior
+        outside = standard - (standard @ self.directions.T) @ self.directions
         return np.asarray(self.scales * (inside + outside))
 
 
@@ -175,6 +173,11 @@ class Posterior:
         """The component with the largest weight, of a kind or of the most probable kind."""
         name = kind or max(self.probability, key=lambda k: self.probability[k])
         return max((c for c in self.components if c.kind.name == name), key=lambda c: c.log)
+
+    def value(self, axis: Array, features: Array) -> Array:
+        """The most probable curve at each point, (n,)."""
+        best = self.best()
+        return np.asarray(best.values([b[None] for b in best.best], axis, features)[0])
 
     def kinds(self) -> list[str]:
         """The kinds that the observations allow, most probable first."""
@@ -334,13 +337,47 @@ class _Weighed:
         for tries, (cuts, log) in enumerate(self.order):
             if len(found) == KEPT or (found and log < top - CLEAR) or tries == 4 * KEPT:
                 break
-            component = _component(
-                self.data, self.kind, self.noise, cuts, self.cut(cuts), self.tried[cuts], self.different, self.starts,
-                places, random,
-            )  # fmt: skip
+            component = self._component(cuts, places, random)
             if component is not None:
                 found.append(replace(component, log=component.log + log))
         return found
+
+    def _component(self, cuts: tuple[int, ...], places: Sequence[int], random: np.random.Generator) -> Component | None:
+        """Draws of a component that do not contradict it, and the share of them as its `log`; None without any."""
+        data, kind, runs, per_size = self.data, self.kind, self.cut(cuts), self.tried[cuts]
+        chances = np.exp(per_size - _log_sum(per_size))
+        known = data.sizes(self.noise)
+        likely = float(known[int(np.argmax(per_size))])
+        best = [run.mean(likely) for run in runs]
+        ends = [*self.different, data.bounds_axis.max(initial=0.0)]
+        edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
+        component = Component(kind, cuts, self.noise, 0.0, edges, tuple(best), chances)
+        witnesses = _witnesses(cuts, self.starts, places) if kind.joined and len(kind.pieces) > 1 else None
+        tries, thin = TRIES, _thin(component, self.different)
+        while (
+            True
+        ):  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+            sizes = random.choice(known, tries, p=chances)
+            draws = [run.draw(sizes, random) for run in runs]
+            share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)
+            total = float(share.sum())
+            chance = share * _anywhere(data, component, draws, self.different, self.starts) if thin else share
+            enough = total and float(chance.sum()) ** 2 >= FEWEST_DRAWS * float(np.sum(chance**2))
+            if enough or tries >= MOST_TRIES or not (len(data.at_least) or (thin and total)):
+                break
+            tries *= 8
+        if total < 1e-12:
+            return None
+        kept = random.choice(tries, TRIES, p=chance / chance.sum())
+        mine = [d[kept] for d in draws]
+        counts = np.diff([0, *cuts, len(self.different)])
+        known_pieces = all(n >= len(columns) for n, columns in zip(counts, kind.pieces, strict=True))
+        if len(data.at_least) or not known_pieces or not _allowed(data, kind, [b[None] for b in best], witnesses)[0]:
+            middle = _middle(mine)
+            best = [d[middle] for d in mine]
+        return replace(
+            component, log=float(np.log(total / tries)), best=tuple(best), draws=tuple(mine), size=sizes[kept]
+        )
 
 
 def _ways_to_cut(
@@ -367,43 +404,7 @@ def _ways_to_cut(
             best = max(tried, key=lambda c: float(tried[c].max()))
 
 
-def _component(
-    data: Data, kind: Kind, noise: str, cuts: tuple[int, ...], runs: Sequence[Run], per_size: Array, different: Array,
-    starts: Array, places: Sequence[int], random: np.random.Generator,
-) -> Component | None:  # fmt: skip
-    """Draws of a component that do not contradict it, and the share of them as its `log`; None without any."""
-    chances = np.exp(per_size - _log_sum(per_size))
-    known = data.sizes(noise)
-    likely = float(known[int(np.argmax(per_size))])
-    best = [run.mean(likely) for run in runs]
-    ends = [*different, data.bounds_axis.max(initial=0.0)]
-    edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
-    component = Component(kind, cuts, noise, 0.0, edges, tuple(best), chances)
-    witnesses = _witnesses(data, cuts, starts, places) if kind.joined and len(kind.pieces) > 1 else None
-    tries, thin = TRIES, _thin(component, different)
-    while True:  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
-        sizes = random.choice(known, tries, p=chances)
-        draws = [run.draw(sizes, random) for run in runs]
-        share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)
-        total = float(share.sum())
-        chance = share * _anywhere(data, component, draws, different, starts) if thin else share
-        enough = total and float(chance.sum()) ** 2 >= FEWEST_DRAWS * float(np.sum(chance**2))
-        if enough or tries >= MOST_TRIES or not (len(data.at_least) or (thin and total)):
-            break
-        tries *= 8
-    if total < 1e-12:
-        return None
-    kept = random.choice(tries, TRIES, p=chance / chance.sum())
-    mine = [d[kept] for d in draws]
-    counts = np.diff([0, *cuts, len(different)])
-    known_pieces = all(n >= len(columns) for n, columns in zip(counts, kind.pieces, strict=True))
-    if len(data.at_least) or not known_pieces or not _allowed(data, kind, [b[None] for b in best], witnesses)[0]:
-        middle = _middle(mine)
-        best = [d[middle] for d in mine]
-    return replace(component, log=float(np.log(total / tries)), best=tuple(best), draws=tuple(mine), size=sizes[kept])
-
-
-def _allowed(data: Data, kind: Kind, draws: Sequence[Array], witnesses: tuple[Any, Any] | None) -> Array:
+def _allowed(data: Data, kind: Kind, draws: Sequence[Array], witnesses: tuple[Numbers, Numbers] | None) -> Array:
     """1 for each draw that its kind and its cuts do not contradict, else 0."""
     good = np.ones(len(draws[0]), dtype=bool)
     for feature in kind.rising:
@@ -459,9 +460,7 @@ def _middle(draws: Sequence[Array]) -> int:
     return int(np.argmin(np.sum(parts, axis=0)))
 
 
-def _witnesses(
-    data: Data, cuts: tuple[int, ...], starts: Array, places: Sequence[int]
-) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+def _witnesses(cuts: tuple[int, ...], starts: Array, places: Sequence[int]) -> tuple[Numbers, Numbers]:
     """Observations at which the piece of their run must be the largest, and the number of that run.
 
     All of them; where cuts were tried only here and there, those beside a cut may be on either side of it.

@@ -5,10 +5,10 @@ and the first that there is is used:
 
 - `prediction`: predicted rows of the same settings have the shape; what was measured stands on it by a small residual.
 - `phases`: the rows know each phase's peak, over batch and length together (phases.py); reserved, active and device
-  memory stand on allocated (standing.py).
-- `points`: nothing but the observations (on_points.py).
+  memory stand on allocated (residual_model.py).
+- `points`: nothing but the observations (pointwise_fit.py).
 
-The first two are found in bases.py.
+The first two are found in predictors.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
-from vramsweep.analysis.model.bases import Knows, Residual, Whole, Wholes, best_basis
 from vramsweep.analysis.model.curves import FEWEST, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
-from vramsweep.analysis.model.observe import Mask, Model, Points, along, observations
-from vramsweep.analysis.model.on_points import FEW, Candidate, OfPoints, candidates_of, estimate_points, intervals_of
+from vramsweep.analysis.model.observations import Mask, Model, Points, along, observations
 from vramsweep.analysis.model.phases import PHASES
-from vramsweep.analysis.model.standing import Predictor
+from vramsweep.analysis.model.pointwise_fit import (
+    FEW,
+    Candidate,
+    OfPoints,
+    candidates_of,
+    estimate_points,
+    intervals_of,
+)
+from vramsweep.analysis.model.predictors import Knows, Residual, Whole, Wholes, best_basis
+from vramsweep.analysis.model.residual_model import Predictor
 from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
 
 LEVEL = 0.95
@@ -249,13 +256,14 @@ def fit_points(
     candidates, chosen = candidates_of(points, found)
     predictor: Predictor = OfPoints(found.posteriors, found.modulus, chosen.model)
     identified = all(posterior.identified for posterior in found.posteriors.values())
-    basis, residual = "points", None
     better = best_basis(points, metric, group, axis, knows or Knows())
     if better.predictor is not None:
-        basis, predictor, identified, residual = better.basis, better.predictor, better.identified, better.residual
+        predictor, identified = better.predictor, better.identified
     warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
-    if robust and basis != "points":
-        warnings.append(f"--robust is of the curves through the points; what values rest on here, {basis}, is not")
+    if robust and better.basis != "points":
+        warnings.append(
+            f"--robust is of the curves through the points; what values rest on here, {better.basis}, is not"
+        )
     left = points.y - chosen.model.predict(points.x)
     why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
@@ -271,14 +279,14 @@ def fit_points(
         warnings=tuple(warnings),
         predictor=predictor,
         posteriors=found.posteriors,
-        basis=basis,
+        basis=better.basis,
         because=better.because,
         identified=identified,
         phases=_phases(chosen.model, group, axis) if group and metric.memory else (),
         samples_per_step=samples if axis == "seq_len" else None,
         axis=axis,
         group=group.id if group else "",
-        residual=residual,
+        residual=better.residual,
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
         jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),
         wavering=tuple(wavering(points.x, left, points.y)) if metric.limited else (),

@@ -37,8 +37,8 @@ class Phases:
         """Peak allocated of the curve and of a new run, (draws, n) each, for samples and lengths (n,)."""
         random = np.random.default_rng(SEED + 2)
         curves, news = [], []
-        for posterior in self._each():
-            curve, noise = posterior.draws(batch * length, self._features(batch, length))
+        for name in self.names:
+            curve, noise = self.posteriors[name].draws(batch * length, self._features(batch, length))
             at = random.permutation(len(curve))
             curves.append(curve[at])
             news.append(curve[at] + noise[at] * random.standard_normal(curve.shape))
@@ -47,19 +47,15 @@ class Phases:
 
     def value(self, batch: Array, length: Array) -> Array:
         """The most probable peak, (n,)."""
-        features = self._features(batch, length)
-        each = [_best(posterior, batch * length, features) for posterior in self._each()]
-        return np.asarray(np.maximum.reduce(each) + float(np.median(self.beyond)))
+        return np.asarray(np.max(self._values(batch, length), axis=0) + float(np.median(self.beyond)))
 
     def of(self, name: str, batch: Array, length: Array) -> Array:
         """The most probable peak of one phase, (n,)."""
-        return _best(self.posteriors[name], batch * length, self._features(batch, length))
+        return self.posteriors[name].value(batch * length, self._features(batch, length))
 
     def largest(self, batch: Array, length: Array) -> list[str]:
         """The phase that makes the peak, for each (n,)."""
-        features = self._features(batch, length)
-        each = [_best(posterior, batch * length, features) for posterior in self._each()]
-        return [self.names[i] for i in np.argmax(each, axis=0)]
+        return [self.names[i] for i in np.argmax(self._values(batch, length), axis=0)]
 
     def identified(self, batch: Array, length: Array) -> bool:
         """Whether every phase that makes a peak somewhere there is of a known kind."""
@@ -70,12 +66,14 @@ class Phases:
         """The phases that are known, in order."""
         return [name for name in PHASES if name in self.posteriors]
 
-    def _each(self) -> list[Posterior]:
-        return [self.posteriors[name] for name in self.names]
+    def _values(self, batch: Array, length: Array) -> list[Array]:
+        """Those of each phase that is known, in order."""
+        features = self._features(batch, length)
+        return [self.posteriors[name].value(batch * length, features) for name in self.names]
 
     def _features(self, batch: Array, length: Array) -> Array:
         plain = _features(batch, length, np.zeros_like(batch))
-        return _features(batch, length, _best(self.posteriors["forward"], batch * length, plain))
+        return _features(batch, length, self.posteriors["forward"].value(batch * length, plain))
 
 
 def fit_phases(frame: pd.DataFrame) -> Phases | None:
@@ -109,7 +107,7 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
     scales[[_FORWARD, _MORE, _MORE_TOKENS, _MORE_SCORES]] = 1.0  # not used yet
     plain = replace(plain, given_scales=scales)
     posteriors = {"forward": estimate(plain, _kinds(several, scores, False))}
-    forward = _best(posteriors["forward"], tokens, plain.features)
+    forward = posteriors["forward"].value(tokens, plain.features)
     features = _features(batch, length, forward)
     for phase, y in zip(phases, peaks.T, strict=True):
         if phase == "forward":
@@ -125,11 +123,6 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         posteriors[phase] = estimate(own, _kinds(several, scores, phase == "backward"))
     beyond = ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1)
     return Phases(posteriors, beyond)
-
-
-def _best(posterior: Posterior, tokens: Array, features: Array) -> Array:
-    best = posterior.best()
-    return np.asarray(best.values([b[None] for b in best.best], tokens, features)[0])
 
 
 def _features(batch: Array, length: Array, forward: Array) -> Array:

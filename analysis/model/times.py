@@ -65,8 +65,7 @@ class OfParts:
 
     def value(self, x: Array) -> Array:
         """The most probable time."""
-        best = self.posterior.best()
-        return np.asarray(best.values([b[None] for b in best.best], x, self.parts.features(x))[0])
+        return self.posterior.value(x, self.parts.features(x))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
         """Of the time and of a new run."""

@@ -16,15 +16,15 @@ from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.model.fit import Fit, fit_table
-from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.model.memory_frontier import Limit, frontier
 from vramsweep.analysis.report import tiles
 from vramsweep.analysis.report.findings import values
 from vramsweep.analysis.report.tile_allocator import allocator
 from vramsweep.analysis.report.tile_parts import dominates
-from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, said
-from vramsweep.harness import check
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import find
+from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, join
+from vramsweep.harness.hardware.gpu_lookup import find_gpu
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.sweep import publication_check as check
 
 CARDS = 2  # in the question; more are counted there, and named among what varied
 AXES = 6  # that are named among what varied
@@ -63,9 +63,11 @@ def card(
     table: Table, found: Sequence[Group], head: Head | None, fits: Sequence[Fit], limits: Sequence[Limit],
     beside: Beside, judged: check.Verdict | None,
 ) -> Card:  # fmt: skip
-    """The answers, from rows, their groups, fits and limits; most of them of `head`. `judged` is harness/check.py's
-    verdict on the folder, None where the rows came without one."""
-    what, varied = asked(table, found)
+    """The answers, from rows, their groups, fits and limits; most of them of `head`.
+
+    `judged` is harness/sweep/publication_check.py's verdict on the folder, None where the rows came without one.
+    """
+    what, varied = describe_question(table, found)
     number = counts(table)
     kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
     return Card(
@@ -97,7 +99,7 @@ def verdict(table: Table) -> check.Verdict | None:
     if not folder.is_dir() or len(table.frame) > JUDGED:
         return None
     try:
-        return check.judged(folder)
+        return check.judge_folder(folder)
     except UserError:
         return None
 
@@ -120,7 +122,7 @@ def axis_name(key: str) -> str:
     return _CALLED.get(key) or plain.replace("_", " ").replace(".", " ")
 
 
-def asked(table: Table, found: Sequence[Group]) -> tuple[str, str]:
+def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     """What was run on what, as a question; and what varied, "" where nothing did."""
     frame = table.frame
     axes = list(dict.fromkeys(key for group in found for key in group.settings))
@@ -131,15 +133,15 @@ def asked(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     fixed = [text for key in ("precision", "runner") if key not in names and (text := values(frame, key, most=3))]
     model = values(frame, "model", most=3) or "a model that the rows do not name"
     how = f" ({', '.join(fixed)})" if fixed else ""
-    return f"What does training {model}{how} need on {_where(frame)}?", told
+    return f"What does training {model}{how} need on {_describe_devices(frame)}?", told
 
 
-def _where(frame: pd.DataFrame) -> str:
+def _describe_devices(frame: pd.DataFrame) -> str:
     """The devices; a card that was measured and predicted once."""
     kind = tiles.kinds(frame)
     own = frame[kind.eq(MEASURED)]
     cards = list(own["gpu_name"].dropna().unique())
-    known = {card.name for name in cards if (card := find(str(name))) is not None}
+    known = {card.name for name in cards if (card := find_gpu(str(name))) is not None}
     cards += [name for name in frame.loc[kind.eq(PREDICTED), "simulated_gpu"].dropna().unique() if name not in known]
     cards += [name for name in frame.loc[kind.eq(IMPORTED), "gpu_name"].dropna().unique() if name not in cards]
     found = [f"{len(cards)} cards"] if len(cards) > CARDS else [" and ".join(sorted(map(str, cards)))] if cards else []
@@ -157,16 +159,16 @@ def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) 
         return Tile(question, about="No trial finished, and none ran out of memory.")
     if number[PREDICTED] == total:
         rest = f"{number['unproven']:,} rest on techniques that no card has run as predicted yet"
-        text = said("no card ran any of this: measure what you rely on", rest if number["unproven"] else "")
+        text = join("no card ran any of this: measure what you rely on", rest if number["unproven"] else "")
         return Tile(question, "A prediction", told, text, kinds)
     if judged is None:
         who = "what others measured, as they gave it" if number[IMPORTED] else "these rows came without their sweep"
         flagged = f"{number['flagged']:,} rows are flagged" if number["flagged"] else "no row is flagged"
-        return Tile(question, "As far as its source", told, said(who, flagged), kinds)
+        return Tile(question, "As far as its source", told, join(who, flagged), kinds)
     may, may_not = ([claim for claim, well in judged.claims.items() if well is which] for which in (True, False))
     if may and not may_not:
         text = "Nothing speaks against publishing it (vramsweep check)."
         return Tile(question, f"{' and '.join(may).capitalize()}: yes", told, text, kinds)
     value = f"{' and '.join(may).capitalize()} yes, {' and '.join(may_not)} not yet" if may else "Not yet"
     worst = next((one.text for one in judged.findings if one.forbids), "")
-    return Tile(question, value, told, said(worst, "vramsweep check has all reasons"), kinds)
+    return Tile(question, value, told, join(worst, "vramsweep check has all reasons"), kinds)

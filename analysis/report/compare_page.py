@@ -6,12 +6,12 @@ Not covered: how verdicts come about (compare/verdicts.py), the figure (figures/
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 
-from vramsweep.analysis.compare import sizes, verdicts_words
+from vramsweep.analysis.compare import format_difference, verdicts_text
 from vramsweep.analysis.compare.trends import SPEED, Along
 from vramsweep.analysis.compare.verdicts import Comparison, Pair
 from vramsweep.analysis.data.groups import label
@@ -20,20 +20,10 @@ from vramsweep.analysis.data.metrics import METRICS, show_bytes
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page, tiles
-from vramsweep.harness import outputs
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.files import outputs
+from vramsweep.harness.messages.errors import UserError
 
 MOST = 400  # pairs on the page
-
-
-@dataclass(frozen=True)
-class Said:
-    """What became of one quantity: its verdict in words, and the numbers behind it."""
-
-    quantity: str
-    value: str
-    why: str
-    basis: str = ""
 
 
 def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
@@ -52,7 +42,7 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
     called = {name: metric.label for name, metric in METRICS.items()} | {SPEED: "speed"}
     said: dict[str, str] = {}  # allocated and active often change alike
     for of in called:
-        for one in verdicts_words.sentences(along, of):
+        for one in verdicts_text.sentences(along, of):
             said.setdefault(one, f"{called[of].capitalize()}: {one}.")
     pairs = found.pairs[:MOST]
     return page.page(
@@ -86,25 +76,25 @@ def _basis(sides: tuple[Table, Table]) -> str:
     return of[0] if of[0] == of[1] else f"{of[1]} against {of[0]}"
 
 
-def _answers(found: Comparison, basis: str) -> list[Said]:
+def _answers(found: Comparison, basis: str) -> list[tiles.Tile]:
     """The verdicts in a few words: memory that was compared, and speed."""
     told = []
     first = ("peak_reserved_bytes", "peak_allocated_bytes")
     for one in sorted(found.memory, key=lambda one: first.index(one.metric) if one.metric in first else len(first)):
-        change = "" if one.change is None or one.verdict == "EQUAL" else f", {sizes.size(one.change)}"
+        change = "" if one.change is None or one.verdict == "EQUAL" else f", {format_difference.size(one.change)}"
         value = one.verdict.capitalize() + change
-        told.append(Said(METRICS[one.metric].label.capitalize(), value, one.reason, basis))
+        told.append(tiles.Tile(METRICS[one.metric].label.capitalize(), value, "", one.reason, basis))
     speed = found.speed
-    change = "" if speed.change is None or speed.verdict == "SAME" else f", {sizes.speed(speed.change)}"
+    change = "" if speed.change is None or speed.verdict == "SAME" else f", {format_difference.speed(speed.change)}"
     timed = "" if speed.change is None else basis
-    return [*told[:2], Said("Speed", speed.verdict.capitalize() + change, speed.reason, timed)]
+    return [*told[:2], tiles.Tile("Speed", speed.verdict.capitalize() + change, "", speed.reason, timed)]
 
 
 def _verdicts(found: Comparison) -> pd.DataFrame:
     lines = []
     for one in (*found.memory, *([found.speeds] if found.speeds else [])):
         memory = one.metric in METRICS
-        change = sizes.size if memory else sizes.speed
+        change = format_difference.size if memory else format_difference.speed
         line = {"quantity": METRICS[one.metric].label if memory else "tokens/s", "verdict": one.verdict}
         line["mean B/A"] = "–" if one.change is None else change(one.change)
         ends = [f"{change(end.change)} ({label(end.settings)})" for end in (one.least, one.most) if end is not None]

@@ -7,22 +7,22 @@ from pathlib import Path
 
 import pandas as pd
 
-from vramsweep.analysis.answers.registry import Answered, answered
+from vramsweep.analysis.answers.answer_table import Answered, answer_question
 from vramsweep.analysis.answers.what_if import what_if_tables
-from vramsweep.analysis.compare import lengths, residuals_words
+from vramsweep.analysis.compare import lengths, residuals_text
 from vramsweep.analysis.compare.calibrate import calibrate, calibrated
 from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures import figure_table, plots, timeline
 from vramsweep.analysis.figures import inferred as figures_inferred
-from vramsweep.analysis.figures import plots, registry, timelines
 from vramsweep.analysis.figures import residuals as figures_residuals
-from vramsweep.analysis.figures.view import View
-from vramsweep.analysis.model import words
+from vramsweep.analysis.figures.style import View
+from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit, fit_table
-from vramsweep.analysis.model.frontier import Limit, frontier
+from vramsweep.analysis.model.memory_frontier import Limit, frontier
 from vramsweep.analysis.report import answer as answers
 from vramsweep.analysis.report import findings, summary, tables, tiles
 from vramsweep.analysis.report.picker import Picker, picker
@@ -67,7 +67,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
 
     Raises UserError if there is no `answer` of that name.
     """
-    asked_for = answered(table, answer)
+    answered = answer_question(table, answer)
     fits: list[Fit] = []
     limits: list[Limit] = []
     views: list[tuple[str, View]] = []
@@ -101,18 +101,17 @@ def collect(table: Table, answer: str | None = None) -> Content:
         fits += own_fits
         limits += own_limits
     replays, replay_notes = what_if_tables(table)
-    over_steps, peaks, step_notes = timelines.of_table(table)
-    drawn = [*registry.draw(views, beside), *over_steps, *figures_inferred.of_inferred(table)]
+    over_steps, peaks, step_notes = timeline.of_table(table)
+    drawn = [*figure_table.draw(views, beside), *over_steps, *figures_inferred.of_inferred(table)]
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
-    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
     found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
     apart = residuals(table)
     drawn += figures_residuals.of_residuals(apart)
-    found += residuals_words.sentences(apart)
-    notes += residuals_words.not_compared(table)
+    found += residuals_text.sentences(apart)
+    notes += residuals_text.not_compared(table)
     beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.excess.size))
     notes += [beyond_steps] if beyond_steps else []
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
@@ -122,6 +121,9 @@ def collect(table: Table, answer: str | None = None) -> Content:
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
     when = f", {' to '.join(days)}" if days else ""
+    fit_in = f"Largest length that fits{kind} ({FITS}{JOBS if beyond_steps else ''})"
+    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
+    roofline = f"Estimated throughput (roofline, not measured{beyond})"
     return Content(
         table=table,
         title=f"Memory and throughput: {Path(sweep).name}",
@@ -129,39 +131,31 @@ def collect(table: Table, answer: str | None = None) -> Content:
         coverage=findings.coverage(table),
         findings=found,
         warnings=[*findings.warnings(table, all_groups, fits), *notes],
-        figures=registry.with_source(drawn, table.frame),
+        figures=figure_table.with_source(drawn, table.frame),
         tables=[
             (f"Settings{kind}", "settings", tables.of_groups(fixed[:60])),
             (f"Where lengths vary{kind}", "lengths", lengths.table(varied[:60])),
             ("Peaks of the parts of whole jobs", "parts", tables.of_jobs(all_jobs[:60])),
             (f"Fitted curves{kind}", "fits", tables.of_fits(fits)),
-            (
-                f"Largest length that fits{kind} ({FITS}{JOBS if beyond_steps else ''})",
-                "frontier",
-                tables.of_limits(limits),
-            ),
-            (
-                f"Estimated throughput (roofline, not measured{beyond})",
-                "estimated_throughput",
-                tables.of_estimates(all_groups[:60], estimates),
-            ),
+            (fit_in, "frontier", tables.of_limits(limits)),
+            (roofline, "estimated_throughput", tables.of_estimates(all_groups[:60], estimates)),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
-            *residuals_words.tables(apart),
+            *residuals_text.tables(apart),
             *peaks,
             *replays,
         ],
         fits=fits,
         limits=limits,
         residuals=apart,
-        fit_text="\n\n".join(words.text(fit) for fit in fits),
-        summary="\n".join(filter(None, [*leading, words.summary(fits)])),
+        fit_text="\n\n".join(fit_wording.text(fit) for fit in fits),
+        summary="\n".join(filter(None, [*leading, fit_wording.summary(fits)])),
         screen=summary.summary(table, _beyond(card)),
-        asked=findings.asked(table),
+        asked=findings.swept_axes(table),
         machine=findings.machine(table),
         methods=findings.methods(table, fits),
         card=card,
         picker=picker(table, by_world),
-        answer=asked_for,
+        answer=answered,
     )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from vramsweep.analysis.figures.allocator import as_figure, holders
 from vramsweep.analysis.figures.timeline import of_timelines
 from vramsweep.analysis.report import page
-from vramsweep.harness import outputs
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import content
+from vramsweep.harness.files import outputs
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages.errors import UserError
 
 
 def draw(data: Path, out: Path) -> None:
@@ -17,7 +17,7 @@ def draw(data: Path, out: Path) -> None:
     Raises UserError.
     """
     try:
-        found = json.loads(content(data))
+        found = json.loads(read_content(data))
         if isinstance(found, list):
             text = page.of_figures("Memory over a step", of_timelines(found))
         else:

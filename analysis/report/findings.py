@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare import sizes, trends, verdicts, verdicts_words
+from vramsweep.analysis.compare import format_difference, trends, verdicts, verdicts_text
 from vramsweep.analysis.compare.calibrate import Calibration
-from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
-from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal
+from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
+from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal, some_lengths
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
 from vramsweep.analysis.data.metrics import show_bytes
-from vramsweep.analysis.data.remarks import records
-from vramsweep.analysis.model import words
+from vramsweep.analysis.data.warnings_of_rows import records
+from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.harness import repeats
-from vramsweep.harness.command import command
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME
-from vramsweep.harness.techniques import AXES
+from vramsweep.harness.config.reproduce_command import command
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import repeats
+from vramsweep.harness.rows.schema import BY_NAME
+from vramsweep.harness.spec.techniques.catalog import AXES
 
 COMMAND = "command"  # in what was asked: shown as code
 COMPARED = 128  # lengths of two allocators: enough for a trend and for where speed turns
@@ -59,7 +59,7 @@ def machine(table: Table) -> dict[str, str]:
     return {name: text for name in _MACHINE if (text := values(table.frame, name))}
 
 
-def asked(table: Table) -> dict[str, str]:
+def swept_axes(table: Table) -> dict[str, str]:
     """What was asked for: the axes and their values."""
     names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
     left_out = (
@@ -76,9 +76,8 @@ def _script(table: Table, most: int = 3) -> dict[str, str]:
     rows = table.frame[table.frame["runner"].eq("script").fillna(False)]
     commands = EXTRA + "runner.command"
     first = rows.drop_duplicates(commands) if commands in rows else rows.head(1)
-    runners = [
-        trial.get("runner", {}) for trial in trials(Path(table.source), set(first["trial_id"].head(most))).values()
-    ]
+    known = trials(Path(table.source), set(first["trial_id"].head(most)))
+    runners = [trial.get("runner", {}) for trial in known.values()]
     more = f"\n{len(first) - most:,} more commands" if len(first) > most else ""
     found = {COMMAND: "\n".join(str(one["command"]) for one in runners if "command" in one) + more}
     for name, value in [pair for one in runners for pair in (one.get("options") or {}).items()]:
@@ -96,8 +95,7 @@ def _in_use(frame: pd.DataFrame) -> set[str]:
 def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
     """Key findings, the most important first; compare/lengths.py has those of lengths that vary."""
     groups = [group for group in groups if not group.varies]
-    found = [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table), *_edge(groups)]
-    return found[:most]
+    return [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table)][:most]
 
 
 def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
@@ -105,7 +103,7 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     for group in groups[:3]:
         fit = next((f for f in fits if f.group == group.id and f.metric.memory), None)
         if fit is not None:
-            what = "; ".join(words.explain(fit)[:6])
+            what = "; ".join(fit_wording.explain(fit)[:6])
             found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
     return found
 
@@ -129,16 +127,16 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
         if reserved is None:
             continue
         along = _once(trends.along(result))
-        changes = verdicts_words.sentences(along, reserved.metric)
+        changes = verdicts_text.sentences(along, reserved.metric)
         trend = any(t.claimed and t.unit == "bytes" for t in along.trends if t.quantity == reserved.metric)
         # a trend says the sizes itself
-        how = reserved.reason if trend else verdicts_words.over_all(reserved, result.tolerance).split(": ", 1)[1]
+        how = reserved.reason if trend else verdicts_text.over_all(reserved, result.tolerance).split(": ", 1)[1]
         if not trend and reserved.least is not None and reserved.least == reserved.most:
-            how += f", {sizes.in_bytes(reserved.least.difference)[0]}"
+            how += f", {format_difference.in_bytes(reserved.least.difference)[0]}"
         found.append("; ".join([f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({how})",
                                 *changes]) + ".")  # fmt: skip
         if result.speeds is not None:
-            turns = verdicts_words.sentences(along, trends.SPEED)
+            turns = verdicts_text.sentences(along, trends.SPEED)
             said = "; ".join([f"{result.speed.verdict} ({result.speed.reason})", *turns])
             found[-1] += f" Its speed: {said}."
     return found
@@ -159,10 +157,8 @@ def _apart(one: Group, other: Group) -> tuple[str, str]:
 
 def _side(group: Group, source: str) -> Table:
     """The group as a table, with `COMPARED` evenly spaced lengths if it has more."""
-    lengths = group.take("seq_len")["seq_len"]
-    different = np.sort(lengths.dropna().unique().astype(int))
-    keep = different[np.unique(np.linspace(0, len(different) - 1, min(COMPARED, len(different))).astype(int))]
-    return Table(group.source.iloc[group.rows[lengths.isin(keep).to_numpy(bool)]], source)
+    kept = some_lengths(group.take("seq_len")["seq_len"], COMPARED)
+    return Table(group.source.iloc[group.rows[kept.to_numpy(bool)]], source)
 
 
 def _waste(groups: Sequence[Group]) -> list[str]:
@@ -177,7 +173,7 @@ def _waste(groups: Sequence[Group]) -> list[str]:
 
 
 def _wasted(row: pd.Series[Any], group: Group) -> str:
-    most, between = sizes.in_bytes(float(row[BEYOND]), float(row["between_steps"]), signed=False)
+    most, between = format_difference.in_bytes(float(row[BEYOND]), float(row["between_steps"]), signed=False)
     rest = {key: value for key, value in group.settings.items() if key != "micro_batch"}
     batch = "" if np.isnan(row["micro_batch"]) else f", batch {int(row['micro_batch'])}"
     where = f"{int(row['seq_len']):,} tokens{batch}" + (f" ({label(rest)})" if rest else "")
@@ -235,18 +231,6 @@ def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
     return sentences
 
 
-def _edge(groups: Sequence[Group]) -> list[str]:
-    found = []
-    for group in groups:
-        frame = group.take("outcome", "seq_len")
-        failed = frame.loc[(frame["outcome"] == "oom").fillna(False).astype(bool), "seq_len"].dropna()
-        fitted = frame.loc[(frame["outcome"] == "ok").fillna(False).astype(bool), "seq_len"].dropna()
-        if len(failed):
-            upto = f"{int(fitted.max()):,} tokens ran, " if len(fitted) else ""
-            found.append(f"Out of memory{_of(group)}: {upto}{int(failed.min()):,} did not.")
-    return found[:4]
-
-
 def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     """What a reader must know before believing a number."""
     found = list(table.warnings)
@@ -270,7 +254,10 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
     if len(contended):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
-    found += _leaks(frame)
+    left = frame[frame["step_growth_bytes"].gt(0).fillna(False)]
+    if len(left):  # how much, no flag says
+        most = show_bytes(left["step_growth_bytes"].max())
+        found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}")
     found += _repeats(groups)
     found += _spreads(groups)
     for fit in fits:
@@ -281,10 +268,8 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
 def _unflagged(frame: pd.DataFrame) -> list[str]:
     """What flags would say of rows that have none: imported ones, and those of version 1."""
     found = []
-    for column, what in (
-        ("throttle_reasons", "the GPU was throttled"),
-        ("foreign_processes", "others used the device"),
-    ):
+    lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "others used the device"}
+    for column, what in lists.items():
         hit = frame[column].list.len().fillna(0).astype(int) > 0
         if hit.any():
             found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
@@ -299,15 +284,6 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
     return found
 
 
-def _leaks(frame: pd.DataFrame) -> list[str]:
-    """How much is left behind, which no flag says."""
-    left = frame[frame["step_growth_bytes"].gt(0).fillna(False)]
-    if left.empty:
-        return []
-    most = show_bytes(left["step_growth_bytes"].max())
-    return [f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}"]
-
-
 def _repeats(groups: Sequence[Group]) -> list[str]:
     """Repeats whose memory is not the same to the byte, pair by pair."""
     found: list[repeats.Apart] = []
@@ -318,7 +294,7 @@ def _repeats(groups: Sequence[Group]) -> list[str]:
         frame = frame[measured & frame["outcome"].eq("ok").fillna(False)]
         frame = frame[frame.duplicated(axes, keep=False)]
         for _, runs in frame.groupby(axes, dropna=False):
-            found += repeats.apart(records(runs))
+            found += repeats.find_apart(records(runs))
     return repeats.sentences(found)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from vramsweep.harness.terminal import shown
+from vramsweep.harness.messages.terminal import escape_text
 
 
 class Tex(str):
@@ -50,7 +50,7 @@ def tex(text: object) -> Tex:
     """Text for LaTeX: nothing in it is a command. A sign that TeX's fonts do not have is written by its number."""
     if isinstance(text, Tex):
         return text
-    plain = shown(_LINE_ENDS.sub(" ", str(text)))
+    plain = escape_text(_LINE_ENDS.sub(" ", str(text)))
     return Tex("".join(_sign(sign) for sign in _LIGATURES.sub("\u200b", plain)))
 
 
@@ -75,7 +75,7 @@ def slug(text: str) -> str:
 
 def _pieces(text: str) -> list[list[str]]:
     """The words of a text, each in the pieces between which a line may break; a number stays with the word before."""
-    plain = re.sub(r" (?=[·\d])", "\u00a0", shown(_LINE_ENDS.sub(" ", text)))
+    plain = re.sub(r" (?=[·\d])", "\u00a0", escape_text(_LINE_ENDS.sub(" ", text)))
     words = []
     for word in plain.split(" "):
         parts = _BREAKS.sub("\\1\0", word).split("\0")
@@ -89,34 +89,26 @@ def _breakable(text: str) -> Tex:
 
 
 @cache
-def environment() -> jinja2.Environment:
-    """Templates whose expressions are \\VAR{...} and blocks \\BLOCK{...}; what an expression gives is `tex`."""
-    made = jinja2.Environment(
+def _environment(**own: Any) -> jinja2.Environment:
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("vramsweep.analysis.report"), undefined=jinja2.StrictUndefined, autoescape=False,
-        block_start_string=r"\BLOCK{", block_end_string="}", variable_start_string=r"\VAR{", variable_end_string="}",
-        comment_start_string=r"\#{", comment_end_string="}", trim_blocks=True, lstrip_blocks=True,
-        keep_trailing_newline=True, finalize=tex,
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, **own,
     )  # fmt: skip
-    made.filters["plain"] = Tex  # of a name that is a `slug`
-    return made
 
 
 def render(template: str, **values: Any) -> str:
-    """The template of this name with these values."""
-    return environment().get_template(template).render(**values)
+    """The LaTeX template of this name with these values; what its expressions give is `tex`."""
+    made = _environment(
+        block_start_string=r"\BLOCK{", block_end_string="}", variable_start_string=r"\VAR{", variable_end_string="}",
+        comment_start_string=r"\#{", comment_end_string="}", finalize=tex,
+    )  # fmt: skip
+    made.filters["plain"] = Tex  # of a name that is a `slug`
+    return made.get_template(template).render(**values)
 
 
 def markdown(template: str, **values: Any) -> str:
     """A Markdown template with these values, which are Markdown already (markup.py)."""
-    return _of_markdown().get_template(template).render(**values)
-
-
-@cache
-def _of_markdown() -> jinja2.Environment:
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("vramsweep.analysis.report"), undefined=jinja2.StrictUndefined, autoescape=False,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+    return _environment().get_template(template).render(**values)
 
 
 # --- widths, in points of 8 pt Computer Modern ---
@@ -141,13 +133,12 @@ BEYOND = "°"  # after a number: beyond what was measured
 _NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
 _QUANTITY = re.compile(rf"({_NUMBER})(?: ?([A-Za-z%][\w/%]*))?\Z")
 _SPREAD = re.compile(rf"({_NUMBER}) ± ({_NUMBER})\Z")
-_RANGE = re.compile(rf"({_NUMBER}) to ({_NUMBER})\Z")
 
 
 @dataclass(frozen=True)
 class Column:
     """One column: what its head says, its cells as text, its unit. Cells of `numbers` are `12.3`, `12.3(4)` as siunitx
-    writes an uncertainty, `12°` or –; those of `ranges` are two numbers with ` to ` between, or –."""
+    writes an uncertainty, `12°` or –."""
 
     head: str
     cells: tuple[str, ...]
@@ -173,8 +164,6 @@ class Column:
         cells = max(map(width, self.cells), default=0.0)
         if self.kind == "numbers":
             cells = _Shape.of(self.cells).width + NUMBER * any(cell.endswith(BEYOND) for cell in self.cells)
-        elif self.kind == "ranges":
-            cells = sum(_Shape.of(end).width for end in _ends(self.cells)) + 2 * NUMBER
         return max(cells, *map(width, self.heads), 0.0)
 
     @property
@@ -221,11 +210,6 @@ class _Shape:
 _CELL = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?")
 
 
-def _ends(cells: Sequence[str]) -> list[tuple[str, ...]]:
-    """The lower and the upper ends of ranges."""
-    return list(zip(*(cell.split(" to ") for cell in cells if cell not in NONE), strict=True)) or [("0",), ("0",)]
-
-
 def number(value: float | None, digits: int = 0) -> str:
     """A cell of a number; – where it is not known."""
     return "–" if value is None or pd.isna(value) else f"{float(value):.{digits}f}"
@@ -238,29 +222,20 @@ def columns(frame: pd.DataFrame) -> list[Column]:
 
 def _column(name: str, cells: Sequence[str]) -> Column:
     known = [cell for cell in cells if cell not in NONE]
-    head, unit = _split(name)
+    head, unit = split_unit(name)
     found = [_QUANTITY.match(cell) for cell in known]
     units = {match[2] or "" for match in found if match}
+    spreads = [_SPREAD.match(cell) for cell in known]
     if known and all(found) and len(units) == 1 and (not unit or units == {""}):
-        numbers = iter(_plain(match[1]) for match in found if match)
-        return Column(
-            head, tuple("–" if cell in NONE else next(numbers) for cell in cells), unit or units.pop(), "numbers"
-        )
-    for pattern, kind in ((_SPREAD, "numbers"), (_RANGE, "ranges")):
-        pairs = [pattern.match(cell) for cell in known]
-        if known and all(pairs):
-            made = iter(
-                f"{_plain(pair[1])} +- {_plain(pair[2])}"
-                if pattern is _SPREAD
-                else f"{_plain(pair[1])} to {_plain(pair[2])}"
-                for pair in pairs
-                if pair
-            )
-            return Column(head, tuple("–" if cell in NONE else next(made) for cell in cells), unit, kind)
-    return Column(name, tuple(cells))
+        numbers, unit = iter(_plain(match[1]) for match in found if match), unit or units.pop()
+    elif known and all(spreads):
+        numbers = iter(f"{_plain(pair[1])} +- {_plain(pair[2])}" for pair in spreads if pair)
+    else:
+        return Column(name, tuple(cells))
+    return Column(head, tuple("–" if cell in NONE else next(numbers) for cell in cells), unit, "numbers")
 
 
-def _split(name: str) -> tuple[str, str]:
+def split_unit(name: str) -> tuple[str, str]:
     """A head and the unit in brackets at its end."""
     match = re.fullmatch(r"(.*\S) \(([\w/%]+)\)", name)
     return (match[1], match[2]) if match else (name, "")
@@ -365,9 +340,6 @@ def _spec(column: Column, wrap: float | None, star: bool) -> str:
     if column.kind == "numbers":
         beyond = r",table-space-text-post={$^{\circ}$}" if any(c.endswith(BEYOND) for c in column.cells) else ""
         return f"S[{_Shape.of(column.cells)}{beyond}]"
-    if column.kind == "ranges":
-        low, high = map(_Shape.of, _ends(column.cells))
-        return rf"S[{low}]@{{\,--\,}}S[{high}]"
     return "l"
 
 
@@ -376,16 +348,12 @@ def _head(column: Column) -> list[Tex]:
     lines = [tex(line) for line in column.heads]
     if column.unit:
         lines[-1] = Tex(rf"(\unit{{{UNITS.get(column.unit, tex(column.unit))}}})")
-    if column.kind == "ranges":
-        return [Tex(rf"\multicolumn{{2}}{{c}}{{{line}}}") for line in lines]
     return [Tex(f"{{{line}}}") for line in lines]
 
 
 def _cell(column: Column, cell: str, wrap: float | None) -> Tex:
     if column.kind == "text":
         return _breakable(cell) if wrap else tex(cell)
-    if column.kind == "ranges":
-        return Tex(r"\multicolumn{2}{c}{--}" if cell in NONE else Tex(cell.replace(" to ", " & ")))
     if cell.endswith(BEYOND):
         return Tex(rf"{cell.removesuffix(BEYOND)}{{$^{{\circ}}$}}")
     return Tex("{--}" if cell == "–" else cell)

@@ -13,7 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -30,7 +29,7 @@ from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND
 from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
 from vramsweep.analysis.report.row_data import MOST, row_data
-from vramsweep.harness.terminal import shown
+from vramsweep.harness.messages.terminal import escape_text
 
 BEHIND = 40  # rows of the data behind a figure; its CSV has all
 HOLDS = "What holds the peak"
@@ -40,47 +39,14 @@ _SECTIONS = (
     ("rows", "Rows"), ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"),
     ("methods", "Methods"),
 )  # fmt: skip
-
-
 NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table: its heading, and whether it holds numbers, which stand to the right."""
-
-    name: str
-    number: bool
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A cell's text, and the flags of the rows that its number is of, in words; "" where there are none."""
-
-    text: str
-    flags: str = ""
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line of a table, and the group that it is of, where it is of one."""
-
-    group: int | None
-    cells: tuple[Cell, ...]
-
-
-@dataclass(frozen=True)
-class Grid:
-    """A table as a template sets it."""
-
-    columns: tuple[Column, ...]
-    rows: tuple[Line, ...]
 
 
 def render(content: Content) -> str:
     """The whole page as text."""
     picker = content.picker
     kinds = list(dict.fromkeys(own[KIND] for own in picker.settings if KIND in own))
+    choices = {"axes": [axis.key for axis in picker.axes], "groups": picker.settings, "kind": KIND}
 
     def kind(figure: Figure) -> str:
         ends = {name: re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_") for name in kinds}
@@ -90,7 +56,7 @@ def render(content: Content) -> str:
         "report", title=content.title, content=content, sections=_SECTIONS, picker=picker, code=(COMMAND,), kind=kind,
         file=lambda figure: f"figures/{figure.name}.csv", drawn=bool(content.figures),
         rows=packed(json.dumps(row_data(content.table, picker), separators=(",", ":"))),
-        more=max(0, len(content.table.frame) - MOST), choices=_choices(picker),
+        more=max(0, len(content.table.frame) - MOST), choices=choices,
     )  # fmt: skip
 
 
@@ -104,39 +70,32 @@ def page(template: str, **values: Any) -> str:
     return _environment().get_template(f"{template}.html.j2").render(values)
 
 
-def part(macro: str, *values: Any) -> str:
-    """A macro of templates/macros.html.j2, filled."""
-    return str(getattr(_environment().get_template("macros.html.j2").module, macro)(*values))
-
-
 def packed(text: str) -> Markup:
     """Deflated and in base64: no character of it is markup."""
     return Markup(base64.b64encode(zlib.compress(text.encode(), 9)).decode())
 
 
-def grid(frame: pd.DataFrame, picker: Picker | None = None) -> Grid:
-    """A frame as a table; where its index names groups of the picker, with their flags beside the first number that
-    each flag is about."""
-    columns = tuple(Column(str(name), markup.numeric(frame[name])) for name in frame.columns)
+def grid(frame: pd.DataFrame, picker: Picker | None = None) -> dict[str, Any]:
+    """A frame as a template sets it: its columns, which stand to the right if they are numbers, and its lines.
+
+    A line has the number of its group where its index names one of the picker's, and beside the first number that each
+    flag of the group is about that flag in words.
+    """
+    columns = [{"name": str(name), "number": markup.numeric(frame[name])} for name in frame.columns]
     lines = []
     for group, row in zip(frame.index, frame.to_numpy(), strict=True):
         number = picker.number(group) if picker else None
-        left = {"memory", "speed"} if picker and number is not None else set()
+        left = {"memory", "speed"} if number is not None else set()
         cells = []
         for column, value in zip(columns, row, strict=True):
-            claim = claim_of(column.name) if column.number else None
-            flags = ""
+            claim, flags = claim_of(str(column["name"])) if column["number"] else None, ""
             if picker and number is not None and claim in left:
                 left.discard(claim)
                 of = forbidding(picker.flags[number], claim)
                 flags = in_words(of) if of else ""
-            cells.append(Cell(str(value), flags))
-        lines.append(Line(number, tuple(cells)))
-    return Grid(columns, tuple(lines))
-
-
-def _choices(picker: Picker) -> dict[str, Any]:
-    return {"axes": [axis.key for axis in picker.axes], "groups": picker.settings, "kind": KIND}
+            cells.append({"text": str(value), "flags": flags})
+        lines.append({"group": number, "cells": cells})
+    return {"columns": columns, "rows": lines}
 
 
 @cache
@@ -155,7 +114,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    return value if isinstance(value, Markup) else shown(str(value))
+    return value if isinstance(value, Markup) else escape_text(str(value))
 
 
 def _read(name: str) -> str:
@@ -180,7 +139,7 @@ def _json(value: Any) -> Markup:
 
 def _links(text: str) -> Markup:
     """Escaped, with addresses as links."""
-    return Markup(_ADDRESS.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', str(escape(shown(text)))))
+    return Markup(_ADDRESS.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', str(escape(escape_text(text)))))
 
 
 def _beginning(frame: pd.DataFrame) -> pd.DataFrame:

@@ -1,7 +1,7 @@
 """The folder for a paper: tables and figures for LaTeX, the methods, the rows themselves, and what makes it all again.
 
-Not covered: which files of a folder may be replaced or deleted (harness/outputs.py); traces and recordings beyond those
-that a table shows, which stay in the sweep's folder.
+Not covered: which files of a folder may be replaced or deleted (harness/files/outputs.py); traces and recordings beyond
+those that a table shows, which stay in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -9,23 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 
-from vramsweep import __version__
 from vramsweep.analysis.answers.what_if import MOST as RECORDINGS
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv, write_parquet
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.analysis.report import findings, latex, lock, paper_tables
+from vramsweep.analysis.report import findings, latex, paper_tables, requirements_file
 from vramsweep.analysis.report.content import Content, collect, split_worlds
 from vramsweep.analysis.report.write import Written, unwritable, write_residuals
-from vramsweep.harness import inferred, journal, names, others, outputs
+from vramsweep.harness.files import file_names, inferred_points, outputs
+from vramsweep.harness.rows import journal
+from vramsweep.version import __version__
+
+DIGESTS = "SHA256SUMS"  # as sha256sum reads it
 
 
 def write_paper(table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = ()) -> Written:
@@ -35,7 +38,7 @@ def write_paper(table: Table, folder: Path, answer: str | None = None, given: Se
     prefix = latex.slug(findings.values(table.frame, "sweep", 1) or Path(table.source).stem)
     figures, tables = _named(content.figures), paper_tables.tables(content)
     try:
-        with outputs.into(folder, "paper") as (draft, kept):
+        with outputs.into_folder(folder, "paper") as (draft, kept):
             for name in ("figures", "tables", "rows"):
                 (draft / name).mkdir()
             command = _copy_rows(table, draft / "rows", given)
@@ -44,25 +47,27 @@ def write_paper(table: Table, folder: Path, answer: str | None = None, given: Se
                 _write_table(one, draft / "tables", prefix)
             residuals = {name: folder / file.name for name, file in write_residuals(content, draft).items()}
             write_csv(table.frame, draft / "rows.csv")
-            (draft / "methods.txt").write_text(_methods(content.methods, figures), encoding="utf-8")
+            captions = "\n".join(f"{figure.name}: {figure.title}. {figure.caption}" for figure in figures)
+            (draft / "methods.txt").write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
             said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn,
                     "methods": content.methods, "version": __version__, "title": content.title}  # fmt: skip
             for name in ("methods.tex", "example.tex"):
                 (draft / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
+            line = shlex.join(["vramsweep", "paper", *command])
             readme = {"title": markup.prose(content.title),
+                      "command": line if line.isprintable() and "`" not in line else "vramsweep ...",
                       "tables": [(one.name, markup.cell(one.caption)) for one in tables],
                       "figures": [(one.name, markup.cell(one.title), one.name in drawn) for one in figures],
                       "residuals": bool(residuals)}  # fmt: skip
             (draft / "README.md").write_text(latex.markdown("README.md.j2", **(said | readme)), encoding="utf-8")
-            (draft / "lock.txt").write_text(lock.text(table.frame), encoding="utf-8")
-            script = resources.files("vramsweep.analysis.report").joinpath("templates", "reproduce.py")
-            (draft / "reproduce.py").write_text(script.read_text(encoding="utf-8"), encoding="utf-8")
+            (draft / "lock.txt").write_text(requirements_file.text(table.frame), encoding="utf-8")
             _write_environment(content, draft, command)
+            _write_digests(draft)
     except OSError as error:
         raise unwritable(error, folder) from None
     places = {"read me": folder / "README.md", "tables": folder / "tables", "figures": folder / "figures",
               "methods": folder / "methods.txt", "machine": folder / "environment.json", "lock": folder / "lock.txt",
-              "rows": folder / "rows.csv", "again": folder / "reproduce.py"} | residuals  # fmt: skip
+              "rows": folder / "rows.csv", "digests": folder / DIGESTS} | residuals  # fmt: skip
     return Written(places, content.summary, (*kept, *content.warnings, *notes))
 
 
@@ -101,11 +106,6 @@ def _write_table(table: latex.Table, folder: Path, prefix: str) -> None:
     guarded_frame(table.frame).to_csv(folder / f"{table.name}.csv", index=False)
 
 
-def _methods(methods: str, figures: Sequence[Figure]) -> str:
-    captions = "\n".join(f"{figure.name}: {figure.title}. {figure.caption}" for figure in figures)
-    return f"{methods}\n\nFigures\n{captions}\n"
-
-
 def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
     """The rows as they were read, and what a report reads beside them; the command that makes a paper of them.
 
@@ -113,10 +113,10 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
     """
     source, words = Path(table.source), list(given)
     journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
-    if journals and all(names.inside(source, file.name) for file in journals):
-        for file in (*journals, *_beside(table, source)):
+    if journals and all(file_names.is_inside(source, file.name) for file in journals):
+        for file in (*journals, *_other_files(table, source)):
             name = os.path.relpath(file, source)  # a row may name any place
-            if names.inside(source, name) and file.is_file():
+            if file_names.is_inside(source, name) and file.is_file():
                 _copy(file, folder, Path(name))
         if (folder / "timelines").is_dir():
             (folder / "traces").mkdir(exist_ok=True)
@@ -124,22 +124,22 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
                 "Left out for their size; timelines/ has what was read from them.\n"
             )
         return ["rows", *words]
-    if not source.is_file():  # a folder of other tools' reports
+    if not source.is_file():  # a folder whose journals are links out of it
         write_parquet(table.frame, folder / "rows.parquet")
         return ["rows/rows.parquet"]
     _copy(source, folder, Path(source.name))
     if "--mapping" in words:
         at = words.index("--mapping") + 1
-        copied = Path(f"mapping-{Path(words[at]).name}")
+        copied = Path(f"mapping-{Path(words[at]).name.removeprefix('mapping-')}")
         _copy(Path(words[at]), folder, copied)
         words[at] = f"rows/{copied}"
     return [f"rows/{source.name}", *words]
 
 
-def _beside(table: Table, source: Path) -> Iterator[Path]:
+def _other_files(table: Table, source: Path) -> Iterator[Path]:
     """What a report of the sweep in this folder reads besides its journals."""
     yield from sorted(source.glob("plan*.json"))
-    yield from (source / name for name in (others.FILE, inferred.NAME))
+    yield source / inferred_points.NAME
     yield from (source / str(name) for name in table.frame["recording"].dropna().head(RECORDINGS))
     if (source / "traces").is_dir():
         yield from sorted((source / "timelines").glob("*.json"))
@@ -152,16 +152,10 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 
 
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
-    """What the rows say of their machine, what made the folder, and how: reproduce.py reads it."""
-    made = sorted(file for file in folder.rglob("*") if file.is_file())
-    rows = [file for file in made if file.is_relative_to(folder / "rows")]
-    same = [folder / "methods.tex", folder / "methods.txt"]
-    same += [f for f in made if f.parent.name == "tables" or (f.parent.name == "figures" and f.suffix == ".csv")]
+    """What the rows say of their machine, what made the folder, and the command that makes it again."""
     said = {
         "vramsweep": __version__,
         "command": ["paper", *command],
-        "rows": {_relative(file, folder): hashlib.sha256(file.read_bytes()).hexdigest() for file in rows},
-        "files": sorted({_relative(file, folder) for file in same if file.is_file()}),
         "machine": content.machine,
         "asked": content.asked,
         "coverage": content.coverage,
@@ -170,5 +164,12 @@ def _write_environment(content: Content, folder: Path, command: Sequence[str]) -
     (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _relative(file: Path, folder: Path) -> str:
-    return file.relative_to(folder).as_posix()
+def _write_digests(folder: Path) -> None:
+    """Digests of what comes out the same, byte for byte, when the folder is made again: not of PDFs, which hold their
+    date. Of a foreign CSV the data of figures differ too, because its rows' ids come from its path."""
+    whole = [folder / "methods.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv")]
+    whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
+    lines = (
+        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole
+    )
+    (folder / DIGESTS).write_text("".join(f"{line}\n" for line in sorted(lines, key=lambda line: line[66:])), "utf-8")

@@ -6,24 +6,23 @@ Measured, predicted and foreign rows never share one of the first; every caption
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil, floor, log10
 
 import numpy as np
 import pandas as pd
 
-from vramsweep import __version__
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table as Rows
-from vramsweep.analysis.data.metrics import GIB, METRICS, MIB
-from vramsweep.analysis.model.curves import Curve
+from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, UNITS, Unit, unit_of
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.frontier import FEW, Limit
+from vramsweep.analysis.model.memory_frontier import FEW, Limit
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
 from vramsweep.analysis.report.findings import unproven, values
-from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug
+from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug, split_unit
 from vramsweep.analysis.report.tables import of_fits
-from vramsweep.harness import repeats
+from vramsweep.harness.rows import repeats
+from vramsweep.version import __version__
 
 CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of which a paper shows up to SIZES
 SIZES = 5
@@ -102,14 +101,14 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
         longest = done["seq_len"].max()
         at = done[done["seq_len"].eq(longest).fillna(False).astype(bool)]
         flags = ", ".join(sorted({str(flag) for of_row in at["flags"].dropna() for flag in of_row}))
-        mark = f" [{remarks.setdefault(flags, _letter(len(remarks)))}]" if flags else ""
+        mark = f" [{remarks.setdefault(flags, chr(ord('a') + len(remarks) % 26))}]" if flags else ""
         names.append(_named(group) + mark)
         spans.append((number(longest), number(failed["seq_len"].min())))
         peaks.append([at[name].median() if len(at) else None for name in PEAKS])
         speeds.append(_speed(at["tokens_per_s"].dropna()))
-    size = min(map(_size, zip(*peaks, strict=True)), default=SIZED[0], key=lambda one: one.bytes)
+    unit = min(map(_unit, zip(*peaks, strict=True)), default=UNITS[0], key=lambda one: one.bytes)
     lines = [
-        (name, *lengths, *map(size.of, of_group), speed)
+        (name, *lengths, *(_in(unit, size) for size in of_group), speed)
         for name, lengths, of_group, speed in zip(names, spans, peaks, speeds, strict=True)
     ]
     fast = " and throughput" if any(speed != "–" for speed in speeds) else ""
@@ -117,14 +116,8 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
     title = at_which if any(longest != "–" for longest, _ in spans) else "No sequence that was tried fits"
     notes = [f"[{letter}] flagged: {flags.replace('_', ' ')}." for flags, letter in remarks.items()]
     notes += [BRACKETS.format("the mean between processes")] if any("(" in speed for speed in speeds) else []
-    heads = (
-        ("setting", "", "text"),
-        ("longest", "tokens", "numbers"),
-        ("first out of memory", "tokens", "numbers"),
-        ("peak allocated", size.unit, "numbers"),
-        ("peak reserved", size.unit, "numbers"),
-        ("speed", "tokens/s", "numbers"),
-    )
+    sizes = f"peak allocated ({unit.name})", f"peak reserved ({unit.name})"
+    heads = ("setting", "longest (tokens)", "first out of memory (tokens)", *sizes, "speed (tokens/s)")
     return _table("settings", sentence(title, about), heads, lines, notes)
 
 
@@ -136,29 +129,13 @@ def _speed(found: pd.Series[float]) -> str:
     return _uncertain(sure.mean, (sure.low, sure.high), 0)
 
 
-@dataclass(frozen=True)
-class _Sized:
-    """A unit of memory, in which sizes of a table are written with so many digits."""
-
-    bytes: int
-    unit: str
-    digits: int
-
-    def of(self, size: float | None) -> str:
-        return number(None if size is None else size / self.bytes, self.digits)
+def _unit(sizes: Iterable[float | None]) -> Unit:
+    """The unit for these sizes; GiB where none is known."""
+    return unit_of(max((abs(size) for size in sizes if size is not None and not pd.isna(size)), default=float(GIB)))
 
 
-SIZED = (_Sized(GIB, "GiB", 2), _Sized(MIB, "MiB", 1), _Sized(1024, "KiB", 1), _Sized(1, "B", 0))
-
-
-def _size(sizes: Iterable[float | None]) -> _Sized:
-    """The unit for sizes of which the largest is so large; GiB where none is known."""
-    largest = max((abs(size) for size in sizes if size is not None and not pd.isna(size)), default=float(GIB))
-    return next((one for one in SIZED if largest >= one.bytes), SIZED[-1])
-
-
-def _letter(count: int) -> str:
-    return chr(ord("a") + count % 26)
+def _in(unit: Unit, size: float | None) -> str:
+    return number(None if size is None else size / unit.bytes, unit.digits)
 
 
 def _named(group: Group) -> str:
@@ -167,9 +144,9 @@ def _named(group: Group) -> str:
 
 def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
     """What a token costs: the slope of each curve of this column at the longest length, and where it begins."""
-    curves = [(fit, key, curve) for fit in fits if fit.metric.column == column for key, curve in _curves(fit)]
+    mine = [fit for fit in fits if fit.metric.column == column]
     found = []
-    for fit, key, curve in curves:
+    for fit, key, curve in ((one, *pair) for one in mine for pair in one.chosen.model.curves.items()):
         longest = fit.range[1]
         start, _, _, slope, bend = next(piece for piece in reversed(curve.lines()) if not piece[0] > longest)
         ends = None if bend else fit.intervals[key].get(f"b{len(curve.pieces)}")
@@ -177,16 +154,11 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
         of = f", lengths {'' if key else 'not '}divisible by {modulus}" if modulus else ""
         at = float(curve.predict(np.zeros(1))[0])
         bounds = None if ends is None or not np.isfinite(ends).all() else (ends[0] / MIB, ends[1] / MIB)
-        found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, start))
-    size, misfit = _size([at for _, _, at, *_ in found]), _size([fit.chosen.rms for fit, *_ in found])
+        begin = start if np.isfinite(start) else None
+        found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, begin))
+    unit, misfit = _unit([at for _, _, at, *_ in found]), _unit([fit.chosen.rms for fit, *_ in found])
     lines = [
-        (
-            label,
-            size.of(at),
-            _slope(slope, ends),
-            number(start if np.isfinite(start) else None),
-            misfit.of(fit.chosen.rms),
-        )
+        (label, _in(unit, at), _slope(slope, ends), number(start), _in(misfit, fit.chosen.rms))
         for fit, label, at, slope, ends, start in found
     ]
     notes = [
@@ -198,20 +170,10 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
     return _table(
         f"per_token_{label.removeprefix('peak ')}",
         sentence(f"What a token costs: fitted {label} memory against sequence length", about),
-        (
-            ("setting", "", "text"),
-            ("intercept", size.unit, "numbers"),
-            ("slope", "MiB/token", "numbers"),
-            ("from", "tokens", "numbers"),
-            ("RMS", misfit.unit, "numbers"),
-        ),
+        ("setting", f"intercept ({unit.name})", "slope (MiB/token)", "from (tokens)", f"RMS ({misfit.name})"),
         lines,
         notes,
     )
-
-
-def _curves(fit: Fit) -> Iterable[tuple[bool, Curve]]:
-    return fit.chosen.model.curves.items()
 
 
 def _slope(slope: float, ends: tuple[float, float] | None) -> str:
@@ -235,7 +197,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     of_use = [size for size in CARDS if any(limit.gib == size and limit.value is not None for limit in known)]
     of_use = of_use[:SIZES] or [size for size in CARDS if any(limit.gib == size for limit in known)][:1]
     lines, firsts = [], []
-    for limit in _telling(limit for limit in known if limit.gib in of_use):
+    for limit in _distinct_limits(limit for limit in known if limit.gib in of_use):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         firsts.append(f"{limit.group}{of}")
         lines.append(
@@ -260,21 +222,14 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     table = _table(
         "frontier",
         sentence(f"The largest {axis} that fits in a card's memory", about),
-        (
-            ("setting", "", "text"),
-            ("card", "GiB", "numbers"),
-            (ran, "tokens", "numbers"),
-            ("safe", "tokens", "numbers"),
-            ("curve", "tokens", "numbers"),
-            ("too long", "tokens", "numbers"),
-        ),
+        ("setting", "card (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
         lines,
         notes,
     )
-    return table and replace(table, groups=_starts(firsts))
+    return table and replace(table, groups=tuple(at for at in range(1, len(firsts)) if firsts[at] != firsts[at - 1]))
 
 
-def _telling(limits: Iterable[Limit]) -> Iterator[Limit]:
+def _distinct_limits(limits: Iterable[Limit]) -> Iterator[Limit]:
     """Without those of larger cards that say no more than the one before: all that was tried fits, no curve ends."""
     before: dict[tuple[str, int | None], Limit] = {}
     for limit in limits:
@@ -284,17 +239,15 @@ def _telling(limits: Iterable[Limit]) -> Iterator[Limit]:
         before[limit.group, limit.multiples_of] = limit
 
 
-def _starts(names: Sequence[str]) -> tuple[int, ...]:
-    """Where another name begins, but for the first."""
-    return tuple(at for at in range(1, len(names)) if names[at] != names[at - 1])
-
-
 def _table(
-    name: str, caption: str, heads: Sequence[tuple[str, str, str]], lines: Sequence[Sequence[str]], notes: Sequence[str]
+    name: str, caption: str, heads: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]
 ) -> Table | None:
-    """The table without columns that nothing is known of; None where there is no line."""
+    """The table without columns that nothing is known of; None where there is no line. All but the first are numbers,
+    their unit in brackets."""
     if not lines:
         return None
-    made = [Column(head, tuple(line[at] for line in lines), unit, kind) for at, (head, unit, kind) in enumerate(heads)]
+    first, *others = zip(*lines, strict=True)
+    pairs = zip(map(split_unit, heads[1:]), others, strict=True)
+    made = [Column(heads[0], first), *(Column(head, cells, unit, "numbers") for (head, unit), cells in pairs)]
     kept = tuple(column for column in made if any(cell not in ("–", "") for cell in column.cells))
     return Table(name, caption, kept, tuple(notes)) if kept else None

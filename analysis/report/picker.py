@@ -8,6 +8,7 @@ Not covered: choosing, which the page does (report.js).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,8 +19,9 @@ import pandas as pd
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
+from vramsweep.analysis.figures.style import settings as settings_of
 from vramsweep.analysis.report.answer import axis_name
-from vramsweep.harness.flags import BY_NAME
+from vramsweep.harness.rows.quality_flags import BY_NAME
 
 KIND = "rows"
 MOST = 200  # values of one axis: nobody looks through more
@@ -54,36 +56,26 @@ class Picker:
 def picker(table: Table, worlds: Sequence[tuple[str, Sequence[Group]]]) -> Picker:
     """Of the groups of a table's worlds, by name; rows of none of them are always shown."""
     of_row = np.full(len(table.frame), -1, dtype=np.int64)
-    settings: list[dict[str, str]] = []
-    labels: list[str] = []
-    flags: list[dict[str, int]] = []
-    numbers: dict[str, int] = {}
-    for name, groups in worlds:
-        for group in groups:
-            of_row[table.frame.index.get_indexer(group.source.index[group.rows])] = len(settings)
-            numbers[group.id] = len(settings)
-            own = {key: str(value) for key, value in group.settings.items()}
-            settings.append(own | ({KIND: name} if len(worlds) > 1 else {}))
-            labels.append("" if group.label == "all rows" else group.label)
-            flags.append(_flags(group.take("flags")["flags"]))
-    return Picker(_axes(settings), tuple(settings), tuple(labels), tuple(flags), of_row, numbers)
+    every = [group for _, groups in worlds for group in groups]
+    for number, group in enumerate(every):
+        of_row[table.frame.index.get_indexer(group.source.index[group.rows])] = number
+    kinds: list[dict[str, str]] = [{KIND: name} if len(worlds) > 1 else {} for name, groups in worlds for _ in groups]
+    settings = [settings_of(group) | kind for group, kind in zip(every, kinds, strict=True)]
+    labels = tuple("" if group.label == "all rows" else group.label for group in every)
+    flags = tuple(_flags(group.take("flags")["flags"]) for group in every)
+    numbers = {group.id: number for number, group in enumerate(every)}
+    return Picker(_axes(settings), tuple(settings), labels, flags, of_row, numbers)
 
 
 def _flags(column: pd.Series[Any]) -> dict[str, int]:
-    found: dict[str, int] = {}
-    for of_row in column.dropna():
-        for name in of_row:
-            found[str(name)] = found.get(str(name), 0) + 1
-    return found
+    return dict(Counter(str(name) for of_row in column.dropna() for name in of_row))
 
 
 def _axes(settings: Sequence[dict[str, str]]) -> tuple[Axis, ...]:
-    found: dict[str, list[str]] = {}
+    found: dict[str, set[str]] = {}
     for own in settings:
         for key, value in own.items():
-            values = found.setdefault(key, [])
-            if value not in values:
-                values.append(value)
+            found.setdefault(key, set()).add(value)
     return tuple(
         Axis(key, axis_name(key), tuple((value, _words(value)) for value in sorted(values, key=_order)))
         for key, values in found.items()
@@ -107,12 +99,12 @@ def forbidding(flags: dict[str, int], claim: str) -> dict[str, int]:
     return {name: n for name, n in flags.items() if name not in BY_NAME or claim in (BY_NAME[name].forbids or (claim,))}
 
 
-def in_words(flags: dict[str, int], rows: int | None = None) -> str:
+def in_words(flags: dict[str, int]) -> str:
     """Flags as a sentence: each with its meaning, and in how many rows where that is more than one thing."""
     said = []
     for name, n in flags.items():
-        many = f"{n:,} row{'s' * (n != 1)} " if rows is None else ""
-        said.append(f"{many}{name}: {BY_NAME[name].meaning}" if name in BY_NAME else f"{many}{name}")
+        meaning = f": {BY_NAME[name].meaning}" if name in BY_NAME else ""
+        said.append(f"{n:,} row{'s' * (n != 1)} {name}{meaning}")
     return "Flagged. " + "; ".join(said)
 
 

@@ -15,8 +15,9 @@ import pandas as pd
 from vramsweep.analysis.data.load import Table, trials
 from vramsweep.analysis.report.findings import reproduce
 from vramsweep.analysis.report.picker import Picker
-from vramsweep.harness.flags import BY_NAME
-from vramsweep.harness.terminal import shown
+from vramsweep.analysis.report.tiles import kinds
+from vramsweep.harness.messages.terminal import escape_text
+from vramsweep.harness.rows.quality_flags import BY_NAME
 
 MOST = 20_000
 
@@ -33,27 +34,27 @@ def row_data(table: Table, picker: Picker) -> dict[str, Any]:
     words: dict[str, int] = {}
     commands = []
     for _, row in frame[["trial_id", "foreign"]].iterrows():
-        command = shown(reproduce(row, known.get(row["trial_id"])))
+        command = escape_text(reproduce(row, known.get(row["trial_id"])))
         commands.append([words.setdefault(word, len(words)) for word in command.split(" ")])
     ends = frame["outcome"].fillna("unknown").astype(str)
     reasons = [
         end if pd.isna(reason) else f"{end}: {reason}" for end, reason in zip(ends, frame["reason"], strict=True)
     ]
     return {
-        "trial": [shown(str(one)) for one in frame["trial_id"].fillna("–")],
+        "trial": [escape_text(str(one)) for one in frame["trial_id"].fillna("–")],
         "group": [int(one) for one in picker.of_row[: len(frame)]],
-        "labels": [shown(label) for label in picker.labels],
+        "labels": [escape_text(label) for label in picker.labels],
         "length": _numbers(frame["seq_len"]),
         "batch": _numbers(frame["micro_batch"]),
         "allocated": _numbers(frame["peak_allocated_bytes"]),
         "reserved": _numbers(frame["peak_reserved_bytes"]),
         "speed": _numbers(frame["tokens_per_s"], 2),
-        "outcome": _coded(shown(text) for text in reasons),
-        "kind": _coded(_kinds(frame)),
+        "outcome": _coded(escape_text(text) for text in reasons),
+        "kind": _coded(kinds(frame)),
         "flagged": [[] if _missing(of_row) else [at[str(name)] for name in of_row] for of_row in frame["flags"]],
         "flags": [_flag(name) for name in names],
         "unproven": _coded(
-            shown("" if _missing(of_row) else ", ".join(map(str, of_row))) for of_row in frame["unproven"]
+            escape_text("" if _missing(of_row) else ", ".join(map(str, of_row))) for of_row in frame["unproven"]
         ),
         "words": list(words),
         "command": commands,
@@ -68,11 +69,6 @@ def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:
     return [None if pd.isna(v) else round(float(v), digits) if digits else int(v) for v in column]
 
 
-def _kinds(frame: pd.DataFrame) -> Iterable[str]:
-    for foreign, device in zip(frame["foreign"], frame["device"], strict=True):
-        yield "imported" if not pd.isna(foreign) else "predicted" if str(device) == "simulated" else "measured"
-
-
 def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
     """Texts as places in a list of the different ones."""
     at: dict[str, int] = {}
@@ -82,4 +78,8 @@ def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
 
 def _flag(name: str) -> dict[str, Any]:
     flag = BY_NAME.get(name)
-    return {"name": shown(name), "meaning": flag.meaning if flag else "", "forbids": list(flag.forbids) if flag else []}
+    return {
+        "name": escape_text(name),
+        "meaning": flag.meaning if flag else "",
+        "forbids": list(flag.forbids) if flag else [],
+    }

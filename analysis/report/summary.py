@@ -7,7 +7,7 @@ and their intervals, which the report and `vramsweep fit` have; what a question'
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import pandas as pd
 from rich import box
 from rich.table import Table as Grid
 
-from vramsweep.analysis.compare import sizes
+from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.metrics import MIB, show_bytes
-from vramsweep.harness.console import Console
-from vramsweep.harness.techniques import AXES, DEFAULTS
+from vramsweep.analysis.report.findings import values
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 
 LOOKED = 200  # configurations that are looked at
 WIDTH = 100  # columns, where the output is no terminal
@@ -88,7 +89,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
     lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
-    shown = sorted(zip(found, lines, strict=False), key=lambda pair: _place(pair[0]))
+    shown = sorted(zip(found, lines, strict=False), key=lambda pair: _order_key(pair[0]))
     findings = [*_fits(lines, axis, frames, beyond), *_costs(lines), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
     more = len(found) - len(lines)
@@ -166,20 +167,15 @@ def _title(table: Table) -> str:
     ended = frame["outcome"].fillna("unknown").value_counts()
     came = " · ".join(f"{count:,} {kind}" for kind, count in ended.items())
     predicted = frame["device"].eq("simulated").fillna(False)
-    cards = [f"predicted for {_names(frame['simulated_gpu'][predicted])}"] if predicted.any() else []
+    cards = [f"predicted for {values(frame[predicted], 'simulated_gpu', 3)}"] if predicted.any() else []
     measured = frame[~predicted & frame["foreign"].isna()]
-    on = _names(measured["gpu_name"]) or _names(measured["cpu_name"])
+    on = values(measured, "gpu_name", 3) or values(measured, "cpu_name", 3)
     if len(measured) and on:
         cards.insert(0, f"measured on {on}")
     return "\n".join([f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
 
 
-def _names(values: pd.Series[Any], most: int = 3) -> str:
-    unique = sorted({str(value) for value in values.dropna()})
-    return ", ".join(unique[:most]) + (f" and {len(unique) - most} more" if len(unique) > most else "")
-
-
-def _place(group: Group) -> list[Any]:
+def _order_key(group: Group) -> list[Any]:
     """By settings in their order; numbers by size."""
     return [
         (0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value)) for value in group.settings.values()
@@ -190,7 +186,7 @@ def _renamed(line: Line, table: Table) -> Line:
     """The only configuration, by what it is."""
     first = table.frame.iloc[0]
     known = [str(first[name]) for name in ("model", "runner", "precision") if not pd.isna(first[name])]
-    return Line(**(vars(line) | {"label": " · ".join(known) or line.label}))
+    return replace(line, label=" · ".join(known) or line.label)
 
 
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
@@ -294,8 +290,9 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
     What was measured comes before what is predicted.
     """
     best: tuple[bool, float, str] | None = None
-    names = [key for key in dict.fromkeys(key for group in found for key in group.settings) if _changeable(key)]
-    for name in names:
+    for name in dict.fromkeys(key for group in found for key in group.settings):
+        if name not in CHANGES and not name.startswith((EXTRA + OPTIONS, OPTIONS)):
+            continue
         alike: dict[Any, list[int]] = {}
         for n, group in enumerate(found[: len(frames)]):
             rest = tuple((k, v) for k, v in group.settings.items() if k != name)
@@ -308,10 +305,6 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
                 if told is not None and (best is None or told[:2] > best[:2]):
                     best = told
     return [best[2]] if best else []
-
-
-def _changeable(key: str) -> bool:
-    return key in CHANGES or key.startswith((EXTRA + OPTIONS, OPTIONS))
 
 
 def _saves(
@@ -334,7 +327,7 @@ def _saves(
     if not before or 1 - after / before < LEAST:
         return None
     was, now = (label({name: found[n].settings[name]}) for n in pair)
-    ends = " to ".join(sizes.in_bytes(before, after, signed=False))
+    ends = " to ".join(format_difference.in_bytes(before, after, signed=False))
     where = label({axis: int(max(common))} | dict(rest))
     kind = base.removeprefix("peak_").removesuffix("_bytes")
     speeds = [_median(side["tokens_per_s"]) for side in at]

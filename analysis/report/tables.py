@@ -15,11 +15,11 @@ from vramsweep.analysis.compare.calibrate import PARTS, SECONDS, Calibration
 from vramsweep.analysis.data.groups import Group, whatever
 from vramsweep.analysis.data.metrics import GIB, show_bytes
 from vramsweep.analysis.data.parts import Job, called
-from vramsweep.analysis.model import words
+from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.frontier import FEW, Limit
-from vramsweep.harness import repeats
-from vramsweep.harness.row import PARTS as OF_JOBS
+from vramsweep.analysis.model.memory_frontier import FEW, Limit
+from vramsweep.harness.rows import repeats
+from vramsweep.harness.rows.schema import PARTS as OF_JOBS
 
 BETWEEN = "95 % between processes (tokens/s)"
 
@@ -62,23 +62,21 @@ def _between(speeds: pd.Series[Any]) -> str:
 
 def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
     """One line per fitted curve."""
-    lines, ids = [], []
-    for fit in fits:
-        for key in fit.chosen.model.curves:
-            ids.append(fit.group)
-            lines.append(
-                {
-                    "quantity": fit.metric.label,
-                    "settings": fit.label,
-                    "model": fit.chosen.model.name,
-                    "curve": words.of_class(fit, fit.chosen, key),
-                    "RMS": words.number(fit.chosen.rms, fit.metric),
-                    "probability": f"{fit.chosen.probability:.2f}",
-                    "values rest on": fit.basis,
-                    "lengths": f"{len(np.unique(fit.points.x)):,}",
-                }
-            )
-    return pd.DataFrame(lines, index=ids)
+    curves = [(fit, key) for fit in fits for key in fit.chosen.model.curves]
+    lines = [
+        {
+            "quantity": fit.metric.label,
+            "settings": fit.label,
+            "model": fit.chosen.model.name,
+            "curve": fit_wording.of_class(fit, fit.chosen, key),
+            "RMS": fit_wording.number(fit.chosen.rms, fit.metric),
+            "probability": f"{fit.chosen.probability:.2f}",
+            "values rest on": fit.basis,
+            "lengths": f"{fit.lengths:,}",
+        }
+        for fit, key in curves
+    ]
+    return pd.DataFrame(lines, index=[fit.group for fit, _ in curves])
 
 
 def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:

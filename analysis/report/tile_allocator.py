@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.compare import verdicts
-from vramsweep.analysis.data.beyond import BEYOND, beyond_peak
-from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data import groups
+from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
+from vramsweep.analysis.data.groups import label, some_lengths
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, show_bytes
-from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, kinds, said
-from vramsweep.harness.errors import UserError
+from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, join, kinds
+from vramsweep.harness.messages.errors import UserError
 
 _COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
 _Pairs = list[tuple[Mapping[str, Any], verdicts.Memory]]
@@ -30,14 +30,14 @@ def allocator(table: Table, of: Head | None) -> Tile:
     names = [str(name) for name in known.value_counts().index]
     if len(names) < 2:
         only = f"only {names[0]} was tried" if names else "no row names one"
-        return Tile(question, "Not varied" if names else UNKNOWN, "", said(only, _left_over(of)), of.kind if of else "")
+        return Tile(question, "Not varied" if names else UNKNOWN, "", join(only, _unused(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     kind = kinds(table.frame)
     for which in KINDS:
         found = _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}
         if found:
-            return _told(question, base, found, which)
-    return Tile(question, about=said(f"no pair of equal settings ran both with {base} and with another"))
+            return _make_tile(question, base, found, which)
+    return Tile(question, about=join(f"no pair of equal settings ran both with {base} and with another"))
 
 
 def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[verdicts.OverAll, _Pairs]]:
@@ -46,7 +46,7 @@ def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[v
     return {name: one for name, one in every.items() if one is not None and one[0].change is not None}
 
 
-def _told(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, _Pairs]], kind: str) -> Tile:
+def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, _Pairs]], kind: str) -> Tile:
     changes = {name: over.change or 0.0 for name, (over, _) in found.items()}
     saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
     name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
@@ -58,26 +58,26 @@ def _told(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, 
         f"{n:,} setting{'s fit' * (n != 1) or ' fits'} only with {who}" for n, who in ((more, name), (fewer, base)) if n
     ]
     if over.verdict == "EQUAL":
-        return Tile(question, "Nothing", "", said(f"{', '.join(found)}: {what} as with {base}", *fit), kind)
+        return Tile(question, "Nothing", "", join(f"{', '.join(found)}: {what} as with {base}", *fit), kind)
     both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
     less = changes[name] < 0
     size, where = max(both, key=lambda one: -one[0] if less else one[0])
-    told = f"up to {show_bytes(abs(size))} {'less' if less else 'more'}{_place(where)}"
+    told = f"up to {show_bytes(abs(size))} {'less' if less else 'more'}{_describe_allocator(where)}"
     other = sum((change > 0) is less and change != 0 for change, _ in both)
     but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
     rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
     number = f"mean of {len(both):,} pairs" if len(both) != 1 else "one pair"
-    told = said(f"against {base}", told, but, *fit, *rest)
+    told = join(f"against {base}", told, but, *fit, *rest)
     return Tile(question, f"{name}: {_less(changes[name])} {what}", number, told, kind)
 
 
-def _place(settings: Mapping[str, Any]) -> str:
+def _describe_allocator(settings: Mapping[str, Any]) -> str:
     told = {key: settings[key] for key in ("seq_len", "micro_batch") if settings.get(key) is not None}
     return f", at {label(told)}" if told else ""
 
 
-def _less(change: float | None) -> str:
-    if change is None or abs(change) < 0.0005:
+def _less(change: float) -> str:
+    if abs(change) < 0.0005:
         return "no less"
     return f"{100 * abs(change):.1f}{NARROW}% {'less' if change < 0 else 'more'}"
 
@@ -86,7 +86,7 @@ def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _P
     """The verdict on reserved memory over all pairs, else on the first memory that both sides know; and that of each
     pair, with its settings."""
     try:
-        one, two = (_some(side) for side in verdicts.split(table, "allocator", [base, other]))
+        one, two = (_some(side) for side in groups.split(table, "allocator", [base, other]))
         found = verdicts.compare(one, two, (base, other))
     except UserError:
         return None
@@ -98,15 +98,13 @@ def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _P
 
 def _some(side: Table) -> Table:
     """At most about `_COMPARED` rows, of evenly spaced lengths."""
-    lengths = np.sort(side.frame["seq_len"].dropna().unique().astype(int))
-    if len(side.frame) <= _COMPARED or not len(lengths):
+    if len(side.frame) <= _COMPARED:
         return side
-    most = max(1, _COMPARED * len(lengths) // len(side.frame))
-    keep = lengths[np.unique(np.linspace(0, len(lengths) - 1, most).astype(int))]
-    return side.where(side.frame["seq_len"].isin(keep).fillna(False))
+    lengths = side.frame["seq_len"]
+    return side.where(some_lengths(lengths, _COMPARED * lengths.nunique() // len(lengths)))
 
 
-def _left_over(of: Head | None) -> str:
+def _unused(of: Head | None) -> str:
     """What was reserved beyond the peak, at most."""
     rows = beyond_peak([of.group])[0] if of else pd.DataFrame()
     if rows.empty:

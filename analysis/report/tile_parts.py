@@ -12,9 +12,8 @@ from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.report.tiles import FLAT, NARROW, Head, Tile, basis, ended, last_piece, memory_fit, said
-
-_PHASES = ("load", "forward", "backward", "optimizer")
+from vramsweep.analysis.model.phases import PHASES
+from vramsweep.analysis.report.tiles import FLAT, NARROW, Head, Tile, basis, ended, join, last_piece, memory_fit
 
 
 def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside: Beside) -> Tile:
@@ -43,7 +42,7 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
         beside_it = "" if pd.isna(measured) else f"; measured are {show_bytes(float(measured))}"
         parts = _parts(twin)
         return _largest(question, parts, f"of {show_bytes(sum(parts.values()))} predicted {at}{beside_it}", basis(twin))
-    peaks = {phase: float(v) for phase in _PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
+    peaks = {phase: float(v) for phase in PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = memory_fit(of, found)
     grows = _growing(fit, float(of.longest)) if fit is not None else None
@@ -53,9 +52,9 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
         if grows < 0.5:
             value = f"What no length changes, {100 * (1 - grows):.0f}{NARROW}%"
             told = f"weights, gradients, optimizer state; {100 * grows:.0f}{NARROW}% grows with length"
-        return Tile(question, value, "", said(told, f"of {fit.metric.label} {at}", phase), of.kind)
+        return Tile(question, value, "", join(told, f"of {fit.metric.label} {at}", phase), of.kind)
     if phase:
-        return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", said(at), of.basis)
+        return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", join(at), of.basis)
     return Tile(question, about="The rows hold a peak without its parts, and no curve tells them apart.")
 
 
@@ -83,7 +82,7 @@ def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> 
     first, *others = sorted(parts, key=lambda name: -parts[name])
     share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
     rest = [f"{name} {share[name]}" for name in others[:3] if parts[name] >= 0.005 * total]
-    told = said(f"then {', '.join(rest)}" if rest else "", of)
+    told = join(f"then {', '.join(rest)}" if rest else "", of)
     return Tile(question, f"{first.capitalize()}, {share[first]}", "", told, basis)
 
 

@@ -16,11 +16,12 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, show_bytes
-from vramsweep.analysis.figures.view import ON_CARD
+from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, show_bytes, unit_of
+from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.frontier import SIZES, Limit
-from vramsweep.harness import gpus, repeats
+from vramsweep.analysis.model.memory_frontier import SIZES, Limit
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.rows import repeats
 
 MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", "estimated"
 KINDS = (MEASURED, IMPORTED, PREDICTED)  # the surest first
@@ -77,7 +78,7 @@ def head(groups: Sequence[Group]) -> Head | None:
     return Head(group, name, done, int(row["seq_len"]), row, basis(row))
 
 
-def said(*parts: str) -> str:
+def join(*parts: str) -> str:
     """Parts of a sentence, the empty ones left out."""
     text = "; ".join(part for part in parts if part)
     return text[:1].upper() + text[1:] + "." if text else ""
@@ -125,7 +126,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
         if len(oom) and not len(ok):
             return _nothing(question, oom)
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
-        return Tile(question, about=said(f"no trial of a fixed length says what it needs ({ends})"))
+        return Tile(question, about=join(f"no trial of a fixed length says what it needs ({ends})"))
     ok, oom = (rows[kinds(rows).eq(of.kind)] for rows in (ok, oom))
     lengths = of.group.take("outcome", "seq_len")
     longer = lengths[lengths["seq_len"].gt(of.longest).fillna(False).astype(bool)].sort_values("seq_len")
@@ -140,11 +141,12 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
         next_ = "the longest that was tried"
     reserved = of.row["peak_reserved_bytes"]
     held = "" if of.group.resident or pd.isna(reserved) else f"{show_bytes(float(reserved))} reserved there"
-    most = f"batch {int(ok['micro_batch'].max())} ran too" if _larger(ok, of) else ""
+    larger = ok["micro_batch"].gt(of.row["micro_batch"]).fillna(False).any()
+    most = f"batch {int(ok['micro_batch'].max())} ran too" if larger else ""
     number = len(ok) + len(oom)
     all_ = f"{len(ok):,} of {number:,} trials fit" if len(oom) else f"all {number:,} trials fit" if number > 1 else ""
     value = f"{'Up to' if len(beyond) else 'Yes,'} {of.longest:,} tokens"
-    return Tile(question, value, _reach(of, limits), said(next_, held, all_, most, *_elsewhere(of, groups)), of.basis)
+    return Tile(question, value, _reach(of, limits), join(next_, held, all_, most, *_elsewhere(of, groups)), of.basis)
 
 
 def _nothing(question: str, oom: pd.DataFrame) -> Tile:
@@ -153,11 +155,11 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
     need = small["unlimited_peak_reserved_bytes"]
     would = ""
     if not pd.isna(need):
-        known = ((size, card) for size in SIZES if (card := gpus.smallest(size)) is not None)
-        enough = next((f": a card of {size:g} GiB" for size, card in known if gpus.memory_limit(card) > need), "")
+        known = ((size, card) for size in SIZES if (card := gpu_lookup.lowest_limit_gpu(size)) is not None)
+        enough = next((f": a card of {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need), "")
         would = f"the smallest needs {show_bytes(float(need))}{enough}"
     both = "both" if len(oom) == 2 else f"all {len(oom):,}"
-    told = said(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+    told = join(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
     return Tile(question, "Nothing fits", would, told, basis(small))
 
 
@@ -184,23 +186,17 @@ def _at(row: pd.Series[Any]) -> str:
     return length + ("" if pd.isna(row["micro_batch"]) else f" at batch {int(row['micro_batch'])}")
 
 
-def _larger(ok: pd.DataFrame, of: Head) -> bool:
-    """Whether a larger batch ran somewhere."""
-    most, own = ok["micro_batch"].max(), of.row["micro_batch"]
-    return bool(not pd.isna(most) and not pd.isna(own) and most > own)
-
-
 def size_of_card(row: pd.Series[Any]) -> float | None:
     """The nominal size (GiB) of the card that a row is of, as the frontier knows sizes; None if that is not known."""
     name = row["simulated_gpu"] if str(row["device"]) == "simulated" else row["gpu_name"]
-    listed = {gpu.name: gpu for gpu in gpus.GPUS}.get(str(name)) or gpus.find(str(name))
+    listed = {gpu.name: gpu for gpu in gpu_lookup.GPUS}.get(str(name)) or gpu_lookup.find_gpu(str(name))
     if listed is not None:
         return listed.memory_gib
     if pd.isna(row["device_total_bytes"]):
         return None
     total = float(row["device_total_bytes"]) / GIB
     near = min(SIZES, key=lambda size: abs(size - total))
-    return near if abs(near - total) <= gpus.SHORTFALL * near else None
+    return near if abs(near - total) <= gpu_lookup.SHORTFALL * near else None
 
 
 def _reach(of: Head, limits: Sequence[Limit]) -> str:
@@ -245,13 +241,13 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         column = next((name for name in METRICS if METRICS[name].memory and not pd.isna(of.row[name])), None)
         peak = f"{METRICS[column].label} is {show_bytes(float(of.row[column]))} at {of.longest:,}" if column else ""
         lengths = of.frame["seq_len"].nunique()
-        return Tile(question, about=said(f"{lengths} length{'s' * (lengths != 1)} ran, and a curve needs three", peak))
+        return Tile(question, about=join(f"{lengths} length{'s' * (lengths != 1)} ran, and a curve needs three", peak))
     start, fixed, slope, square, ends = last_piece(fit)
     batch = 1 if pd.isna(of.row["micro_batch"]) else int(of.row["micro_batch"])
     low, high = fit.range
     top = float(fit.value(np.array([high]))[0])
     if abs(top - float(fit.value(np.array([low]))[0])) < FLAT * top:
-        told = said(f"{fit.metric.label} stays at {show_bytes(top)} from {low:,.0f} to {high:,.0f} tokens")
+        told = join(f"{fit.metric.label} stays at {show_bytes(top)} from {low:,.0f} to {high:,.0f} tokens")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
@@ -261,14 +257,14 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine((slope + 2 * square * high) / batch)} per token"
     return Tile(
-        question, value, interval, said(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
+        question, value, interval, join(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
     )
 
 
 def _fine(value: float) -> str:
     """Bytes to three digits."""
-    scale, unit = (MIB, "MiB") if abs(value) >= MIB else (1024, "KiB") if abs(value) >= 1024 else (1, "B")
-    return f"{float(f'{value / scale:.3g}'):,g} {unit}"
+    unit = unit_of(min(abs(value), MIB))
+    return f"{float(f'{value / unit.bytes:.3g}'):,g} {unit.name}"
 
 
 def _between(low: float, high: float) -> str:
@@ -291,10 +287,10 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
         return Tile(question, about="No row holds a speed.")
     best = _highest(rough, "estimated_tokens_per_s", of)
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
-    at = _point(best, _of(best, groups))
+    at = _point(best, _group(best, groups))
     if pd.isna(likely):
-        return Tile(question, f"≤ {most:,.0f} tokens/s", "an upper bound (roofline)", said(at, "not timed"), ESTIMATED)
-    told = said(at, "by published speeds, not timed")
+        return Tile(question, f"≤ {most:,.0f} tokens/s", "an upper bound (roofline)", join(at, "not timed"), ESTIMATED)
+    told = join(at, "by published speeds, not timed")
     return Tile(question, f"≈ {float(likely):,.0f} tokens/s", f"at most {most:,.0f} (roofline)", told, ESTIMATED)
 
 
@@ -307,7 +303,7 @@ def _highest(rows: pd.DataFrame, column: str, of: Head | None) -> pd.Series[Any]
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
     best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
-    group = _of(best, groups)
+    group = _group(best, groups)
     runs = ended(group.frame, "ok") if group else timed.loc[[best.name]]
     for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
         runs = runs[runs[axis].eq(best[axis]).fillna(False).astype(bool)]
@@ -317,10 +313,10 @@ def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
         interval = f"95{NARROW}%: {sure.low:,.0f} to {sure.high:,.0f} ({sure.runs} processes)"
     mfu = "" if pd.isna(best["mfu"]) else f"MFU {100 * float(best['mfu']):.1f}{NARROW}%"
     value = float(best["tokens_per_s"]) if sure is None else sure.mean
-    return Tile(question, f"{value:,.0f} tokens/s", interval, said(_point(best, group), mfu), basis(best))
+    return Tile(question, f"{value:,.0f} tokens/s", interval, join(_point(best, group), mfu), basis(best))
 
 
-def _of(row: pd.Series[Any], groups: Sequence[Group]) -> Group | None:
+def _group(row: pd.Series[Any], groups: Sequence[Group]) -> Group | None:
     return next((group for group in groups if row.name in group.source.index[group.rows]), None)
 
 

@@ -1,6 +1,6 @@
 """What a finished sweep leaves behind: rows.csv, figures and report.html. The folder for a paper: paper.py.
 
-Which files of a folder may be replaced or deleted: harness/outputs.py.
+Which files of a folder may be replaced or deleted: harness/files/outputs.py.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.analysis.answers.registry import Answered
+from vramsweep.analysis.answers.answer_table import Answered
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
 from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.content import Content, collect
 from vramsweep.analysis.report.summary import Summary
-from vramsweep.harness import outputs
-from vramsweep.harness.console import Console
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.files import reason
+from vramsweep.harness.files import outputs
+from vramsweep.harness.files.bounded_reads import error_reason
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.errors import UserError
 
 NOTES = 3  # that the end of a sweep shows; the report has all
 
@@ -71,7 +71,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
     beside = folder.resolve() in (source.resolve(), source.resolve().parent)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
-        with outputs.into(folder, "report", beside) as (draft, kept):
+        with outputs.into_folder(folder, "report", beside) as (draft, kept):
             if places["rows"].resolve() == source.resolve():
                 shutil.copyfile(source, draft / "rows.csv")
             else:
@@ -106,4 +106,4 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
 
 def unwritable(error: OSError, folder: Path) -> UserError:
     """What to say where a file could not be written."""
-    return UserError(f"cannot write {error.filename or folder}: {reason(error)}; choose a folder with --out")
+    return UserError(f"cannot write {error.filename or folder}: {error_reason(error)}; choose a folder with --out")

@@ -1,0 +1,5 @@
+"""PyTorch's CUDA caching allocator as a pure simulation, and recordings of the real one.
+
+In: allocations and frees in order, settings, a limit in bytes. Out: peaks, segments, where it runs out of memory.
+It must not know where the events come from, a trace or a recording, and starts nothing.
+"""

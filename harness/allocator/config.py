@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from vramsweep.harness import mistakes
-from vramsweep.harness.errors import UserError, describe
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError, describe
 
 MIB = 1 << 20
 INTERVALS = 16  # roundup_power2_divisions: one entry per power of two from 1 MiB to 32 GiB (and above)
@@ -41,171 +41,27 @@ class Option:
     since: str
     scope: Scope
     meaning: str
-    accepts: Callable[[Any], bool] = field(default=lambda _value: True, repr=False)
-    alias: str | None = None
+    accepts: Callable[[Any], bool] = field(repr=False)
+    alias: str | None
+
+
+def _option(
+    default: Any,
+    meaning: str,
+    allowed: str = "True or False",
+    accepts: Callable[[Any], bool] = lambda _value: True,
+    *,
+    since: str = OLDEST_TORCH,
+    scope: Scope = "device",
+    alias: str | None = None,
+) -> Any:
+    """Make the field of an option, which has all that `Option` says of it but name and kind."""
+    about = {"allowed": allowed, "since": since, "scope": scope, "meaning": meaning, "accepts": accepts, "alias": alias}
+    return field(default=default, metadata=about)
 
 
 def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
-
-
-OPTIONS: tuple[Option, ...] = (
-    Option(
-        "backend",
-        "name",
-        "native or cudaMallocAsync",
-        "2.6",
-        "backend",
-        "PyTorch's own caching allocator, or the CUDA driver's stream-ordered one",
-        lambda v: v in ("native", "cudaMallocAsync"),
-    ),
-    Option(
-        "expandable_segments",
-        "bool",
-        "True or False",
-        "2.6",
-        "device",
-        "one growing virtual range per pool and stream instead of many fixed segments (not on Windows)",
-    ),
-    Option(
-        "large_segment_size_mb",
-        "whole number",
-        "more than 10",
-        "2.11",
-        "device",
-        "size of a segment shared by requests between 1 and 10 MiB; page size of expandable segments (default 20)",
-        lambda v: v > 10,
-    ),
-    Option(
-        "max_split_size_mb",
-        "whole number",
-        "at least large_segment_size_mb (20)",
-        "2.6",
-        "device",
-        "blocks of this size or more are never split (default: no limit)",
-    ),
-    Option(
-        "max_non_split_rounding_mb",
-        "whole number",
-        "at least large_segment_size_mb (20)",
-        "2.6",
-        "device",
-        "how much larger than the request an unsplittable cached block may be (default: large_segment_size_mb)",
-    ),
-    Option(
-        "roundup_power2_divisions",
-        "divisions",
-        "a power of two, or [MiB:divisions,...,>:divisions] with powers of two (divisions may be 0: off)",
-        "2.6",
-        "device",
-        "rounds requests up to a fraction of the power of two below them, so that more of them share a size",
-        lambda v: len(v) == INTERVALS and all(d == 0 or _power_of_two(d) for d in v),
-    ),
-    Option(
-        "garbage_collection_threshold",
-        "number",
-        "more than 0 and less than 1",
-        "2.6",
-        "device",
-        "share of the memory limit above which old cached blocks are freed before a new segment is made",
-        lambda v: 0 < v < 1,
-    ),
-    Option(
-        "per_process_memory_fraction",
-        "number",
-        "0 to 1",
-        "2.10",
-        "device",
-        "memory limit as a share of the device's memory (default 1: no limit)",
-        lambda v: 0 <= v <= 1,
-    ),
-    Option(
-        "throw_on_cudamalloc_oom",
-        "bool",
-        "True or False",
-        "2.12",
-        "device",
-        "refuse a request that would pass the memory limit before calling cudaMalloc",
-    ),
-    Option(
-        "release_lock_on_cudamalloc",
-        "bool",
-        "True or False",
-        "2.6",
-        "device",
-        "let other threads use the allocator while cudaMalloc runs",
-        alias="release_lock_on_hipmalloc",
-    ),
-    Option(
-        "graph_capture_record_stream_reuse",
-        "bool",
-        "True or False",
-        "2.9",
-        "device",
-        "reuse blocks other streams used while a CUDA graph is being captured",
-    ),
-    Option(
-        "pinned_use_cuda_host_register",
-        "bool",
-        "True or False",
-        "2.6",
-        "host",
-        "pin host memory with cudaHostRegister instead of cudaHostAlloc",
-        alias="pinned_use_hip_host_register",
-    ),
-    Option(
-        "pinned_num_register_threads",
-        "whole number",
-        "a power of two up to 128",
-        "2.6",
-        "host",
-        "threads that touch pages before cudaHostRegister (default 1)",
-        lambda v: _power_of_two(v) and v <= 128,
-    ),
-    Option(
-        "pinned_use_background_threads",
-        "bool",
-        "True or False",
-        "2.6",
-        "host",
-        "watch for the end of copies from pinned memory in a background thread",
-    ),
-    Option(
-        "pinned_reserve_segment_size_mb",
-        "whole number",
-        "more than 0",
-        "2.10",
-        "host",
-        "pin one segment of this size up front and serve small requests from it (default: none)",
-        lambda v: v > 0,
-    ),
-    Option(
-        "pinned_max_round_threshold_mb",
-        "whole number",
-        "0 or more",
-        "2.12",
-        "host",
-        "pinned requests above this are not rounded up to a power of two (default: no limit)",
-    ),
-    Option(
-        "pinned_max_cached_size_mb",
-        "whole number",
-        "0 or more",
-        "2.12",
-        "host",
-        "pinned blocks above this are given back instead of cached (default: no limit)",
-    ),
-    Option(
-        "pinned_free_catch_all",
-        "bool",
-        "True or False",
-        "2.12",
-        "host",
-        "warn instead of raising when freeing pinned memory fails",
-    ),
-)
-_BY_NAME = {o.name: o for o in OPTIONS} | {o.alias: o for o in OPTIONS if o.alias}
-_GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_power2_divisions takes a size per interval"}
 
 
 @dataclass(frozen=True)
@@ -217,24 +73,74 @@ class AllocatorConfig:
     Raises AllocatorConfigError when a value is out of range.
     """
 
-    backend: str = "native"
-    expandable_segments: bool = False
-    large_segment_size_mb: int = 20
-    max_split_size_mb: int | None = None
-    max_non_split_rounding_mb: int | None = None
-    roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP
-    garbage_collection_threshold: float | None = None
-    per_process_memory_fraction: float = 1.0
-    throw_on_cudamalloc_oom: bool = False
-    release_lock_on_cudamalloc: bool = False
-    graph_capture_record_stream_reuse: bool = False
-    pinned_use_cuda_host_register: bool = False
-    pinned_num_register_threads: int = 1
-    pinned_use_background_threads: bool = False
-    pinned_reserve_segment_size_mb: int | None = None
-    pinned_max_round_threshold_mb: int | None = None
-    pinned_max_cached_size_mb: int | None = None
-    pinned_free_catch_all: bool = False
+    backend: str = _option(
+        "native", "PyTorch's own caching allocator, or the CUDA driver's stream-ordered one",
+        "native or cudaMallocAsync", lambda v: v in ("native", "cudaMallocAsync"), scope="backend",
+    )  # fmt: skip
+    expandable_segments: bool = _option(
+        False, "one growing virtual range per pool and stream instead of many fixed segments (not on Windows)"
+    )
+    large_segment_size_mb: int = _option(
+        20, "size of a segment shared by requests between 1 and 10 MiB; page size of expandable segments (default 20)",
+        "more than 10", lambda v: v > 10, since="2.11",
+    )  # fmt: skip
+    max_split_size_mb: int | None = _option(
+        None, "blocks of this size or more are never split (default: no limit)", "at least large_segment_size_mb (20)"
+    )
+    max_non_split_rounding_mb: int | None = _option(
+        None,
+        "how much larger than the request an unsplittable cached block may be (default: large_segment_size_mb)",
+        "at least large_segment_size_mb (20)",
+    )
+    roundup_power2_divisions: tuple[int, ...] = _option(
+        NO_ROUNDUP,
+        "rounds requests up to a fraction of the power of two below them, so that more of them share a size",
+        "a power of two, or [MiB:divisions,...,>:divisions] with powers of two (divisions may be 0: off)",
+        lambda v: len(v) == INTERVALS and all(d == 0 or _power_of_two(d) for d in v),
+    )
+    garbage_collection_threshold: float | None = _option(
+        None, "share of the memory limit above which old cached blocks are freed before a new segment is made",
+        "more than 0 and less than 1", lambda v: 0 < v < 1,
+    )  # fmt: skip
+    per_process_memory_fraction: float = _option(
+        1.0, "memory limit as a share of the device's memory (default 1: no limit)", "0 to 1", lambda v: 0 <= v <= 1,
+        since="2.10",
+    )  # fmt: skip
+    throw_on_cudamalloc_oom: bool = _option(
+        False, "refuse a request that would pass the memory limit before calling cudaMalloc", since="2.12"
+    )
+    release_lock_on_cudamalloc: bool = _option(
+        False, "let other threads use the allocator while cudaMalloc runs", alias="release_lock_on_hipmalloc"
+    )
+    graph_capture_record_stream_reuse: bool = _option(
+        False, "reuse blocks other streams used while a CUDA graph is being captured", since="2.9"
+    )
+    pinned_use_cuda_host_register: bool = _option(
+        False, "pin host memory with cudaHostRegister instead of cudaHostAlloc", scope="host",
+        alias="pinned_use_hip_host_register",
+    )  # fmt: skip
+    pinned_num_register_threads: int = _option(
+        1, "threads that touch pages before cudaHostRegister (default 1)", "a power of two up to 128",
+        lambda v: _power_of_two(v) and v <= 128, scope="host",
+    )  # fmt: skip
+    pinned_use_background_threads: bool = _option(
+        False, "watch for the end of copies from pinned memory in a background thread", scope="host"
+    )
+    pinned_reserve_segment_size_mb: int | None = _option(
+        None, "pin one segment of this size up front and serve small requests from it (default: none)",
+        "more than 0", lambda v: v > 0, since="2.10", scope="host",
+    )  # fmt: skip
+    pinned_max_round_threshold_mb: int | None = _option(
+        None, "pinned requests above this are not rounded up to a power of two (default: no limit)", "0 or more",
+        since="2.12", scope="host",
+    )  # fmt: skip
+    pinned_max_cached_size_mb: int | None = _option(
+        None, "pinned blocks above this are given back instead of cached (default: no limit)", "0 or more",
+        since="2.12", scope="host",
+    )  # fmt: skip
+    pinned_free_catch_all: bool = _option(
+        False, "warn instead of raising when freeing pinned memory fails", since="2.12", scope="host"
+    )
 
     def __post_init__(self) -> None:
         divisions = tuple(0 if d == 1 else d for d in self.roundup_power2_divisions)
@@ -242,7 +148,7 @@ class AllocatorConfig:
         for option in OPTIONS:
             value = getattr(self, option.name)
             if value is not None and not option.accepts(value):
-                raise _wrong(option, _text(option, value))
+                raise _wrong(option, format_value(option, value))
         for name in ("max_split_size_mb", "max_non_split_rounding_mb"):
             value = getattr(self, name)
             if value is not None and value < self.large_segment_size_mb:
@@ -260,9 +166,17 @@ class AllocatorConfig:
         starts from.
         """
         chosen = [o for o in self.set_options() if only is None or o.name in only]
-        return ",".join(f"{o.name}:{_text(o, getattr(self, o.name))}" for o in chosen)
+        return ",".join(f"{o.name}:{format_value(o, getattr(self, o.name))}" for o in chosen)
 
 
+# What is read for a field of each type; a size that has no limit is a whole number too.
+_KINDS: dict[Any, Kind] = {
+    str: "name", bool: "bool", int: "whole number", int | None: "whole number", float: "number",
+    float | None: "number", tuple[int, ...]: "divisions",
+}  # fmt: skip
+OPTIONS = tuple(Option(name=f.name, kind=_KINDS[f.type], **f.metadata) for f in fields(AllocatorConfig))
+_BY_NAME = {o.name: o for o in OPTIONS} | {o.alias: o for o in OPTIONS if o.alias}
+_GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_power2_divisions takes a size per interval"}
 _DEFAULT = AllocatorConfig()
 
 
@@ -380,7 +294,8 @@ def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collec
     `only` names the options to compare, where not all of `effective` is known.
     """
     return [
-        f"{o.name}: asked for {_text(o, getattr(asked, o.name))}, in force is {_text(o, getattr(effective, o.name))}"
+        f"{o.name}: asked for {format_value(o, getattr(asked, o.name))}, "
+        f"in force is {format_value(o, getattr(effective, o.name))}"
         for o in OPTIONS
         if (only is None or o.name in only) and getattr(asked, o.name) != getattr(effective, o.name)
     ]
@@ -410,17 +325,6 @@ def read_back(asked: AllocatorConfig, backend: str, settings: Mapping[str, Any])
     return ReadBack(effective.render(known), "; ".join(found) or None, notes + without_effect(asked))
 
 
-def option_table() -> str:
-    """The options as a Markdown table for the documentation."""
-    head = "| option | allowed | default | since torch | acts on | meaning |\n|---|---|---|---|---|---|"
-    rows = [
-        f"| `{o.name}` | {o.allowed} | {_text(o, getattr(_DEFAULT, o.name))} | "
-        f"{o.since}{' or earlier' if o.since == OLDEST_TORCH else ''} | {o.scope} | {o.meaning} |"
-        for o in OPTIONS
-    ]
-    return "\n".join([head, *rows])
-
-
 def _entries(text: str) -> list[str]:
     """Split at the commas outside brackets."""
     entries, depth, start = [], 0, 0
@@ -442,7 +346,7 @@ def _read(option: Option, text: str) -> Any:
             return text
         case "bool" if text in ("True", "False"):
             return text == "True"
-        case "whole number" if (number := _whole(text)) is not None:
+        case "whole number" if (number := _parse_whole(text)) is not None:
             return number
         case "number":
             try:
@@ -461,7 +365,7 @@ def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
     the last one named.
     """
     if not text.startswith("["):
-        everywhere = _whole(text)
+        everywhere = _parse_whole(text)
         if everywhere is None or not _power_of_two(everywhere):
             raise _wrong(option, text)
         return (everywhere,) * INTERVALS
@@ -469,7 +373,7 @@ def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
     last = -1
     for entry in filter(None, text.removeprefix("[").removesuffix("]").split(",")):
         key, _, value = entry.partition(":")
-        count, interval = _whole(value), _whole(key)
+        count, interval = _parse_whole(value), _parse_whole(key)
         if count is None:
             raise _wrong(option, text)
         if key == ">":
@@ -485,12 +389,12 @@ def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
     return tuple(divisions)
 
 
-def _whole(text: str) -> int | None:
+def _parse_whole(text: str) -> int | None:
     """A plain decimal number; None for anything else, and for more digits than any size in MiB can have."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 13 else None
 
 
-def _text(option: Option, value: Any) -> str:
+def format_value(option: Option, value: Any) -> str:
     """A value as it is written in the variable."""
     if value is None:
         return "none"
@@ -512,7 +416,7 @@ def _wrong(option: Option, text: str) -> AllocatorConfigError:
 def _unknown(name: str) -> str:
     if name in _GONE:
         return f"{name} is not an option any more: {_GONE[name]}"
-    near = mistakes.closest(name, _BY_NAME)
+    near = suggestions.find_closest(name, _BY_NAME)
     hint = f"did you mean {near}?" if near else f"options are {', '.join(o.name for o in OPTIONS)}"
     return f"unknown allocator option {name[:60]!r}: {hint}"
 

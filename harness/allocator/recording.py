@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness.allocator import safepickle
+from vramsweep.harness.allocator import safe_unpickle
 from vramsweep.harness.allocator.config import AllocatorConfig, AllocatorConfigError, from_settings
 from vramsweep.harness.allocator.simulator import Piece
-from vramsweep.harness.errors import UserError, describe
+from vramsweep.harness.messages.errors import UserError, describe
 
 Event = tuple[str, int, int, int]  # action, address, size, stream; of alloc and free, the size the caller asked for
 SEGMENT_ACTIONS = frozenset(("segment_alloc", "segment_free", "segment_map", "segment_unmap"))
@@ -63,12 +63,12 @@ class Recording:
     held: Mapping[int, Any]
 
 
-def load(path: Path, device: int | None = None, max_bytes: int = safepickle.DEFAULT_MAX_BYTES) -> Recording:
+def load(path: Path, device: int | None = None, max_bytes: int = safe_unpickle.DEFAULT_MAX_BYTES) -> Recording:
     """Read and check a recording; `device` is needed only when several devices have events.
 
     Raises RecordingError or safepickle.UnsafePickle, both UserError, naming what is wrong.
     """
-    return check(safepickle.load(path, max_bytes), path.name, device)
+    return check(safe_unpickle.load(path, max_bytes), path.name, device)
 
 
 def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
@@ -133,8 +133,8 @@ def _event(entry: Any, index: int, name: str) -> Event:
     known = _ACTIONS.get(action) if isinstance(action, str) else None
     if known is None:
         raise RecordingError(f"{where} has the unknown action {describe(action)}: this version cannot replay it")
-    addr = _whole(entry, "device_free" if known == "oom" else "addr", where)
-    return known, addr, _whole(entry, "size", where), _whole(entry, "stream", where)
+    addr = _read_whole(entry, "device_free" if known == "oom" else "addr", where)
+    return known, addr, _read_whole(entry, "size", where), _read_whole(entry, "stream", where)
 
 
 def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]:
@@ -147,7 +147,7 @@ def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]
         where = f"{name}: segment {index}"
         if not isinstance(entry, dict):
             raise RecordingError(f"{where} is not a dict")
-        if _whole(entry, "device", where) == device:
+        if _read_whole(entry, "device", where) == device:
             segments.append(_segment(entry, where, private_pools))
     segments.sort(key=lambda s: s.addr)
     for left, right in itertools.pairwise(segments):
@@ -157,7 +157,7 @@ def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]
 
 
 def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int, int], int]) -> Segment:
-    addr, size = _whole(entry, "address", where), _whole(entry, "total_size", where)
+    addr, size = _read_whole(entry, "address", where), _read_whole(entry, "total_size", where)
     kind = entry.get("segment_type")
     if kind not in ("small", "large"):
         raise RecordingError(f"{where} has segment_type {describe(kind)}, expected small or large")
@@ -171,11 +171,11 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
         state = _STATES.get(known) if isinstance(known, str) else None
         if state is None:
             raise RecordingError(f"{where} has a block that is not a dict with a known state")
-        length = _whole(raw, "size", where)
+        length = _read_whole(raw, "size", where)
         if length == 0 or raw.get("address", at) != at:
             raise RecordingError(f"{where}: its blocks do not follow one another")
         in_use = state != "free"
-        requested = _whole(raw, "requested_size", where) if in_use and "requested_size" in raw else length
+        requested = _read_whole(raw, "requested_size", where) if in_use and "requested_size" in raw else length
         pieces.append(Piece(at, length, state, at if in_use else None, requested if in_use else 0))  # type: ignore[arg-type]
         at += length
     if at != addr + size:
@@ -183,7 +183,7 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
     return Segment(
         addr=addr,
         size=size,
-        stream=_whole(entry, "stream", where),
+        stream=_read_whole(entry, "stream", where),
         small=kind == "small",
         private=private_pools.setdefault(pool, len(private_pools)),
         expandable=entry.get("is_expandable") is True,
@@ -209,7 +209,7 @@ def _list(value: Any, what: str) -> list[Any]:
     return value
 
 
-def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
+def _read_whole(entry: Mapping[str, Any], key: str, where: str) -> int:
     value = entry.get(key)
     largest = _MAX_SIZE if key.endswith("size") else _MAX_NUMBER
     if type(value) is not int or not 0 <= value < largest:

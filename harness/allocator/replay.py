@@ -7,19 +7,75 @@ addresses suggest, into an empty allocator. To compare like with like, the recor
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
-from vramsweep.harness.allocator.follow import RELEASES, Follower, Match, apply
-from vramsweep.harness.allocator.holders import Holders, at_peak, library_of
+from vramsweep.harness.allocator.initial_state import Start, undo
+from vramsweep.harness.allocator.peak_blocks import Holders, at_peak, find_vendor_library
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
-from vramsweep.harness.allocator.restore import Start, undo
-from vramsweep.harness.allocator.safepickle import DEFAULT_MAX_BYTES
+from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
-from vramsweep.harness.allocator.timeline import Point, Timeline
+from vramsweep.harness.allocator.verify_replay import RELEASES, Follower, Match, apply
+
+TIMELINE_POINTS = 2000
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Point:
+    """The timeline at one stretch of events: the most bytes reserved and allocated in it; `time_us` at its end."""
+
+    event: int
+    time_us: int | None
+    reserved: int
+    allocated: int
+
+
+class Timeline:
+    """Reserved and allocated over the events, at most TIMELINE_POINTS of them, peaks kept.
+
+    Events are handed out in stretches and each stretch becomes a point, so the events themselves cost nothing.
+    """
+
+    def __init__(self, simulator: Simulator, times: Sequence[int] | None) -> None:
+        self.events = 0
+        self.points: list[Point] = []
+        self._simulator = simulator
+        self._times = times
+        self._allocated = 0  # the peak so far; the simulator's own peak starts anew with each stretch
+        self._reserved = 0
+
+    def stretches(self, events: Iterable[_T], total: int) -> Iterator[list[_T]]:
+        length = max(1, -(-total // TIMELINE_POINTS))
+        source = iter(events)
+        self.mark()
+        while stretch := list(islice(source, length)):
+            yield stretch
+            self.events += len(stretch)
+            self.mark()
+
+    @property
+    def peak_allocated(self) -> int:
+        return max(self._allocated, self._simulator.peak_allocated)
+
+    def stats(self) -> Stats:
+        """The simulator's, with the peak of all stretches."""
+        return replace(self._simulator.stats(), peak_allocated=self.peak_allocated)
+
+    def mark(self) -> None:
+        """Add a point for the stretch that ends here, be it with an out-of-memory error."""
+        s = self._simulator
+        time = None if self._times is None or self.events == 0 else self._times[min(self.events, len(self._times)) - 1]
+        reserved = s.peak_reserved if s.peak_reserved > self._reserved else s.reserved
+        self.points.append(Point(self.events, time, reserved, s.peak_allocated))
+        self._reserved = s.peak_reserved
+        self._allocated = max(self._allocated, s.peak_allocated)
+        s.peak_allocated = s.allocated
 
 
 @dataclass(frozen=True)
@@ -95,7 +151,7 @@ def what_if(
     rows.append(replace(baseline, settings=recording.settings.render()))
     rows += [replay_under(recording, start, config, memory_limit) for config in configs]
     history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
-    events, library = len(recording.events), library_of(recording)
+    events, library = len(recording.events), find_vendor_library(recording)
     return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
 
 
@@ -117,8 +173,8 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
         follower.finish()
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
-        timeline.close()
-    row = _row(recording.settings, "recorded", simulator, out_of_memory, follower.match(), (), timeline)
+        timeline.mark()
+    row = _row(recording.settings, "recorded", timeline, out_of_memory, follower.match(), ())
     if len(recording.events) < 2:
         row = replace(row, peak_reserved=None, reserved_unallocated=None, peak_allocated=None, stats=None)
         row = replace(row, device_allocs=None, retries=None, match=None)
@@ -160,9 +216,9 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
                 apply(simulator, *operation)
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
-        timeline.close()
+        timeline.mark()
     notes = without_effect(config, memory_limited=memory_limit is not None)
-    return _row(config, "rebuilt", simulator, out_of_memory, None, tuple(notes), timeline)
+    return _row(config, "rebuilt", timeline, out_of_memory, None, notes)
 
 
 def rebuild(simulator: Simulator, start: Start) -> None:
@@ -208,13 +264,12 @@ def _operations(recording: Recording, start: Start) -> Iterator[tuple[int, tuple
 def _row(
     config: AllocatorConfig,
     start: str,
-    simulator: Simulator,
-    out_of_memory: str | None,
-    match: Match | None,
-    notes: tuple[str, ...],
     timeline: Timeline,
+    ended: str | None,
+    match: Match | None,
+    notes: Sequence[str],
 ) -> Row:
-    stats = replace(simulator.stats(), peak_allocated=timeline.peak_allocated)
+    stats = timeline.stats()
     return Row(
         settings=config.render(),
         start=start,
@@ -223,9 +278,9 @@ def _row(
         peak_allocated=stats.peak_allocated,
         device_allocs=stats.num_device_alloc,
         retries=stats.num_alloc_retries,
-        out_of_memory=out_of_memory,
+        out_of_memory=ended,
         match=match,
-        notes=notes,
+        notes=tuple(notes),
         stats=stats,
         timeline=tuple(timeline.points),
     )

@@ -6,11 +6,11 @@ It follows `DeviceCachingAllocator` of torch 2.13 (`malloc`, `get_free_block`, `
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vramsweep.harness.allocator import expandable
+from vramsweep.harness.allocator import expandable_segments
 from vramsweep.harness.allocator.addresses import Addresses
 from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
@@ -22,7 +22,7 @@ from vramsweep.harness.allocator.sizes import (
     round_up,
     segment_size,
 )
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
 
 SegmentEvent = tuple[str, int, int, int]  # kind, address, size, stream; kinds as in a recording
 FIRST_RANGE = 1 << 56  # address space of expandable segments, away from cudaMalloc's
@@ -230,7 +230,7 @@ class Simulator:
             for block in [b for _, _, b in pool.free if not b.expandable and not b.split]:
                 self._release(block)
             for block in [b for _, _, b in pool.free if b.expandable]:
-                start, size = expandable.unmap(block, self._page(pool))
+                start, size = expandable_segments.unmap(block, self._page(pool))
                 if size:
                     self._count_segment("segment_unmap", start, size, pool.stream)
 
@@ -240,7 +240,7 @@ class Simulator:
         for pool in self._common_pools(small=False, then_small=True):
             whole = [b for _, _, b in pool.free if not b.expandable and not b.split]
             events += [("segment_free", b.addr, b.size, pool.stream) for b in whole]
-            pages = [expandable.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
+            pages = [expandable_segments.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
             events += [("segment_unmap", start, size, pool.stream) for start, size in pages if size]
         return events
 
@@ -272,10 +272,6 @@ class Simulator:
     def pool(self, private: int, stream: int, small: bool) -> Pool:
         """The pool for this private pool, stream and size class; made when it is new."""
         return self._pools.setdefault((private, stream, small), Pool(private, stream, small))
-
-    def pools(self) -> Iterator[Pool]:
-        """Every pool there is, for looking at the free blocks."""
-        return iter(self._pools.values())
 
     def adopt(self, private: int, stream: int, small: bool, is_expandable: bool, pieces: Sequence["Piece"]) -> None:
         """Take over a segment (or range of expandable address space) that exists already, before any request."""
@@ -319,7 +315,7 @@ class Simulator:
             while (
                 free[at][2].expandable
                 and at + 1 < nowhere
-                and expandable.reach(free[at + 1][2]) < expandable.reach(free[at][2])
+                and expandable_segments.reach(free[at + 1][2]) < expandable_segments.reach(free[at][2])
             ):
                 at += 1
         else:
@@ -356,7 +352,7 @@ class Simulator:
 
     def _device_malloc(self, pool: Pool, rounded: int, size: int) -> Block:
         if self._expandable:
-            return expandable.grow(
+            return expandable_segments.grow(
                 pool,
                 rounded,
                 self._page(pool),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import translate
 
-from vramsweep.harness import credentials
+from vramsweep.harness.files import redaction
 
 
 class Fate(StrEnum):
@@ -38,60 +38,37 @@ ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC
 
 SECRET = "may be a secret"
 # The first rule that matches decides; what none matches is passed on and not recorded.
+# fmt: off
 RULES: tuple[Rule, ...] = (
-    Rule(
-        Fate.DROP,
-        "the ranks of an outer launcher",
-        # torch.distributed's env://, torchrun's, and what accelerate and DeepSpeed take a world size or rank from
-        (
-            *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"),
-            *("NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_*", "MASTER_ADDR", "MASTER_PORT"),
-            *("TORCHELASTIC_*", "TORCH_ELASTIC_*", "OMPI_*", "PMI_*", "PMIX_*", "MV2_COMM_WORLD_*"),
-            *("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SMDATAPARALLEL_*", "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS"),
-            *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS*"),  # which Lightning takes them from
-        ),
-    ),
-    Rule(
-        Fate.DROP,
-        "`accelerate launch` would decide device, precision and sharding",  # USE_CPU=true silently drops DeepSpeed
-        ("ACCELERATE_*", "FSDP_*", "PARALLELISM_CONFIG_*", "FORK_LAUNCHED"),
-    ),
+    # torch.distributed's env://, torchrun's, what accelerate, DeepSpeed and Lightning take a world size or rank from
+    Rule(Fate.DROP, "the ranks of an outer launcher", (
+        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "NODE_RANK",
+        "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_*", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*", "TORCH_ELASTIC_*",
+        "OMPI_*", "PMI_*", "PMIX_*", "MV2_COMM_WORLD_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SMDATAPARALLEL_*",
+        "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
+        "SLURM_NTASKS*")),
+    Rule(Fate.DROP, "`accelerate launch` would decide device, precision and sharding",  # USE_CPU=true drops DeepSpeed
+         ("ACCELERATE_*", "FSDP_*", "PARALLELISM_CONFIG_*", "FORK_LAUNCHED")),
     Rule(Fate.DROP, "the allocator's settings are the axis `allocator`", ALLOCATOR),
     Rule(Fate.DROP, "it would make the host wait for every kernel", ("CUDA_LAUNCH_BLOCKING",)),
-    Rule(
-        Fate.DROP,
-        "it would turn the caching allocator off",
-        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING"),
-    ),
-    Rule(
-        Fate.DROP,
-        "TF32 is decided by the axis `precision`",
-        ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
-    ),
-    Rule(
-        Fate.DROP,
-        "it would turn compiled code off behind our back",
-        ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET", "PYTORCH_JIT"),
-    ),
-    Rule(Fate.HIDE, SECRET, ()),  # by names that credentials.py knows
+    Rule(Fate.DROP, "it would turn the caching allocator off",
+         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")),
+    Rule(Fate.DROP, "TF32 is decided by the axis `precision`",
+         ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")),
+    Rule(Fate.DROP, "it would turn compiled code off behind our back",
+         ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET", "PYTORCH_JIT")),
+    Rule(Fate.HIDE, SECRET, ()),  # by names that redaction.py knows
     Rule(Fate.RECORD, "a profiler or another allocator in the process", ("CUDA_INJECTION*_PATH", "LD_PRELOAD")),
-    Rule(
-        Fate.HIDE,
-        "a place, or what an image needs; changes no measurement",
-        ("*_DIR", "*_HOME", "*_CACHE", "*_FILE", "*_PATH", "*_URL", "*_ROOT", "NVIDIA_REQUIRE_*"),
-    ),
-    Rule(
-        Fate.RECORD,
-        "can change memory or speed",
-        (
-            *("CUDA_*", "CUDNN_*", "CUBLAS*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "NVTE_*"),
-            *("TORCH_*", "TORCHINDUCTOR_*", "TORCHDYNAMO_*", "PYTORCH_*", "ATEN_*", "TRITON_*", "FLASH_ATTENTION_*"),
-            *("OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ONEDNN_*", "DNNL_*", "MALLOC_*"),
-            *("DS_*", "DEEPSPEED_*", "TRANSFORMERS_*", "USE_HUB_KERNELS", "BNB_*", "XFORMERS_*", "LIGER_*"),
-            *("PYTHONMALLOC", "PYTHONTRACEMALLOC", "PYTHONOPTIMIZE"),
-        ),
-    ),
+    Rule(Fate.HIDE, "a place, or what an image needs; changes no measurement",
+         ("*_DIR", "*_HOME", "*_CACHE", "*_FILE", "*_PATH", "*_URL", "*_ROOT", "NVIDIA_REQUIRE_*")),
+    Rule(Fate.RECORD, "can change memory or speed", (
+        "CUDA_*", "CUDNN_*", "CUBLAS*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "NVTE_*",
+        "TORCH_*", "TORCHINDUCTOR_*", "TORCHDYNAMO_*", "PYTORCH_*", "ATEN_*", "TRITON_*", "FLASH_ATTENTION_*",
+        "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ONEDNN_*", "DNNL_*", "MALLOC_*",
+        "DS_*", "DEEPSPEED_*", "TRANSFORMERS_*", "USE_HUB_KERNELS", "BNB_*", "XFORMERS_*", "LIGER_*",
+        "PYTHONMALLOC", "PYTHONTRACEMALLOC", "PYTHONOPTIMIZE")),
 )
+# fmt: on
 
 # compiled when a template imports this: its workers would each do it again
 _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RULES)
@@ -99,7 +76,8 @@ _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RU
 
 def rule(name: str) -> Rule | None:
     """The rule for a variable, None if there is none."""
-    return next((r for r, has in _PATTERNS if (credentials.kind(name) if r.why == SECRET else has.match(name))), None)
+    found = (r for r, has in _PATTERNS if (redaction.secret_kind(name) if r.why == SECRET else has.match(name)))
+    return next(found, None)
 
 
 def _has(name: str, fate: Fate) -> bool:
@@ -107,34 +85,31 @@ def _has(name: str, fate: Fate) -> bool:
     return found is not None and found.fate is fate
 
 
-def passed_on(environ: Mapping[str, str]) -> dict[str, str]:
+def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What of an environment a worker gets."""
     return {name: text for name, text in environ.items() if not _has(name, Fate.DROP)}
 
 
-def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """What of a worker's environment its row records, by name."""
-    return {
-        name: environ[name]
-        for name in sorted(environ)
-        if _has(name, Fate.RECORD) and not credentials.suspicious(environ[name])
-    }
+    found = {name: environ[name] for name in sorted(environ) if _has(name, Fate.RECORD)}
+    return {name: text for name, text in found.items() if not redaction.suspicious(text)}
 
 
 def secrets(environ: Mapping[str, str]) -> list[str]:
     """The values that may be secrets, the longest first: one may hold another."""
-    named = {text for name, text in environ.items() if credentials.is_one(text, name, credentials.kind(name))}
-    return sorted((text for text in named if len(text) >= credentials.SHORTEST), key=len, reverse=True)
+    named = {text for name, text in environ.items() if redaction.is_secret(text, name, redaction.secret_kind(name))}
+    return sorted((text for text in named if len(text) >= redaction.SHORTEST), key=len, reverse=True)
 
 
 def unknown(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that asks no hub for anything, and could not say who asks."""
     hubs = {f"{whose}_OFFLINE": "1" for whose in ("HF_HUB", "TRANSFORMERS", "HF_DATASETS")}
     nobody = {"HF_HUB_DISABLE_IMPLICIT_TOKEN": "1", "HF_TOKEN_PATH": "/dev/null"}
-    return {name: text for name, text in environ.items() if not credentials.kind(name)} | hubs | nobody
+    return {name: text for name, text in environ.items() if not redaction.secret_kind(name)} | hubs | nobody
 
 
-def dropped(environ: Mapping[str, str]) -> list[str]:
+def describe_dropped(environ: Mapping[str, str]) -> list[str]:
     """A line for each reason for which variables of this environment are not passed on."""
     names: dict[str, list[str]] = {}
     for name in sorted(environ):

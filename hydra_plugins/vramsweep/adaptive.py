@@ -19,12 +19,14 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from vramsweep.harness import inferred, launch, preview, registry
-from vramsweep.harness import trial as trials
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.gpus import CONTEXT_BYTES
-from vramsweep.harness.plan import Planned, Settings
-from vramsweep.harness.row import Outcome, Row
+from vramsweep.harness.files import inferred_points
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
+from vramsweep.harness.spec import trial as trials
+from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.verbs import plan_preview, sweep_command
 
 if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these import pandas and scipy
     from vramsweep.analysis.model.adaptive import Answer, Grid, Search
@@ -57,15 +59,17 @@ class AdaptiveSweeper(BasicSweeper):
     ) -> None:  # fmt: skip
         super().__init__(max_batch_size=None, params=params)
         if max_batch_size is not None:
-            launch.refuse("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
+            sweep_command.refuse(
+                "hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out"
+            )
         whole = {"most": most, "checks": checks, "together": together, "seed": seed}
         least = {"most": 3, "checks": 1, "together": 1, "seed": 0}
         for key, value in whole.items():
             if type(value) is not int or value < least[key]:
-                launch.refuse(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
+                sweep_command.refuse(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
         for key, share in {"allocated": allocated, "reserved": reserved}.items():
             if not isinstance(share, (int, float)) or not 0 < share < 1:
-                launch.refuse(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
+                sweep_command.refuse(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
         self.most, self.checks, self.together, self.seed = most, checks, together, seed
         self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
 
@@ -75,14 +79,16 @@ class AdaptiveSweeper(BasicSweeper):
         assert self.launcher is not None
         compose = getattr(self.launcher, "compose", None)
         if compose is None:
-            launch.refuse("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
+            sweep_command.refuse("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
-        planned, settings = launch.look(compose(jobs))
+        planned, settings = sweep_command.resolve_jobs(compose(jobs))
         if settings.action == "resolve":
             return [self.launcher.launch(jobs, initial_job_idx=0)]
         if settings.objective is not None:
-            launch.refuse(f"objective={settings.objective}: hydra/sweeper=adaptive goes by memory; leave objective out")
+            sweep_command.refuse(
+                f"objective={settings.objective}: hydra/sweeper=adaptive goes by memory; leave objective out"
+            )
         groups = configurations(planned)
         impossible = [n for n, one in enumerate(planned) if one.trial is None]
         if settings.action == "plan":
@@ -139,14 +145,14 @@ class AdaptiveSweeper(BasicSweeper):
         return Search(grid, self.most, self.checks, self.together, self.seed, limits)
 
     def _write(self, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]") -> None:
-        folder = launch.folder()
+        folder = sweep_command.folder()
         assert folder is not None
         lines = [
             line
             for of_one, search in zip(groups, searches, strict=True)
             for line in inferences([planned[n] for n in of_one], search)
         ]
-        inferred.write(folder, lines, {one.trial_id for one in planned})
+        inferred_points.write(folder, lines, {one.trial_id for one in planned})
 
 
 def configurations(planned: Sequence[Planned]) -> list[list[int]]:
@@ -176,26 +182,26 @@ def predicted_grid(planned: Sequence[Planned], settings: Settings) -> "Grid":
 def predictions(possible: Sequence[trials.Trial], settings: Settings) -> list[Row | None] | None:
     """The predicted row of each trial; None, with the reason said, where they cannot be predicted for that card."""
     first = possible[0]
-    if not settings.predict or first.device.name != "cuda" or registry.runner(first.runner.name).starts:
+    if not settings.predict or first.device.name != "cuda" or runner_table.runner(first.runner.name).starts:
         return None
-    card, problem = preview.card(settings)
+    card, problem = plan_preview.card(settings)
     if card is None:
         print(f"nothing is predicted: {problem}", file=sys.stderr)
         return None
     found: list[Planned | None] = []
     for trial in possible:
         try:
-            resolved = preview.simulated(trial, card).model_dump(mode="json")
+            resolved = plan_preview.simulated(trial, card).model_dump(mode="json")
         except trials.InvalidTrial:
             found.append(None)
             continue
-        found.append(Planned(trials.trial_id(resolved), resolved, trials.parse(resolved), None))
+        found.append(Planned(trial_identity.trial_id(resolved), resolved, trial_parser.parse(resolved), None))
     asked = [one for one in found if one is not None]
     if not asked:
         return None
     print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
     try:
-        rows = launch.beside(asked, "predicted")
+        rows = sweep_command.rows_beside(asked, "predicted")
     except UserError as error:
         print(f"nothing is predicted: {error}", file=sys.stderr)
         return None

@@ -1,7 +1,7 @@
 """The thin Hydra side of `sweep=frontier`: of one axis with a range, round by round, the trials that find the edge.
 
 Every other word that holds several values makes configurations. A round has one trial of each configuration whose edge
-is not known yet. What is tried next, and what is known before, is harness/frontier.py's.
+is not known yet. What is tried next, and what is known before, is harness/verbs/frontier.py's.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 
 from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
-from vramsweep.harness import frontier, launch
-from vramsweep.harness.bisection import Edge
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.search.bisection import Edge
+from vramsweep.harness.verbs import frontier, sweep_command
 
 LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
 
@@ -48,7 +48,7 @@ class FrontierSweeper(VramsweepSweeper):
         others = [one for one in overrides if one.key_or_group != name]
         settings = [words for batch in self.split_arguments(others, None) for words in batch]
         jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
-        searches = [frontier.Search(ahead) for ahead in launch.ahead(jobs, name, values)]
+        searches = [frontier.Search(ahead) for ahead in sweep_command.prepare_searches(jobs, name, values)]
         returns: list[Any] = []
         index = 0
         while pending := [(n, one, v) for n, one in enumerate(searches) if not isinstance(v := one.next(), Edge)]:
@@ -60,7 +60,7 @@ class FrontierSweeper(VramsweepSweeper):
                 one.take(value, answer.return_value)
             if all(answer.return_value is None for answer in answers):  # only planned
                 break
-        launch.found(searches, name)
+        sweep_command.report_searches(searches, name)
         return returns
 
 

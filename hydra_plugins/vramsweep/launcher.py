@@ -1,9 +1,9 @@
-"""The thin Hydra side: compose the grid once, hand all trials to harness.launch in one batch.
+"""The thin Hydra side: compose the grid once, hand all trials to harness.verbs.sweep_command in one batch.
 
 Hydra composes every job twice, for 57 ms each: minutes for thousands of trials. Here a configuration is composed once
-for each option of a config group, or for each combination of them where they meddle with each other; plain values are
-then set on copies of it with Hydra's own function. Lengths and
-batches, of which there may be thousands, are set after a configuration is resolved, where nothing in it refers to them.
+for each combination of options of config groups; plain values are then set on copies of it with Hydra's own function.
+Lengths and batches, of which there may be thousands, are set after a configuration is resolved, where nothing in it
+refers to them.
 """
 
 import copy
@@ -17,16 +17,14 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from vramsweep.harness import launch
-from vramsweep.harness.command import CONF
-from vramsweep.harness.configurations import Job
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.config.resolve_config import Job
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.verbs import sweep_command
 
 FREE = ("seq_len", "micro_batch")
 # Interpolations that read no more than a setting beside them, or what our own resolvers do (ds_config, world_size).
@@ -75,7 +73,7 @@ class VramsweepSweeper(BasicSweeper):
 
 
 class VramsweepLauncher(Launcher):
-    """Composes a batch of jobs and runs it as one sweep; each job returns what `launch.launch` says of it."""
+    """Composes a batch of jobs and runs it as one sweep; each job returns what `sweep_command.launch` says of it."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's call before `launch`. Raises UserError if the folder that the sweeper writes to cannot be made."""
@@ -92,7 +90,7 @@ class VramsweepLauncher(Launcher):
         jobs = self.compose(job_overrides)
         sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, comes again
         whole = sweeper._target_ == SweeperConf._target_ and sweeper.max_batch_size is None
-        answers = launch.launch(jobs, whole)
+        answers = sweep_command.launch(jobs, whole)
         return [
             JobReturn(overrides=list(overrides), cfg=config, status=JobStatus.COMPLETED, _return_value=answer)
             for overrides, (config, _), answer in zip(job_overrides, jobs, answers, strict=True)
@@ -105,10 +103,11 @@ class VramsweepLauncher(Launcher):
         parsed = {text: parser.parse_override(text) for text in {t for overrides in job_overrides for t in overrides}}
         keys = {text: override.key_or_group for text, override in parsed.items()}
         groups = {key for key in set(keys.values()) if loader.list_groups(key) or loader.get_group_options(key)}
-        plain = {text for text, override in parsed.items() if _plain(override) and keys[text] not in groups}
+        changing = {t for t, o in parsed.items() if o.is_add() or o.is_delete() or o.is_hydra_override()}
+        plain = {text for text in parsed.keys() - changing if keys[text] not in groups}
         free = {text: value for text in plain if keys[text] in FREE and type(value := parsed[text].value()) is int}
         rests = [tuple(text for text in overrides if text not in plain) for overrides in job_overrides]
-        composed = self._composed(list(dict.fromkeys(rests)))
+        composed = {rest: self._load(rest) for rest in dict.fromkeys(rests)}
         changed: dict[tuple[str, ...], tuple[DictConfig, set[str]]] = {}
         jobs = []
         for overrides, rest in zip(job_overrides, rests, strict=True):
@@ -125,54 +124,12 @@ class VramsweepLauncher(Launcher):
             jobs.append((config, point))
         return jobs
 
-    def _composed(self, rests: Sequence[tuple[str, ...]]) -> dict[tuple[str, ...], DictConfig]:
-        """The configuration of each combination of words.
-
-        Of many, Hydra composes the first, those that differ from it in one word, and the last. The others are the first
-        with what each of their words changes in it. That is so only where no two groups change the same top-level
-        setting, where the last comes out as Hydra has it, and where nothing is read but our own conf/, in which no
-        option depends on two groups; elsewhere Hydra composes all.
-        """
-        alternatives = [list(dict.fromkeys(words)) for words in zip(*rests, strict=False)]
-        few = len(rests) <= 2 + sum(len(words) - 1 for words in alternatives)
-        if few or len(set(map(len, rests))) > 1 or not self._ours():
-            return {rest: self._load(rest) for rest in rests}
-        first, last = rests[0], rests[-1]
-        base = self._load(first)
-        before = _values(base)
-        changes: dict[tuple[int, str], dict[str, Any]] = {}
-        for at, words in enumerate(alternatives):
-            for word in words:
-                after = before if word == first[at] else _values(self._load((*first[:at], word, *first[at + 1 :])))
-                changes[at, word] = {k: value for k, value in after.items() if k not in before or value != before[k]}
-                if before.keys() - after.keys():
-                    return {rest: self._load(rest) for rest in rests}
-        touched = [{key for word in words for key in changes[at, word]} for at, words in enumerate(alternatives)]
-
-        def with_changes(rest: tuple[str, ...]) -> DictConfig:
-            config = copy.deepcopy(base)
-            with open_dict(config):
-                for each in enumerate(rest):
-                    for key, value in changes[each].items():
-                        config[key] = value
-            return config
-
-        apart = sum(map(len, touched)) == len(set().union(*touched))
-        if not apart or _values(with_changes(last)) != _values(self._load(last)):
-            return {rest: self._load(rest) for rest in rests}
-        return {rest: with_changes(rest) for rest in rests}
-
     def _load(self, words: Sequence[str]) -> DictConfig:
         """A configuration as Hydra composes it, without the `hydra` node."""
         config = self.context.config_loader.load_sweep_config(self.config, list(words))
         with open_dict(config):
             del config["hydra"]
         return config
-
-    def _ours(self) -> bool:
-        """Whether all that is composed is of conf/, and of Hydra."""
-        sources = {source.provider: source.path for source in self.context.config_loader.get_sources()}
-        return sources.keys() <= {"hydra", "main", "schema"} and Path(sources["main"]) == CONF
 
 
 def _referred(config: DictConfig) -> set[str]:
@@ -202,8 +159,3 @@ def _values(config: DictConfig) -> dict[str, Any]:
     values = OmegaConf.to_container(config, resolve=False)
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-def _plain(override: Override) -> bool:
-    """Whether it sets a value: "+" and "~" change how a configuration composes."""
-    return not (override.is_add() or override.is_delete() or override.is_hydra_override())

@@ -1,4 +1,4 @@
-"""What applies the techniques of a trial (harness/techniques names the module of each), the same for all runners.
+"""What applies the techniques of a trial (harness/spec/techniques names the module of each), the same for all runners.
 
 A module has the functions that its technique needs, and no others:
 
@@ -11,20 +11,20 @@ A module has the functions that its technique needs, and no others:
 - `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
 
 On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
-(standin.py).
+(kernel_stubs.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from vramsweep.harness import techniques
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.rank.entry_modules import import_entry
 
 Make = Callable[[torch.dtype], Any]
 
@@ -32,13 +32,13 @@ Make = Callable[[torch.dtype], Any]
 def hooks(trial: Trial, name: str) -> Iterator[Callable[..., Any]]:
     """The functions of this name in the modules of the trial's techniques, each module's once, in the axes' order."""
     for module in _modules(trial):
-        found = getattr(importlib.import_module(module), name, None)
+        found = getattr(import_entry(module), name, None)
         if found is not None:
             yield found
 
 
 def _modules(trial: Trial) -> list[str]:
-    return list(dict.fromkeys(entry.module for entry in techniques.chosen(trial) if entry.module))
+    return list(dict.fromkeys(entry.module for entry in catalog.chosen_techniques(trial) if entry.module))
 
 
 def imported(trial: Trial) -> None:
@@ -47,15 +47,15 @@ def imported(trial: Trial) -> None:
 
     A module that lacks its package is left to the trial to miss.
     """
-    for module in () if trial.runner.name in techniques.OWN else _modules(trial):
+    for module in () if trial.runner.name in catalog.USER_CODE_RUNNERS else _modules(trial):
         with contextlib.suppress(ImportError):
-            importlib.import_module(module)
+            import_entry(module)
 
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
     """Every technique's `around`. Raises InvalidTrial for a card that lacks what one needs."""
-    if trial.runner.name in techniques.OWN:
+    if trial.runner.name in catalog.USER_CODE_RUNNERS:
         yield
         return
     if device.type == "cuda":
@@ -67,7 +67,7 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 
 
 def _capable(trial: Trial, device: torch.device) -> None:
-    for entry in techniques.chosen(trial):
+    for entry in catalog.chosen_techniques(trial):
         if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
             needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
             raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
@@ -94,7 +94,7 @@ def applied(trial: Trial, net: Any, device: torch.device) -> Any:
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """The class of the trial's optimizer, and what it is told beside the parameters."""
-    module = importlib.import_module(str(techniques.technique("optimizer", trial.optimizer).module))
+    module = import_entry(str(catalog.technique("optimizer", trial.optimizer).module))
     found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
     return found
 

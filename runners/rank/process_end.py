@@ -1,19 +1,48 @@
-"""The process between an attempt's parent and its worker, as a container's init is one: it adopts what the worker's
-processes leave behind, and lets go of it once it has ended.
+"""How a process of ours ends: with its parent, before others under the kernel's killer, and what it says of an error.
 
-So whose a process is can be told as long as the attempt lasts, however it came to be: it lies below this one. What
-outlives the attempt goes to the launcher, which ends it (harness/attempt.py). Linux only.
+Between an attempt's parent and its worker is a process (`above`) as a container's init is one: it adopts what the
+worker's processes leave behind, and lets go of it once it has ended. So whose a process is can be told as long as the
+attempt lasts, however it came to be: it lies below that one. What outlives the attempt goes to the launcher, which ends
+it (harness/process/attempt.py). Linux only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import operator
 import os
 import resource
 import signal
+import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
+PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+
+
+def die_with_parent(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies; end at once if that has happened already."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def be_first_oom_victim() -> None:
+    """Let the kernel's out-of-memory killer take this process, and what it starts, before all others."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def exit_now(status: int) -> NoReturn:
+    """End without interpreter teardown, where DeepSpeed and NCCL now and then abort after the work is done."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # a full disk, or a stream that the trial has closed
+            stream.flush()
+    os._exit(status)
 
 
 def above(worker: Callable[[int], None]) -> int:
@@ -42,3 +71,34 @@ def end_by(number: int) -> None:
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
+
+
+def run_and_exit(job: Callable[[], int | None], parent: int) -> NoReturn:
+    """End this process with the status that the job returns, 0 where that is None, 1 where it raises or returns what is
+    no status: then with a traceback in the log. It dies with `parent`."""
+    status = 1
+    try:
+        die_with_parent(parent)
+        found = job()
+        status = 0 if found is None else operator.index(found)
+    except BaseException:
+        print_traceback()
+    finally:
+        exit_now(status)
+
+
+def print_traceback() -> None:
+    """To the log, for whoever wants to know more; the disk may be full, or the trial have closed the stream."""
+    with contextlib.suppress(OSError, ValueError):
+        traceback.print_exc()
+
+
+def error_result(error: BaseException) -> dict[str, Any]:
+    """A result that tells of an error, with the columns that the row can say all the same."""
+    kind = type(error)
+    known = getattr(error, "columns", None)
+    values = {"values": known} if isinstance(known, dict) else {}
+    pinning = any(frame.name == "pin_memory" for frame in traceback.extract_tb(error.__traceback__))
+    said = f"pin_memory: {error}" if pinning else str(error)  # CUDA says the same of the host's memory as of a card's
+    memory = {"card_memory": known} if (known := getattr(error, "card_memory", None)) is not None else {}
+    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said} | memory} | values

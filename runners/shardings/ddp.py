@@ -10,7 +10,6 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -19,20 +18,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel import distributed as library
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import build, described, ranks, trace
-from vramsweep.runners.dispatch import HELD_BY_CODE
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure import model_description
+from vramsweep.runners.measure.dispatch_modes import HELD_BY_CODE
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.model import build
+from vramsweep.runners.rank import process_group
+from vramsweep.runners.trace import step_tracer
 
 
 def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """The wrapped model, the size of its buckets with what else it was told, and what the model counts."""
     net = build.model(trial, device)
-    ranks.join(trial, device)
+    process_group.join(trial, device)
     wrapped = DistributedDataParallel(
         net, device_ids=[device] if device.type == "cuda" else None, **trial.runner.options
     )
     told = {"bucket_cap_mb": wrapped.bucket_bytes_cap / (1 << 20), **trial.runner.options}
-    return wrapped, told, described.counts(net)
+    return wrapped, told, model_description.counts(net)
 
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:
@@ -48,14 +51,10 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
         raise InvalidTrial(f"sharding=ddp: the model averages over {size} ranks, and world_size is {trial.world_size}")
 
 
-@contextlib.contextmanager
-def on_cpu(trial: Trial) -> Iterator[None]:
+def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """Where live tensors are counted, buckets are noted when they are made: no tensor in Python is one."""
-    with contextlib.ExitStack() as stack:
-        if trial.device.name == "cpu":
-            for owner, name in ((DistributedDataParallel, "_ddp_init_helper"), (c10d.Reducer, "_rebuild_buckets")):
-                stack.enter_context(mock.patch.object(owner, name, _noting(getattr(owner, name))))
-        yield
+    makers = ((DistributedDataParallel, "_ddp_init_helper"), (c10d.Reducer, "_rebuild_buckets"))
+    return patched((*one, _noting(getattr(*one))) for one in makers if trial.device.name == "cpu")
 
 
 def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,20 +84,17 @@ def traced(trial: Trial) -> Iterator[None]:
     def without_ids(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **rest: Any) -> None:
         made(self, module, **rest)
 
-    replaced: list[tuple[Any, str, Any]] = [
+    replaced = [
         (DistributedDataParallel, "__init__", without_ids),  # a module on the CPU takes none
         (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
         (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
         (DistributedDataParallel, "_set_static_graph", reducing.on_host(DistributedDataParallel._set_static_graph)),
         (c10d.Reducer, "_rebuild_buckets", reducing.on_host(c10d.Reducer._rebuild_buckets)),
     ]
-    tracer = trace.active()
+    tracer = step_tracer.active()
     if tracer is not None:
         tracer.held = reducing.held
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value))
-        stack.enter_context(reducing)
+    with patched(replaced), reducing:
         yield
 
 
@@ -126,7 +122,7 @@ class _Reducing(TorchDispatchMode):
         return run
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """The buckets, by what trace.py calls them: where gradients are views into them they are these."""
+        """The buckets, by what step_tracer.py calls them: where gradients are views into them they are these."""
         alive = [bucket for reference in self._buckets.values() if (bucket := reference()) is not None]
         return {"gradients" if self._views else "communication": alive}
 

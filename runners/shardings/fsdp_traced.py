@@ -11,9 +11,8 @@ import contextlib
 import importlib
 import itertools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
-from unittest import mock
 
 import accelerate.utils.dataclasses as plugins
 import torch
@@ -31,9 +30,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.nn.parallel import DistributedDataParallel
 
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners import places, ranks, trace
-from vramsweep.runners.shardings import stream_notes
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.rank import process_group
+from vramsweep.runners.shardings import stream_events
+from vramsweep.runners.trace import fake_placement, step_tracer
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
@@ -42,30 +43,25 @@ _DEFAULT_MESH = next(
 )
 
 
-@contextlib.contextmanager
-def on_cpu(trial: Trial) -> Iterator[None]:
+def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """The process group joined, and accelerate's belief in cards where there are none."""
     device = torch.device("cpu")
-    mesh = ranks.mesh(trial, device)
-    replaced: list[tuple[Any, str, Any]] = [
+    mesh = process_group.mesh(trial, device)
+    replaced = [
         (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
         (PartialState, "set_device", lambda self: setattr(self, "device", device)),
         (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
         (torch.cuda, "current_device", lambda: device),
         (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
         # torch refuses to, without a card to pin for
-        (torch.Tensor, "pin_memory", lambda tensor, *args: places.pinned(tensor) if tensor.is_meta else tensor),
+        (torch.Tensor, "pin_memory", lambda tensor, *args: fake_placement.pinned(tensor) if tensor.is_meta else tensor),
         (torch.cpu.Stream, "synchronize", lambda self: None),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, value in replaced:
-            stack.enter_context(mock.patch.object(owner, attribute, value, create=True))
-        yield
+    return patched(replaced, create=True)
 
 
-@contextlib.contextmanager
-def traced(trial: Trial) -> Iterator[None]:
+def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "cpu", _to_host),
@@ -82,15 +78,12 @@ def traced(trial: Trial) -> Iterator[None]:
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
         (DistributedDataParallel, "__init__", _no_ddp),  # whose reducer needs what ddp.py puts in its place
     ]
-    tracer = trace.active()
+    tracer = step_tracer.active()
     if tracer is not None and trial.sharding == "fsdp1":  # FSDP2 frees nothing that another stream may use
-        replaced += stream_notes.replaced(tracer)
+        replaced += stream_events.replaced(tracer)
         for module in (fsdp1_flat, fsdp1_runtime):  # which would leave a CPU's tensors out
             replaced.append((module, "_no_dispatch_record_stream", _used))
-    with contextlib.ExitStack() as stack:
-        for owner, attribute, value in replaced:
-            stack.enter_context(mock.patch.object(owner, attribute, value))
-        yield
+    return patched(replaced)
 
 
 def _used(tensor: torch.Tensor, stream: Any) -> None:
@@ -117,7 +110,7 @@ def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
     """Whether it is on device meta as such, not in host memory."""
-    tracer = trace.active()
+    tracer = step_tracer.active()
     return tensor.is_meta and not (tracer is not None and tracer.holds(tensor))
 
 
@@ -129,7 +122,7 @@ def _reset(parameter: FSDPParam) -> None:
     known = parameter._sharded_param_data.untyped_storage()._cdata == local.untyped_storage()._cdata
     if local.is_meta and not known and not _without_memory(local):
         if parameter.pin_memory:
-            local = shard._local_tensor = places.pinned(local)
+            local = shard._local_tensor = fake_placement.pinned(local)
         parameter._sharded_param_data = local.view(-1)
 
 

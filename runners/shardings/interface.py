@@ -1,9 +1,9 @@
-"""How ranks divide a model, a module for each way (harness/registry.py names the module of each sharding).
+"""How ranks divide a model, a module for each way (harness/spec/runner_table.py names the module of each sharding).
 
 A module has the functions that its way needs, and no others:
 
 - `sharded(trial, device)`: (the model with this rank's part on the device, what the library was told,
-  `described.counts` of the whole model), for the plain loop;
+  `model_description.counts` of the whole model), for the plain loop;
 - `arguments(trial)`: TrainingArguments with which the Trainer divides the model that it is given; what the user's
   options say is merged in, as these win over them;
 - `place(trial, device)`: where the Trainer's user makes the model, if that is not the device;
@@ -22,20 +22,20 @@ Of these two nothing is entered on a card: there the library runs as it is.
 from __future__ import annotations
 
 import contextlib
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from vramsweep.harness import registry
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec import runner_table
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.rank.entry_modules import import_entry
 
 
 def hook(trial: Trial, name: str) -> Any:
     """The function of this name in the module of the trial's sharding; None where it has none."""
-    module = registry.sharding(trial.sharding).module
-    return None if module is None else getattr(importlib.import_module(module), name, None)
+    module = runner_table.sharding(trial.sharding).module
+    return None if module is None else getattr(import_entry(module), name, None)
 
 
 def call(trial: Trial, name: str, *given: Any) -> None:

@@ -3,18 +3,17 @@
 `behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
 that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-What its streams and events do, and `record_stream`, is noted for streams.py (stream_notes.py).
+What its streams and events do, and `record_stream`, is noted for stream_lag.py (stream_events.py).
 
-Not covered: everything else that CUDA does differently (cuda_like.py, which also keeps host memory apart).
+Not covered: everything else that CUDA does differently (cuda_emulation.py, which also keeps host memory apart).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.accelerator import real_accelerator
@@ -23,8 +22,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
-from vramsweep.runners import places, trace
-from vramsweep.runners.shardings import stream_notes
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.shardings import stream_events
+from vramsweep.runners.trace import fake_placement, step_tracer
 
 
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
@@ -33,26 +33,11 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     Stream = torch.cpu.Stream
     Event = torch.cpu.Event
 
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def use_host_timers(self) -> bool:
-        return True
-
-    def device_name(self, device_index: Any = None) -> str:
-        return "cuda"
-
-    def current_device_name(self) -> str:
-        return "cuda:0"
-
     def device(self, device_index: Any = None) -> torch.device:
-        return torch.device("cuda", 0)
+        return torch.device("cuda", 0)  # at each call: the trace has the CPU for it (cuda_emulation.py)
 
-    def current_device(self) -> int:
-        return 0
-
-    def device_count(self) -> int:
-        return 1
+    def default_stream(self, device_index: Any = None) -> Any:
+        return torch.cpu._default_cpu_stream
 
     def stream(self, stream: Any) -> Any:
         return torch.cpu.stream(stream)
@@ -60,26 +45,31 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     def current_stream(self, device_index: Any = None) -> Any:
         return torch.cpu.current_stream()
 
-    def default_stream(self, device_index: Any = None) -> Any:
-        return torch.cpu._default_cpu_stream
-
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()
-
-    def available_memory(self, device_index: Any = None) -> int:
-        return 1 << 60  # a trace does not depend on how large the card is
-
-    def is_fp16_supported(self) -> bool:
-        return True
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type != "meta"
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
-        return places.pinned(tensor, None if match_shape else (tensor.numel(),))
+        return fake_placement.pinned(tensor, None if match_shape else (tensor.numel(),))
 
     def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        return places.pinned(tensor, shape)
+        return fake_placement.pinned(tensor, shape)
+
+
+_ANSWERS = {
+    "is_synchronized_device": False,
+    "use_host_timers": True,
+    "device_name": "cuda",
+    "current_device_name": "cuda:0",
+    "current_device": 0,
+    "device_count": 1,
+    "available_memory": 1 << 60,  # a trace does not depend on how large the card is
+    "is_fp16_supported": True,
+}
+for _name, _answer in _ANSWERS.items():
+    setattr(CudaAccelerator, _name, lambda *args, answer=_answer, **kwargs: answer)
 
 
 def made_on_host(optimizer: Any, params: Any, lr: float = 1e-3, **settings: Any) -> None:
@@ -99,8 +89,7 @@ def stepped_on_host(optimizer: Any, closure: Any = None) -> None:
             optimizer.state[parameter] = {"step": 0, **moments}
 
 
-@contextlib.contextmanager
-def behave() -> Iterator[None]:
+def behave() -> contextlib.AbstractContextManager[None]:
     """DeepSpeed on a card that is not there, until the context is left."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),
@@ -110,16 +99,13 @@ def behave() -> Iterator[None]:
         (zero_utils, "get_lst_from_rank0", list),  # this is rank 0
         (torch.cpu.Stream, "synchronize", nothing),
     ]
-    tracer = trace.active()
+    tracer = step_tracer.active()
     if tracer is not None:
         replaced += noted(tracer)
-    with contextlib.ExitStack() as stack:
-        for owner, name, value in replaced:
-            stack.enter_context(mock.patch.object(owner, name, value, create=True))
-        yield
+    return patched(replaced, create=True)
 
 
-def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
+def noted(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
     """What gathering is replaced by, too, so that the tracer takes note: owner, name, stand-in."""
 
     def synchronize(*device: Any) -> None:  # of the accelerator, as DeepSpeed's throughput timer asks for in each step
@@ -133,7 +119,7 @@ def noted(tracer: trace.Tracer) -> list[tuple[Any, str, Any]]:
         tracer.know("communication", [parameter.data for parameter in handle.params])  # copies, no collective's own
 
     return [
-        *stream_notes.replaced(tracer),
+        *stream_events.replaced(tracer),
         (AllGatherCoalescedHandle, "wait", gathered),
         (CudaAccelerator, "synchronize", synchronize),
     ]
@@ -144,7 +130,7 @@ def nothing(*args: Any) -> None:
 
 
 def held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
-    """Tensors that ZeRO's optimizer keeps for itself at this moment, by what trace.py calls them."""
+    """Tensors that ZeRO's optimizer keeps for itself at this moment, by what step_tracer.py calls them."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
     buckets.append(getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None))  # on the way to the host
     return {

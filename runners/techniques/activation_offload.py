@@ -5,7 +5,7 @@ offload in the same way, with streams of their own for speed), but for what live
 and buffers, and for tensors below 1 KiB (TRL's and torchtune's `min_offload_size`), which stay where they are. Weights
 that autocast has cast are copies and go along. With checkpointing=full what is saved is the layers' inputs.
 
-Simulated, host memory is device meta (places.py).
+Simulated, host memory is device meta (fake_placement.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import places
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.trace import fake_placement
 
 SMALL = 1024  # bytes
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
     """The model, whose forward pass saves in host memory."""
-    return offloaded(net, places.HOST if trial.device.name == "simulated" else torch.device("cpu"))
+    return offloaded(net, fake_placement.HOST if trial.device.name == "simulated" else torch.device("cpu"))
 
 
 def offloaded(net: torch.nn.Module, host: torch.device) -> torch.nn.Module:
@@ -35,7 +35,7 @@ def offloaded(net: torch.nn.Module, host: torch.device) -> torch.nn.Module:
         if small or tensor.layout is not torch.strided or tensor.untyped_storage()._cdata in lasting:
             return tensor.device, tensor
         if host.type == "meta":
-            return tensor.device, places.pinned(tensor)
+            return tensor.device, fake_placement.pinned(tensor)
         pinned = tensor.device.type == "cuda"
         away = torch.empty(tensor.shape, dtype=tensor.dtype, device=host, pin_memory=pinned)
         return tensor.device, away.copy_(tensor, non_blocking=pinned)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers.optimization import Adafactor
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners.techniques import flash_attention
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.techniques import flash_attention_stub
 
 BACKENDS = {
     "sdpa_flash": SDPBackend.FLASH_ATTENTION,
@@ -30,27 +31,20 @@ REFUSED_BY_TRANSFORMERS = ("attention implementation", "Flash Attention", "Flash
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
     """The attention that the trial asks for, and no other."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_supported(trial))
-        if trial.attention in BACKENDS:
-            stack.enter_context(_forced(trial))
-        elif trial.attention == "flash_attention_2" and trial.device.name == "simulated":
-            stack.enter_context(flash_attention.stands_in())
+    chosen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if trial.attention in BACKENDS:
+        chosen = _forced(trial)
+    elif trial.attention == "flash_attention_2" and trial.device.name == "simulated":
+        chosen = flash_attention_stub.stands_in()
+    with _supported(trial), chosen:
         yield
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
     """The model; simulated, it calls what stands in for flash-attn."""
     if trial.attention == "flash_attention_2" and trial.device.name == "simulated":
-        flash_attention.call(net)
+        flash_attention_stub.call(net)
     return net
-
-
-def implementation(trial: Trial) -> str:
-    """What transformers builds the model with: it refuses flash_attention_2 where there is no card."""
-    if trial.attention in BACKENDS:
-        return "sdpa"
-    return "eager" if trial.attention == "flash_attention_2" and trial.device.name == "simulated" else trial.attention
 
 
 @contextlib.contextmanager
@@ -96,8 +90,5 @@ def _torch_s_reasons() -> Iterator[list[str]]:
             found.append(text)
         show(message, *args, **kwargs)
 
-    warnings.showwarning = note
-    try:
+    with patched([(warnings, "showwarning", note)]):
         yield found
-    finally:
-        warnings.showwarning = show

@@ -15,8 +15,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from vramsweep.harness.mistakes import meant
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.messages.suggestions import did_you_mean
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 # The matrix products and the attention kernels: what is expensive to compute again. Batched products are left out, as
 # they are the scores of attention=eager. As torchtitan's, which leaves out every second product (torchtitan
@@ -90,4 +90,4 @@ def _overloads(name: str, must: bool) -> tuple[Any, ...]:
     if not must:
         return ()
     there = {full.partition(".")[0].removeprefix("aten::") for full in torch._C._dispatch_get_all_op_names()}
-    raise InvalidTrial(f"checkpointing_ops: torch has no operator {name}{meant(name, there)}")
+    raise InvalidTrial(f"checkpointing_ops: torch has no operator {name}{did_you_mean(name, there)}")

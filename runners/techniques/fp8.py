@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 ALIGNED = 16
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners.techniques import quantized
-from vramsweep.runners.techniques.standin import fused
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.techniques import quantized_base
+from vramsweep.runners.techniques.kernel_stubs import fused
 
 BITS, GROUP = 4, 128
 PACKED = 32 // BITS  # weights in an int32
@@ -25,9 +25,9 @@ PACKED = 32 // BITS  # weights in an int32
 
 def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.device, dtype: torch.dtype) -> Any:
     """The simulated model. The `dtype` is the quantisation's own, not the one that is given."""
-    net = quantized.skeleton(make, quantized.dtype(trial))
-    quantized.replace(net, lambda entering, leaving, bias: QuantLinear(entering, leaving, bias, device))
-    quantized.fill(net, device, quantized.dtype(trial), lambda module, name, values: None)
+    net = quantized_base.skeleton(make, quantized_base.dtype(trial))
+    quantized_base.replace(net, lambda entering, leaving, bias: QuantLinear(entering, leaving, bias, device))
+    quantized_base.fill(net, device, quantized_base.dtype(trial), lambda module, name, values: None)
     return net
 
 
@@ -36,7 +36,7 @@ def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
     from transformers import GPTQConfig
 
     config = GPTQConfig(bits=BITS, backend="auto_trainable")
-    return {"quantization_config": config, "dtype": quantized.dtype(trial), "device_map": {"": device}}
+    return {"quantization_config": config, "dtype": quantized_base.dtype(trial), "device_map": {"": device}}
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:

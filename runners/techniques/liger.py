@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners.techniques import liger_standin, loss
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.techniques import liger_stub, loss
 
 PREDICTED = ("llama", "mistral", "qwen2", "qwen3")  # what the stand-ins know; Liger knows more
 _before: list[tuple[ModuleType, dict[str, Any]]] = []  # modules that Liger changed, and what was in them
@@ -55,8 +55,8 @@ def _library(trial: Trial, base: Any) -> None:
 
 def _stand_in(trial: Trial, base: Any) -> None:
     _known(base, PREDICTED, "cannot be simulated for", "use kernels=none, or measure on device=cuda")
-    liger_standin.patch(base, trial.device.card.multiprocessors)
-    vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"] = liger_standin.rotary
+    liger_stub.patch(base, trial.device.card.multiprocessors)
+    vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"] = liger_stub.rotary
     if trial.loss == "default":
         loss.without_logits(base, loss.fused_linear(trial))
 

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA) beside frozen weights, as peft puts them there: in fp32 beside half precision.
 
-Simulated runs have layers of ours that allocate what peft's do, in their order (peft 0.21: tuners/lora/layer.py, bnb.py
-and gptq.py); none of them needs peft.
+Simulated runs have layers of ours that allocate what peft's do, in their order (peft 0.21: tuners/lora/layer.py,
+bnb.py and gptq.py); none of them needs peft.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 ALL = "all-linear"  # peft's keyword (peft/utils/constants.py: INCLUDE_LINEAR_LAYERS_SHORTHAND)
 

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from vramsweep.harness.trial import InvalidTrial, Trial
-from vramsweep.runners.techniques import liger_standin
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.techniques import liger_stub
 
 IGNORED = -100  # the label of a token that does not count
 CHUNKS = 8  # num_output_chunks of torchtune's LinearCrossEntropyLoss; torchtitan's chunked loss has as many
@@ -55,7 +55,7 @@ def no_upcast(
 ) -> torch.Tensor:
     """ForCausalLMLoss in the dtype of `logits`. Autocast would make them fp32 after all, so it is off inside."""
     with torch.autocast(logits.device.type, enabled=False):
-        return _counted(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
+        return _masked_cross_entropy(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
 
 
 def chunked(
@@ -97,7 +97,7 @@ def _library() -> Loss:
 
 
 def _stand_in(trial: Trial) -> Loss:
-    return functools.partial(liger_standin.causal_loss, trial.device.card.capability)
+    return functools.partial(liger_stub.causal_loss, trial.device.card.capability)
 
 
 def without_logits(base: Any, loss: Loss) -> None:
@@ -143,7 +143,7 @@ def _targets(labels: torch.Tensor) -> torch.Tensor:
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
 
 
-def _counted(logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
+def _masked_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
     """Cross entropy over the tokens that count: their mean, or by `items`, the Trainer's number of all accumulated."""
     if items is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED)

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners.techniques import quantized
-from vramsweep.runners.techniques.standin import fused
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.techniques import quantized_base
+from vramsweep.runners.techniques.kernel_stubs import fused
 
 BLOCK, NESTED_BLOCK = 64, 256
 FEW = 4  # tokens; backends/cuda/ops.py: _GEMM_4BIT_CUSTOM_FLOOR_M
@@ -30,8 +30,8 @@ FEW = 4  # tokens; backends/cuda/ops.py: _GEMM_4BIT_CUSTOM_FLOOR_M
 
 def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.device, dtype: torch.dtype) -> Any:
     """The model with random quantised weights. The `dtype` is the quantisation's own, not the one that is given."""
-    dtype = quantized.dtype(trial)
-    net = quantized.skeleton(make, dtype)
+    dtype = quantized_base.dtype(trial)
+    net = quantized_base.skeleton(make, dtype)
     return (
         _stood_in(trial, net, device, dtype) if trial.device.name == "simulated" else _with_library(trial, net, device)
     )
@@ -40,13 +40,13 @@ def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.de
 def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
     """What `from_pretrained` is told."""
     _count_products()
-    return {"quantization_config": _config(trial), "dtype": quantized.dtype(trial), "device_map": {"": device}}
+    return {"quantization_config": _config(trial), "dtype": quantized_base.dtype(trial), "device_map": {"": device}}
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
     """The quantised model, ready for adapters: frozen, and in fp32 where it is not quantised."""
     if trial.device.name == "simulated":
-        quantized.prepare(net)
+        quantized_base.prepare(net)
         return net
     from peft import prepare_model_for_kbit_training
 
@@ -60,7 +60,7 @@ def _config(trial: Trial) -> Any:
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=trial.quantization == "nf4_double",
-        bnb_4bit_compute_dtype=quantized.dtype(trial),
+        bnb_4bit_compute_dtype=quantized_base.dtype(trial),
     )
 
 
@@ -93,7 +93,7 @@ def _with_library(trial: Trial, net: Any, device: torch.device) -> Any:
         )
         return packed
 
-    quantized.fill(net, device, quantized.dtype(trial), quantize)
+    quantized_base.fill(net, device, quantized_base.dtype(trial), quantize)
     quantizer.postprocess_model(net)
     net.hf_quantizer = quantizer
     return net
@@ -109,8 +109,8 @@ def _stood_in(trial: Trial, net: Any, device: torch.device, dtype: torch.dtype) 
         packed, module.quant_state = pack(values, dynamic)
         return packed
 
-    quantized.replace(net, lambda entering, leaving, bias: Linear4bit(entering, leaving, bias, dtype))
-    quantized.fill(net, device, dtype, quantize)
+    quantized_base.replace(net, lambda entering, leaving, bias: Linear4bit(entering, leaving, bias, dtype))
+    quantized_base.fill(net, device, dtype, quantize)
     return net
 
 

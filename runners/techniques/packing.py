@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:

@@ -1,99 +1,61 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
-Read `spec.json`, run the trial (or predict the many that it names: many.py), write `result.json` (result.py). With
-several ranks the worker forks them, each its own process, and waits; rank 0 writes the result. Nothing is imported
-here that a template must not have touched.
+Read `spec.json`, run the trial (or predict the many that it names: batch_server.py), write `result.json`
+(result_file.py). With several ranks the worker forks them, each its own process, and waits; rank 0 writes the result.
+Nothing is imported here that a template must not have touched.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import json
 import os
-import signal
 import sys
-import traceback
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from vramsweep.harness import registry
-from vramsweep.harness import trial as trials
-from vramsweep.harness.attempt import ENDED, SPEC, STEPS
-from vramsweep.harness.outcome import NOT_WRITTEN
-from vramsweep.runners import agent, init, result
-
-PR_SET_PDEATHSIG = 1
-FAILED_TO_START = 1
+from vramsweep.harness.process.worker_files import ENDED, SPEC, STEPS
+from vramsweep.harness.rows.outcome import NOT_WRITTEN
+from vramsweep.harness.spec import runner_table
+from vramsweep.harness.spec import trial as trials
+from vramsweep.runners.rank import process_end, rank_launcher, result_file
+from vramsweep.runners.rank.entry_modules import import_entry
 
 
 def preload(runner: str) -> None:
     """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
-    for name in registry.preload(runner):
+    for name in runner_table.preload(runner):
         try:
-            importlib.import_module(name)
+            import_entry(name)
         except ModuleNotFoundError as error:
             print(f"not preloaded: {error}", file=sys.stderr)
 
 
-def die_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies; end at once if that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(1)
-
-
-def go_first() -> None:
-    """Let the kernel's out-of-memory killer take this process, and what it starts, before all others."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
-
-
-def leave(status: int) -> NoReturn:
-    """End without interpreter teardown, where DeepSpeed and NCCL now and then abort after the work is done."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # a full disk, or a stream that the trial has closed
-            stream.flush()
-    os._exit(status)
-
-
 def main(folder: Path, parent: int) -> int:
-    """Run the attempt in `folder`, in a process below this one (init.py); returns the exit status."""
-    die_with(parent)
-    return init.above(lambda own: _end(folder, own))
+    """Run the attempt in `folder`, in a process below this one (process_end.py); returns the exit status."""
+    process_end.die_with_parent(parent)
+    return process_end.above(lambda own: process_end.run_and_exit(lambda: _run(folder), own))
 
 
-def _end(folder: Path, parent: int) -> NoReturn:
-    status = FAILED_TO_START
-    try:
-        status = _run(folder, parent)
-    except BaseException:
-        _print_traceback()
-    finally:
-        leave(status)
-
-
-def _run(folder: Path, parent: int) -> int:
-    die_with(parent)
-    go_first()
+def _run(folder: Path) -> int:
+    process_end.be_first_oom_victim()
     spec = json.loads((folder / SPEC).read_text())
-    _keep_to(spec.get("cpus"))
+    _pin_cpus(spec.get("cpus"))
     if "trials" in spec:
         import torch
 
-        from vramsweep.runners import largest, many
+        from vramsweep.runners.worker import batch_server, largest_server
 
         torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-        return largest.main(folder, spec) if "axis" in spec else many.main(folder, spec)
+        return largest_server.main(folder, spec) if "axis" in spec else batch_server.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
     predicted = trial.device.name == "simulated"  # of which one rank stands for the many
-    alone = predicted or trial.world_size == 1 or registry.runner(trial.runner.name).starts
+    alone = predicted or trial.world_size == 1 or runner_table.runner(trial.runner.name).starts
     status = _rank(trial, folder) if alone else _ranks(trial, folder)
-    return 0 if status == result.ENDED_EARLY else status
+    return 0 if status == result_file.ENDED_EARLY else status
 
 
-def _keep_to(cpus: list[int] | None) -> None:
+def _pin_cpus(cpus: list[int] | None) -> None:
     """Run on these CPUs alone, where others are for other trials."""
     if cpus:
         os.sched_setaffinity(0, cpus)
@@ -103,12 +65,12 @@ def _keep_to(cpus: list[int] | None) -> None:
 
 def _ranks(trial: trials.Trial, folder: Path) -> int:
     """Run every rank; one that ends without saying why is named in the records, where the parent looks for it."""
-    ended = agent.ranks(trial.world_size, lambda rank: _rank(trial, folder))
-    if ended.rank is not None and ended.code not in result.TOLD:
+    ended = rank_launcher.ranks(trial.world_size, lambda rank: _rank(trial, folder))
+    if ended.rank is not None and ended.code not in result_file.TOLD:
         with contextlib.suppress(OSError), (folder / STEPS).open("a") as records:
             records.write(json.dumps({"event": ENDED, "rank": ended.rank}) + "\n")
     if ended.code < 0:  # report the rank's signal as our own
-        init.end_by(-ended.code)
+        process_end.end_by(-ended.code)
     return ended.code
 
 
@@ -116,59 +78,42 @@ def _rank(trial: trials.Trial, folder: Path) -> int:
     """Run one rank. A failure becomes an error in the result, for the parent to classify; after the measured steps it
     becomes a note."""
     try:
-        return _told(trial, folder)
+        return _run_and_write(trial, folder)
     except OSError:  # of writing what it has to tell: the disk is full, the folder is gone
-        _print_traceback()
+        process_end.print_traceback()
         return NOT_WRITTEN
 
 
-def _told(trial: trials.Trial, folder: Path) -> int:
+def _run_and_write(trial: trials.Trial, folder: Path) -> int:
     """The same. Raises OSError where the result cannot be written."""
     try:
         values = _values(trial, folder)
-    except result.EndedEarly as end:
-        _print_traceback()
-        result.note(folder, str(end))
-        return result.ENDED_EARLY
+    except result_file.EndedEarly as end:
+        process_end.print_traceback()
+        result_file.note(folder, str(end))
+        return result_file.ENDED_EARLY
     except BaseException as error:  # a target may call sys.exit(text), or raise what is no Exception
-        _print_traceback()
-        answer = told(error)
+        process_end.print_traceback()
+        answer = process_end.error_result(error)
         if trial.world_size > 1 and "RANK" in os.environ:
             answer["error"]["rank"] = os.environ["RANK"]
-        result.error(folder, answer)
-        return result.FAILED
+        result_file.error(folder, answer)
+        return result_file.FAILED
     if values is not None:
-        result.values(folder, values, complete=True)
+        result_file.values(folder, values, complete=True)
     return 0
-
-
-def _print_traceback() -> None:
-    """To the log, for whoever wants to know more; the disk may be full, or the trial have closed the stream."""
-    with contextlib.suppress(OSError, ValueError):
-        traceback.print_exc()
 
 
 def _values(trial: trials.Trial, folder: Path) -> dict[str, Any] | None:
     """Train, or let train; the columns, on rank 0."""
-    entry = registry.runner(trial.runner.name)
+    entry = runner_table.runner(trial.runner.name)
     if entry.starts and trial.device.name != "simulated":
-        found: dict[str, Any] = importlib.import_module(entry.module).run(trial, folder)
+        found: dict[str, Any] = import_entry(entry.module).run(trial, folder)
         return found
-    from vramsweep.runners import run
+    from vramsweep.runners.worker import run_rank
 
-    return run.run(trial, folder)
-
-
-def told(error: BaseException) -> dict[str, Any]:
-    """A result that tells of an error, with the columns that the row can say all the same."""
-    kind = type(error)
-    known = getattr(error, "columns", None)
-    values = {"values": known} if isinstance(known, dict) else {}
-    pinning = any(frame.name == "pin_memory" for frame in traceback.extract_tb(error.__traceback__))
-    said = f"pin_memory: {error}" if pinning else str(error)  # CUDA says the same of the host's memory as of a card's
-    memory = {"card_memory": known} if (known := getattr(error, "card_memory", None)) is not None else {}
-    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said} | memory} | values
+    return run_rank.run(trial, folder)
 
 
 if __name__ == "__main__":
-    leave(main(Path(sys.argv[1]), int(sys.argv[2])))
+    process_end.exit_now(main(Path(sys.argv[1]), int(sys.argv[2])))

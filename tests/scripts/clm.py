@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 import torch
-from transformers import HfArgumentParser, Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments, set_seed
+from small_qwen import small_qwen
+from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
 @dataclass
@@ -28,17 +29,7 @@ class Blocks(torch.utils.data.Dataset):
 
 data, training = HfArgumentParser((DataArguments, TrainingArguments)).parse_args_into_dataclasses()
 set_seed(training.seed)
-config = Qwen2Config(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    tie_word_embeddings=True,
-)
-model = Qwen2ForCausalLM(config)
+model = small_qwen()
 trainer = Trainer(
     model=model,
     args=training,

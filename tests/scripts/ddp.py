@@ -6,8 +6,8 @@ import signal
 
 import torch
 import torch.distributed as dist
+from small_qwen import small_qwen
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_len", type=int, default=32)
@@ -17,16 +17,7 @@ args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-config = Qwen2Config(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    tie_word_embeddings=True,
-)
-model = DistributedDataParallel(Qwen2ForCausalLM(config))
+model = DistributedDataParallel(small_qwen())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(50):
     for _ in range(2):

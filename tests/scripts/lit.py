@@ -4,7 +4,7 @@ import argparse
 
 import lightning
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from small_qwen import small_qwen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--len", type=int, default=32)
@@ -17,16 +17,7 @@ args = parser.parse_args()
 class Causal(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
-        config = Qwen2Config(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-        )
-        self.model = Qwen2ForCausalLM(config)
+        self.model = small_qwen()
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         return self.model(input_ids=batch, labels=batch, use_cache=False).loss

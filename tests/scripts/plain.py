@@ -3,7 +3,7 @@
 import argparse
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from small_qwen import small_qwen
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--max_len", type=int, default=32)
@@ -15,17 +15,7 @@ args = parser.parse_args()
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-config = Qwen2Config(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=160,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=4096,
-    tie_word_embeddings=True,
-)
-model = Qwen2ForCausalLM(config).to(device)
+model = small_qwen().to(device)
 model.train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(args.steps):

@@ -4,8 +4,9 @@ import argparse
 import random
 
 from datasets import Dataset
+from small_qwen import small_qwen
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 parser = argparse.ArgumentParser()
@@ -19,17 +20,6 @@ plain.pre_tokenizer = pre_tokenizers.Whitespace()
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="<eos>", pad_token="<pad>")
 random.seed(0)
 texts = [" ".join(random.choices("abc", k=random.randint(8, 60))) for _ in range(64)]
-model = Qwen2ForCausalLM(
-    Qwen2Config(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=160,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-    )
-)
 config = SFTConfig(
     output_dir=args.out,
     per_device_train_batch_size=args.batch,
@@ -41,6 +31,6 @@ config = SFTConfig(
     gradient_checkpointing=False,
 )
 trainer = SFTTrainer(
-    model=model, args=config, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
+    model=small_qwen(), args=config, train_dataset=Dataset.from_dict({"text": texts}), processing_class=tokenizer
 )
 trainer.train()

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import csv
 import io
 import json
-import os
-import pty
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import ROOT, tiny
+from conftest import ROOT, on_terminal, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table as RichTable
@@ -29,9 +24,10 @@ from rich.text import Text
 from vramsweep import __main__ as front_door
 from vramsweep.analysis.data import export, load, markup
 from vramsweep.analysis.report import latex
-from vramsweep.harness import terminal
-from vramsweep.harness.console import Console
-from vramsweep.harness.row import COLUMNS, TEXT_LISTS, Row, complete
+from vramsweep.analysis.report.content import collect
+from vramsweep.harness.messages import terminal
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.rows.schema import COLUMNS, TEXT_LISTS, Row, complete_row
 
 sys.path.insert(0, str(ROOT / "tests" / "analysis"))
 import synthetic
@@ -60,7 +56,7 @@ def rows(evil: str, device: str = "cuda", **over: Any) -> list[Row]:
         row["trial_id"] = f"{row['trial_id']}{evil}"
         row["allocator"] = f"{evil}{number % 2}"
     made[0] |= {"outcome": "crash", "terminal": True}
-    return [complete(row) for row in made]
+    return [complete_row(row) for row in made]
 
 
 def shown_to_act(text: str) -> list[str]:
@@ -70,10 +66,10 @@ def shown_to_act(text: str) -> list[str]:
 
 @given(st.text(st.characters()))
 def test_shown_text_holds_nothing_that_a_terminal_acts_on(text: str) -> None:
-    assert shown_to_act(terminal.shown(text)) == []
-    assert terminal.shown(terminal.shown(text)) == terminal.shown(text)
+    assert shown_to_act(terminal.escape_text(text)) == []
+    assert terminal.escape_text(terminal.escape_text(text)) == terminal.escape_text(text)
     plain = "".join(sign for sign in text if sign.isprintable())
-    assert terminal.shown(plain) == plain  # é, 語 and “ stay
+    assert terminal.escape_text(plain) == plain  # é, 語 and “ stay
 
 
 @pytest.mark.parametrize(
@@ -106,20 +102,12 @@ def _table(text: str) -> RichTable:
 
 def test_every_way_to_print_is_one_of_these() -> None:
     """Rich's own console, the streams behind ours and file descriptors evade what escapes."""
-    evading = []
-    for package in ("harness", "analysis", "vramsweep", "hydra_plugins"):
-        for file in (ROOT / package).rglob("*.py"):
-            if file.is_relative_to(ROOT / "vramsweep") and len(file.relative_to(ROOT / "vramsweep").parts) > 1:
-                continue  # the same folders again
-            for node in ast.walk(ast.parse(file.read_text())):
-                names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) else set[str]()
-                if isinstance(node, ast.ImportFrom) and node.module == "rich.console" and "Console" in names:
-                    evading.append(f"{file}: {node.module}")
-                if isinstance(node, ast.ImportFrom) and node.module == "rich" and names & {"print", "get_console"}:
-                    evading.append(f"{file}: rich.print")
-                if isinstance(node, ast.Attribute) and node.attr in ("__stdout__", "__stderr__"):
-                    evading.append(f"{file}: {node.attr}")
-    assert evading == []
+    imports = r"from rich\.console import [\w, (\n]*\bConsole\b|from rich import [\w, (\n]*\b(?:print|get_console)\b"
+    evades = re.compile(rf"^\s*(?:{imports})|\.__std(?:out|err)__", re.MULTILINE)
+    assert evades.search("from rich.console import (\n    Group,\n    Console,\n)") and evades.search("sys.__stdout__")
+    packages = ("harness", "analysis", "vramsweep", "hydra_plugins")
+    files = [file for package in packages for file in (ROOT / package).rglob("*.py")]
+    assert [str(file) for file in files if evades.search(file.read_text())] == []
 
 
 @pytest.fixture
@@ -141,7 +129,7 @@ VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
     "compare": lambda a, b: ["compare", str(a), str(b), "--all"],
     "compare by": lambda a, b: ["compare", str(a), "--by", f"allocator={EVIL}0,{EVIL}1"],
     "calibrate": lambda a, b: ["calibrate", str(a), str(b)],
-    "report": lambda a, b: ["report", str(a), "--images", "none", "--answer", "fit-24gb"],
+    "report": lambda a, b: ["report", str(a), "--images", "none", "--answer", "claims"],
     "export": lambda a, b: ["export", str(a), str(a / "x.csv")],
     "explain": lambda a, b: ["explain", str(b)],
     "timeline": lambda a, b: ["timeline", str(b), EVIL],
@@ -157,7 +145,6 @@ VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
     "sweep name": lambda a, b: ["sweep", "model=tiny", f"name='{EVIL}'"],
     "run": lambda a, b: ["run", "--dry-run", "device=cpu", f"results={a}", "--", sys.executable, "-c", EVIL],
     "run key": lambda a, b: ["run", f"{EVIL}=1", "--", "python"],
-    "completion": lambda a, b: ["completion", "query", f"vramsweep sweep {EVIL}"],
 }
 
 
@@ -174,13 +161,13 @@ def test_no_verb_prints_what_a_terminal_acts_on(
     assert shown_to_act(out + err) == []
     assert status in (0, 1, 2)
     assert "Traceback" not in err
-    if verb not in ("completion", "export", "timeline", "draw", "errors", "replay", "explain", "calibrate"):
+    if verb not in ("export", "timeline", "draw", "errors", "replay", "explain", "calibrate"):
         assert r"\x1b" in out + err or r"\u202e" in out + err  # so it came that far
 
 
 def test_what_python_says_of_an_error_that_nobody_caught_is_shown_too(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom vramsweep.harness.terminal import escaped\n"
+        "import sys\nfrom vramsweep.harness.messages.terminal import escaped\n"
         "with escaped():\n    raise RuntimeError(sys.argv[1])"
     )
     done = subprocess.run([sys.executable, "-c", code, EVIL], capture_output=True, text=True, check=False)
@@ -191,12 +178,13 @@ def test_what_python_says_of_an_error_that_nobody_caught_is_shown_too(tmp_path: 
 
 LIVE = """
 import json, sys
-from vramsweep.harness import plan, terminal
-from vramsweep.harness.progress import shown
+from vramsweep.harness.messages import terminal
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep.progress import choose_progress
 evil, values = json.loads(sys.argv[1])
 with terminal.escaped():
-    [[item]] = plan.expand([values], 1)
-    progress = shown(2, [item])
+    [[item]] = plan.expand_trials([values], 1)
+    progress = choose_progress(2, [item])
     progress.began(evil)
     print(evil)
     print(evil, file=sys.stderr)
@@ -210,18 +198,8 @@ with terminal.escaped():
 
 def test_a_live_region_prints_what_others_say_as_text() -> None:
     """On a terminal Rich takes the streams over while its region is there, and would read sequences in them."""
-    parent, child = pty.openpty()
-    told = json.dumps([EVIL, tiny(model={"name": EVIL})])
-    environ = os.environ | {"TERM": "xterm", "COLUMNS": "400"}
-    process = subprocess.Popen([sys.executable, "-c", LIVE, told], stdout=child, stderr=child, env=environ)
-    os.close(child)
-    said = b""
-    with contextlib.suppress(OSError):  # how a terminal ends
-        while piece := os.read(parent, 65536):
-            said += piece
-    os.close(parent)
-    assert process.wait() == 0
-    text = said.decode()
+    status, text = on_terminal(LIVE, json.dumps([EVIL, tiny(model={"name": EVIL})]), columns=400)
+    assert status == 0
     assert "\x1b[2K" in text  # the region is drawn: Rich's own sequences are not escaped
     assert "\x1b[8m" not in text
     own = re.sub(r"\x1b\[[?\d;]*[mKAhlGJ]", "", text)
@@ -229,24 +207,12 @@ def test_a_live_region_prints_what_others_say_as_text() -> None:
     assert shown_to_act(own.replace("\r", "")) == []
 
 
-class _Page(HTMLParser):
-    """What a browser would find in a page: elements, their attributes, and the texts of scripts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str, str]] = []
-        self.scripts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(tag, name, value or "") for name, value in attrs]
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_data(self, data: str) -> None:
-        if self.lasttag == "script" and self.scripts:
-            self.scripts[-1] += data
+# Elements that no page of ours has, attributes that are code, and links that are none of ours.
+ACTING = """() => [...document.querySelectorAll('img, b, iframe, object')].map(one => one.tagName).concat(
+  [...document.querySelectorAll('*')].flatMap(one => [...one.attributes]
+    .filter(a => a.name.startsWith('on')
+      || /^(xlink:)?href$|^src$/.test(a.name) && !/^(#|data:|https:|plotly)/.test(a.value))
+    .map(a => `${one.tagName} ${a.name}=${a.value}`)))"""
 
 
 @pytest.fixture(scope="module")
@@ -254,31 +220,16 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     """The pages of a report on rows that hold markup everywhere."""
     folder = tmp_path_factory.mktemp("pages")
     synthetic.write(folder, [*rows(MARKUP), *rows(MARKUP, "simulated")])
-    (folder / "plan.json").write_text(json.dumps({"command": [MARKUP], "answer": "fit-24gb"}))
+    (folder / "plan.json").write_text(json.dumps({"command": [MARKUP], "answer": "claims"}))
     assert front_door.main(["report", str(folder), "--images", "none"]) == 0
     return [folder / "report.html", *sorted((folder / "figures").glob("*.html"))]
 
 
 @pytest.mark.slow
-def test_a_page_of_evil_rows_has_the_elements_of_a_page_of_good_ones(pages: list[Path]) -> None:
-    assert len(pages) > 4
-    for file in pages:
-        page = _Page()
-        page.feed(file.read_text(encoding="utf-8"))
-        assert not {"svg", "img", "b", "iframe", "object"} & set(page.tags), file
-        assert not [one for one in page.attributes if one[1].startswith("on")], file
-        links = [value for _, name, value in page.attributes if name in ("href", "src")]
-        assert all(link.startswith(("#", "data:,", "https://", "plotly.min.js")) for link in links), links
-        for script in page.scripts:
-            assert "<img src=x" not in script
-            assert "evil()</" not in script
-    report = pages[0].read_text(encoding="utf-8")
-    assert "&lt;script&gt;evil()" in report
-    assert "Content-Security-Policy" in report
-
-
-@pytest.mark.slow
 def test_pages_of_evil_rows_do_nothing_in_a_browser(pages: list[Path]) -> None:
+    report = pages[0].read_text(encoding="utf-8")
+    assert len(pages) > 4 and "&lt;script&gt;evil()" in report and "Content-Security-Policy" in report
+    assert not any("<script>evil()" in page.read_text(encoding="utf-8") for page in pages)
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
@@ -298,22 +249,18 @@ def test_pages_of_evil_rows_do_nothing_in_a_browser(pages: list[Path]) -> None:
                 page.wait_for_selector("html[data-drawn]", state="attached")
                 page.evaluate("document.querySelectorAll('details').forEach(one => { one.open = true })")
                 page.wait_for_selector("#rows-table tbody tr")
-            assert page.locator("img").count() == 0
-            assert (
-                page.locator("svg a").evaluate_all("all => all.filter(a => /script/.test(a.href.baseVal)).length") == 0
-            )
+            assert page.evaluate(ACTING) == [], file
             page.close()
         browser.close()
     assert problems == []
 
 
+@pytest.mark.slow
 def test_a_figure_s_texts_are_no_markup() -> None:
     """Plotly reads a little HTML in names, labels and what hovering shows: a link would be one."""
     link = "<a href='https://evil.example'>click</a><br>"
-    made = [row | {"trial_id": f"{link}{n}", "model": link} for n, row in enumerate(synthetic.sweep(repeats=1))]
+    made = [row | {"trial_id": f"{link}{n}", "model": link} for n, row in enumerate(synthetic.curve((512, 1024, 2048)))]
     table = load.from_frame(pd.DataFrame(made), "x")
-    from vramsweep.analysis.report.content import collect
-
     figures = collect(table).figures
     assert len(figures) >= 4
     for figure in figures:
@@ -371,9 +318,9 @@ def test_a_sentence_of_an_answer_is_no_markup() -> None:
 FORMULAS = ['=HYPERLINK("http://evil")', "+1+cmd|' /C calc'!A0", "-2+3+cmd|' /C calc'!A0", "@SUM(1)", "\t=1", "\r=1"]
 
 
-@pytest.mark.parametrize("text", FORMULAS)
-def test_a_spreadsheet_finds_no_formula(text: str, tmp_path: Path) -> None:
-    made = rows(text)
+@pytest.mark.slow
+def test_a_spreadsheet_finds_no_formula(tmp_path: Path) -> None:
+    made = [row for text in FORMULAS for row in rows(text)]
     table = load.from_frame(pd.DataFrame(made), "x")
     export.write_csv(table.frame, tmp_path / "rows.csv")
     with (tmp_path / "rows.csv").open(newline="") as stream:
@@ -382,7 +329,7 @@ def test_a_spreadsheet_finds_no_formula(text: str, tmp_path: Path) -> None:
     assert [cell for cell in cells if cell[:1] in tuple("=@\t\r") and cell] == []
     assert [cell for cell in cells if re.match(r"[+-](?!\d[\d.,]*$)", cell)] == []
     back = load.load(tmp_path / "rows.csv").frame
-    assert set(back["model"]) == {text}  # and reading it again gives what it was
+    assert set(back["model"]) == set(FORMULAS)  # and reading it again gives what it was
 
 
 @pytest.mark.parametrize("text", ["-3", "+5.2 %", "-1,024", "-0.5 GiB", "–", "−3", "a=b", "lengths:x", "'quoted'"])
@@ -393,6 +340,7 @@ def test_what_is_no_formula_stays(text: str, tmp_path: Path) -> None:
     assert export.as_it_was(export.guarded(text)) == text
 
 
+@pytest.mark.slow
 @given(st.text())
 def test_a_guarded_cell_can_be_read_back(text: str) -> None:
     assert export.as_it_was(export.guarded(text)) == text
@@ -402,7 +350,7 @@ def test_a_guarded_cell_can_be_read_back(text: str) -> None:
 def test_all_csv_files_of_a_report_and_a_paper_are_guarded(tmp_path: Path) -> None:
     text = FORMULAS[0]
     folder = synthetic.write(tmp_path / "s", [*rows(text), *rows(text, "simulated")])
-    assert front_door.main(["report", str(folder), "--images", "none", "--answer", "fit-24gb"]) == 0
+    assert front_door.main(["report", str(folder), "--images", "none", "--answer", "claims"]) == 0
     assert front_door.main(["paper", str(folder)]) == 0
     files = sorted(folder.rglob("*.csv"))
     assert len(files) > 8

@@ -13,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 
 from vramsweep.__main__ import main
-from vramsweep.harness import check, cluster, inferred, journal, lock, others, repeats, steadiness, upgrade
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.files import inferred_points
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal, journal_lock, migrations, repeats, step_statistics
+from vramsweep.harness.rows.schema import BY_NAME, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.sweep import publication_check as check
+from vramsweep.harness.sweep import slurm_jobs
 
 FITTING: dict[type, tuple[Any, ...]] = {
     int: (0, -1, 10**39, 2**63, 3.0),
@@ -40,19 +44,10 @@ WRONG: dict[type, tuple[Any, ...]] = {
 def row(**values: Any) -> dict[str, Any]:
     known = {"schema_version": SCHEMA_VERSION, "trial_id": "a", "attempt": 1, "terminal": True, "outcome": "ok"}
     measured = {
-        "device": "cuda",
-        "gpu_name": "NVIDIA H100 80GB HBM3",
-        "torch_version": "2.12.0",
-        "model": "m",
-        "seq_len": 128,
-        "micro_batch": 2,
-        "peak_allocated_bytes": 1 << 30,
-        "peak_reserved_bytes": 1 << 31,
-        "step_times_s": [0.5] * 12,
-        "elapsed_s": 6.0,
-        "tokens_per_s": 500.0,
-        "measured_steps": 12,
-    }
+        "device": "cuda", "gpu_name": "NVIDIA H100 80GB HBM3", "torch_version": "2.12.0", "model": "m", "seq_len": 128,
+        "micro_batch": 2, "peak_allocated_bytes": 1 << 30, "peak_reserved_bytes": 1 << 31, "step_times_s": [0.5] * 12,
+        "elapsed_s": 6.0, "tokens_per_s": 500.0, "measured_steps": 12,
+    }  # fmt: skip
     return {**known, **measured, **values}
 
 
@@ -60,19 +55,13 @@ def text(values: Any) -> bytes:
     return json.dumps(values).encode()
 
 
-@pytest.mark.parametrize("name", BY_NAME)
-def test_a_column_that_holds_something_else_makes_it_no_row(name: str) -> None:
-    for value in WRONG[BY_NAME[name].type]:
-        assert journal.parsed(text(row(**{name: value}))) is None, value
-
-
-@pytest.mark.parametrize("name", [name for name in BY_NAME if name != "trial_id"])
-def test_what_a_column_may_hold_is_kept_as_it_is(name: str) -> None:
-    if name in ("schema_version", "outcome"):
-        return
-    for value in FITTING[BY_NAME[name].type]:
-        found = journal.parsed(text(row(**{name: value})))
-        assert found is not None and found[name] == value
+def test_a_column_keeps_what_it_may_hold_and_something_else_makes_it_no_row() -> None:
+    for name, column in BY_NAME.items():
+        for value in WRONG[column.type]:
+            assert journal.parsed(text(row(**{name: value}))) is None, (name, value)
+        for value in FITTING[column.type] if name not in ("trial_id", "schema_version", "outcome") else ():
+            found = journal.parsed(text(row(**{name: value})))
+            assert found is not None and found[name] == value, (name, value)
 
 
 def test_what_no_json_has_is_unknown() -> None:
@@ -87,26 +76,19 @@ def test_depth_is_no_row_at_any_level() -> None:
         assert (journal.parsed(nested) is None) == (levels > 30), levels
 
 
-@pytest.mark.parametrize(
-    "value", [None, [], {"a": 1}, "x", 7, [["x"]], {"name": ["x"]}, {"name": None, "options": [1]}]
-)
+@pytest.mark.parametrize("value", [
+    None, [], {"a": 1}, "x", 7, [["x"]], {"name": ["x"]}, {"name": None, "options": [1]},
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["runner", "optimizer", "protocol", "device", "attention", "sharding", "model"])
 def test_a_trial_of_version_1_with_anything_in_it_stops_nobody(name: str, value: Any) -> None:
     """Its id is made to fit: only then is all of it looked at."""
     trial = {"runner": {"name": "torch", "options": {}}, "device": {"name": "cuda"}, "optimizer": "adamw", name: value}
     for phase in ("step 7", "step ²", "step " + "9" * 5000, None):
         old = {
-            "schema_version": 1,
-            "outcome": "oom",
-            "phase": phase,
-            "zero_stage": [1],
-            "peak_flops": 1.0,
-            "mfu": 1.0,
-            "gpu_name": "NVIDIA H100 80GB HBM3",
-            "precision": "bf16",
-            "trial": trial,
-        }
-        found = journal.parsed(text(old | {"trial_id": upgrade.first_id(trial)}))
+            "schema_version": 1, "outcome": "oom", "phase": phase, "zero_stage": [1], "peak_flops": 1.0, "mfu": 1.0,
+            "gpu_name": "NVIDIA H100 80GB HBM3", "precision": "bf16", "trial": trial,
+        }  # fmt: skip
+        found = journal.parsed(text(old | {"trial_id": migrations.first_id(trial)}))
         assert found is None or found["schema_version"] == SCHEMA_VERSION
 
 
@@ -140,7 +122,7 @@ def test_questions_about_absurd_rows_are_answered(seed: int, tmp_path: Path) -> 
     for finding in check.findings(found, None):
         assert finding.text
     for runs in repeats.configurations(found):
-        repeats.apart(runs)
+        repeats.find_apart(runs)
         repeats.interval([one["tokens_per_s"] or 0 for one in runs])
 
 
@@ -150,11 +132,7 @@ def test_verbs_that_read_absurd_rows_end_as_they_should(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / journal.NAME).write_bytes(b"\n".join(map(text, evil_rows(seed))))
-    out = str(tmp_path / "out")
-    for words in (["fit"], ["frontier"], ["check"], ["status"], ["export"], ["calibrate"], ["compare"]):
-        more = {"export": [f"{out}.csv"], "calibrate": [str(tmp_path)], "compare": ["--by", "seq_len=128,256"]}
-        assert main([*words, str(tmp_path), *more.get(words[0], [])]) in (0, 1, 2), words
-    assert "Traceback" not in capsys.readouterr().err
+    look(tmp_path, tmp_path / "out", capsys, VERBS[:7])
     assert {path.name for path in tmp_path.iterdir()} <= {journal.NAME, "out.csv"}
 
 
@@ -162,8 +140,8 @@ def test_a_long_training_is_judged_in_no_time_and_as_a_short_one_is() -> None:
     draw = random.Random(5)
     steady = [1 + draw.gauss(0, 0.02) for _ in range(200_000)]
     began = time.monotonic()
-    assert steadiness.drifts(steady) is False
-    assert steadiness.drifts([one * (1 + at / 4e6) for at, one in enumerate(steady)]) is True
+    assert step_statistics.is_drifting(steady) is False
+    assert step_statistics.is_drifting([one * (1 + at / 4e6) for at, one in enumerate(steady)]) is True
     assert time.monotonic() - began < 20
 
 
@@ -172,36 +150,12 @@ def test_an_interval_that_no_number_holds_is_none() -> None:
     assert repeats.interval([1.0, 1.1]) is not None
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"[]",
-        b"7",
-        b'{"trial_id":["a"]}',
-        b'{"trial_id":"a"}',
-        b'{"trial_id":"a","others":7,"tracked":true}',
-        b'{"trial_id":"a","others":{"x":"y"},"tracked":true}',
-        b'{"sources":[1]}',
-        b"[" * 100_000,
-        b"\xff\xfe",
-        b'{"trial_id":"a","others":{"x":1e400},"tracked":1}',
-    ],
-)
-def test_a_line_of_others_is_taken_whole_or_not_at_all(line: bytes, tmp_path: Path) -> None:
-    good = b'{"trial_id":"b","others":{"tool":5,"none":null},"tracked":true,"sources":{"tool":"there"}}\n'
-    (tmp_path / others.FILE).write_bytes(line + b"\n" + good)
-    assert others.said(tmp_path / others.FILE) == others.Said(
-        {"b": {"tool": 5, "none": None}}, {"b"}, {"tool": "there"}
-    )
-
-
 @pytest.mark.parametrize("plan", [b"[" * 100_000, b"7", b'{"id_version":1,"systems":7}', b"\xff", b'{"answer":["x"]}'])
-def test_a_plan_that_is_none_leaves_the_rows(plan: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_is_none_leaves_the_rows(plan: bytes, tmp_path: Path, cli: Cli) -> None:
     (tmp_path / journal.NAME).write_bytes(text(row()))
     (tmp_path / journal.PLAN).write_bytes(plan)
-    assert main(["status", str(tmp_path)]) == 0
-    assert main(["check", str(tmp_path)]) == 1
-    assert "Traceback" not in capsys.readouterr().err
+    cli.run("status", tmp_path)
+    assert "Traceback" not in cli.run("check", tmp_path, status=1).err
 
 
 SPECIAL: dict[str, Callable[[Path], Any]] = {
@@ -211,7 +165,7 @@ SPECIAL: dict[str, Callable[[Path], Any]] = {
     "a folder": Path.mkdir,
     "a file of a terabyte": lambda place: (place.touch(), os.truncate(place, 1 << 40)),
 }
-READ = (journal.NAME, "journal-b.jsonl", journal.PLAN, "plan-b.json", others.FILE, "inferred.jsonl")
+READ = (journal.NAME, "journal-b.jsonl", journal.PLAN, "plan-b.json", "inferred.jsonl")
 READ += ("cluster/jobs.json", "timelines/a.json", "traces/a.json")
 
 
@@ -228,10 +182,12 @@ def ends(seconds: int) -> Iterator[None]:
         signal.alarm(0)
 
 
-def look(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+VERBS = ("status", "check", "fit", "frontier", "export", "calibrate", "compare", "explain", "timeline", "report")
+
+
+def look(folder: Path, out: Path, capsys: pytest.CaptureFixture[str], verbs: tuple[str, ...] = VERBS) -> dict[str, int]:
     """Every verb that looks at a results folder; its statuses, none of which is a traceback's."""
     found = {}
-    verbs = ("status", "check", "fit", "frontier", "export", "calibrate", "compare", "explain", "timeline", "report")
     for words in verbs:
         more = {"export": [f"{out}.csv"], "calibrate": [str(folder)], "compare": ["--by", "seq_len=128,256"]}
         more |= {"report": ["--out", str(out)], "timeline": ["--kept"]}
@@ -256,8 +212,8 @@ def test_no_verb_waits_for_what_is_no_file(kind: str, tmp_path: Path, capsys: py
         with ends(60):
             refused = name.startswith("journal")
             assert (main(["status", str(folder)]), main(["check", str(folder)])) == ((2, 2) if refused else (0, 1))
-            assert others.said(folder / others.FILE).found == {} and inferred.read(folder) == []
-            assert cluster.submitted(folder) == {} and not lock.held(place)
+            assert inferred_points.read(folder) == []
+            assert slurm_jobs.submitted_jobs(folder) == {} and not journal_lock.is_locked(place)
             with pytest.raises(UserError) if refused else contextlib.nullcontext(), journal.Journal(folder):
                 journal.read(folder)
 

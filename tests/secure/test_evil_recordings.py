@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Cli
 
-from vramsweep.__main__ import main
-from vramsweep.harness.allocator import recording, replay, safepickle
-from vramsweep.harness.allocator.restore import undo
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.allocator import recording, replay, safe_unpickle
+from vramsweep.harness.allocator.initial_state import undo
+from vramsweep.harness.messages.errors import UserError
 
 AT, PAGE = 1 << 40, 20 << 20
 SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # written out, 10**30 values
@@ -34,16 +34,9 @@ def valid() -> dict[str, Any]:
         {"address": AT + (2 << 20), "size": PAGE - (2 << 20), "requested_size": 0, "state": "inactive", "frames": []},
     ]
     segment = {
-        "device": 0,
-        "address": AT,
-        "total_size": PAGE,
-        "stream": 0,
-        "segment_type": "large",
-        "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "blocks": blocks,
-        "frames": [],
-    }
+        "device": 0, "address": AT, "total_size": PAGE, "stream": 0, "segment_type": "large", "segment_pool_id": (0, 0),
+        "is_expandable": False, "blocks": blocks, "frames": [],
+    }  # fmt: skip
     acts = [
         ("segment_alloc", AT, PAGE),
         ("alloc", AT, 2 << 20),
@@ -57,12 +50,9 @@ def valid() -> dict[str, Any]:
         for at, (action, addr, size) in enumerate(acts)
     ]
     settings = {
-        "PYTORCH_CUDA_ALLOC_CONF": "",
-        "max_split_size": -1,
-        "garbage_collection_threshold": 0.0,
-        "expandable_segments": False,
-        "roundup_power2_divisions": {str(1 << i): 0 for i in range(16)},
-    }
+        "PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "garbage_collection_threshold": 0.0,
+        "expandable_segments": False, "roundup_power2_divisions": {str(1 << i): 0 for i in range(16)},
+    }  # fmt: skip
     return {"segments": [segment], "device_traces": [trace], "allocator_settings": settings}
 
 
@@ -127,7 +117,7 @@ def test_a_small_file_that_stands_for_more_than_memory_holds_is_refused_by_type_
     del whole["allocator_settings"]["roundup_power2_divisions"]
     data = pickle.dumps(whole, 2)
     assert len(data) < 2000
-    said = replayed(safepickle.loads(data, "evil"))
+    said = replayed(safe_unpickle.loads(data, "evil"))
     assert said is not None and f"{path[-1].replace('action', 'unknown action')} " in said and "a list of 10" in said
 
 
@@ -137,10 +127,8 @@ def test_what_many_share_is_looked_at_once() -> None:
     would be n**2 of work."""
     count, whole = 3000, valid()
     segment = {
-        **whole["segments"][0],
-        "total_size": 512 * count,
-        "blocks": [{"size": 512, "state": "inactive"}] * count,
-    }
+        **whole["segments"][0], "total_size": 512 * count, "blocks": [{"size": 512, "state": "inactive"}] * count,
+    }  # fmt: skip
     segments = [{**segment, "address": AT + 512 * count * number} for number in range(count)]
     assert "hold the same list of blocks" in (replayed(whole | {"segments": segments}) or "")
     frames, at = [{"filename": "x", "line": 1, "name": "x"}] * count, range(AT, AT + 512 * 2 * count, 512)
@@ -150,7 +138,7 @@ def test_what_many_share_is_looked_at_once() -> None:
     assert replayed(whole | {"segments": [segment], "device_traces": [made]}) is None
     for key in ([n * ((1 << 61) - 1) for n in range(2000)], [(n * ((1 << 61) - 1), 0) for n in range(2000)]):
         with pytest.raises(UserError, match=r"number of 10 bytes|tuple of something"):
-            safepickle.loads(pickle.dumps(dict.fromkeys(key), 2), "evil")
+            safe_unpickle.loads(pickle.dumps(dict.fromkeys(key), 2), "evil")
 
 
 @pytest.mark.parametrize("of", ["segments", "device_traces"])
@@ -162,14 +150,14 @@ def test_what_holds_itself_is_refused_in_no_time(of: str) -> None:
     data = pickle.dumps(whole, 2)
     began = time.monotonic()
     try:
-        said = replayed(safepickle.loads(data, "evil"))
+        said = replayed(safe_unpickle.loads(data, "evil"))
     except UserError as error:
         said = str(error)
     assert time.monotonic() - began < 5
     assert of == "device_traces" or said is not None
 
 
-def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, cli: Cli) -> None:
     """No byte of it runs; a pipe or a device is not waited for."""
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "count").write_bytes(b"\x80\x02\x8d" + (1 << 62).to_bytes(8, "little") + b"x.")
@@ -182,18 +170,16 @@ def test_a_file_is_read_or_refused_whatever_it_is(tmp_path: Path, capsys: pytest
     (tmp_path / "loop").symlink_to("loop")
     os.mkfifo(tmp_path / "pipe")
     for name in (*sorted(path.name for path in tmp_path.iterdir()), "/dev/zero", "/dev/tty", "a\0b"):
-        assert main(["replay", str(tmp_path / name)]) == 2, name
-        told = capsys.readouterr().err
+        told = cli.refuse("replay", tmp_path / name)
         assert told.startswith("vramsweep: ") and told.count("\n") <= 2 and "Traceback" not in told, (name, told)
     assert not (tmp_path / "ran").exists()
 
 
-def test_frames_that_are_none_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_frames_that_are_none_say_nothing(tmp_path: Path, cli: Cli) -> None:
     whole = valid()
     for value in ([{"filename": "a.py\x1b[2J\n\n", "line": -(10**15), "name": "x" * 10**6}], [[]], "text", 7, [{}]):
         for at in (1, 2):
             whole["device_traces"][0][at]["frames"] = value
         whole["segments"][0]["blocks"][0]["frames"] = value
         (tmp_path / "frames.pickle").write_bytes(pickle.dumps(whole))
-        assert main(["replay", str(tmp_path / "frames.pickle")]) == 0
-        assert "\x1b" not in capsys.readouterr().out
+        assert "\x1b" not in cli.run("replay", tmp_path / "frames.pickle").out

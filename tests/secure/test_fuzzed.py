@@ -13,12 +13,13 @@ from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vramsweep.harness import check, journal, upgrade
-from vramsweep.harness.allocator import recording, replay, safepickle
+from vramsweep.harness.allocator import recording, replay, safe_unpickle
 from vramsweep.harness.allocator.config import OPTIONS, AllocatorConfigError, parse
-from vramsweep.harness.allocator.restore import undo
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import BY_NAME, believable
+from vramsweep.harness.allocator.initial_state import undo
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal, migrations
+from vramsweep.harness.rows.schema import BY_NAME, is_plausible
+from vramsweep.harness.sweep import publication_check as check
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import fuzz_seeds
@@ -43,6 +44,7 @@ def edited(data: bytes, edits: list[tuple[int, int]]) -> bytes:
     return bytes(changed)
 
 
+OPERANDS = ("seq_len", "micro_batch", "kept", "max", "min", "1", "0", "64", "lambda:")
 EDITS = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=8)
 
 
@@ -50,7 +52,7 @@ EDITS = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_si
 @given(st.sampled_from(PICKLES), EDITS)
 def test_bytes_are_a_recording_or_a_user_error(data: bytes, edits: list[tuple[int, int]]) -> None:
     try:
-        recording.check(safepickle.loads(edited(data, edits), "fuzzed"), "fuzzed")
+        recording.check(safe_unpickle.loads(edited(data, edits), "fuzzed"), "fuzzed")
     except UserError as error:
         assert len(str(error)) < 1000 and str(error).count("\n") <= 1
 
@@ -67,6 +69,7 @@ def test_a_recording_with_changed_values_replays_or_is_a_user_error(data: bytes)
         assert len(str(error)) < 1000
 
 
+@pytest.mark.slow
 @settings(max_examples=500, **NO_DEADLINE)
 @given(
     st.lists(
@@ -86,9 +89,10 @@ def test_a_text_of_settings_says_the_same_again_or_is_refused(words: list[str]) 
 @given(st.sampled_from(LINES), EDITS)
 def test_a_line_is_a_row_or_none(line: bytes, edits: list[tuple[int, int]]) -> None:
     row = journal.parsed(edited(line, edits))
-    assert row is None or believable(row)
+    assert row is None or is_plausible(row)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, **NO_DEADLINE)
 @given(
     st.dictionaries(
@@ -100,55 +104,22 @@ def test_a_line_is_a_row_or_none(line: bytes, edits: list[tuple[int, int]]) -> N
 def test_a_row_of_anything_is_none_or_can_be_asked_about(values: dict[str, Any], trial: dict[str, Any] | None) -> None:
     """Its id fits its trial, so that what was measured by version 1 is looked at."""
     known = {"schema_version": 1, "outcome": "ok", "terminal": True, "trial": trial}
-    row = journal.parsed(json.dumps(values | known | {"trial_id": upgrade.first_id(trial or {})}).encode())
-    assert row is None or believable(row)
+    row = journal.parsed(json.dumps(values | known | {"trial_id": migrations.first_id(trial or {})}).encode())
+    assert row is None or is_plausible(row)
     if row is not None:
         check.findings([row], None)
 
 
 @settings(max_examples=500, **NO_DEADLINE)
 @given(
-    st.lists(
-        st.sampled_from(
-            [
-                "seq_len",
-                "micro_batch",
-                "kept",
-                "+",
-                "-",
-                "*",
-                "//",
-                "%",
-                "(",
-                ")",
-                "max",
-                "min",
-                ",",
-                "not ",
-                " and ",
-                " or ",
-                "==",
-                "<=",
-                "1",
-                "0",
-                "64",
-                "**",
-                ".",
-                "[",
-                "]",
-                "lambda:",
-                "'",
-            ]
-        ),
-        max_size=14,
-    )
+    st.lists(st.sampled_from([*OPERANDS, *"+-*%(),.[]'", "//", "not ", " and ", " or ", "==", "<=", "**"]), max_size=14)
 )
 def test_a_text_is_a_formula_or_a_value_error(words: list[str]) -> None:
     pytest.importorskip("torch")
-    from vramsweep.runners import symbolic
+    from vramsweep.runners.trace import symbolic_trace
 
     try:
-        found = symbolic.compiled("".join(words))(symbolic.Point(24, 3))
+        found = symbolic_trace.compiled("".join(words))(symbolic_trace.Point(24, 3))
     except ValueError as error:
         assert "\n" not in str(error) and len(str(error)) < 1000
     else:

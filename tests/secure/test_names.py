@@ -13,34 +13,24 @@ from unittest.mock import Mock
 
 import pandas as pd
 import pytest
-from conftest import tiny
+from conftest import SETTINGS, Cli, refusal, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramsweep import __main__ as front_door
 from vramsweep.analysis.answers import what_if
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
-from vramsweep.harness import look, names, outputs, plan, timeline
-from vramsweep.harness.errors import UserError
-from vramsweep.harness.row import complete
-from vramsweep.harness.trial import Trial, parse
+from vramsweep.harness.files import file_names, outputs
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows.schema import complete_row
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_parser import parse
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.verbs import timeline, trace_query
 
 OUT = [
-    "../x",
-    "/abs",
-    "a/b",
-    "..",
-    ".",
-    ".hidden",
-    "   ",
-    "x" * 300,
-    "é" * 150,
-    "a\nb",
-    "a\x1b[2Jb",
-    "a\u202eb",
-    "a\0b",
-]
+    "../x", "/abs", "a/b", "..", ".", ".hidden", "   ", "x" * 300, "é" * 150, "a\nb", "a\x1b[2Jb", "a\u202eb", "a\0b",
+]  # fmt: skip
 ANY = (
     st.text(st.characters())
     | st.sampled_from(OUT)
@@ -49,40 +39,31 @@ ANY = (
 
 
 @given(ANY)
-def test_a_file_s_name_of_anything_is_one_name(text: str) -> None:
-    name = names.safe(text)
-    assert names.wrong(name) is None or name == "_" * len(name)
+def test_a_file_s_name_of_anything_is_one_name_and_what_a_sweep_may_be_called_is_one_folder(text: str) -> None:
+    name = file_names.make_safe(text)
+    assert file_names.name_problem(name) is None or name == "_" * len(name)
     assert Path("/top", name).parent == Path("/top")
     assert Path("/top", name).name == name  # no . or ..
     assert len(f"{name}.json.lock.123456".encode()) <= 255
-    assert names.safe(name) == name
+    assert file_names.make_safe(name) == name
+    if file_names.name_problem(text) is None:
+        assert name == text and Path("/top", text).resolve().parent == Path("/top")
 
 
-@given(ANY)
-def test_what_a_sweep_may_be_called_is_one_folder(text: str) -> None:
-    if names.wrong(text) is None:
-        assert names.safe(text) == text
-        assert Path("/top", text).resolve().parent == Path("/top")
-
-
-@pytest.mark.parametrize("good", ["night", "tiny-torch-cpu", "a+b", "été 2", "x" * names.LONGEST, "..a"[2:], "a..b"])
+@pytest.mark.parametrize(
+    "good", ["night", "tiny-torch-cpu", "a+b", "été 2", "x" * file_names.LONGEST, "..a"[2:], "a..b"]
+)
 def test_ordinary_names_stay(good: str) -> None:
-    assert names.wrong(good) is None
-    assert names.safe(good) == good
-
-
-def settings(**over: Any) -> plan.Settings:
-    given = {"name": None, "results": "r", "repeats": 1, "isolation": "cold", "timeout_s": 1, "retries": 0}
-    more = {"backoff_s": 0, "retry_failed": False, "report": False, "action": "run", "output": "text"}
-    return plan.Settings(**(given | more | over))
+    assert file_names.name_problem(good) is None
+    assert file_names.make_safe(good) == good
 
 
 @pytest.mark.parametrize("bad", OUT)
 def test_settings_take_no_name_that_leads_out(bad: str) -> None:
     with pytest.raises(UserError, match=r"^name=.*results=DIR$") as said:
-        settings(name=bad)
+        plan.Settings(**(SETTINGS | {"name": bad}))
     assert len(str(said.value).splitlines()) <= 3
-    assert settings(name="").name == ""  # as null
+    assert plan.Settings(**(SETTINGS | {"name": ""})).name == ""  # as null
 
 
 LEADING_OUT = (
@@ -93,18 +74,15 @@ LEADING_OUT = (
 
 @pytest.mark.slow
 def test_the_command_line_takes_none_and_writes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     (tmp_path / "x.yaml").write_text("# @package _global_\nseq_len: 3\n")
     monkeypatch.chdir(inner)
     for verb, word in [*(("sweep", word) for word in LEADING_OUT), ("plan", LEADING_OUT[0])]:
-        words = ["model=tiny", "device=cpu", "results=results", "report=false", word]
-        assert front_door.main([verb, *words]) == 2, word
-        said = capsys.readouterr().err
-        assert said.startswith("vramsweep: ")
-        assert "Traceback" not in said
+        said = cli.refuse(verb, "model=tiny", "device=cpu", "results=results", "report=false", word)
+        assert said.startswith("vramsweep: ") and "Traceback" not in said, word
         assert {one.name for one in tmp_path.iterdir()} == {"inner", "x.yaml"}
         assert not [one for one in inner.rglob("*") if one.is_file() and one.parent.name != ".hydra"]
 
@@ -117,24 +95,24 @@ def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
     (folder / "link.pickle").symlink_to(tmp_path / "secret.pickle")
     row = {"trial_id": "t", "model": "m", "seq_len": 1, "precision": "fp32"}
     for name in ("../secret.pickle", str(tmp_path / "secret.pickle"), "link.pickle", "attempts/../../secret.pickle"):
-        assert names.inside(folder, name) is None
+        assert file_names.is_inside(folder, name) is None
         found, notes = what_if.what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
         assert found == []
         assert "is not in" in notes[0]
-    assert names.inside(folder, "attempts/t/1/recording.pickle") == folder / "attempts/t/1/recording.pickle"
+    assert file_names.is_inside(folder, "attempts/t/1/recording.pickle") == folder / "attempts/t/1/recording.pickle"
 
 
 def test_files_that_are_called_after_a_trial_stay_in_the_folder(tmp_path: Path) -> None:
     """An id is a hash, unless somebody wrote the journal by hand."""
-    row = complete({"trial_id": "../../../x", "started_at": "now"})
-    place = timeline._place(tmp_path / "sweep", row)
+    row = complete_row({"trial_id": "../../../x", "started_at": "now"})
+    place = timeline._timeline_path(tmp_path / "sweep", row)
     assert place.parent == tmp_path / "sweep" / "timelines"
     (tmp_path / "sweep").mkdir()
     timeline._keep(tmp_path / "sweep", row, {"peak": {}})
-    assert timeline._kept(tmp_path / "sweep", row) == {"peak": {}}
+    assert timeline._read_kept(tmp_path / "sweep", row) == {"peak": {}}
     assert [one for one in tmp_path.rglob("*") if one.is_file()] == [place]
     place.write_text("[1]")
-    assert timeline._kept(tmp_path / "sweep", row) is None
+    assert timeline._read_kept(tmp_path / "sweep", row) is None
 
 
 def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,14 +123,14 @@ def test_a_figure_that_is_called_after_a_trial_is_one_file(monkeypatch: pytest.M
     }  # fmt: skip
     monkeypatch.setattr(figure, "_caption", lambda *_: "")
     monkeypatch.setattr(figure, "_frame", lambda _: pd.DataFrame())
-    about = look.about(parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"})))
+    about = trace_query.describe_trial(parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"})))
     name = figure.of_timeline({"trial_id": "../../x", "about": about, "timeline": data}).name
-    assert names.wrong(name) is None
+    assert file_names.name_problem(name) is None
 
 
 def put(folder: Path, beside: bool = True, **files: str) -> list[str]:
     """Write files such as a_csv, sub__a_csv by a verb; its remarks."""
-    with outputs.into(folder, "report", beside) as (draft, notes):
+    with outputs.into_folder(folder, "report", beside) as (draft, notes):
         for name, text in files.items():
             place = draft / name.replace("__", "/").replace("_", ".")
             place.parent.mkdir(exist_ok=True)
@@ -183,14 +161,13 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
     link.symlink_to(target)
     outputs.write(link, "new")
     assert (target.read_text(), link.read_text(), link.is_symlink()) == ("mine", "new", False)
-    with pytest.raises(UserError, match="cannot write"):
-        outputs.write(elsewhere, "x")
+    assert "cannot write" in refusal(UserError, outputs.write, elsewhere, "x")
 
 
 def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     put(folder, beside=False, rows_csv="1", figures__a_csv="1", answer_csv="1", figures__b_csv="1")
-    with pytest.raises(UserError, match="no list"), outputs.into(folder, "paper"):
+    with pytest.raises(UserError, match="no list"), outputs.into_folder(folder, "paper"):
         pass
     (folder / "figures" / "mine.pdf").write_text("mine")
     (folder / "figures" / "b.csv").write_text("edited")
@@ -199,7 +176,7 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
     mine = {"figures/mine.pdf": "mine", "figures/b.csv": "edited", "rows.csv.kept": "edited"}
     assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "answer.csv").exists()
     assert len(said) == 1 and "rows.csv.kept is what was there" in said[0]
-    with pytest.raises(OSError), outputs.into(folder, "report") as (draft, _):
+    with pytest.raises(OSError), outputs.into_folder(folder, "report") as (draft, _):
         (draft / "rows.csv").write_text("3")
         raise OSError(28, "full", str(draft / "rows.csv"))
     assert held(folder)["rows.csv"] == "2"
@@ -237,7 +214,7 @@ def sent(folder: Path, trial: Trial) -> None:
         "peak_allocated_bytes": 1 << 30, "trial": trial.model_dump(mode="json"), "started_at": "2026-01-01T00:00:00Z",
     }  # fmt: skip
     (folder / "traces").mkdir(parents=True, exist_ok=True)
-    (folder / "journal.jsonl").write_text(json.dumps(complete(row)) + "\n")
+    (folder / "journal.jsonl").write_text(json.dumps(complete_row(row)) + "\n")
 
 
 @pytest.mark.parametrize(
@@ -249,9 +226,7 @@ def sent(folder: Path, trial: Trial) -> None:
     ids=["target", "command"],
 )
 @pytest.mark.slow
-def test_looking_at_a_folder_runs_none_of_its_code(
-    named: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_looking_at_a_folder_runs_none_of_its_code(named: dict[str, Any], tmp_path: Path, cli: Cli) -> None:
     """`explain`, `timeline` and `report` of a folder that somebody sent, whose rows name a file in it."""
     folder, mark = tmp_path / "sent", tmp_path / "mark"
     (folder / "traces").mkdir(parents=True)
@@ -260,21 +235,18 @@ def test_looking_at_a_folder_runs_none_of_its_code(
     values = tiny(device={"name": "simulated", "gpu": "a100-40gb"}) | json.loads(
         json.dumps(named).replace("FILE", str(evil))
     )
-    trial = parse(values)
-    sent(folder, trial)
-    for words in (["explain"], ["timeline", "0123456789abcdef"]):
-        assert front_door.main([words[0], str(folder), *words[1:]]) == 2
-        said = capsys.readouterr().err
-        assert "as a row says" in said
-        assert str(evil) in said
+    sent(folder, parse(values))
+    for verb, *more in (["explain"], ["timeline", "0123456789abcdef"]):
+        said = cli.refuse(verb, folder, *more)
+        assert "as a row says" in said and str(evil) in said
     if "target" in named["runner"]:
-        assert front_door.main(["report", str(folder), "--images", "none"]) == 0
+        cli.run("report", folder, "--images", "none")
     assert not mark.exists()
 
 
 @pytest.mark.slow
 def test_looking_at_a_folder_asks_no_hub_and_reads_nothing_that_a_row_names(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, str | None]] = []
 
@@ -297,15 +269,16 @@ def test_looking_at_a_folder_asks_no_hub_and_reads_nothing_that_a_row_names(
     of_hub = {"name": "m", "model_type": None, "config": {}, "path": "somebody/model"}
     named = [{"model": of_hub}, {"model": {**of_hub, "path": str(own)}}, {"data": f"lengths:{tmp_path}/data.txt"}]
     trials = [parse(tiny(device={"name": "simulated", "gpu": "a100-40gb"}, **one)) for one in named]
-    monkeypatch.setattr("vramsweep.harness.trial._fingerprint", refuse := Mock(side_effect=AssertionError("read")))
+    monkeypatch.setattr(
+        "vramsweep.harness.spec.trial_parser._fingerprint", refuse := Mock(side_effect=AssertionError("read"))
+    )
     for verb, trial in zip(("explain", "timeline", "explain"), trials, strict=True):
         sent(folder := tmp_path / f"sent{trials.index(trial)}", trial)
-        assert front_door.main([verb, str(folder)]) == 2
-        assert "as a row says" in capsys.readouterr().err
+        assert "as a row says" in cli.refuse(verb, folder)
     assert not refuse.called
     with pytest.raises(UserError):  # and if it were traced
-        look.ask("timeline", trials[:1], tmp_path, trace=True)
+        trace_query.ask("timeline", trials[:1], tmp_path, trace=True)
     assert asked == []
-    assert front_door.main(["explain", "model=hub", "model.path=somebody/model", "seq_len=8", "gpu=a100-40gb"]) == 2
+    cli.refuse("explain", "model=hub", "model.path=somebody/model", "seq_len=8", "gpu=a100-40gb")
     hub.shutdown()
     assert "Bearer hf_ofthisuser" in {token for _, token in asked}  # whoever names it, asks

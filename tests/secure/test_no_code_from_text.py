@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ast
 import builtins
-from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cases
 
 OWN = ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
 FILES = sorted(path for package in OWN for path in (ROOT / package).rglob("*.py"))
@@ -32,15 +31,14 @@ NAMES = {
 SAFE = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader"}
 READERS = {f"yaml.{name}" for name in ("load", "load_all", "parse", "compose", "compose_all", "scan")}
 EXCEPTIONS = {
-    ("harness/allocator/safepickle.py", "pickle"): "the one reader of pickles, which allows no global",
-    ("runners/traced_script.py", "runpy"): "runs the script that a trial's runner.command names, as asked for",
-    ("harness/start.py", "runpy"): "runs the module of ours that interpreter.build_command names",
-    (
-        "runners/script_memory.py",
-        "torch.load",
-    ): "stands in for that of the script while it is traced; calls none itself",
-    ("runners/constants.py", "builtins.__import__"): "watches the imports of a model that is being built; imports none",
-}
+    ("harness/allocator/safe_unpickle.py", "pickle"): "the one reader of pickles, which allows no global",
+    ("runners/scripts/traced_script.py", "runpy"): "runs the script that a trial's runner.command names, as asked for",
+    ("harness/process/start.py", "runpy"): "runs the module of ours that interpreter.build_command names",
+    ("runners/scripts/traced_devices.py", "torch.load"):
+        "stands in for that of the script while it is traced; calls none itself",
+    ("runners/scripts/import_constants.py", "builtins.__import__"):
+        "watches the imports of a model that is being built; imports none",
+}  # fmt: skip
 
 
 class Found(ast.NodeVisitor):
@@ -134,66 +132,27 @@ def found(text: str) -> list[tuple[str, int]]:
     return Found(ast.parse(text)).found
 
 
-@cache
-def everything() -> list[tuple[str, str, int]]:
-    """Of all our files: the file, what was found, and the line."""
-    files = ((path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in FILES)
-    return [(file, name, line) for file, text in files for name, line in found(text)]
-
-
 def test_no_text_becomes_code() -> None:
-    assert [one for one in everything() if one[:2] not in EXCEPTIONS] == []
+    texts = ((path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in FILES)
+    every = [(file, name, line) for file, text in texts for name, line in found(text)]
+    assert [one for one in every if one[:2] not in EXCEPTIONS] == []
+    assert EXCEPTIONS.keys() - {one[:2] for one in every} == set()
 
 
-def test_every_exception_is_still_one() -> None:
-    assert EXCEPTIONS.keys() - {(file, name) for file, name, _ in everything()} == set()
-
-
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("eval(x)", "builtins.eval"),
-        ("from builtins import exec as run", "builtins.exec"),
-        ("list(map(eval, x))", "builtins.eval"),
-        ("import os\nos.system('x')", "os.system"),
-        ("import os as o\no.popen(x)", "os.popen"),
-        ("from os import system", "os.system"),
-        ("import pickle as p", "pickle"),
-        ("from marshal import loads", "marshal"),
-        ("import torch\ntorch.load(f, weights_only=False)", "torch.load"),
-        ("import subprocess\nsubprocess.run(['x'], shell=True)", "shell="),
-        ("import subprocess\nsubprocess.run(x, shell=maybe)", "shell="),
-        ("import subprocess\nsubprocess.run(f'rm {x}')", "a command that is one text"),
-        ("import subprocess\nsubprocess.run(['sh', '-c', x])", "a shell"),
-        ("import yaml\nyaml.load(x)", "yaml.load with None"),
-        ("import yaml\nyaml.load(x, Loader=yaml.Loader)", "yaml.Loader"),
-        ("import yaml\nclass L(yaml.UnsafeLoader): ...\nyaml.load(x, Loader=L)", "yaml.load with L"),
-        ("import yaml\nyaml.unsafe_load(x)", "yaml.unsafe_load"),
-        ("import numpy\nnumpy.load(f, allow_pickle=True)", "allow_pickle="),
-        ("frame.query(x)", ".query() of a frame"),
-        ("from sympy import sympify", "sympy.sympify"),
-    ],
-)
+@pytest.mark.parametrize(("text", "name"), cases("texts_that_become_code"))
 def test_each_of_them_would_be_found(text: str, name: str) -> None:
-    assert name in [one for one, _ in found(text)]
+    assert name in [one for one, _ in found(text.replace("\\n", "\n"))]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import re\nre.compile(x)",
-        "net.eval()",
-        "net.compile(mode=x)",
-        "import ast\nast.literal_eval(x)",
-        "import yaml\nclass L(yaml.SafeLoader): ...\nyaml.load(x, Loader=L)",
-        "import yaml\nyaml.safe_load(x)",
-        "import subprocess\nsubprocess.run([x, '-m', 'y'], check=False)",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "import re\nre.compile(x)", "net.eval()", "net.compile(mode=x)", "import ast\nast.literal_eval(x)",
+    "import yaml\nclass L(yaml.SafeLoader): ...\nyaml.load(x, Loader=L)", "import yaml\nyaml.safe_load(x)",
+    "import subprocess\nsubprocess.run([x, '-m', 'y'], check=False)",
+])  # fmt: skip
 def test_what_is_harmless_is_not_found(text: str) -> None:
     assert found(text) == []
 
 
 def test_there_are_files_to_look_at() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(OWN)
-    assert Path(ROOT / "harness/allocator/safepickle.py") in FILES
+    assert Path(ROOT / "harness/allocator/safe_unpickle.py") in FILES

@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Run, save_tokenizer, tiny
+from conftest import ROOT, TINY, Run, refusal, save_tokenizer, tiny
 
-from vramsweep.harness import trial as trials
-from vramsweep.harness.command import command
-from vramsweep.harness.trial import InvalidTrial, parse, trial_id
+from vramsweep.harness.config.reproduce_command import command
+from vramsweep.harness.messages.errors import EnvironmentFault
+from vramsweep.harness.spec import trial_parser
+from vramsweep.harness.spec.trial import InvalidTrial
+from vramsweep.harness.spec.trial_identity import trial_id
+from vramsweep.harness.spec.trial_parser import parse
 
-CONFIGURATION = """
+CODE = """
 from pathlib import Path
-from transformers import Qwen2Config
+from transformers import {base}
 
 Path({marker!r}).touch()
 
-class OwnConfig(Qwen2Config):
-    model_type = "own_code"
+class {own}({base}):
+    {body}
 """
-MODELING = """
-from pathlib import Path
-from transformers import Qwen2ForCausalLM
-from .configuration_own import OwnConfig
-
-Path({marker!r}).touch()
-
-class OwnForCausalLM(Qwen2ForCausalLM):
-    config_class = OwnConfig
-"""
-TOKENIZER = """
-from pathlib import Path
-from transformers import PreTrainedTokenizerFast
-
-Path({marker!r}).touch()
-
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
+OWN = {  # of each Python file beside a model: its class, that class's base, and what is in it
+    "configuration": ("OwnConfig", "Qwen2Config", 'model_type = "own_code"'),
+    "modeling": ("OwnForCausalLM", "Qwen2ForCausalLM", "from .configuration_own import OwnConfig as config_class"),
+    "tokenization": ("OwnTokenizer", "PreTrainedTokenizerFast", "pass"),
+}
 SAID = "model.trust_remote_code=true"
+SIMULATED = {"name": "simulated", "gpu": "rtx4090-24gb"}
 
 
 class Touch:
@@ -58,7 +47,7 @@ class Touch:
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where code that ran leaves a file; transformers keeps what it copies of it here too."""
+    """Where code that ran leaves a file; transformers keeps what it copies of it here too, if imported after that."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     (tmp_path / "marks").mkdir()
     return tmp_path / "marks"
@@ -70,8 +59,8 @@ def model_folder(folder: Path, marks: Path, model_type: str = "own_code", **auto
     names = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
     config = TINY["model"]["config"] | {"model_type": model_type, "auto_map": auto_map or names}
     (folder / "config.json").write_text(json.dumps(config))
-    for name, text in (("configuration", CONFIGURATION), ("modeling", MODELING), ("tokenization", TOKENIZER)):
-        (folder / f"{name}_own.py").write_text(text.format(marker=str(marks / name)))
+    for name, (own, base, body) in OWN.items():
+        (folder / f"{name}_own.py").write_text(CODE.format(marker=str(marks / name), own=own, base=base, body=body))
     return folder
 
 
@@ -87,45 +76,37 @@ def ran(marks: Path) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "device", [{"name": "cpu"}, {"name": "simulated", "gpu": "rtx4090-24gb"}], ids=lambda d: d["name"]
-)
-def test_a_model_s_own_code_runs_only_where_it_is_asked_for(
-    run_sweep: Run, tmp_path: Path, marks: Path, device: dict[str, Any]
+def test_a_model_s_own_code_runs_only_where_it_is_asked_for(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
+    folder, devices = model_folder(tmp_path / "model", marks), ({"name": "cpu"}, SIMULATED)
+    for off in run_sweep(*(hub(folder, trusted=False, device=device) for device in devices), isolation="cold"):
+        assert off["outcome"] == "invalid" and str(folder) in off["reason"] and SAID in off["reason"]
+    assert ran(marks) == set()
+    for device in devices:
+        (on,) = run_sweep(hub(folder, trusted=True, device=device), isolation="cold")
+        assert (on["outcome"], on["reason"]) == ("ok", None)
+        assert ran(marks) == {"configuration", "modeling"}
+        assert on["trial"]["model"]["trust_remote_code"] is True
+        assert on["peak_allocated_bytes"] > 0 and on["parameters"] == TINY["model"]["parameters"]
+        for mark in marks.iterdir():
+            mark.unlink()
+
+
+@pytest.mark.slow
+def test_code_beside_an_architecture_and_a_tokenizer_of_the_library_s_does_not_run(
+    run_sweep: Run, tmp_path: Path, marks: Path
 ) -> None:
-    folder = model_folder(tmp_path / "model", marks)
-    (off,) = run_sweep(hub(folder, trusted=False, device=device))
-    assert off["outcome"] == "invalid"
-    assert str(folder) in off["reason"]
-    assert SAID in off["reason"]
-    assert ran(marks) == set()
-    (on,) = run_sweep(hub(folder, trusted=True, device=device))
-    assert (on["outcome"], on["reason"]) == ("ok", None)
-    assert ran(marks) == {"configuration", "modeling"}
-    assert on["trial"]["model"]["trust_remote_code"] is True
-    assert on["peak_allocated_bytes"] > 0
-    assert on["parameters"] == TINY["model"]["parameters"]
-
-
-@pytest.mark.slow
-def test_code_beside_an_architecture_of_the_library_s_does_not_run(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
-    folder = model_folder(tmp_path / "model", marks, model_type="qwen2")
-    (row,) = run_sweep(hub(folder, trusted=False))
-    assert row["outcome"] == "ok"  # it is the library's own class that was measured
-    assert ran(marks) == set()
-
-
-@pytest.mark.slow
-def test_a_tokenizer_s_own_code_does_not_run(run_sweep: Run, tmp_path: Path, marks: Path) -> None:
     folder = model_folder(tmp_path / "model", marks, model_type="qwen2")
     save_tokenizer(folder)
     file = folder / "tokenizer_config.json"
     own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
     file.write_text(json.dumps(json.loads(file.read_text()) | own))
     (tmp_path / "text.txt").write_text("a b c a b c\n" * 20)
-    (row,) = run_sweep(hub(folder, trusted=False, data=str(tmp_path / "text.txt")))
-    assert row["outcome"] in ("ok", "invalid"), row["reason"]
-    assert "tokenization" not in ran(marks)
+    plain, with_text = run_sweep(
+        hub(folder, trusted=False), hub(folder, trusted=False, data=str(tmp_path / "text.txt")), isolation="cold"
+    )
+    assert plain["outcome"] == "ok"  # it is the library's own class that was measured
+    assert with_text["outcome"] in ("ok", "invalid"), with_text["reason"]
+    assert ran(marks) == set()
 
 
 @pytest.mark.slow
@@ -136,18 +117,16 @@ def test_weights_that_are_a_pickle_run_nothing(run_sweep: Run, tmp_path: Path, m
     (folder / "config.json").write_text(json.dumps(config))
     evil = pickle.dumps({"model.embed_tokens.weight": Touch(marks / "pickle")})
     (folder / "pytorch_model.bin").write_bytes(evil)
-    for trusted in (False, True):  # which allows Python files that can be read, no pickles
-        (row,) = run_sweep(hub(folder, trusted=trusted, weights="pretrained"))
-        assert row["outcome"] not in ("ok", "oom")
-        assert row["reason"]
+    trials = (hub(folder, trusted=trusted, weights="pretrained") for trusted in (False, True))
+    for row in run_sweep(*trials, isolation="cold"):  # trusting allows Python files that can be read, no pickles
+        assert row["outcome"] not in ("ok", "oom") and row["reason"]
     assert ran(marks) == set()
     pickle.loads(evil)
     assert ran(marks) == {"pickle"}  # so it would have
 
 
 def test_it_belongs_to_a_model_that_can_bring_code(tmp_path: Path) -> None:
-    with pytest.raises(InvalidTrial, match="needs a model that brings code"):
-        parse(tiny(model={"trust_remote_code": True}))
+    assert "needs a model that brings code" in refusal(InvalidTrial, parse, tiny(model={"trust_remote_code": True}))
     with pytest.raises(InvalidTrial, match="loads its model itself"):
         target = tmp_path / "t.py"
         target.write_text("def build(): pass")
@@ -174,16 +153,10 @@ def test_the_code_that_was_allowed_is_in_the_id(tmp_path: Path, marks: Path) -> 
     assert SAID in command(on.model_dump(mode="json"), told[1])
     (folder / "modeling_own.py").write_text("# other code")
     assert trial_id(parse(hub(folder, trusted=True)).model_dump(mode="json")) != told[1]
-    with pytest.raises(trials.EnvironmentFault, match="modeling_own"):
-        trials.unchanged(on)
+    assert "modeling_own" in refusal(EnvironmentFault, trial_parser.require_unchanged_files, on)
 
 
 def test_no_other_place_allows_code() -> None:
     """Each call of transformers that could run it is told, by the trial or by a plain False."""
-    root = Path(trials.__file__).parents[1]
-    asks = "trust_remote_code="
-    for file in (path for package in ("harness", "runners", "analysis") for path in (root / package).rglob("*.py")):
-        for line in file.read_text().splitlines():
-            if asks in line:
-                value = line.partition(asks)[2]
-                assert not value.startswith("True"), (os.fspath(file), line)
+    for file in (path for package in ("harness", "runners", "analysis") for path in (ROOT / package).rglob("*.py")):
+        assert "trust_remote_code=True" not in file.read_text(), file

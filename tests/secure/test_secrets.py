@@ -13,15 +13,17 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, unpacked
+from conftest import ROOT, TINY, Cli, cases, refusal, unpacked
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vramsweep import __main__ as front_door
-from vramsweep.harness import account, credentials, journal, outcome, plan, variables
-from vramsweep.harness.attempt import Attempted
-from vramsweep.harness.errors import UserError
-from vramsweep.runners import result
+from vramsweep.harness.files import redaction
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.process.attempt import AttemptResult
+from vramsweep.harness.rows import journal, outcome
+from vramsweep.harness.sweep import plan, row_builder
+from vramsweep.runners.rank import result_file
 
 RANDOM = "q7Zk2Vx9Lm4Tn8Rp1Wc6Yb3Hd5Jf0Gs"
 PLANTED = {
@@ -84,7 +86,8 @@ def test_nothing_that_was_planted_is_in_the_results(tmp_path: Path) -> None:
     git = ["git", "-C", str(work)]
     subprocess.run([*git, "init", "-q"], check=True)
     subprocess.run([*git, "remote", "add", "origin", f"https://me:{REMOTE}@git.example/x"], check=True)
-    (work / "train.py").write_text((ROOT / "tests/scripts/plain.py").read_text())
+    for name, own in (("train", "plain"), ("small_qwen", "small_qwen")):
+        (work / f"{name}.py").write_text((ROOT / f"tests/scripts/{own}.py").read_text())
     (work / "fails.py").write_text(FAILING)
     (work / "model").mkdir()
     config = TINY["model"]["config"] | {"model_type": "qwen2", "api_key": "hunter-of-model", "pad_token_id": 0}
@@ -130,91 +133,49 @@ def test_nothing_that_was_planted_is_in_the_results(tmp_path: Path) -> None:
     assert written(work / "results") == []
 
 
-TYPED = [
-    ["+runner.options.hub_token=VALUE", "runner=trainer"],
-    ["+runner.options.token=VALUE"],
-    ["runner=script", "runner.command='python t.py --token VALUE'"],
-    ["runner=script", "runner.command='python t.py --api-key=VALUE'"],
-    ["runner=script", "runner.command='HF_TOKEN=VALUE python t.py'"],
-    ["runner=script", "runner.command='python t.py password=VALUE'"],
-    ["data='https://me:VALUE@host/x.txt'"],
-    ["model=hub", "model.path='https://host/x?token=VALUE'"],
-    ["+model.config.secret=VALUE"],
-    ["runner=script", "runner.command='python t.py --extra \\'{\"password\": \"VALUE\"}\\''"],
-    ["runner=script", "runner.command='python t.py --pwd VALUE'"],
-    ["+runner.options.extra={password:VALUE}"],
-    ["cluster=slurm", "cluster.setup='export HF_TOKEN=VALUE'"],
-]
-
-
 @pytest.mark.slow
-def test_one_that_is_typed_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for words in TYPED:
+def test_one_that_is_typed_is_refused_before_anything_is_written(here: Path, cli: Cli) -> None:
+    for words in cases("typed_secrets"):
         given = [word.replace("VALUE", RANDOM) for word in words]
         for verb in ("sweep", "plan"):
-            assert front_door.main([verb, "device=cpu", "model=tiny", *given]) == 2, words
-            said = capsys.readouterr()
-            assert "would be written into the results" in said.err
-            assert RANDOM not in said.out + said.err
-    assert list(tmp_path.iterdir()) == []
+            said = cli.run(verb, "device=cpu", "model=tiny", *given, status=2)
+            assert "would be written into the results" in said.err and RANDOM not in said.out + said.err, words
+    assert list(here.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_one_in_a_file_of_the_user_s_is_refused_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "own" / "experiment"
+def test_one_in_a_file_of_the_user_s_is_refused_too(here: Path, cli: Cli) -> None:
+    folder = here / "own" / "experiment"
     folder.mkdir(parents=True)
     (folder / "night.yaml").write_text(f"# @package _global_\nrunner: {{options: {{hub_token: {RANDOM}}}}}\n")
-    words = ["--config-dir", "own", "+experiment=night", "model=tiny", "device=cpu", "-m", "seq_len=8,16"]
-    assert front_door.main(["sweep", *words]) == 2
-    said = capsys.readouterr().err
-    assert "hub_token would be written into the results" in said
-    assert RANDOM not in said
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [folder / "night.yaml"]
+    words = ("--config-dir", "own", "+experiment=night", "model=tiny", "device=cpu", "-m", "seq_len=8,16")
+    said = cli.refuse("sweep", *words)
+    assert "hub_token would be written into the results" in said and RANDOM not in said
+    assert [file for file in here.rglob("*") if file.is_file()] == [folder / "night.yaml"]
 
 
 @pytest.mark.parametrize("values", [{"runner": {"options": {"hub_token": RANDOM}}}, {"a": [f"x?sig={RANDOM}"]}])
 def test_no_impossible_trial_writes_one_down(values: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="would be written"):
-        plan.expand([values], 1)
+    assert "would be written" in refusal(UserError, plan.expand_trials, [values], 1)
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_ones_are_passed_on_and_not_recorded(name: str) -> None:
-    environ = {name: PLANTED[name], "NCCL_DEBUG": "INFO"}
-    assert variables.passed_on(environ) == environ
-    assert variables.recorded(environ) == {"NCCL_DEBUG": "INFO"}
+def test_planted_ones_are_passed_on_and_not_recorded() -> None:
+    environ = PLANTED | {"NCCL_DEBUG": "INFO"}
+    assert worker_environment.select_variables(environ) == environ
+    assert worker_environment.recorded_variables(environ) == {"NCCL_DEBUG": "INFO"}
 
 
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("CUDA_VISIBLE_DEVICES", "GPU-8f2c1a90-1111-2222-3333-444455556666,GPU-8f2c1a90-1111-2222-3333-444455556667"),
-        ("CUDA_VISIBLE_DEVICES", "MIG-8f2c1a90-1111-2222-3333-444455556666"),
-        ("LD_PRELOAD", "/usr/lib/x86_64-linux-gnu/libjemalloc.so.2"),
-        ("NCCL_IB_HCA", "mlx5_0,mlx5_1,mlx5_2,mlx5_3,mlx5_4,mlx5_5,mlx5_6,mlx5_7"),
-        ("TORCH_CUDA_ARCH_LIST", "5.0;6.0;7.0;7.5;8.0;8.6;9.0;10.0;12.0+PTX"),
-        ("NCCL_SOCKET_IFNAME", "eth0"),
-        ("OMP_NUM_THREADS", "1"),
-        ("TORCH_LOGS", "+dynamo,aot,inductor,graph_breaks,recompiles"),
-        ("NVIDIA_DRIVER_CAPABILITIES", "compute,utility,graphics,video,display,compat32"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text"), cases("recorded_variables"))
 def test_what_is_no_secret_is_recorded(name: str, text: str) -> None:
-    assert variables.recorded({name: text}) == {name: text}
+    assert worker_environment.recorded_variables({name: text}) == {name: text}
 
 
 @given(st.sampled_from(sorted(PLANTED)), st.text(), st.text())
 def test_what_an_error_quotes_is_masked(name: str, before: str, after: str) -> None:
     """Those that the environment has are known by themselves, wherever they stand."""
-    known = variables.secrets(PLANTED)
+    known = worker_environment.secrets(PLANTED)
     if PLANTED[name] in known:
-        assert PLANTED[name] not in credentials.masked(f"{before}{PLANTED[name]}{after}", known)
+        assert PLANTED[name] not in redaction.mask_text(f"{before}{PLANTED[name]}{after}", known)
 
 
 TABLE = [line.split("\t", 1) for line in Path(__file__).with_name("secrets.tsv").read_text().splitlines()[1:]]
@@ -226,25 +187,25 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize(("secret", "text"), TABLE)
-def test_secrets_are_seen_and_masked_and_nothing_else_is(secret: str, text: str) -> None:
+def test_secrets_are_seen_and_masked_and_nothing_else_is() -> None:
     """In a text, which `sweep` and `run` refuse where it is typed, and as a value of plain data."""
-    for name, value in VALUES.items():
-        text = text.replace(name, value) if secret == "yes" else text
-    said, masked = credentials.said(text), credentials.masked(text)
-    if secret == "no":
-        assert (said, masked, credentials.found({"a": [text]})) == (None, text, None)
-        return
-    assert said is not None and credentials.found({"a": [text]}) == said
-    assert not [value for value in VALUES.values() if value in said + masked]
-    assert credentials.masked(masked) == masked and credentials.said(masked) is None
+    for secret, text in TABLE:
+        for name, value in VALUES.items():
+            text = text.replace(name, value) if secret == "yes" else text
+        said, masked = redaction.secret_problem(text), redaction.mask_text(text)
+        assert redaction.secrets_problem({"a": [text]}) == said, text
+        if secret == "no":
+            assert (said, masked) == (None, text)
+            continue
+        assert said is not None and not [value for value in VALUES.values() if value in said + masked], text
+        assert redaction.mask_text(masked) == masked and redaction.secret_problem(masked) is None, text
 
 
 def test_plain_data_is_known_by_its_names() -> None:
     held = {"auth": {"password": 123456, "secrets": {"db": "x1"}}, "words": ["--pwd", "x2"], "max_tokens": 5}
     clean = {"auth": {"password": "***", "secrets": {"db": "***"}}, "words": ["--pwd", "***"], "max_tokens": 5}
-    assert credentials.cleaned(held) == clean
-    assert "password would be" in str(credentials.found(held)) and credentials.found(clean) is None
+    assert redaction.redact(held) == clean
+    assert "password would be" in str(redaction.secrets_problem(held)) and redaction.secrets_problem(clean) is None
 
 
 @pytest.mark.parametrize(
@@ -256,21 +217,25 @@ def test_the_time_goes_with_the_length(unit: str) -> None:
     def spent(length: int) -> float:
         begun = time.process_time()
         text = unit * (length // len(unit)) + "=x"
-        assert credentials.masked(text) and credentials.kind(text) != "" and credentials.suspicious(text) is not None
+        assert (
+            redaction.mask_text(text) and redaction.secret_kind(text) != "" and redaction.suspicious(text) is not None
+        )
         return time.process_time() - begun
 
-    assert spent(200_000) < 8 * max(spent(50_000), 0.05)  # four times as much; sixteen were the square
+    assert spent(80_000) < 8 * max(spent(20_000), 0.05)  # four times as much; sixteen were the square
 
 
 def test_a_row_s_notes_configuration_and_reason_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_PASSWORD", PLANTED["MY_PASSWORD"])
     secret, given = PLANTED["MY_PASSWORD"], {"comet": {"api_key": RANDOM, "on": True}, "steps": [1, 2]}
     told = {"values": {"notes": [f"not {secret}"], "runner_config": given, "parameters": 3}, "complete": True}
-    found = account.ended(Attempted(outcome.Evidence(exit_code=0, result=told), 1.0, "cold"), dict(os.environ), None)
+    found = row_builder.process_columns(
+        AttemptResult(outcome.Evidence(exit_code=0, result=told), 1.0, "cold"), dict(os.environ), None
+    )
     assert found["notes"] == ["not ***"]
     assert found["runner_config"] == {"comet": {"api_key": "***", "on": True}, "steps": [1, 2]}
     assert found["parameters"] == 3
-    result.write(tmp_path, told)
-    result.write(tmp_path / ".", {"error": {"type": "E", "message": f"with {secret}"}})
+    result_file.write(tmp_path, told)
+    result_file.write(tmp_path / ".", {"error": {"type": "E", "message": f"with {secret}"}})
     assert secret.encode() not in (tmp_path / "result.json").read_bytes()
     assert json.loads((tmp_path / "result.json").read_text())["error"] == {"type": "E", "message": "with ***"}

@@ -13,7 +13,7 @@ from conftest import ROOT, TARGETS
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
-from vramsweep.harness import interpreter
+from vramsweep.harness.process import interpreter
 
 SNAPSHOT = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
 CASE = """
@@ -34,15 +34,15 @@ PREDICTED = ("model=tiny", "seq_len=32,64,96", "device.gpu=t4-16gb", "precision=
 LINES = (  # in a sweep's own folder; {out} is another
     "status .", "check .", "fit .", "frontier .", "compare . . --figure {out}/c.html", "calibrate . .",
     "report . --out {out}/report --images png", "paper . --out {out}/paper", "export . {out}/rows.parquet",
-    "track . trackio", "explain .", "explain model=tiny seq_len=32", "timeline . --out {out}/t.html",
+    "explain .", "explain model=tiny seq_len=32", "timeline . --out {out}/t.html",
     "timeline . --json", "draw {out}/t.json {out}/d.html", "replay {snapshot} --figure {out}/r.html",
-    "validate {out}/case.yaml --out {out}/v.md --figure {out}/v.svg results={out}",
+    "validate {out}/case.yaml results={out}",
     "errors {out}/validation/readings.json", "advise model=tiny seq_len=32 --most 1",
     "predict model=tiny seq_len=32 results={out} name=p", "plan model=tiny device=cpu",
     "sweep model=tiny seq_len=32 name=s device=cpu protocol=brief results=. report=false",
     "sweep runner=custom runner.target={out}/mine.py:good name=c device=cpu results=. report=false isolation=cold",
     "run name=r results=. report=false device=simulated -- {python} {out}/train.py",
-    "completion query vramsweep", "doctor", "cards", "techniques", "columns", "help",
+    "doctor", "gpus", "techniques", "columns", "help",
 )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_no_verb_imports_anything_from_the_current_folder(
     marker = trap(folder)
     monkeypatch.chdir(folder)
     every = [line.format(out=out, snapshot=SNAPSHOT, python=sys.executable).split() for line in LINES]
-    assert {line[0] for line in every} == verbs.BY_NAME.keys()
+    assert {line[0] for line in every} == {*verbs.BY_NAME, *verbs.INTERNAL}
     capsys.readouterr()
     for line in every:
         try:
@@ -81,7 +81,7 @@ def test_no_verb_imports_anything_from_the_current_folder(
             status = int(end.code or 0)
         said = capsys.readouterr()
         assert not marker.exists(), (line, marker.read_text(), said.err)
-        assert status == 0 or (status, line[0]) in ((1, "check"), (2, "track"), (2, "calibrate")), (line, said)
+        assert status == 0 or (status, line[0]) in ((1, "check"), (2, "calibrate")), (line, said)
         if line[-1] == "--json":
             (out / "t.json").write_text(said.out)
     assert (out / "r.html").exists() and list((out / "report").rglob("*.png"))
@@ -92,14 +92,14 @@ def test_one_function_starts_every_interpreter_of_ours() -> None:
         path.relative_to(ROOT).as_posix()
         for package in ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
         for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        if "executable" in (text := path.read_text())
+        for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Attribute) and node.attr == "executable"
     )
     assert found == {
-        "harness/interpreter.py": 2,  # it, and whether a user's command runs in this Python
-        "harness/attempt.py": 1,  # whether an error is of starting it
-        "harness/extras.py": 1,  # a hint's text
-        "analysis/report/templates/reproduce.py": 2,  # a pack's own script, which knows nothing of ours
+        "harness/process/interpreter.py": 2,  # it, and whether a user's command runs in this Python
+        "harness/process/attempt.py": 1,  # whether an error is of starting it
+        "harness/messages/optional_dependencies.py": 1,  # a hint's text
     }
 
 
@@ -108,5 +108,5 @@ def test_a_command_s_python_is_asked_without_the_current_folder(
 ) -> None:
     marker = trap(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert interpreter._asked.__wrapped__(sys.executable) is not None
+    assert interpreter._ask_interpreter.__wrapped__(sys.executable) is not None
     assert not marker.exists()

@@ -11,7 +11,7 @@ import pytest
 from conftest import wait_for
 from start import cluster, missing
 
-from vramsweep.harness import journal
+from vramsweep.harness.rows import journal
 
 LENGTHS = (32, 48, 64, 80, 96, 112)
 SWEEP = (

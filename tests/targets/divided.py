@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 Built = tuple[Any, Any, Callable[[Any], torch.Tensor], Callable[[int], torch.Tensor]]
 

@@ -1,6 +1,6 @@
-"""Runs a verb as on Windows, as far as Linux can play it: without POSIX's modules and functions, in a locale of
-cp1252, where reading or writing a text without saying its encoding is an error. Libraries are imported first: theirs is
-their own way to be elsewhere."""
+"""Runs verbs, each in a word, as on Windows, as far as Linux can play it: without POSIX's modules and functions, in a
+locale of cp1252, where reading or writing a text without saying its encoding is an error. Libraries are imported first:
+theirs is their own way to be elsewhere."""
 
 from __future__ import annotations
 
@@ -64,4 +64,7 @@ if __name__ == "__main__":
     from vramsweep.__main__ import main
 
     assert "fcntl" not in sys.modules
-    sys.exit(main(sys.argv[1:]))
+    for line in sys.argv[1:]:
+        status = main(line.split())
+        if status > line.startswith("check"):  # which may have findings
+            sys.exit(f"status {status}: {line}")

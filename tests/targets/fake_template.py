@@ -1,4 +1,5 @@
-"""A template that speaks the protocol (harness/warm.py); `mode` is how the first one started misbehaves."""
+"""A template that speaks the protocol (harness/process/fork_server.py); `mode` is how the first one started
+misbehaves."""
 
 from __future__ import annotations
 
@@ -25,9 +26,6 @@ def stop() -> None:
 def child(folder: Path) -> None:
     os.setsid()
     os.close(pipe)
-    text = json.dumps(RESULT)
-    if mode == "nan":
-        text = text.replace("1.0", "NaN")
     if mode == "floods":
         log = os.open(folder / "stdout.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         for number in range(400):
@@ -36,7 +34,7 @@ def child(folder: Path) -> None:
     if mode == "survives":
         (folder.parent / "survivor").write_text(str(os.getpid()))
         time.sleep(3600)
-    (folder / "result.json").write_text(text)
+    (folder / "result.json").write_text(json.dumps(RESULT))
     os._exit(0)
 
 

@@ -47,18 +47,6 @@ def killed(trial: Any) -> Any:
     return _with_step(lambda i: os.kill(os.getpid(), signal.SIGKILL) if i == 1 else None)
 
 
-def killed_once(trial: Any) -> Any:
-    """Killed on the first attempt only; the mark is a file beside $ONCE."""
-    mark = Path(os.environ["ONCE"])
-
-    def change(i: int) -> None:
-        if i == 1 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    return _with_step(change)
-
-
 def hangs(trial: Any) -> Any:
     return _with_step(lambda i: time.sleep(3600) if i == 1 else None)
 

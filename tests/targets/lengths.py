@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 Built = tuple[nn.Module, torch.optim.Optimizer, Callable[[Any], Tensor]]
 WIDTH = 64

@@ -1,4 +1,5 @@
-"""A template (harness/warm.py) whose workers answer at once, by a curve: for nights of many trials. The rest is ours.
+"""A template (harness/process/fork_server.py) whose workers answer at once, by a curve: for nights of many trials. The
+rest is ours.
 
 Of first attempts one in fifty is killed and one in a hundred hangs, where $DISTURBED is set.
 """
@@ -14,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vramsweep.runners import template, worker
+from vramsweep.runners.rank import process_end
+from vramsweep.runners.worker import serve_forks, worker
 
 KNEE, MIB = 918, 1 << 20
 
@@ -25,7 +27,7 @@ def curve(seq_len: int) -> int:
 
 
 def answer(folder: Path, parent: int) -> int:
-    worker.die_with(parent)
+    process_end.die_with_parent(parent)
     spec: dict[str, Any] = json.loads((folder / "spec.json").read_text())
     chance = random.Random(spec["trial_id"]).random() if os.environ.get("DISTURBED") and folder.name == "1" else 1.0
     time.sleep(0.05)
@@ -41,4 +43,4 @@ def answer(folder: Path, parent: int) -> int:
 
 worker.main = answer
 worker.preload = lambda runner: None
-template.main(sys.argv[1], *map(int, sys.argv[2:5]))
+serve_forks.main(sys.argv[1], *map(int, sys.argv[2:5]))

@@ -9,23 +9,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 
 def _net() -> Any:
     torch.manual_seed(0)
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=160,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-        )
-    ).train()
+    config = Qwen2Config(
+        vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    return Qwen2ForCausalLM(config).train()
 
 
 def plain(trial: Trial) -> tuple[Any, Any, Callable[[Any], None], Callable[[int], Any]]:

@@ -21,8 +21,8 @@ from random import Random
 
 import psutil
 
-from vramsweep.harness import journal, outcome
-from vramsweep.harness.row import Row
+from vramsweep.harness.rows import journal, outcome
+from vramsweep.harness.rows.schema import Row
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = Path(__file__).with_name("misbehave.py")
@@ -57,6 +57,11 @@ class Count:
 
     def say(self, text: str) -> None:
         """Note what should not be."""
+        self.said.append(text)
+
+    def lose(self, text: str, number: int = 1) -> None:
+        """Note it, and count as many rows as lost."""
+        self.lost += number
         self.said.append(text)
 
 
@@ -126,10 +131,12 @@ class Sweep:
             with contextlib.suppress(psutil.Error):
                 parents[pid] = psutil.Process(pid).ppid()
         of = {pid: " ".join(words) for pid, words in found.items()}
-        templates = {pid for pid, words in of.items() if "runners.template" in words and parents.get(pid) == own}
+        templates = {
+            pid for pid, words in of.items() if "runners.worker.serve_forks" in words and parents.get(pid) == own
+        }
         inits = {
             pid for pid, words in of.items() if parents.get(pid) in templates
-            or ("runners.worker" in words and parents.get(pid) == own)
+            or ("runners.worker.worker" in words and parents.get(pid) == own)
         }  # fmt: skip
         workers = {pid for pid in found if parents.get(pid) in inits}
         roles = {
@@ -137,7 +144,7 @@ class Sweep:
             "init": inits,
             "worker": workers,
             "rank": {pid for pid in found if parents.get(pid) in workers},
-            "guard": {pid for pid, words in of.items() if "harness.leftovers" in words},
+            "guard": {pid for pid, words in of.items() if "harness.process.orphans" in words},
             "report": {pid for pid, words in of.items() if "vramsweep report" in words},
         }
         return sorted(roles[name])
@@ -157,8 +164,7 @@ class Sweep:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.launcher.wait(seconds)
         if code is None:
-            self.count.lost += 1
-            self.count.say(f"no end within {seconds:g} s: {self.said()[-300:]}")
+            self.count.lose(f"no end within {seconds:g} s: {self.said()[-300:]}")
             self.launcher.kill()
             self.launcher.wait()
         self._look()
@@ -175,21 +181,17 @@ class Sweep:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if not self.journal().startswith(self._before):
-            self.count.lost += 1
-            self.count.say("the journal does not begin as it did")
+            self.count.lose("the journal does not begin as it did")
         told = sum(line.startswith(b"[") for line in self._out.read_bytes().splitlines())
         short = told - (len(self.rows()) - self._rows)
         if short > 0:
-            self.count.lost += short
-            self.count.say(f"{short} rows were shown as finished and are not in the journal")
+            self.count.lose(f"{short} rows were shown as finished and are not in the journal", short)
         page = self.place / "report.html"
         if page.exists() and not page.read_bytes().rstrip().endswith(b"</html>"):
-            self.count.lost += 1
-            self.count.say("half a report")
+            self.count.lose("half a report")
         pythons_own = self.spent or (self.early() and self.said().rstrip().endswith("KeyboardInterrupt"))
         if "Traceback" in self.said() and not pythons_own:
-            self.count.lost += 1
-            self.count.say(self.said()[-600:])
+            self.count.lose(self.said()[-600:])
 
     def finish(self, attempts: int = 3) -> None:
         """Undisturbed to the end, and judged."""
@@ -208,8 +210,9 @@ class Sweep:
             self.count.resumed += self.injected
         else:
             missing = max(1, (self.trials or 0) - len(answers))
-            self.count.lost += missing
-            self.count.say(f"exit status {code}, {len(answers)} of {self.trials} trials: {self.said()[-300:]}")
+            self.count.lose(
+                f"exit status {code}, {len(answers)} of {self.trials} trials: {self.said()[-300:]}", missing
+            )
 
     def done(self) -> bool:
         """Whether every trial has an answer."""

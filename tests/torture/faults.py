@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torture.arena import ENDS_S, ROOT, SEVERAL, SLOTS, TARGETS, USUAL, Arena, Count, Sweep
-from torture.journals import appended_to, journal_damaged
-from vramsweep.harness import outcome
-from vramsweep.harness.row import Outcome
+from vramsweep.harness.rows import journal, outcome
+from vramsweep.harness.rows.schema import Outcome
 
-sys.path[:0] = [str(ROOT / "tests" / "harness"), str(TARGETS.parent)]  # the texts of CUDA's faults, the targets
+sys.path[:0] = [str(ROOT / "tests" / "harness" / "rows"), str(TARGETS.parent)]  # texts of CUDA's faults, the targets
 CGROUPS = Path("/sys/fs/cgroup")
 FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
+FOREIGN = (b"half a line of somebody", b"", b"\r\n", b'{"trial_id": "a"}\n')
 WINDOW_S = {"launcher": 7.0, "all": 7.0, "guard": 3.0}  # from the start, or the last one, to the next; else 1.5
 
 
@@ -40,6 +40,20 @@ class Fault:
     inject: Callable[[Arena, int], Count]
     long: int
     short: int
+
+
+def each(does: Callable[[Arena, Sweep], None], *words: str, trials: int = 12) -> Callable[[Arena, int], Count]:
+    """Do it to new sweeps until a fault was injected so many times; each sweep is finished afterwards, and judged."""
+
+    def inject(arena: Arena, times: int) -> Count:
+        count = Count()
+        while count.injected < times:
+            sweep = arena.sweep(count, *words, trials=trials)
+            does(arena, sweep)
+            sweep.finish()
+        return count
+
+    return inject
 
 
 def killing(role: str, number: int, *words: str, base: Sequence[str] = USUAL) -> Callable[[Arena, int], Count]:
@@ -78,8 +92,7 @@ def _ended_as_told(sweep: Sweep, codes: set[int], number: int) -> None:
     """Wait for the launcher; its exit status must be among these, or the signal's own before it had begun."""
     code = sweep.wait(60)
     if code not in codes and not (code == -number and sweep.early()):
-        sweep.count.lost += 1
-        sweep.count.say(f"exit status {code} after signal {number}: {sweep.said()[-300:]}")
+        sweep.count.lose(f"exit status {code} after signal {number}: {sweep.said()[-300:]}")
 
 
 def _at_a_random_moment(arena: Arena, sweep: Sweep, role: str) -> list[int]:
@@ -97,49 +110,36 @@ def _at_a_random_moment(arena: Arena, sweep: Sweep, role: str) -> list[int]:
 def stopped(role: str) -> Callable[[Arena, int], Count]:
     """SIGSTOP, and SIGCONT some seconds later; a worker is never continued."""
 
-    def inject(arena: Arena, times: int) -> Count:
-        count = Count()
-        while count.injected < times:
-            sweep = arena.sweep(count, "timeout_s=6", trials=4)
-            sweep.start()
-            pids = _at_a_random_moment(arena, sweep, role)
-            if pids:
-                os.kill(pids[0], signal.SIGSTOP)
-                sweep.inject()
-                if role != "worker":
-                    time.sleep(arena.random.uniform(0.5, 3))
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pids[0], signal.SIGCONT)
-            sweep.finish()
-        return count
+    def stop(arena: Arena, sweep: Sweep) -> None:
+        sweep.start()
+        if pids := _at_a_random_moment(arena, sweep, role):
+            os.kill(pids[0], signal.SIGSTOP)
+            sweep.inject()
+            if role != "worker":
+                time.sleep(arena.random.uniform(0.5, 3))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pids[0], signal.SIGCONT)
 
-    return inject
+    return each(stop, "timeout_s=6", trials=4)
 
 
 def interrupted(presses: int, number: int = signal.SIGINT, status: int = 130) -> Callable[[Arena, int], Count]:
     """Ctrl-C (or a terminal's end) at a random moment, as a terminal sends it: to the launcher's whole group."""
 
-    def inject(arena: Arena, times: int) -> Count:
-        count = Count()
-        while count.injected < times:
-            sweep = arena.sweep(count, "report=true", trials=6)
-            sweep.start()
-            if not _at_a_random_moment(arena, sweep, "launcher"):
-                sweep.finish()
-                continue
-            for _ in range(presses):
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(sweep.role("launcher")[0] if sweep.role("launcher") else 1 << 22, number)
-                time.sleep(arena.random.uniform(0, 0.3))
-            sweep.inject()
-            _ended_as_told(sweep, {0, status}, number)
-            if presses == 1 and sweep.rows() and not _reported(sweep):
-                count.lost += 1
-                count.say(f"there are rows and no report: {sweep.said()[-300:]}")
-            sweep.finish()
-        return count
+    def interrupt(arena: Arena, sweep: Sweep) -> None:
+        sweep.start()
+        if not _at_a_random_moment(arena, sweep, "launcher"):
+            return
+        for _ in range(presses):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(sweep.role("launcher")[0] if sweep.role("launcher") else 1 << 22, number)
+            time.sleep(arena.random.uniform(0, 0.3))
+        sweep.inject()
+        _ended_as_told(sweep, {0, status}, number)
+        if presses == 1 and sweep.rows() and not _reported(sweep):
+            sweep.count.lose(f"there are rows and no report: {sweep.said()[-300:]}")
 
-    return inject
+    return each(interrupt, "report=true", trials=6)
 
 
 def _reported(sweep: Sweep) -> bool:
@@ -172,8 +172,7 @@ def misbehaving(*names: str) -> Callable[[Arena, int], Count]:
             _answered(sweep, {name: MISBEHAVIOUR[name] for name in names} | {"good": "ok"})
             logs = [path.stat().st_size for path in sweep.place.glob("attempts/**/*.log")]
             if max(logs, default=0) > 80 << 20:
-                count.lost += 1
-                count.say(f"a log of {max(logs)} bytes stayed")
+                count.lose(f"a log of {max(logs)} bytes stayed")
         return count
 
     return inject
@@ -189,8 +188,7 @@ def _answered(sweep: Sweep, expected: dict[str, str], prefix: Sequence[str] = ()
     for name, kind in expected.items():
         found = rows.get(name, {})
         if found.get("outcome") != kind:
-            sweep.count.lost += 1
-            sweep.count.say(f"{name}: {found.get('outcome', 'no row')} ({found.get('reason')})")
+            sweep.count.lose(f"{name}: {found.get('outcome', 'no row')} ({found.get('reason')})")
     sweep.count.resumed += rows.keys() >= expected.keys()
 
 
@@ -204,8 +202,7 @@ def memory_filled(arena: Arena, times: int) -> Count:
             _answered(sweep, {"fills_memory": "host_oom", "good": "ok"}, enter)
             said = [str(row["reason"]) for row in sweep.rows() if row["outcome"] == "host_oom"]
             if not any("ended when it held" in reason for reason in said):  # the kernel was sooner
-                count.lost += 1
-                count.say(f"not by the launcher: {said}")
+                count.lose(f"not by the launcher: {said}")
     return count
 
 
@@ -247,19 +244,13 @@ def processes_exhausted(arena: Arena, times: int) -> Count:
     return count
 
 
-def descriptors_exhausted(arena: Arena, times: int) -> Count:
+def descriptors_exhausted(arena: Arena, sweep: Sweep) -> None:
     """A launcher that may have so many files open."""
-    count = Count()
-    for _ in range(times):
-        sweep = arena.sweep(count, trials=4)
-        few = arena.random.randrange(8, 40)
-        sweep.spent = True
-        sweep.start(["bash", "-c", f'ulimit -n {few}; exec "$@"', "_"])
-        sweep.inject()
-        sweep.wait()
-        sweep.spent = False
-        sweep.finish()
-    return count
+    sweep.spent = True
+    sweep.start(["bash", "-c", f'ulimit -n {arena.random.randrange(8, 40)}; exec "$@"', "_"])
+    sweep.inject()
+    sweep.wait()
+    sweep.spent = False
 
 
 @contextlib.contextmanager
@@ -322,104 +313,93 @@ def _remount(how: str) -> Callable[[Path], None]:
     return change
 
 
-def folder_gone(arena: Arena, times: int) -> Count:
+def folder_gone(arena: Arena, sweep: Sweep) -> None:
     """The results' folder is moved away at a random moment, and is back when the launcher has ended."""
-    count = Count()
-    while count.injected < times:
-        sweep = arena.sweep(count, trials=6)
-        sweep.start()
-        if _at_a_random_moment(arena, sweep, "launcher") and sweep.place.exists():
-            aside = sweep.place.with_name("aside")
-            sweep.place.rename(aside)
-            sweep.inject()
-            sweep.launcher and sweep.launcher.wait()
-            shutil.rmtree(sweep.place, ignore_errors=True)
-            aside.rename(sweep.place)
-            sweep.wait()
-        sweep.finish()
-    return count
+    sweep.start()
+    if _at_a_random_moment(arena, sweep, "launcher") and sweep.place.exists():
+        aside = sweep.place.with_name("aside")
+        sweep.place.rename(aside)
+        sweep.inject()
+        sweep.launcher and sweep.launcher.wait()
+        shutil.rmtree(sweep.place, ignore_errors=True)
+        aside.rename(sweep.place)
+        sweep.wait()
 
 
-def clock_jumps(arena: Arena, times: int) -> Count:
+def clock_jumps(arena: Arena, sweep: Sweep) -> None:
     """The time of day jumps by up to a day, to and fro, for launcher and workers."""
     library = next((path for path in FAKETIME if Path(path).exists()), None)
     if library is None:
         raise Missing("faketime is not installed")
-    count = Count()
-    for _ in range(times):
-        sweep = arena.sweep(count, f"runner.target={TARGETS}:does_not_sleep", trials=6)
-        offset = arena.folder / "faketimerc"
-        offset.write_text("+0")
-        sweep.start(environ={
-            "LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        })  # fmt: skip
-        while not sweep.ended():
-            offset.write_text(f"{arena.random.randrange(-86400, 86400):+d}")
-            time.sleep(0.2)
-        sweep.inject()
-        if not sweep.done():
-            count.lost += 1
-            count.say(sweep.said()[-300:])
-        sweep.finish()
-    return count
+    offset = arena.folder / "faketimerc"
+    offset.write_text("+0")
+    sweep.start(environ={
+        "LD_PRELOAD": library, "FAKETIME_TIMESTAMP_FILE": str(offset), "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    })  # fmt: skip
+    while not sweep.ended():
+        offset.write_text(f"{arena.random.randrange(-86400, 86400):+d}")
+        time.sleep(0.2)
+    sweep.inject()
+    if not sweep.done():
+        sweep.count.lose(sweep.said()[-300:])
 
 
-def card_lost(arena: Arena, times: int) -> Count:
+def card_lost(arena: Arena, sweep: Sweep) -> None:
     """One card of four, stand-ins, is lost at a random moment: it gets two trials more, and all are answered."""
-    count, stand_ins = Count(), str(Path(__file__).parent / "four_cards")
-    for _ in range(times):
-        sweep = arena.sweep(count, "device=cuda", "retries=2", "backoff_s=0.1", "breaker=10", trials=40)
-        lost, card = sweep.place.parent / "lost", f"GPU-{arena.random.randrange(4)}"
-        path = os.pathsep.join(filter(None, [stand_ins, os.environ.get("PYTHONPATH")]))
-        sweep.start(environ={"PYTHONPATH": path, "LOST": str(lost), "LOST_CARD": card})
-        _at_a_random_moment(arena, sweep, "template")
-        lost.touch()
-        sweep.inject()
-        code = sweep.wait()
-        attempts = sum(row["gpu_uuid"] == card and row["outcome"] == "environment" for row in sweep.rows())
-        if code or attempts > 2 or not sweep.done():
-            count.lost += 1
-            count.say(f"exit status {code}, {attempts} attempts on the lost card: {sweep.said()[-300:]}")
-        sweep.finish()
-    return count
+    lost, card = sweep.place.parent / "lost", f"GPU-{arena.random.randrange(4)}"
+    stand_ins = str(Path(__file__).parent / "four_cards")
+    path = os.pathsep.join(filter(None, [stand_ins, os.environ.get("PYTHONPATH")]))
+    sweep.start(environ={"PYTHONPATH": path, "LOST": str(lost), "LOST_CARD": card})
+    _at_a_random_moment(arena, sweep, "template")
+    lost.touch()
+    sweep.inject()
+    code = sweep.wait()
+    attempts = sum(row["gpu_uuid"] == card and row["outcome"] == "environment" for row in sweep.rows())
+    if code or attempts > 2 or not sweep.done():
+        sweep.count.lose(f"exit status {code}, {attempts} attempts on the lost card: {sweep.said()[-300:]}")
 
 
-def two_launchers(*words: str, without_locks: bool = False) -> Callable[[Arena, int], Count]:
+def two_launchers(without_locks: bool = False) -> Callable[[Arena, int], Count]:
     """Two start on one sweep at the same time; one of them is refused, or finds all done."""
+    environ = {"PYTHONPATH": str(Path(__file__).parent / "without_locks")} if without_locks else {}
 
-    def inject(arena: Arena, times: int) -> Count:
-        count = Count()
-        environ = {"PYTHONPATH": str(Path(__file__).parent / "without_locks")} if without_locks else {}
-        for _ in range(times):
-            sweep = arena.sweep(count, *words, trials=6)
-            other = Sweep(sweep.place.parent, (), Count(), sweep.trials)
-            other.words, other.mark = sweep.words, sweep.mark
-            other._out, other._err = (sweep.place.parent / f"other-{name}.txt" for name in ("out", "err"))
-            sweep.start(environ=environ)
+    def start_both(arena: Arena, sweep: Sweep) -> None:
+        other = Sweep(sweep.place.parent, (), Count(), sweep.trials)
+        other.words, other.mark = sweep.words, sweep.mark
+        other._out, other._err = (sweep.place.parent / f"other-{name}.txt" for name in ("out", "err"))
+        sweep.start(environ=environ)
+        time.sleep(arena.random.uniform(0, 3))
+        other.start(environ=environ)
+        sweep.inject()
+        assert sweep.launcher is not None and other.launcher is not None
+        if arena.random.random() < 0.5:  # and the first dies
             time.sleep(arena.random.uniform(0, 3))
-            other.start(environ=environ)
-            sweep.inject()
-            assert sweep.launcher is not None and other.launcher is not None
-            if arena.random.random() < 0.5:  # and the first dies
-                time.sleep(arena.random.uniform(0, 3))
-                sweep.launcher.kill()
-            sweep.launcher.wait()
-            if other.launcher.wait() not in (0, 2):
-                count.lost += 1
-                count.say(other.said()[-300:])
-            sweep.wait()
-            sweep.finish()
-        return count
+            sweep.launcher.kill()
+        sweep.launcher.wait()
+        if other.launcher.wait() not in (0, 2):
+            sweep.count.lose(other.said()[-300:])
+        sweep.wait()
 
-    return inject
+    return each(start_both, trials=6)
+
+
+def appended_to(arena: Arena, sweep: Sweep) -> None:
+    """Somebody else writes to the journal at a random moment; every row of the sweep's own must stay readable."""
+    sweep.start()
+    at = arena.random.randrange(1, 5)
+    while len(sweep.rows()) < at and not sweep.ended():
+        time.sleep(0.01)
+    with (sweep.place / journal.NAME).open("ab") as file:
+        file.write(arena.random.choice(FOREIGN))
+    sweep.inject()
 
 
 def faults_of_cuda(arena: Arena, times: int) -> Count:
     """Each text in which CUDA, its libraries and the system say what went wrong: raised in a worker, as torch's own
     class of error, and by C++ that ends the process."""
     from misbehave import WAYS  # type: ignore[import-not-found]
-    from test_symptoms import TEXTS  # type: ignore[import-not-found]
+    from test_error_patterns import TEXTS  # type: ignore[import-not-found]
 
     count = Count()
     every = len(TEXTS) * len(WAYS)
@@ -444,27 +424,26 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
         # an exception that is none of CUDA's would only be raised again; a process that ended might not end again
         wants = again[Outcome(expected)] and (expected != "crash" or way == "abort")
         if kinds != {expected} or tried_again != wants:
-            count.lost += 1
-            count.say(f"{way}: {text[:60]}: {kinds or 'no row'}, {len(own)} attempts")
+            count.lose(f"{way}: {text[:60]}: {kinds or 'no row'}, {len(own)} attempts")
         else:
             count.resumed += 1
     return count
 
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("SIGKILL of the launcher", killing("launcher", signal.SIGKILL), 60, 2),
-    Fault("SIGKILL of a template", killing("template", signal.SIGKILL), 100, 2),
-    Fault("SIGKILL of a worker", killing("worker", signal.SIGKILL), 120, 2),
+    Fault("SIGKILL of the launcher", killing("launcher", signal.SIGKILL), 60, 1),
+    Fault("SIGKILL of a template", killing("template", signal.SIGKILL), 100, 1),
+    Fault("SIGKILL of a worker", killing("worker", signal.SIGKILL), 120, 1),
     Fault("SIGKILL of a worker, cold", killing("worker", signal.SIGKILL, "isolation=cold"), 20, 1),
     Fault("SIGKILL of the guard", killing("guard", signal.SIGKILL), 60, 1),
-    Fault("SIGKILL of all at once", killing("all", signal.SIGKILL), 50, 2),
+    Fault("SIGKILL of all at once", killing("all", signal.SIGKILL), 50, 1),
     Fault("SIGKILL of a worker's init", killing("init", signal.SIGKILL), 30, 1),
-    *(Fault(f"SIGKILL of a {role}, three slots", killing(role, signal.SIGKILL, base=SLOTS), 40, 1) for role in
-      ("launcher", "template", "worker")),
+    *(Fault(f"SIGKILL of a {role}, three slots", killing(role, signal.SIGKILL, base=SLOTS), 40, n) for role, n in
+      (("launcher", 0), ("template", 1), ("worker", 0))),
     Fault("SIGKILL of all at once, three slots", killing("all", signal.SIGKILL, base=SLOTS), 20, 1),
     Fault("SIGTERM of the launcher, three slots", killing("launcher", signal.SIGTERM, base=SLOTS), 20, 1),
-    Fault("SIGKILL of the launcher, several at a time", killing("launcher", signal.SIGKILL, base=SEVERAL), 25, 1),
-    Fault("SIGKILL of a worker, several at a time", killing("worker", signal.SIGKILL, base=SEVERAL), 30, 1),
+    Fault("SIGKILL of the launcher, several at a time", killing("launcher", signal.SIGKILL, base=SEVERAL), 25, 0),
+    Fault("SIGKILL of a worker, several at a time", killing("worker", signal.SIGKILL, base=SEVERAL), 30, 0),
     Fault("SIGKILL of all at once, several at a time", killing("all", signal.SIGKILL, base=SEVERAL), 25, 1),
     Fault(
         "SIGKILL of a rank of two",
@@ -474,27 +453,24 @@ FAULTS: tuple[Fault, ...] = (
     Fault("SIGKILL of the report", killing("report", signal.SIGKILL, "report=true"), 15, 1),
     Fault("SIGTERM of the launcher", killing("launcher", signal.SIGTERM), 20, 1),
     *(Fault(f"SIGSTOP of a {role}", stopped(role), 5, 1) for role in ("launcher", "template", "worker")),
-    Fault("Ctrl-C once", interrupted(1), 10, 3),
+    Fault("Ctrl-C once", interrupted(1), 10, 1),
     Fault("Ctrl-C twice", interrupted(2), 10, 1),
     Fault("SIGHUP: the terminal goes", interrupted(1, signal.SIGHUP, 129), 10, 1),
     *(Fault(f"a worker that {name.replace('_', ' ')}", misbehaving(name), 2, 0) for name in MISBEHAVIOUR),
     Fault("all these workers in one sweep", misbehaving(*MISBEHAVIOUR), 1, 1),
     Fault("a worker that fills the memory", memory_filled, 5, 1),
     Fault("no more processes", processes_exhausted, 10, 1),
-    Fault("few file descriptors", descriptors_exhausted, 10, 1),
+    Fault("few file descriptors", each(descriptors_exhausted, trials=4), 10, 1),
     Fault("the disk is full", _on_a_disk(_fill, lambda place: (place / "filler").unlink(missing_ok=True)), 10, 1),
     Fault("the disk is read-only", _on_a_disk(_remount("ro"), _remount("rw")), 6, 1),
-    Fault("the folder is moved away", folder_gone, 8, 1),
-    Fault("the time of day jumps", clock_jumps, 3, 1),
-    Fault("one card of four is lost", card_lost, 10, 1),
+    Fault("the folder is moved away", each(folder_gone, trials=6), 8, 1),
+    Fault("the time of day jumps", each(clock_jumps, f"runner.target={TARGETS}:does_not_sleep", trials=6), 3, 1),
+    Fault(
+        "one card of four is lost",
+        each(card_lost, "device=cuda", "retries=2", "backoff_s=0.1", "breaker=10", trials=40), 10, 1,
+    ),
     Fault("two launchers", two_launchers(), 10, 1),
     Fault("two launchers, no locks", two_launchers(without_locks=True), 10, 1),
-    Fault("the journal appended to meanwhile", appended_to, 10, 1),
-    Fault("the journal cut at each byte", journal_damaged(lambda data, at: data[:at], 0), 1 << 30, 2000),
-    Fault(
-        "each byte of the journal changed",
-        journal_damaged(lambda data, at: data[:at] + bytes([data[at] ^ 0x55]) + data[at + 1 :], 2),
-        1 << 30, 2000,
-    ),
-    Fault("a fault of CUDA or the system", faults_of_cuda, 1 << 30, 60),
+    Fault("the journal appended to meanwhile", each(appended_to, trials=6), 10, 1),
+    Fault("a fault of CUDA or the system", faults_of_cuda, 1 << 30, 16),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness.attempt import RESULT
+from vramsweep.harness.process.worker_files import RESULT
 
 
 def good(trial: Any, pause_s: float = 0.005) -> Any:
@@ -168,12 +168,14 @@ WAYS = ("RuntimeError", "OutOfMemoryError", "AcceleratorError", "abort")
 
 
 def raises(trial: Any) -> Any:
-    """One of the texts that CUDA, its libraries and the system say (tests/harness/test_symptoms.py), in one of the ways
-    that they come: `seed` counts texts and, fastest, ways."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness"))
-    import test_symptoms
+    """One of the texts that CUDA, its libraries and the system say, in one of the ways that they come.
 
-    text, way = test_symptoms.TEXTS[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
+    The texts are those of tests/harness/rows/test_error_patterns.py; `seed` counts texts and, fastest, ways.
+    """
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness" / "rows"))
+    import test_error_patterns
+
+    text, way = test_error_patterns.TEXTS[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
     if way == "abort" and "\n" not in text:  # C++ says what Python has said only where that is a line
         said = f"terminate called after throwing an instance of 'c10::Error'\n  what():  {text}\n"
         os.write(2, said.encode() + b"".join(b"frame #%d: main + 0x1f (0x7f in python)\n" % n for n in range(30)))

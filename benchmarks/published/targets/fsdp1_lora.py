@@ -26,11 +26,13 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
-from vramsweep.harness.trial import DeviceAxis, RunnerAxis, Trial
-from vramsweep.runners import build as parts
-from vramsweep.runners import places, ranks, shardings, techniques
-from vramsweep.runners.shardings import fsdp2
+from vramsweep.harness.spec.trial import DeviceAxis, RunnerAxis, Trial
+from vramsweep.runners.model import apply_techniques
+from vramsweep.runners.model import build as parts
+from vramsweep.runners.rank import process_group
+from vramsweep.runners.shardings import fsdp, interface
 from vramsweep.runners.techniques import lora
+from vramsweep.runners.trace import fake_placement
 
 RANKS = 2
 CLIP = 1.0
@@ -50,8 +52,8 @@ def no_shard(trial: Trial) -> tuple[Any, ...]:
 def trainer(trial: Trial) -> tuple[Any, ...]:
     """The Trainer with peft."""
     inner, device = _joined(trial.model_copy(update={"checkpointing": "none"}))
-    with places.host():
-        net = parts.model(inner, shardings.host(inner))
+    with fake_placement.on_host():
+        net = parts.model(inner, interface.host(inner))
     net.loss_function = _shifted
     net.enable_input_require_grads()
     whole = _divided(net, device, True, ShardingStrategy.FULL_SHARD)
@@ -65,11 +67,11 @@ def _script(trial: Trial, strategy: ShardingStrategy) -> tuple[Any, ...]:
     inner, device = _joined(trial.model_copy(update={"checkpointing": "none"}))
     keep, lora.Adapter.raise_to_fp32 = lora.Adapter.raise_to_fp32, lambda self: None
     try:
-        with places.host():
-            net = parts.model(inner, shardings.host(inner))
+        with fake_placement.on_host():
+            net = parts.model(inner, interface.host(inner))
     finally:
         lora.Adapter.raise_to_fp32 = keep
-    layers = set(fsdp2.blocks(net))
+    layers = set(fsdp.blocks(net))
     net.loss_function = _shifted
     net.lm_head.register_forward_hook(lambda module, given, logits: logits.float())  # before transformers 4.46
     whole = _divided(net, device, False, strategy)
@@ -94,15 +96,15 @@ def _joined(trial: Trial) -> tuple[Trial, torch.device]:
         }
     )
     device = torch.empty(0).device
-    for hook in techniques.hooks(inner, "around"):
+    for hook in apply_techniques.hooks(inner, "around"):
         _OPEN.enter_context(hook(inner, device))
-    _OPEN.enter_context(shardings.without_card(inner))
-    ranks.join(inner, device)
+    _OPEN.enter_context(interface.without_card(inner))
+    process_group.join(inner, device)
     return inner, device
 
 
 def _divided(net: nn.Module, device: torch.device, original: bool, strategy: ShardingStrategy) -> FSDP:
-    units = set(fsdp2.blocks(net))
+    units = set(fsdp.blocks(net))
 
     def unit(module: nn.Module) -> bool:
         weight = getattr(module, "weight", None)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from vramsweep.harness.trial import DeviceAxis, RunnerAxis, Trial
-from vramsweep.runners import build as parts
-from vramsweep.runners import techniques
-from vramsweep.runners.techniques import quantized
+from vramsweep.harness.spec.trial import DeviceAxis, RunnerAxis, Trial
+from vramsweep.runners.model import apply_techniques
+from vramsweep.runners.model import build as parts
+from vramsweep.runners.techniques import quantized_base
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 CLIP = 1.0
@@ -65,7 +65,7 @@ def _made(trial: Trial, cast: bool) -> tuple[Any, ...]:
 def _around(inner: Trial, device: torch.device) -> None:
     """What techniques put around a whole run, for as long as this process lives."""
     stack = contextlib.ExitStack()
-    for hook in techniques.hooks(inner, "around"):
+    for hook in apply_techniques.hooks(inner, "around"):
         stack.enter_context(hook(inner, device))
     _OPEN.append(stack)
 
@@ -74,17 +74,17 @@ _OPEN: list[contextlib.ExitStack] = []
 
 
 def _prepared(inner: Trial, device: torch.device, cast: bool) -> Any:
-    peft_way = quantized.prepare
+    peft_way = quantized_base.prepare
 
     def freeze(net: Any) -> None:
         for parameter in net.parameters():
             parameter.requires_grad = False
 
-    quantized.prepare = peft_way if cast else freeze
+    quantized_base.prepare = peft_way if cast else freeze
     try:
         return parts.model(inner, device)
     finally:
-        quantized.prepare = peft_way
+        quantized_base.prepare = peft_way
 
 
 def _loss(logits: torch.Tensor, labels: torch.Tensor, **rest: Any) -> torch.Tensor:

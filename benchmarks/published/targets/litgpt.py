@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 DROPOUT, PIECE, PROMPT, FIRST_ADAPTED = 0.05, 128, 10, 2
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 VOCAB, LAYERS, WIDTH, HIDDEN, HEADS, GROUPS, LENGTH = 32000, 22, 2048, 5632, 32, 4, 2048
 HEAD = WIDTH // HEADS

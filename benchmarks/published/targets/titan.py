@@ -31,8 +31,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, Mix
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import places
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.trace import fake_placement
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def build(trial: Trial) -> Any:
     positions = int(rows[1:]) * trial.seq_len if rows.startswith("x") else int(rows)
     norm = Norm if options["norm"] == "own" else partial(nn.RMSNorm, eps=1e-5)
     flat = trial.sharding == "fsdp1"
-    with places.host() if flat else torch.device("meta"), torch.device("meta"):
+    with fake_placement.on_host() if flat else torch.device("meta"), torch.device("meta"):
         model = Llama(sizes, norm, positions, bool(options["folded"]), options["logits"] != "late")
     recompute(model, trial)
     if flat:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 VOCAB, WIDTH, HIDDEN, LAYERS, HEADS, SHARED, HEAD, POSITIONS = 128256, 3072, 8192, 28, 24, 8, 128, 131072
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.nn import functional as F
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import places
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.trace import fake_placement
 
 VOCAB, POSITIONS, HEAD = 32000, 4096, 128
 
@@ -137,7 +137,7 @@ def build(trial: Trial) -> Any:
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        with places.host(), torch.device("meta" if flat else device):
+        with fake_placement.on_host(), torch.device("meta" if flat else device):
             model = Llama(size, lora)
     finally:
         torch.set_default_dtype(usual)

@@ -1,41 +1,10 @@
-"""The techniques as tables and sentences: for the documentation, the terminal and programs."""
+"""The techniques as sentences and plain values: for the documentation, the terminal and programs."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from vramsweep.harness.registry import RUNNERS, SHARDINGS
-from vramsweep.harness.techniques import AXES, DEFAULTS, Axis, Technique, entries, text
-
-
-def markdown_table() -> str:
-    """The techniques as tables for the documentation, one an axis, and one of the settings that take any value."""
-    lines = []
-    for axis in AXES:
-        if not entries(axis.name):
-            continue
-        default = "" if axis.default is None else f"; default `{text(axis.default)}`"
-        lines += [f"**{axis.name}**: {axis.meaning}{default}", ""]
-        lines += ["| value | what it does | needs | not with | checked | on a card |", "|---|---|---|---|---|---|"]
-        for entry in entries(axis.name):
-            proven = "" if entry.name == axis.default else entry.proven or "unproven"
-            cells = (entry.meaning, needs(entry), ", ".join(_without(entry)), ", ".join(entry.checked), proven)
-            lines.append(f"| `{text(entry.name)}` | {' | '.join(cells)} |")
-        lines.append("")
-    lines += ["**further settings**", "", "| setting | default | meaning |", "|---|---|---|"]
-    free = [axis for axis in AXES if not entries(axis.name)]
-    lines += [f"| `{a.name}` | `{text(a.default)}` | {a.meaning}{_belongs(a)} |" for a in free]
-    return "\n".join(lines) + "\n"
-
-
-def _without(entry: Technique) -> list[str]:
-    """What does not go with it, as it is typed; reasons are what a refused trial says."""
-    runners = [f"runner={name}" for name in Technique.runners if name not in entry.runners]
-    reached = {name for runner in RUNNERS if runner.name in entry.runners for name in runner.shardings}
-    left = reached - set(entry.shardings or reached)
-    shardings = [f"sharding={sharding.name}" for sharding in SHARDINGS if sharding.name in left]
-    excluded = [f"{name}={text(value)}" for name, values, _ in entry.excludes for value in values]
-    return list(dict.fromkeys((*runners, *shardings, *excluded)))
+from vramsweep.harness.spec.techniques.catalog import DEFAULTS, Axis, Technique, entries, text
 
 
 def needs(entry: Technique) -> str:
@@ -81,7 +50,3 @@ def described(axis: Axis) -> dict[str, Any]:
             for entry in entries(axis.name)
         ],
     }
-
-
-def _belongs(axis: Axis) -> str:
-    return "" if axis.of is None else f" (with `{axis.of[0]}={' or '.join(axis.of[1])}`)"

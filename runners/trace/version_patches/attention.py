@@ -1,33 +1,31 @@
-"""Masks and heads as attention gets them in transformers."""
+"""Attention in transformers: masks and heads as it gets them, scores that it makes, rotary embeddings."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from transformers import masking_utils
+from transformers import AutoModelForCausalLM, masking_utils
+from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
-from vramsweep.harness.differences import model_type
-from vramsweep.harness.trial import Trial
+from vramsweep.harness.spec.transformers_differences import model_type
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.version_differences import find_differences
+from vramsweep.runners.measure.patches import Replacement
 
 
-def additive(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def additive(trial: Trial) -> Iterator[Replacement]:
     """The causal mask is what is added to the scores, not what is let through."""
-    name = str(model_type(trial))
-    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    stack = contextlib.ExitStack()
+    module = _code(trial)
     for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):  # of models with a window the second
         if hasattr(module, maker):
-            stack.enter_context(mock.patch.object(module, maker, _added(getattr(module, maker))))
-    return stack
+            yield module, maker, _added(getattr(module, maker))
 
 
 def _added(original: Any) -> Any:
@@ -41,7 +39,7 @@ def _added(original: Any) -> Any:
     return create_mask
 
 
-def always(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def always(trial: Trial) -> Iterator[Replacement]:
     """Llama's attention is given a mask in the model's precision even where it would do without."""
 
     def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -50,10 +48,10 @@ def always(trial: Trial) -> contextlib.AbstractContextManager[Any]:
         whole = mask[None, None].expand(embeds.shape[0], 1, -1, -1)
         return whole if padding is None else whole.clone()
 
-    return mock.patch.object(modeling_llama, "create_causal_mask", _unless_flash(modeling_llama, made))
+    yield modeling_llama, "create_causal_mask", _unless_flash(modeling_llama, made)
 
 
-def always_one(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def always_one(trial: Trial) -> Iterator[Replacement]:
     """GPTBigCode's attention is given a mask in the model's precision even where it would do without: one for all
     samples where none is padded."""
 
@@ -62,10 +60,10 @@ def always_one(trial: Trial) -> contextlib.AbstractContextManager[Any]:
         mask = torch.full((1, 1, length, length), least, dtype=embeds.dtype, device=embeds.device).triu(diagonal=1)
         return mask if padding is None else mask.repeat(embeds.shape[0], 1, 1, 1)
 
-    return mock.patch.object(modeling_gpt_bigcode, "create_causal_mask", _unless_flash(modeling_gpt_bigcode, made))
+    yield modeling_gpt_bigcode, "create_causal_mask", _unless_flash(modeling_gpt_bigcode, made)
 
 
-def of_all_positions(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def of_all_positions(trial: Trial) -> Iterator[Replacement]:
     """Llama's mask has all positions that it knows, for each sample, and each layer cuts out its own."""
 
     def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
@@ -87,11 +85,9 @@ def of_all_positions(trial: Trial) -> contextlib.AbstractContextManager[Any]:
             kwargs["attention_mask"] = mask[:, :, rows, :length]
         return attend(self, hidden_states, **kwargs)
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(modeling_llama, "create_causal_mask", _unless_flash(modeling_llama, made)))
-    stack.enter_context(mock.patch.object(LlamaModel, "forward", noted))
-    stack.enter_context(mock.patch.object(LlamaAttention, "forward", cut))
-    return stack
+    yield modeling_llama, "create_causal_mask", _unless_flash(modeling_llama, made)
+    yield LlamaModel, "forward", noted
+    yield LlamaAttention, "forward", cut
 
 
 def _unless_flash(module: Any, made: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]) -> Any:
@@ -111,13 +107,13 @@ def _embeds(given: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def repeated_heads(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def repeated_heads(trial: Trial) -> Iterator[Replacement]:
     """Attention never shares heads in its kernel."""
     module = importlib.import_module("transformers.integrations.sdpa_attention")
-    return mock.patch.object(module, "use_gqa_in_sdpa", lambda *args, **kwargs: False)
+    yield module, "use_gqa_in_sdpa", lambda *args, **kwargs: False
 
 
-def contiguous_heads(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
     """Attention copies what is not contiguous before torch's gets it."""
     original = F.scaled_dot_product_attention
 
@@ -125,14 +121,87 @@ def contiguous_heads(trial: Trial) -> contextlib.AbstractContextManager[Any]:
         made: torch.Tensor = original(query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
         return made
 
-    return mock.patch.object(F, "scaled_dot_product_attention", attend)
+    yield F, "scaled_dot_product_attention", attend
 
 
-def without_padding(trial: Trial) -> contextlib.AbstractContextManager[Any]:
+def without_padding(trial: Trial) -> Iterator[Replacement]:
     """One sequence a row is taken for several documents packed into it."""
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).cumsum(-1)
 
-    return mock.patch.object(masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices)
+    yield masking_utils, "find_packed_sequence_indices", find_packed_sequence_indices
+
+
+def made_scores(trial: Trial) -> Iterator[Replacement]:
+    """The model, whose code has no other attention yet, makes its scores."""
+    original = AutoModelForCausalLM.from_config
+
+    def from_config(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **kwargs | {"attn_implementation": "eager"})
+
+    yield AutoModelForCausalLM, "from_config", from_config
+    if any(one.name == "gpt2_mask_buffers" for one in find_differences(trial)):  # else the installed one does it itself
+        yield from masked_scores(trial)
+
+
+def masked_scores(trial: Trial) -> Iterator[Replacement]:
+    """GPT-2 chooses between scores and the least number, where the installed one adds a mask."""
+
+    def attend(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        dropout: float = 0.0,
+        **_: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.matmul(query, key.transpose(-1, -2)) / value.size(-1) ** 0.5
+        length, least = scores.shape[-1], torch.finfo(scores.dtype).min
+        causal = module._earlier_mask[None, None, :length, :length]  # buffers.gpt2
+        scores = torch.where(causal, scores, torch.full([], least, dtype=scores.dtype, device=scores.device))
+        if trial.padding:
+            scores = scores + mask
+        weights = F.dropout(scores.softmax(dim=-1).type(value.dtype), p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2), weights
+
+    yield modeling_gpt2, "eager_attention_forward", attend
+
+
+def rotary_tables(trial: Trial) -> Iterator[Replacement]:
+    """Two buffers of (positions, width of a head) in the model's precision in every layer's attention."""
+    attention = _attention(trial)
+    original = attention.__init__
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, config, *args, **kwargs)
+        for name in ("_cos_cached", "_sin_cached"):
+            table = torch.empty(config.max_position_embeddings, self.head_dim, dtype=torch.get_default_dtype())
+            self.register_buffer(name, table, persistent=False)
+
+    yield attention, "__init__", init
+
+
+def rotary_by_layer(trial: Trial) -> Iterator[Replacement]:
+    """Each layer's attention has sines and cosines of its own."""
+    attention = _attention(trial)
+    original = attention.forward
+
+    def forward(self: Any, hidden_states: Any, position_embeddings: Any = None, *args: Any, **kwargs: Any) -> Any:
+        own = tuple(t.clone() for t in position_embeddings)
+        return original(self, hidden_states, own, *args, **kwargs)
+
+    yield attention, "forward", forward
+
+
+def _attention(trial: Trial) -> Any:
+    """The class, which is named after the model."""
+    return getattr(_code(trial), f"{str(model_type(trial)).capitalize()}Attention")
+
+
+def _code(trial: Trial) -> Any:
+    """The module of the trial's model in transformers."""
+    name = str(model_type(trial))
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")

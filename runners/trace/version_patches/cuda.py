@@ -1,20 +1,24 @@
-"""Which kernel of torch's serves a call of scaled_dot_product_attention."""
+"""What torch did otherwise on a card: which kernel serves a call of attention, where handles keep their workspaces."""
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-from unittest import mock
+from collections.abc import Iterator
 
-from vramsweep.harness.trial import Trial
-from vramsweep.runners import attention
-
-
-def flash_first(trial: Trial) -> contextlib.AbstractContextManager[Any]:
-    """cuDNN's comes last on every card."""
-    return mock.patch.object(attention, "CUDNN_FIRST", False)
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure.patches import Replacement
+from vramsweep.runners.trace import cuda_allocations, sdpa_kernels
 
 
-def any_dropout(trial: Trial) -> contextlib.AbstractContextManager[Any]:
-    """cuDNN's takes every probability of dropout."""
-    return mock.patch.object(attention, "IN_SIXTEENTHS", False)
+def flash_first(trial: Trial) -> Iterator[Replacement]:
+    """cuDNN's attention comes last on every card."""
+    yield sdpa_kernels, "CUDNN_FIRST", False
+
+
+def any_dropout(trial: Trial) -> Iterator[Replacement]:
+    """cuDNN's attention takes every probability of dropout."""
+    yield sdpa_kernels, "IN_SIXTEENTHS", False
+
+
+def lt_apart(trial: Trial) -> Iterator[Replacement]:
+    """cuBLASLt's handles have workspaces of their own."""
+    yield cuda_allocations, "LT_APART", True

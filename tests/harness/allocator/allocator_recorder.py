@@ -61,18 +61,11 @@ class Recorder:
                 continue
             touching = before is not None and before.next is block
             if not touching:
-                segments.append(
-                    {
-                        "device": 0,
-                        "address": block.addr,
-                        "total_size": 0,
-                        "stream": block.pool.stream,
-                        "segment_type": "small" if block.pool.small else "large",
-                        "segment_pool_id": (0, 0),
-                        "is_expandable": block.expandable,
-                        "blocks": [],
-                    }
-                )
+                segments.append({
+                    "device": 0, "address": block.addr, "total_size": 0, "stream": block.pool.stream, "blocks": [],
+                    "segment_type": "small" if block.pool.small else "large", "segment_pool_id": (0, 0),
+                    "is_expandable": block.expandable,
+                })  # fmt: skip
             before = block
             state = "inactive" if block.free else "active_allocated" if id(block) in live else "active_pending_free"
             entry = {"address": block.addr, "size": block.size, "requested_size": block.requested, "state": state}

@@ -14,6 +14,8 @@ from vramsweep.harness.allocator.addresses import CHUNK, FIRST, Addresses
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 
+pytestmark = pytest.mark.deterministic
+
 FOLDERS = [ROOT / "results" / "reference" / name for name in ("h100-80gb", "h200-141gb")]
 LARGE = 2 * MIB  # segments above it are the large pool's, whose blocks stand for one another
 

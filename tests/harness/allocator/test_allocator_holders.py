@@ -1,16 +1,15 @@
 """Who holds the peak of a recording: checked against the recording itself, block by block."""
 
-import json
-
 import pytest
 from test_allocator_replay import PEAK_MIB, SHARED, SMALL
 
 from vramsweep.harness.allocator import recording
-from vramsweep.harness.allocator.cli import main
 from vramsweep.harness.allocator.config import MIB
-from vramsweep.harness.allocator.holders import at_peak, place
+from vramsweep.harness.allocator.initial_state import undo
+from vramsweep.harness.allocator.peak_blocks import at_peak, innermost_frame
 from vramsweep.harness.allocator.replay import replay_as_recorded
-from vramsweep.harness.allocator.restore import undo
+
+pytestmark = pytest.mark.deterministic
 
 
 def frame(filename, line, name):
@@ -26,20 +25,20 @@ def test_the_innermost_line_that_is_not_torch_s():
         frame("/home/me/project/net/model.py", 12, "Block.forward"),
         frame("/home/me/train.py", 3, "<module>"),
     ]
-    assert place(stack) == "project/net/model.py:12 Block.forward (torch.nn.modules.linear)"
-    assert place([frame("C:\\env\\Lib\\site-packages\\torch\\functional.py", 1, "einsum")]) is None
+    assert innermost_frame(stack) == "project/net/model.py:12 Block.forward (torch.nn.modules.linear)"
+    assert innermost_frame([frame("C:\\env\\Lib\\site-packages\\torch\\functional.py", 1, "einsum")]) is None
     windows = frame("C:\\me\\model.py", 4, "forward")
-    assert place([windows]) == "C:/me/model.py:4 forward"
+    assert innermost_frame([windows]) == "C:/me/model.py:4 forward"
 
 
 def test_a_backward_pass_without_python_is_its_node():
     stack = [frame("??", 0, "at::_ops::mm::call"), frame("??", 0, "torch::autograd::generated::MmBackward0::apply(x)")]
-    assert place(stack) == "MmBackward0 (backward)"
+    assert innermost_frame(stack) == "MmBackward0 (backward)"
 
 
 @pytest.mark.parametrize("stack", [None, [], "text", [None, {"filename": 1}], [frame("??", 0, "unwind")]])
 def test_what_is_no_stack_says_nothing(stack):
-    assert place(stack) is None
+    assert innermost_frame(stack) is None
 
 
 def check(path):
@@ -78,13 +77,11 @@ def test_every_shared_recording(name):
 
 
 @pytest.mark.slow
-def test_the_verb_says_who_and_what_is_unknown(tmp_path, capsys):
+def test_the_verb_says_who_and_what_is_unknown(tmp_path, cli):
     out = tmp_path / "replay.html"
-    assert main([str(SMALL), "--figure", str(out)]) == 0
-    said = capsys.readouterr().out
+    said = cli.run("replay", SMALL, "--figure", out).out
     assert "What holds the recorded peak allocated" in said and "trace_peak_memory.py" in said
     page = out.read_text()
     assert "trace_peak_memory.py" in page and "not what the block is for" in page
-    assert main([str(SMALL), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["rows"]
+    first, second = cli.json("replay", SMALL)["rows"]
     assert first["holders"]["largest"] and second["holders"] is None

@@ -5,13 +5,16 @@ from collections.abc import Iterator
 
 import pytest
 from allocator_reference import Reference
+from conftest import refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vramsweep.harness.allocator.blocks import Block
 from vramsweep.harness.allocator.config import MIB, parse
 from vramsweep.harness.allocator.simulator import OutOfMemory, Piece, SegmentEvent, Simulator
-from vramsweep.harness.errors import UserError
+from vramsweep.harness.messages.errors import UserError
+
+pytestmark = pytest.mark.deterministic
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 SIZES = st.one_of(
@@ -90,7 +93,7 @@ class Driver:
 def all_blocks(simulator: Simulator) -> list[Block]:
     """Every block, by following the links from those in use and in the pools, each segment in address order."""
     known = [*simulator.live.values(), *simulator.pending.values()]
-    for pool in simulator.pools():
+    for pool in simulator._pools.values():
         known += [b for _, _, b in pool.free] + [b for _, b in pool.unmapped]
     heads: dict[int, Block] = {}
     for block in known:
@@ -123,7 +126,7 @@ def check_invariants(simulator: Simulator) -> None:
     assert simulator.inactive_split == sum(b.size for b in mapped if b.free and b.split and not b.expandable)
     assert simulator.reserved >= simulator.active >= simulator.allocated
     assert all(b.size >= b.requested for b in (*live, *pending))
-    for pool in simulator.pools():
+    for pool in simulator._pools.values():
         assert [(s, a) for s, a, _ in pool.free] == sorted((b.size, b.addr) for _, _, b in pool.free)
         assert all(b.free and b.mapped for _, _, b in pool.free)
     for name in COUNTERS:
@@ -179,16 +182,6 @@ def test_releasable_foretells_empty_cache(operations, config, limit):
     assert events == foretold
 
 
-@settings(max_examples=40, deadline=None)
-@given(OPERATIONS, CONFIGS, LIMITS)
-def test_equal_streams_give_equal_results(operations, config, limit):
-    runs = [Simulator(parse(config), limit) for _ in range(2)]
-    for simulator in runs:
-        for _ in Driver(simulator).run(operations):
-            pass
-    assert runs[0].stats() == runs[1].stats()
-
-
 def made(config: str, *sizes: int, limit: int | None = None) -> tuple[Simulator, list[SegmentEvent]]:
     events: list[SegmentEvent] = []
     simulator = Simulator(parse(config), limit, events.append)
@@ -199,18 +192,11 @@ def made(config: str, *sizes: int, limit: int | None = None) -> tuple[Simulator,
 
 @pytest.mark.parametrize(
     ("size", "segment"),
-    [
-        (1, 2 * MIB),
-        (MIB, 2 * MIB),
-        (MIB + 1, 20 * MIB),
-        (10 * MIB - 512, 20 * MIB),
-        (10 * MIB, 10 * MIB),
-        (11 * MIB, 12 * MIB),
-    ],
+    [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)],
 )
 def test_segment_sizes(size, segment):
     _, events = made("", size)
-    assert [(kind, length) for kind, _, length, _ in events] == [("segment_alloc", segment)]
+    assert [(kind, length) for kind, _, length, _ in events] == [("segment_alloc", segment * MIB)]
 
 
 def test_a_large_remainder_of_a_mebibyte_is_not_split_off():
@@ -340,10 +326,8 @@ def test_memory_fraction_scales_the_limit():
 
 def test_handles_are_checked():
     simulator, _ = made("", 512)
-    with pytest.raises(ValueError, match="already allocated"):
-        simulator.malloc(0, 512)
-    with pytest.raises(ValueError, match="not allocated"):
-        simulator.free(1)
+    assert "already allocated" in refusal(ValueError, simulator.malloc, 0, 512)
+    assert "not allocated" in refusal(ValueError, simulator.free, 1)
 
 
 def test_nothing_is_no_block() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pynvml
 import pytest
 from test_machine import Driver, card
 
-from vramsweep.harness import machine, outcome
-from vramsweep.harness.occupancy import Occupancy
+from vramsweep.harness.machine import machine
+from vramsweep.harness.machine.gpu_occupancy import GpuTaken, Occupancy
+from vramsweep.harness.rows import outcome
 
 GIB = 1 << 30
 
@@ -36,13 +38,19 @@ def holds(driver: Driver, used: int, *processes: tuple[int, int]) -> None:
     driver.cards[0].update(holding(used, *processes))
 
 
-def nobody() -> set[int]:
-    return set()
+Look = Callable[..., GpuTaken | None]
 
 
-def test_memory_that_comes_back_late_is_waited_for(driver: Driver) -> None:
-    occupancy, cards, slept = Occupancy(), machine.gpus(), list[float]()
-    assert occupancy.taken(cards, nobody, slept.append) is None
+@pytest.fixture
+def look(driver: Driver) -> Look:
+    """Looks at the cards before a trial, as a sweep does whose own processes are these."""
+    occupancy, cards = Occupancy(), machine.gpus()
+    return lambda *own, sleep=lambda _: None: occupancy.taken(cards, lambda: set(own), sleep)
+
+
+def test_memory_that_comes_back_late_is_waited_for(driver: Driver, look: Look) -> None:
+    slept = list[float]()
+    assert look(sleep=slept.append) is None
     holds(driver, 60 * GIB)
 
     def sleep(seconds: float) -> None:
@@ -50,69 +58,54 @@ def test_memory_that_comes_back_late_is_waited_for(driver: Driver) -> None:
         if len(slept) == 3:
             holds(driver, GIB + (200 << 20))
 
-    assert occupancy.taken(cards, nobody, sleep) is None
+    assert look(sleep=sleep) is None
     assert slept == [0.2, 0.5, 1.0]
 
 
-def test_who_holds_it_is_named(driver: Driver) -> None:
-    occupancy, cards = Occupancy(), machine.gpus()
-    occupancy.taken(cards, nobody, lambda _: None)
-    own = os.getpid()
+def test_who_holds_it_is_named_or_that_nobody_can_be_seen_to(driver: Driver, look: Look) -> None:
+    look()
     holds(driver, 3 * GIB)
-    driver.cards[0]["ComputeRunningProcesses"] = [types.SimpleNamespace(pid=own, usedGpuMemory=2 * GIB)]
-    taken = occupancy.taken(cards, lambda: {own}, lambda _: None)
+    taken = look()
+    assert taken is not None and "no process that can be seen" in str(taken.held)
+    own = os.getpid()
+    holds(driver, 3 * GIB, (own, 2 * GIB))
+    taken = look(own)
     assert taken is not None and not taken.processes
     name = Path("/proc/self/comm").read_text().strip()
     held = f"2.0 GiB more than before are in use on GPU 0, held by process {own} {name}"
     assert taken.held is not None and taken.held.startswith(held[:-1])
     kind, reason = outcome.classify(outcome.Evidence(held=taken.held))
     assert (kind, reason) == ("contended", taken.held)
-    assert outcome.transient(kind, outcome.Evidence(held=taken.held))
+    assert outcome.is_retryable(kind, outcome.Evidence(held=taken.held))
 
 
-def test_memory_that_nobody_holds_is_said_to_be(driver: Driver) -> None:
-    occupancy, cards = Occupancy(), machine.gpus()
-    occupancy.taken(cards, nobody, lambda _: None)
-    holds(driver, 3 * GIB)
-    taken = occupancy.taken(cards, nobody, lambda _: None)
-    assert taken is not None and "no process that can be seen" in str(taken.held)
-
-
-def test_the_least_that_was_seen_is_the_measure(driver: Driver) -> None:
+def test_the_least_that_was_seen_is_the_measure(driver: Driver, look: Look) -> None:
     """A sweep that begins while somebody else's memory is still being cleared."""
-    occupancy, cards = Occupancy(), machine.gpus()
-    holds(driver, 10 * GIB)
-    assert occupancy.taken(cards, nobody, lambda _: None) is None
-    holds(driver, 0)
-    assert occupancy.taken(cards, nobody, lambda _: None) is None
-    holds(driver, 10 * GIB)
-    assert occupancy.taken(cards, nobody, lambda _: None) is not None
+    seen = []
+    for used in (10 * GIB, 0, 10 * GIB):
+        holds(driver, used)
+        seen.append(look() is None)
+    assert seen == [True, True, False]
 
 
-def test_a_process_of_others_is_told_before_memory(driver: Driver) -> None:
-    occupancy, cards = Occupancy(), machine.gpus()
+def test_a_process_of_others_is_told_before_memory(driver: Driver, look: Look) -> None:
     holds(driver, 3 * GIB, (77, GIB), (78, GIB))
-    taken = occupancy.taken(cards, lambda: {78}, lambda _: None)
+    taken = look(78)
     assert taken is not None and (taken.processes, taken.held) == ((77,), None)
 
 
-def test_what_nvml_does_not_say_holds_nobody_up(driver: Driver) -> None:
-    occupancy, cards = Occupancy(), machine.gpus()
+def test_what_nvml_does_not_say_holds_nobody_up(driver: Driver, look: Look) -> None:
     driver.cards[0]["MemoryInfo"] = pynvml.NVMLError(pynvml.NVML_ERROR_NO_PERMISSION)
-    assert occupancy.taken(cards, nobody, lambda _: None) is None
-    assert occupancy.taken([], nobody, lambda _: None) is None
+    assert look() is None
+    assert Occupancy().taken([], set, lambda _: None) is None
 
 
-def test_a_desktop_that_grows_stops_nothing_and_hides_nothing(driver: Driver) -> None:
+def test_a_desktop_that_grows_stops_nothing_and_hides_nothing(driver: Driver, look: Look) -> None:
     """What only draws is not counted, then or now."""
-    occupancy, cards = Occupancy(), machine.gpus()
-    drawing = driver.cards[0]["GraphicsRunningProcesses"]
-    drawing.append(types.SimpleNamespace(pid=7, usedGpuMemory=GIB))
-    assert occupancy.taken(cards, nobody, lambda _: None) is None
-    holds(driver, 4 * GIB)
-    driver.cards[0]["GraphicsRunningProcesses"] = [types.SimpleNamespace(pid=7, usedGpuMemory=4 * GIB)]
-    assert occupancy.taken(cards, nobody, lambda _: None) is None
-    holds(driver, 5 * GIB)
-    driver.cards[0]["GraphicsRunningProcesses"] = [types.SimpleNamespace(pid=7, usedGpuMemory=4 * GIB)]
-    taken = occupancy.taken(cards, nobody, lambda _: None)
-    assert taken is not None and str(taken.held).startswith("1.0 GiB more than before")
+    found = []
+    for used, drawn in ((GIB, GIB), (4 * GIB, 4 * GIB), (5 * GIB, 4 * GIB)):
+        holds(driver, used)
+        driver.cards[0]["GraphicsRunningProcesses"] = [types.SimpleNamespace(pid=7, usedGpuMemory=drawn)]
+        found.append(look())
+    assert found[:2] == [None, None] and found[2] is not None
+    assert str(found[2].held).startswith("1.0 GiB more than before")

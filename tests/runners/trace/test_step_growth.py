@@ -3,52 +3,53 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from conftest import TARGETS, tiny
+from traces import SIMULATED, trace_trial
 
-from vramsweep.harness import gpus, trial
-from vramsweep.runners import custom, simulated, torch_loop, tracing
-from vramsweep.runners import trainer as hf_trainer
-from vramsweep.runners.leak import growth
-from vramsweep.runners.trace import Trace
+from vramsweep.harness.spec import trial_parser
+from vramsweep.runners.predict import predicted_row
+from vramsweep.runners.trace.allocation_program import growth
+from vramsweep.runners.trace.step_tracer import Trace
 
-DEVICE = {"name": "simulated", "gpu": "a100-80gb"}
+pytestmark = pytest.mark.deterministic
 
 
-def traced(folder: Path, module: ModuleType, **over: Any) -> tuple[trial.Trial, Trace, dict[str, Any]]:
-    chosen = trial.parse(tiny(device=DEVICE, **over))
-    return (chosen, *tracing.trace_trial(chosen, gpus.named("a100-80gb"), folder, module))
+def row(folder: Path, **over: Any) -> dict[str, Any]:
+    values = tiny(device=SIMULATED, **over)
+    return predicted_row.predict(trial_parser.parse(values), *trace_trial(values, folder)).columns
+
+
+def on_cuda(function: str) -> dict[str, Any]:
+    return {"runner": {"name": "custom", "target": f"{TARGETS / 'on_cuda.py'}:{function}"}}
 
 
 def test_a_leak_is_found_with_its_operator(tmp_path: Path) -> None:
-    target = {"name": "custom", "target": f"{TARGETS / 'on_cuda.py'}:leaks"}
-    chosen, trace, details = traced(tmp_path, custom, runner=target)
     size = 4 * 1000 * 256 * 4  # of what the target keeps: 4 rows, a thousand times, of 256 in fp32
-    row = simulated.predict(chosen, trace, details).columns
-    assert row["step_growth_bytes"] == size
-    assert row["plateau"] is False
-    assert "memory leaks: each step leaves 3.9 MiB more allocated than the one before, most by" in str(row["notes"])
-    assert "aten.repeat (forward)" in str(row["notes"]) or "aten.clone (forward)" in str(row["notes"])
+    found = row(tmp_path, **on_cuda("leaks"))
+    assert found["step_growth_bytes"] == size
+    assert found["plateau"] is False
+    notes = str(found["notes"])
+    assert "memory leaks: each step leaves 3.9 MiB more allocated than the one before, most by" in notes
+    assert "aten.repeat (forward)" in notes or "aten.clone (forward)" in notes
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("module", "over"),
+    "over",
     [
-        (torch_loop, {}),
-        (torch_loop, {"grad_accum": 2, "precision": "bf16", "checkpointing": "full"}),
-        (hf_trainer, {"runner": {"name": "trainer"}}),
-        (custom, {"runner": {"name": "custom", "target": f"{TARGETS / 'on_cuda.py'}:documented"}}),
+        {"grad_accum": 2, "precision": "bf16", "checkpointing": "full"},
+        {"runner": {"name": "trainer"}},
+        on_cuda("documented"),
     ],
+    ids=["recomputed", "trainer", "target"],
 )
-def test_healthy_steps_leave_nothing(tmp_path: Path, module: ModuleType, over: dict[str, Any]) -> None:
-    chosen, trace, details = traced(tmp_path, module, **over)
-    row = simulated.predict(chosen, trace, details).columns
-    assert row["step_growth_bytes"] == 0 and row["plateau"] is True
-    assert "leak" not in str(row["notes"])
+def test_healthy_steps_leave_nothing(tmp_path: Path, over: dict[str, Any]) -> None:
+    found = row(tmp_path, **over)
+    assert found["step_growth_bytes"] == 0 and found["plateau"] is True
+    assert "leak" not in str(found["notes"])
 
 
 def test_of_too_few_steps_nothing_is_known() -> None:

@@ -7,11 +7,12 @@ import sys
 import time
 from pathlib import Path
 
-if any(word.endswith("runners.template") for word in sys.orig_argv):
-    from vramsweep.runners import worker
+if any(word.endswith("runners.worker.serve_forks") for word in sys.orig_argv):
+    from vramsweep.runners.rank import process_end
+    from vramsweep.runners.worker import worker
 
     def answer(folder: Path, parent: int) -> int:
-        worker.die_with(parent)
+        process_end.die_with_parent(parent)
         time.sleep(0.2)
         lost = os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["LOST_CARD"] and Path(os.environ["LOST"]).exists()
         error = {"type": "vramsweep.EnvironmentFault", "message": "torch sees no CUDA device"}

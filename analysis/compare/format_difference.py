@@ -1,0 +1,42 @@
+"""How large a difference is, in words: percent, factors where it is large, bytes in one unit."""
+
+from __future__ import annotations
+
+from vramsweep.analysis.data.metrics import unit_of
+
+FACTOR = 1.5  # from here on, either way, a factor says more than percents
+LEAST = 1e-12  # the smallest ratio that 1 + change still holds digits of
+
+
+def percent(change: float) -> str:
+    """`+1.23 %` for 0.0123."""
+    return f"{round(100 * change, 2) + 0.0:+.2f} %"
+
+
+def size(change: float) -> str:
+    """B/A − 1 in words: `-3.10 %`, or `0.49 x` where it is large."""
+    return format_alike(change)[0]
+
+
+def format_alike(*changes: float) -> list[str]:
+    """Several in the same words: factors if one of them is large."""
+    if all(1 / FACTOR < 1 + change < FACTOR for change in changes):
+        return [percent(change) for change in changes]
+    return [f"{1 + change:,.3g} x" for change in changes]
+
+
+def speed(change: float) -> str:
+    """The same of tokens/s: `+3.10 %`, or `2.2 x faster`, `5.1 x slower`."""
+    ratio = 1 + change
+    if 1 / FACTOR < ratio < FACTOR:
+        return percent(change)
+    if ratio > 1:
+        return f"{ratio:,.3g} x faster"
+    return f"{1 / ratio:,.3g} x slower" if ratio > LEAST else "slower beyond measure"
+
+
+def in_bytes(*values: float, signed: bool = True) -> list[str]:
+    """Bytes in the one unit that suits the largest of them."""
+    unit, sign = unit_of(max(map(abs, values), default=0.0)), "+" if signed else ""
+    shown = [round(value / unit.bytes, unit.digits) + 0.0 for value in values]
+    return [f"{value:{sign},.{unit.digits}f} {unit.name}" for value in shown]

@@ -1,0 +1,58 @@
+"""What `vramsweep validate` prints: the short tables, every reading where they are few, and how much was left out.
+
+benchmarks/validation_page.py writes all tables as a page.
+"""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import pandas as pd
+from rich.table import Table
+
+from vramsweep.analysis.compare import validation
+from vramsweep.analysis.compare.validation import RUN, Validation
+from vramsweep.harness.messages.console import Console
+
+MOST = 8  # reasons
+FEW = 20  # readings that are shown one by one
+
+
+def format_validation(made: Validation) -> str:
+    """Return it as text; commands of a terminal that names hold are escaped."""
+    stream = StringIO()
+    console = Console(file=stream, width=max(Console().width, 120))
+    found = made.readings[~made.readings["again"]]
+    whole = found[found["phase"].isna()]
+    tables = {
+        "By counter": validation.of_summary(whole),
+        "By source": validation.of_summary(whole, "title"),
+        "Next to other tools": validation.other_tools_errors(whole, made.others),
+        "What fits": validation.of_outcomes(made.readings),
+        "Misses": validation.of_misses(found),
+        "Every reading": validation.of_readings(made.readings.head(FEW if len(made.readings) <= FEW else 0)),
+    }
+    for title, frame in tables.items():
+        if len(frame):
+            table = Table(*map(str, frame.columns), title=title, title_justify="left", box=None, padding=(0, 1))
+            for row in frame.to_numpy():
+                table.add_row(*(str(cell) for cell in row))
+            console.print(table)
+            console.print()
+    gone = made.readings[made.readings["reason"].notna()]
+    left, wrong = gone[~gone["mistake"]], gone[gone["mistake"]]
+    if len(left):
+        runs = left.drop_duplicates([*RUN, "reason"])
+        console.print(f"{_count_readings(left)} were not predicted:")
+        counts = runs["reason"].value_counts()
+        for reason, count in counts.head(MOST).items():
+            console.print(f"  {count:,}: {reason}", highlight=False)
+        if (more := len(counts) - MOST) > 0:
+            console.print(f"  and {more} more reasons: --json")
+    if len(wrong):
+        console.print(f"{_count_readings(wrong)} were left out as mistaken.")
+    return stream.getvalue().rstrip()
+
+
+def _count_readings(readings: pd.DataFrame) -> str:
+    return f"{len(readings):,} readings of {len(readings.drop_duplicates(RUN)):,} runs"

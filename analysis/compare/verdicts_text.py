@@ -1,0 +1,148 @@
+"""A comparison in words: verdicts over all pairs first, what changes along the axis, then the pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from vramsweep.analysis.compare import format_difference
+from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Crossover, Trend, position
+from vramsweep.analysis.compare.verdicts import Comparison, Extreme, OverAll, Pair
+from vramsweep.analysis.data.groups import label
+from vramsweep.analysis.data.metrics import METRICS
+
+MOST = 12  # pairs, and lines of pairs, that are shown unless all are asked for
+UNITS = {"seq_len": "token", "micro_batch": "sample", "tokens": "token"}
+TITLES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens per micro-batch"}
+
+
+def text(comparison: Comparison, along: Along, every: bool = False) -> str:
+    """For a terminal: what differs, the verdicts over all, trends and crossovers, and pairs: 12, or every one."""
+    c = comparison
+    lines = [f"A {c.a}", f"B {c.b}"]
+    lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
+    pairs = f"all {len(c.pairs):,} pairs" if len(c.pairs) != 1 else "the one pair"
+    lines.append(f"over {pairs}{_range(c.pairs, along.axis)}:")
+    for one in c.memory:
+        lines.append(f"  {METRICS[one.metric].label}: {over_all(one, c.tolerance)}")
+        lines += [f"    {sentence}" for sentence in sentences(along, one.metric)]
+    lines.append(f"  speed: {c.speed.verdict}: {c.speed.reason}")
+    if c.speeds is not None and len(c.pairs) > 1:
+        lines.append(f"    {c.speeds.reason}{_reach(c.speeds)}")
+    lines += [f"    {sentence}" for sentence in sentences(along, SPEED)]
+    shown = c.pairs
+    if len(shown) > MOST and not every:
+        shown = tuple(shown[i] for i in np.unique(np.linspace(0, len(shown) - 1, MOST).round().astype(int)))
+        lines.append(f"{len(shown)} of {len(c.pairs):,} pairs (--all prints every one):")
+    for pair in shown:
+        verdicts = [f"{METRICS[m.metric].label} {m.verdict} ({m.reason})" for m in pair.memory]
+        verdicts.append(f"speed {pair.speed.verdict} ({pair.speed.reason})")
+        lines.append(f"{label(pair.settings)}: " + "; ".join(verdicts))
+    if c.unpaired:
+        lines.append(f"not paired: {c.only_a:,} combinations only in A, {c.only_b:,} only in B")
+    return "\n".join(lines)
+
+
+def _range(pairs: Sequence[Pair], axis: str | None) -> str:
+    if axis is None:
+        return ""
+    places = [x for pair in pairs if not np.isnan(x := position(pair, axis))]
+    return f", {TITLES[axis]} {min(places):,.0f} to {max(places):,.0f}"
+
+
+def over_all(one: OverAll, tolerance: float) -> str:
+    """`SMALLER: smaller in 4 of 4 pairs; geometric mean -5.2 %; from ... to ...`."""
+    exact = one.verdict != "EQUAL" or one.apart == 0
+    within = "" if exact else f" within {100 * tolerance:g} %"
+    if not exact and one.metric == "peak_reserved_bytes":
+        within += " or a block of 2 MiB"
+    return f"{one.verdict}{within}: {one.reason}{_reach(one)}"
+
+
+def _reach(one: OverAll) -> str:
+    """The sizes of the smallest and the largest B/A, and where they are."""
+    if one.least is None or one.most is None or one.least.settings == one.most.settings:
+        return ""
+    ends = (one.least, one.most)
+    changes = [end.change for end in ends]
+    shares = (
+        [format_difference.speed(change) for change in changes]
+        if one.metric == SPEED
+        else format_difference.format_alike(*changes)
+    )
+    if changes[0] == changes[1]:
+        return f", the same in all of them ({shares[0]})"
+    said = [f"{share} {_at(end)}" for share, end in zip(shares, ends, strict=True)]
+    if one.metric != SPEED:
+        in_bytes = format_difference.in_bytes(*(end.difference for end in ends))
+        said = [f"{size} ({share}) {_at(end)}" for size, share, end in zip(in_bytes, shares, ends, strict=True)]
+    return f", from {said[0]} to {said[1]}"
+
+
+def _at(end: Extreme) -> str:
+    return f"at {label(end.settings)}" if end.settings else ""
+
+
+def sentences(along: Along, quantity: str, most: int = MOST) -> list[str]:
+    """What is claimed of one quantity (a column of memory, or tokens_per_s): trends, then crossovers."""
+    said = [
+        _trend(trend, along) + _settings(trend.settings)
+        for trend in along.trends
+        if trend.quantity == quantity and trend.claimed and trend.unit != "ratio"
+    ]
+    said += [
+        _crossover(turn, along) + _settings(turn.settings) for turn in along.crossovers if turn.quantity == quantity
+    ]
+    return said if len(said) <= most else [*said[:most], f"and {len(said) - most} more in --json"]
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return f" [{label(settings)}]" if settings else ""
+
+
+def _trend(trend: Trend, along: Along) -> str:
+    unit = UNITS[str(along.axis)]
+    near = "around {}" if trend.pairs > BLOCKS else "at {}"
+    places = [near.format(_describe_places(round(x), unit)) for x in (trend.start, trend.stop)]
+    ends = (trend.at_start, trend.at_stop)
+    if trend.unit == "log_ratio":
+        said = [
+            f"{format_difference.speed(float(np.expm1(end)))} {place}" for end, place in zip(ends, places, strict=True)
+        ]
+        return f"the change moves with {TITLES[str(along.axis)]}: from {said[0]} to {said[1]}"
+    shares = format_difference.format_alike(*along.ratios(trend))
+    said = [
+        f"{size} ({share}) {at}"
+        for size, share, at in zip(format_difference.in_bytes(*ends), shares, places, strict=True)
+    ]
+    verb = "the difference rises" if trend.slope > 0 else "the difference falls"
+    if ends[0] * ends[1] >= 0:
+        verb = "the gap grows" if trend.slope * sum(ends) > 0 else "the gap shrinks"
+    low, high = sorted((abs(trend.low), abs(trend.high)))
+    slope = f"{_number(abs(trend.slope))} bytes per {unit} (95 % interval {_number(low)} to {_number(high)})"
+    return f"{verb} by {slope}: from {said[0]} to {said[1]}"
+
+
+def _crossover(turn: Crossover, along: Along) -> str:
+    show = format_difference.speed if turn.quantity == SPEED else format_difference.size
+    sure = "it turns between {} and {}" if turn.exact else "95 % interval {} to {}"
+    between = sure.format(_number(turn.low), _number(turn.high))
+    return f"{turn.verdict} {near(turn, along)} ({between}): {show(turn.before)} below that, {show(turn.after)} above"
+
+
+def near(turn: Crossover, along: Along) -> str:
+    """`from about 200 tokens on`, or `up to about 200 tokens`."""
+    place = _describe_places(turn.at, UNITS[str(along.axis)])
+    return f"from about {place} on" if turn.onward else f"up to about {place}"
+
+
+def _describe_places(x: float, unit: str) -> str:
+    return f"{_number(x)} {unit}{'s' * (x != 1)}"
+
+
+def _number(value: float) -> str:
+    """Three digits, and all of those before the point."""
+    digits = max(0, 2 - int(np.floor(np.log10(abs(value))))) if value else 0
+    return f"{round(value, digits):,.{digits}f}".removesuffix("." + "0" * digits)

@@ -1,0 +1,72 @@
+"""What to say of rows before anybody reads them: several systems, flags, a trial whose memory did not repeat.
+
+Not covered: what could not be read (load.py), what fits and comparisons find (report/findings.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from vramsweep.harness.rows import repeats
+from vramsweep.harness.rows.quality_flags import BY_NAME
+from vramsweep.harness.rows.schema import SYSTEM
+
+
+def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """Each row's trial and the system that it was measured on, as `schema.system_of` says it."""
+    found = frame[["trial_id", *SYSTEM]].copy()
+    for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
+        found[name] = found[name].where(frame["device"].eq(device).fillna(False))
+    found["deepspeed_version"] = found["deepspeed_version"].mask(frame["runner"].eq("script").fillna(False))
+    return found
+
+
+def systems(frame: pd.DataFrame) -> list[str]:
+    """What to say where rows were measured on several systems, which no fit mixes."""
+    own = frame[frame["foreign"].isna() & frame["outcome"].eq("ok").fillna(False)]
+    found = system_columns(own)[list(SYSTEM)]
+    varying = [name for name in SYSTEM if found[name].nunique() > 1]  # null: not part of that row's system
+    if not varying:
+        return []
+    found = found[varying].drop_duplicates()
+    rows = found.itertuples(index=False)
+    names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) or "the rest" for row in rows)
+    return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
+
+
+def flagged(frame: pd.DataFrame) -> list[str]:
+    """What to say of rows with flags (harness/rows/quality_flags.py), flag by flag; they stay in every fit and
+    figure."""
+    flags = frame["flags"].dropna()
+    found: dict[str, list[str]] = {}
+    for trial_id, of_row in zip(frame["trial_id"][flags.index], flags, strict=True):
+        for name in of_row:
+            found.setdefault(str(name), []).append(str(trial_id))
+    order = [*BY_NAME, *(name for name in found if name not in BY_NAME)]
+    notes = []
+    for name in (name for name in order if name in found):
+        ids = found[name]
+        are = f"{len(ids):,} rows are" if len(ids) != 1 else "1 row is"
+        words = f" ({BY_NAME[name].meaning})" if name in BY_NAME else ""
+        notes.append(f"{are} flagged {name}{words}: {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}")
+    return notes
+
+
+def measured_again(frame: pd.DataFrame) -> list[str]:
+    """Trials that one system measured more than once, and whose memory was not the same to the byte."""
+    frame = frame[frame["outcome"].eq("ok").fillna(False) & frame["device"].isin(["cuda", "cpu"]).fillna(False)]
+    frame = frame[frame["trial_id"].duplicated(keep=False) & frame["trial_id"].notna()]
+    if frame.empty:
+        return []
+    where = system_columns(frame)
+    columns = ["trial_id", "memory_source", *repeats.COLUMNS]
+    runs = [part for _, part in frame[columns].groupby([where[name] for name in where], dropna=False)]
+    return repeats.sentences([one for part in runs for one in repeats.find_apart(records(part))])
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows as plain values, None where there is none."""
+    found = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    return [{str(name): value for name, value in row.items()} for row in found]

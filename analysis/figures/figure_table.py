@@ -1,0 +1,106 @@
+"""Every figure of a report, in reading order: a new one is a function of a View, added here.
+
+Not covered: figures of a folder's other files (timeline.py, inferred.py), of comparisons (overlay.py,
+residuals.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pandas as pd
+
+from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures.allocators import compared
+from vramsweep.analysis.figures.composition import composition
+from vramsweep.analysis.figures.frontier import frontier_chart
+from vramsweep.analysis.figures.lengths import of_lengths
+from vramsweep.analysis.figures.line_chart import unallocated
+from vramsweep.analysis.figures.memory import by_length
+from vramsweep.analysis.figures.parts import of_jobs
+from vramsweep.analysis.figures.phases import NAME as PHASES
+from vramsweep.analysis.figures.phases import phases
+from vramsweep.analysis.figures.plots import Figure, of_world
+from vramsweep.analysis.figures.steps import steps
+from vramsweep.analysis.figures.style import View, looks
+from vramsweep.analysis.figures.throughput import estimated, mfu, throughput
+from vramsweep.analysis.figures.tradeoffs import heat_map, pareto
+
+FIGURES: tuple[Callable[[View], list[Figure]], ...] = (
+    frontier_chart, by_length, compared, unallocated, phases, heat_map, of_lengths, of_jobs, throughput, mfu, estimated,
+    pareto, steps,
+)  # fmt: skip
+
+
+def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> list[Figure]:
+    """All figures that these rows allow, the main one first; `worlds` are measured, predicted, foreign rows by name.
+
+    A configuration has one colour in all of them.
+    """
+    alike = looks([group for _, view in worlds for group in (*view.groups, *view.varied)])
+    alone = len(worlds) == 1
+    measured = [group for _, view in worlds if not view.predicted for group in view.groups]
+    main: list[Figure] = []
+    others: list[Figure] = []
+    for name, view in worlds:
+        known = replace(view, looks=alike)
+
+        def shown(figure: Figure, *of: View, name: str = name, known: View = known) -> Figure:
+            drawn = figure if alone and not known.predicted else of_world(figure, name, alone)
+            rows = [rows_of(figure, one.table.frame) for one in of]
+            return replace(drawn, source=source(pd.concat(rows) if len(rows) > 1 else rows[0]))
+
+        for figure in composition(known, beside, measured):
+            ran = [
+                view for _, view in worlds if not view.predicted and _ids(figure) & set(view.table.frame["trial_id"])
+            ]
+            main.append(shown(figure, known, *ran))
+        others += [shown(figure, known) for build in FIGURES for figure in build(known)]
+    if not main:  # the phases are what is known where parts are not
+        others.sort(key=lambda figure: not figure.name.startswith(PHASES))
+    return [*main, *others]
+
+
+def with_source(figures: Sequence[Figure], frame: pd.DataFrame) -> list[Figure]:
+    """The same, where each says of which of these rows it is."""
+    return [one if one.source else replace(one, source=source(rows_of(one, frame))) for one in figures]
+
+
+def rows_of(figure: Figure, frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows that a figure shows, by the ids in its data; all where it says none."""
+    found = frame[frame["trial_id"].isin(_ids(figure))]
+    return found if len(found) else frame
+
+
+def _ids(figure: Figure) -> set[str]:
+    """The trials that a figure shows before anybody chose others."""
+    if "trial_id" not in figure.data:
+        return set()
+    shown = figure.data[figure.data["shown"]] if "shown" in figure.data else figure.data
+    return {one for text in shown["trial_id"].dropna() for one in str(text).split()}
+
+
+def source(frame: pd.DataFrame) -> str:
+    """In small print: whether these rows are measured, on which card, with which versions, of which sweep."""
+    predicted = frame["device"].eq("simulated").fillna(False)
+    sweep = _few("sweeps", frame["sweep"])
+    foreign = frame["foreign"].dropna().unique()
+    kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
+    cards = _few("cards", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
+    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "on an unknown card"
+    versions = [
+        f"{name} {told}"
+        for name in ("torch", "transformers", "deepspeed", "vramsweep")
+        if (told := _few("versions", frame[f"{name}_version"], 2))
+        and (name != "deepspeed" or frame["runner"].eq(name).any())
+    ]
+    of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
+    rows = ", ".join(filter(None, (of, f"{len(frame):,} row{'s' * (len(frame) != 1)}")))
+    return f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {rows}"
+
+
+def _few(what: str, column: pd.Series[str], most: int = 3) -> str:
+    """Its values, or how many there are."""
+    found = [str(one) for one in column.dropna().unique()]
+    return ", ".join(found) if len(found) <= most else f"{len(found)} {what}"

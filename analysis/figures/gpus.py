@@ -1,0 +1,79 @@
+"""What a card's allocator can have, as lines in a figure: the rows' own card, and others that are near."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group
+from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.analysis.data.pairing import CARD, card
+from vramsweep.analysis.figures.plots import GREY, INK, escape
+from vramsweep.analysis.model.memory_frontier import SIZES
+from vramsweep.analysis.model.observations import allocator_limits
+from vramsweep.harness.hardware.gpu_lookup import lowest_limit_gpu, memory_limit
+
+NEAR = 1.35  # times the largest peak: a limit so far up still is in the figure
+OTHERS = 3
+APART = 0.09  # of the axis
+
+
+@dataclass(frozen=True)
+class CardLimit:
+    """A line: what it is called, bytes, whether it is of the rows' own card, and whether the figure reaches it."""
+
+    name: str
+    size: float
+    own: bool
+    near: bool
+
+    def told(self) -> str:
+        """What a caption says where the line is not drawn."""
+        return "" if self.near else f"The limit of {self.name}, {show_bytes(self.size)}, is above the figure."
+
+
+def card_limit(group: Group, most: float) -> CardLimit | None:
+    """What the allocator could have on the card of these rows, whose largest peak is `most`; None where unknown."""
+    frame = group.take("device_total_bytes", "memory_limit_bytes", *CARD)
+    limits = allocator_limits(frame)
+    if group.resident or not np.isfinite(limits).any():
+        return None
+    names = [*card(frame).dropna(), *frame["gpu_name"].dropna(), "the card"]
+    size = float(np.nanmax(limits))
+    return CardLimit(str(names[0]), size, True, size <= NEAR * most)
+
+
+def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
+    """Other cards that lie within a figure that reaches to `top` bytes, not too near to each other: those that the rows
+    are of, then the largest few of other sizes."""
+    mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
+    limits = mine.groupby("card")["limit"].max().dropna()
+    swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
+    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(gpu)), False, True)
+             for size in SIZES if (gpu := lowest_limit_gpu(size)) is not None]  # fmt: skip
+    taken = [own.size] if own is not None else []
+    kept: list[CardLimit] = []
+    for one in (*sorted(swept, key=lambda one: -one.size), *sorted(sizes, key=lambda one: -one.size)):
+        apart = all(abs(one.size - other) > APART * top for other in taken)
+        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < max(OTHERS, len(swept)):
+            kept.append(one)
+            taken.append(one.size)
+    return kept
+
+
+def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False, right: bool = False) -> None:
+    """A line across the plot with its name at its left, or right, above it; `upright`: across bars that lie."""
+    colour, width, dash = (INK, 1.6, "dash") if limit.own else (GREY, 1, "dot")
+    line = {"color": colour, "width": width, "dash": dash}
+    words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}
+    at = limit.size / unit
+    if upright:
+        plot.add_vline(x=at, line=line)
+        plot.add_annotation(x=at, y=1, yref="paper", xanchor="right", yanchor="bottom", **words)
+    else:
+        plot.add_hline(y=at, line=line)
+        side = {"x": 1, "xanchor": "right"} if right else {"x": 0, "xanchor": "left"}
+        plot.add_annotation(xref="paper", y=at, yanchor="bottom", **side, **words)

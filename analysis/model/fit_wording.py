@@ -1,0 +1,348 @@
+"""Fits in words and as JSON: bytes per token, fixed part, knots, what dominates where, and how sure that is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
+from vramsweep.analysis.model.curves import Curve
+from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
+from vramsweep.analysis.model.pointwise_fit import PLAIN, Candidate
+from vramsweep.analysis.model.predictors import BASES, Residual
+
+LONGEST = 1e6  # tokens or samples, where nothing says how many there were
+Piece = tuple[float, float, float]  # a + b x + c x²
+
+
+def equation(curve: Curve, metric: Metric, axis: str = "seq_len", longest: float = LONGEST) -> str:
+    """`y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds.
+
+    A coefficient that adds nothing to these digits up to the `longest` x is not shown.
+    """
+    decimals = _decimals(metric)
+    pieces = []
+    for piece in curve.pieces:
+        a, b, c = (value / metric.scale for value in _visible_piece(piece, metric, longest))
+        if c:
+            pieces.append(f"{c:.6g}x² {_signed(b, decimals)}x {_signed(a, decimals)}")
+        elif b:
+            slope = round(b, decimals) + 0.0  # not -0.0000
+            pieces.append(f"{slope:.{decimals}f}x {_signed(a, decimals)}")
+        else:
+            pieces.append(f"{round(a, decimals) + 0.0:.{decimals}f}")
+    if curve.edges:
+        spans = [_span(start, stop, UNITS[axis]).removesuffix(", ") for start, stop, *_ in curve.lines()]
+        return "; ".join(f"{span} y = {one}" for span, one in zip(spans, pieces, strict=True)) + f" ({metric.unit})"
+    whole = pieces[0] if len(pieces) == 1 else f"max({', '.join(pieces)})"
+    return f"y = {whole} ({metric.unit})"
+
+
+def _decimals(metric: Metric) -> int:
+    return 4 if metric.memory else 8
+
+
+def _visible_piece(piece: Piece, metric: Metric, longest: float) -> Piece:
+    """The piece without what rounds to nothing up to there."""
+    a, b, c = piece
+    least = 0.5 * 10.0 ** -_decimals(metric) * metric.scale
+    return a, b if abs(b) * longest >= least else 0.0, c if abs(c) * longest**2 >= least else 0.0
+
+
+def _signed(value: float, decimals: int) -> str:
+    rounded = round(value, decimals)
+    return f"{'-' if rounded < 0 else '+'} {abs(rounded):.{decimals}f}"
+
+
+def explain(fit: Fit) -> list[str]:
+    """The chosen model in sentences, one for each piece of each curve."""
+    model = fit.chosen.model
+    unit = UNITS[fit.axis]
+    sentences = []
+    for key, curve in model.curves.items():
+        where = ""
+        if model.modulus:
+            where = f"{NOUNS[fit.axis][1]} {'' if key else 'not '}divisible by {model.modulus}: "
+        bounds = fit.intervals[key]
+        pieces = curve.lines()
+        for i, (start, stop, a, b, c) in enumerate(pieces):
+            low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # of the piece, as far as it was measured
+            piece = _visible_piece((a, b, c), fit.metric, fit.range[1])
+            flat, line = _piece(fit, piece, low, high, bounds.get(f"b{i + 1}"))
+            sentences.append(where + _span(start, stop, unit) + line + _dominates(fit, i, len(pieces), flat))
+        for i, knot in enumerate(curve.knots, 1):
+            low, high = bounds[f"k{i}"]
+            if curve.edges:
+                before, after = (a + b * knot + c * knot * knot for a, b, c in curve.pieces[i - 1 : i + 1])
+                sentences.append(f"{where}{_jump(fit, after - before, knot)}")
+            elif np.isfinite(knot):
+                sure = f"95 % interval {low:,.0f} to {high:,.0f}"
+                sentences.append(f"{where}the lines meet at {knot:,.0f} {unit} ({sure})")
+    return sentences
+
+
+def _piece(fit: Fit, piece: Piece, low: float, high: float, interval: tuple[float, float] | None) -> tuple[bool, str]:
+    """Whether the piece is flat between these x, and what it is; `interval` is its slope's."""
+    a, b, c = piece
+    middle = (low + high) / 2
+    if abs(b * (high - low) + c * (high**2 - low**2)) < 0.01 * float(np.abs(fit.points.y).max()):
+        return True, f"flat at {fit.metric.show(a + b * middle + c * middle**2)}"
+    return False, _parabola(fit, piece) if c else _line(fit, a, b, interval)
+
+
+def _span(start: float, stop: float, unit: str) -> str:
+    if np.isfinite(start) and np.isfinite(stop):
+        return f"from {start:,.0f} to {stop:,.0f} {unit}, "
+    if np.isfinite(stop):
+        return f"up to {stop:,.0f} {unit}, "
+    return f"from {start:,.0f} {unit} on, " if np.isfinite(start) else ""
+
+
+def _jump(fit: Fit, size: float, x: float) -> str:
+    """What happens where two lines that do not meet change over, or a quantity leaves its curve."""
+    return f"it {'drops' if size < 0 else 'jumps'} by {fit.metric.show(abs(size))} at {x:,.0f} {UNITS[fit.axis]}"
+
+
+def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | None) -> str:
+    each = UNITS[fit.axis].removesuffix("s")
+    if fit.metric.memory:
+        sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
+        return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
+    if fit.axis != "seq_len":
+        return f"{_seconds(slope)} per {each}{_on_top(fixed)}"
+    text = f"{_seconds(slope)} per token of length{_on_top(fixed)}"
+    if fit.samples_per_step is None or slope <= 0:
+        return text
+    most = fit.samples_per_step / slope
+    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
+
+
+def _on_top(fixed: float) -> str:
+    """A step's fixed time; a line that would start below 0 tells none."""
+    return f" on top of {_seconds(fixed)}" if fixed >= 0 else ""
+
+
+def _seconds(value: float) -> str:
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if abs(value) * factor >= 0.1:
+            return f"{value * factor:,.4g} {unit}"
+    return f"{value * 1e6:,.4g} µs"
+
+
+def _parabola(fit: Fit, piece: Piece) -> str:
+    a, b, c = piece
+    each = UNITS[fit.axis].removesuffix("s")
+    _, high = fit.range
+    if fit.metric.memory:
+        equal = f"; the two are equal at {abs(b / c):,.0f} {each}s" if b * c > 0 and abs(b / c) < 10 * high else ""
+        fixed = f"on top of a fixed part of {show_bytes(a)}{equal}"
+        text = f"{b:,.0f} bytes per {each} and {c:,.4g} bytes per {each}² {fixed}"
+        typical = " (a part that grows with length squared is typical of attention that stores its scores)"
+        return text + (typical if c * high > 0.25 * abs(b) and fit.axis == "seq_len" else "")
+    return f"{_seconds(a)}, {_seconds(b)} per {each} and {_seconds(c)} per {each}²"
+
+
+def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
+    """What makes the peak on this piece: from the rows' phase peaks, otherwise what the slope allows to say."""
+    if not fit.metric.memory:
+        return ""
+    phase = fit.phases[piece] if piece < len(fit.phases) else ""
+    if phase:
+        return f"; the {phase} phase has the largest peak there in most rows"
+    if pieces == 1:
+        return ""
+    noun = NOUNS[fit.axis][0]
+    if flat:
+        return f"; {noun} does not matter there: weights, gradients and optimizer state dominate"
+    return f"; activations and other tensors that grow with {noun} dominate"
+
+
+def rests_on(fit: Fit) -> list[str]:
+    """What the values and intervals rest on, how sure that is, and what to measure next."""
+    unit = UNITS[fit.axis]
+    found = [f"values between and beyond the points rest {BASES[fit.basis]} ({fit.because})"]
+    if fit.residual is not None:
+        found.append(_residual(fit, fit.residual))
+    if not fit.identified and fit.metric.memory:
+        found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
+    _low, high = fit.range
+    at = fit.predict(np.array([high, 2 * high]))
+    ends = ["up to no known end" if not np.isfinite(v) else f"to {fit.metric.show(v)}" for v in at.new_high]
+    found.append(
+        f"a new run at {high:,.0f} {unit}: {fit.metric.show(at.new_low[0])} {ends[0]}; at {2 * high:,.0f}, beyond what "
+        f"was measured: {fit.metric.show(at.new_low[1])} {ends[1]} (95 %)"
+    )
+    found += [_jump(fit, jump.size, jump.x) for jump in fit.jumps]
+    for part in fit.wavering:
+        side = "below" if part.size < 0 else "above"
+        found.append(
+            f"{part.count} {NOUNS[fit.axis][1]} from {part.start:,.0f} to {part.stop:,.0f} {unit} lie "
+            f"{fit.metric.show(abs(part.size))} {side} those around them (median)"
+        )
+    if fit.ranks is not None:
+        one = fit.ranks
+        sizes = ", ".join(
+            f"{fit.metric.show(v)} {n}" for v, n in ((one.least, "min"), (one.mean, "mean"), (one.most, "max"))
+        )
+        found.append(f"over {one.ranks} ranks at {one.x:,.0f} {unit}: {sizes}; they lie {one.apart:.1%} apart (median)")
+    if fit.next_x is not None and fit.metric.memory:
+        found.append(f"to know more, measure {fit.next_x:,} {unit} next")
+    return found
+
+
+def _residual(fit: Fit, residual: Residual) -> str:
+    """How far measured lies from predicted."""
+    at = np.array(fit.range)
+    ends = [float(v) for v in fit.predictor.value(at) - residual.predicted.value(at)]
+    grows = {"line": "a line in tokens"}.get(residual.excess.posterior.kinds()[0], "a constant and a share of it")
+    kind = "a constant" if abs(ends[1] - ends[0]) <= max(0.02 * abs(ends[1]), 2 * MIB) else grows
+    left = fit.points.y - fit.predictor.value(fit.points.x)
+    sizes = " to ".join(dict.fromkeys(f"{'plus' if v >= 0 else 'minus'} {fit.metric.show(abs(v))}" for v in ends))
+    rms = fit.metric.show(float(np.sqrt(np.mean(left**2))))
+    return f"measured is predicted {sizes} ({kind}; RMS of what is left {rms})"
+
+
+def text(fit: Fit) -> str:
+    """The whole fit for a terminal: the line and the parabola always, then the chosen model and why."""
+    metric = fit.metric
+    low, high = fit.range
+    n = len(fit.points.x)
+    unit = UNITS[fit.axis]
+    lines = [
+        f"{metric.label} against {AXES[fit.axis]}, {fit.label}: {n:,} rows, {fit.lengths:,} {NOUNS[fit.axis][1]}, "
+        f"{low:,.0f} to {high:,.0f} {unit}" + (", Huber loss" if fit.robust else "")
+    ]
+    width = max(len(c.model.name) for c in fit.candidates)
+    for candidate in fit.candidates:
+        mark = "*" if candidate is fit.chosen else " "
+        lines.append(f"  {mark} {candidate.model.name:<{width}}  {_quality(candidate, metric)}")
+        if candidate is fit.chosen or candidate.model.kind in PLAIN:
+            for key in candidate.model.curves:
+                own = f", RMS {_number(_rms_of(fit, candidate, key), metric)}" if candidate.model.modulus else ""
+                lines.append(f"      {of_class(fit, candidate, key)}{own}")
+    lines.append(f"  * chosen: {fit.why}")
+    lines += [f"    {sentence}" for sentence in explain(fit)]
+    lines += [f"    {sentence}" for sentence in rests_on(fit)]
+    if ran_out := len(fit.points.bound_x) - fit.points.retried:
+        of = "row that ran out of memory counts as a lower bound"
+        of = of if ran_out == 1 else "rows that ran out of memory count as lower bounds"
+        lines.append(f"    {ran_out:,} {of}")
+    lines += [f"  ! {warning}" for warning in fit.warnings]
+    lines.append(f"    holds from {low:,.0f} to {high:,.0f} {unit}; beyond that it is a guess")
+    return "\n".join(lines)
+
+
+def _rms_of(fit: Fit, candidate: Candidate, key: bool) -> float:
+    at = members(fit.points.x, candidate.model.modulus)[key]
+    left = fit.points.y[at] - candidate.model.curves[key].predict(fit.points.x[at])
+    return float(np.sqrt(np.mean(left**2))) if len(left) else float("nan")
+
+
+def class_name(candidate: Candidate, key: bool, axis: str) -> str:
+    """Which lengths a curve is for; empty when for all."""
+    if candidate.model.modulus is None:
+        return ""
+    return f"{NOUNS[axis][0]} % {candidate.model.modulus} {'==' if key else '!='} 0: "
+
+
+def of_class(fit: Fit, candidate: Candidate, key: bool) -> str:
+    """The equation of one of a candidate's curves, after what it is for."""
+    curve = candidate.model.curves[key]
+    return class_name(candidate, key, fit.axis) + equation(curve, fit.metric, fit.axis, fit.range[1])
+
+
+def number(value: float, metric: Metric) -> str:
+    """A size in the metric's one unit, for columns of them."""
+    return f"{_number(value, metric)} {metric.unit}"
+
+
+def _number(value: float, metric: Metric) -> str:
+    if metric.memory and abs(value) < 1:
+        return "0"  # of a byte: what arithmetic leaves
+    return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
+
+
+def _quality(candidate: Candidate, metric: Metric) -> str:
+    return (
+        f"RMS {_number(candidate.rms, metric)}, worst {_number(candidate.worst, metric)} {metric.unit}, "
+        f"probability {candidate.probability:.3g}"
+    )
+
+
+def as_json(fit: Fit) -> dict[str, Any]:
+    """The fit as plain data; numbers in the column's own unit (bytes, seconds, tokens/s), NaN and infinity as null."""
+    return {
+        "metric": fit.metric.column,
+        "unit": "bytes" if fit.metric.memory else fit.metric.unit,
+        "settings": {k: _plain(v) for k, v in fit.settings.items()},
+        "rows": len(fit.points.x),
+        "lengths": fit.lengths,
+        "censored": len(fit.points.bound_x),
+        "range_tokens": list(fit.range),
+        "robust": fit.robust,
+        "axis": fit.axis,
+        "chosen": fit.chosen.model.name,
+        "basis": fit.basis,
+        "identified": fit.identified,
+        "rests_on": rests_on(fit),
+        "next": fit.next_x,
+        "predicted": _predicted(fit),
+        "why": fit.why,
+        "explanation": explain(fit),
+        "warnings": list(fit.warnings),
+        "candidates": [_candidate(fit, candidate) for candidate in fit.candidates],
+    }
+
+
+def _predicted(fit: Fit) -> list[dict[str, Any]]:
+    """A new run at the longest x and at twice it."""
+    _low, high = fit.range
+    ahead = fit.predict(np.array([high, 2 * high]))
+    each = zip(ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True)
+    return [
+        {"x": float(x), "value": _plain(value), "new_run": [_plain(low), _plain(high)], "extrapolated": bool(beyond)}
+        for x, value, low, high, beyond in each
+    ]
+
+
+def _candidate(fit: Fit, candidate: Candidate) -> dict[str, Any]:
+    def of_curve(key: bool, curve: Curve) -> dict[str, Any]:
+        intervals = fit.intervals[key] if candidate is fit.chosen else None
+        return {
+            "class": class_name(candidate, key, fit.axis).rstrip(": ") or None,
+            "equation": equation(curve, fit.metric, fit.axis, fit.range[1]),
+            "rms": _plain(_rms_of(fit, candidate, key)),
+            "parameters": {name: _plain(value) for name, value in curve.parameters.items()},
+            "intervals": intervals and {name: [_plain(v) for v in ends] for name, ends in intervals.items()},
+        }
+
+    return {
+        "model": candidate.model.name,
+        "kind": candidate.model.kind,
+        "modulus": candidate.model.modulus,
+        "rms": _plain(candidate.rms),
+        "worst": _plain(candidate.worst),
+        "probability": _plain(candidate.probability),
+        "curves": [of_curve(key, curve) for key, curve in candidate.model.curves.items()],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not np.isfinite(value) else value
+
+
+def summary(fits: Sequence[Fit]) -> str:
+    """One line a fit, for the end of a sweep."""
+    lines = []
+    for fit in fits:
+        equations = "; ".join(of_class(fit, fit.chosen, key) for key in fit.chosen.model.curves)
+        lines.append(
+            f"{fit.metric.label}, {fit.label}: {equations}, RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
+        )
+        lines += [f"    {sentence}" for sentence in explain(fit)]
+    return "\n".join(lines)

@@ -1,0 +1,297 @@
+"""The largest sequence length per batch, and batch per length, that fits in a GPU: from rows first, then from fits.
+
+A size is a card's nominal one, such as 80 GiB; what fits is asked of what PyTorch's allocator can have of such a card
+(harness/hardware/gpu_lookup.py), of several cards of that size the smallest: the rest is the CUDA context's and the
+driver's. A size that no listed card has is taken as it is.
+
+What was measured comes first and is never contradicted. What a fit adds is given by what is safe: the value up to which
+a new run fits with 97.5 %. Beyond the measured range it is marked as extrapolated; beyond four times the longest
+measured value nothing is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import Group, groups
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import GIB, METRICS, show_bytes
+from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model.fit import Fit, Prediction, fit_points
+from vramsweep.analysis.model.observations import UNITS, Mask, allocator_limits, along, members, observations
+from vramsweep.analysis.model.predictors import Knows, Wholes
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, GPUS, lowest_limit_gpu, memory_limit
+
+SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
+REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
+FEW = "fewer than three different values, so no curve"
+_LIMITING = ("device_used_bytes", "peak_reserved_bytes")
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The largest `axis` value (tokens or samples) that fits in `gib` for one group, `usable_gib` of it usable.
+
+    `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
+    its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits; null where the fit knows
+    no such end. `largest_ok` and `smallest_too_large` are measured rows that prove it, and no number contradicts them.
+    `multiples_of` says that all of it is of such values only, `predicted` that no row is measured.
+    """
+
+    label: str
+    settings: Mapping[str, Any]
+    axis: str
+    gib: float
+    usable_gib: float
+    value: int | None
+    low: int | None
+    high: int | None
+    extrapolated: bool
+    largest_ok: int | None
+    smallest_too_large: int | None
+    basis: str
+    remark: str
+    trial_ids: tuple[str, ...]
+    multiples_of: int | None = None
+    rests_on: str = ""
+    group: str = ""
+    predicted: bool = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one alignment class, or all; and the fit at its values, whole x up to `REACH` times the range."""
+
+    frame: pd.DataFrame
+    multiples_of: int | None
+    curves: Prediction | None
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """Measured rows on both sides of a limit: the largest within it and the smallest that needed more; their trials."""
+
+    largest_ok: int | None
+    smallest_over: int | None
+    ids: tuple[str, ...]
+
+    @property
+    def torn(self) -> bool:
+        """Whether a larger one ran than one that did not."""
+        return self.largest_ok is not None and self.smallest_over is not None and self.largest_ok > self.smallest_over
+
+    @property
+    def proven(self) -> int | None:
+        """What fits, as nothing smaller did not."""
+        ok, over = self.largest_ok, self.smallest_over
+        return ok if ok is None or over is None or ok < over else None
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """What is said of one limit beside the rows that prove it; as in `Limit`."""
+
+    value: int | None = None
+    low: int | None = None
+    high: int | None = None
+    remark: str = ""
+    extrapolated: bool = False
+
+
+def frontier(
+    table: Table,
+    sizes: Sequence[float] = SIZES,
+    axis: str = "seq_len",
+    most: int = 24,
+    fits: Sequence[Fit] = (),
+    found: Sequence[Group] | None = None,
+) -> list[Limit]:
+    """Limits of every group for every memory size, largest groups first, at most `most` groups.
+
+    `fits` and `found` are fits against `axis` and the groups, where they are known already.
+    """
+    limits = []
+    wholes = Wholes(table)
+    for group in (groups(table, axis) if found is None else found)[:most]:
+        if group.resident or group.varies:  # a CPU's process says nothing about a GPU, nor a cut about a length
+            continue
+        frame = group.frame
+        for name in _LIMITING:
+            points = observations(frame, METRICS[name], axis=axis)
+            if not len(points.x):
+                continue
+            known = (f for f in fits if f.group == group.id and f.metric.column == name and f.axis == axis)
+            try:
+                fit = next(known, None) or fit_points(
+                    points, METRICS[name], group, axis=axis, knows=Knows(wholes.of(group))
+                )
+            except np.linalg.LinAlgError:  # numbers too far apart
+                fit = None
+            for part in _parts(frame, axis, fit):
+                limits += [_limit(part, group, axis, size, fit, name) for size in sizes]
+            break
+    return limits
+
+
+def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None) -> list[_Part]:
+    if fit is None:
+        return [_Part(frame, None, None)]
+    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
+    low, high = fit.range
+    everywhere = np.unique(np.round(np.linspace(max(low, 1), REACH * high, 600)))
+    if modulus is None:
+        return [_Part(frame, None, fit.predict(everywhere))]
+    aligned = np.unique(np.maximum(np.round(everywhere / modulus), 1) * modulus)
+    at: Mask = members(along(frame, axis), modulus)[True]
+    others = everywhere[members(everywhere, modulus)[False]]
+    return [_Part(frame, None, fit.predict(others)), _Part(frame[at], modulus, fit.predict(aligned))]
+
+
+def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
+    """The x at which y first exceeds the limit, and whether it never does; None also where it does from the start."""
+    over = np.flatnonzero(y > limit)
+    if not len(over):
+        return None, True
+    at = int(over[0])
+    if at == 0:
+        return None, False
+    if not np.isfinite(y[at]):
+        return float(x[at - 1]), False
+    share = (limit - y[at - 1]) / (y[at] - y[at - 1])
+    return float(x[at - 1] + share * (x[at] - x[at - 1])), False
+
+
+def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, metric: str) -> Limit:
+    card = lowest_limit_gpu(gib)
+    usable = gib * GIB if card is None else memory_limit(card)
+    limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
+    proof = _proof(part.frame, axis, usable, limit, metric)
+    return Limit(
+        **asdict(_ends(part, proof, limit, fit)), label=group.label, settings=group.settings, axis=axis, gib=gib,
+        usable_gib=usable / GIB, largest_ok=proof.largest_ok, smallest_too_large=proof.smallest_over,
+        basis=METRICS[metric].label, trial_ids=proof.ids, multiples_of=part.multiples_of,
+        rests_on=fit.basis if fit else "", group=group.id,
+        predicted=bool(group.take("device")["device"].eq("simulated").any()),
+    )  # fmt: skip
+
+
+def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
+    """The curve's value and the ends of its interval, where no row contradicts them."""
+    step = part.multiples_of or 1
+    proven, over = proof.proven, proof.smallest_over
+    if proven is not None and over == proven + step:
+        return _Ends(proven, proven, proven)
+    if fit is None or part.curves is None:
+        return _Ends(remark=FEW)
+
+    def whole(x: float | None, most: int | None) -> int | None:
+        """Downwards to what there is, within what the rows prove."""
+        if x is None:
+            return None
+        at = int(np.floor(x / step + 1e-9)) * step
+        at = at if most is None else min(at, most)
+        return max(at, proven) if proven is not None else at if at > 0 else None
+
+    one = part.curves
+    short = None if over is None else over - step
+    most = proof.largest_ok if proof.torn else short
+    crossing, endless = _crossing(one.x, one.value, limit)
+    value = whole(crossing, most)
+    safe, all_safe = _crossing(one.x, one.new_high, limit)
+    low = whole(safe, short)
+    high = None if fit.one_sided else whole(_crossing(one.x, one.new_low, limit)[0], most)
+    if endless and over is None:
+        if low is None:
+            low = int(one.x[-1]) if all_safe and np.isfinite(one.new_high).all() else proof.largest_ok
+        return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
+    if endless:
+        value = low = proven
+    elif value is None:
+        value = proven
+    extrapolated = value is not None and value > fit.range[1] and (over is None or value > over)
+    return _Ends(value, low, high, _remark(proof, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
+
+
+def _remark(
+    proof: _Proof, crossing: float | None, endless: bool, value: int | None, extrapolated: bool, shortest: float
+) -> str:
+    """Where rows contradict the curve, or each other."""
+    proven, over = proof.proven, proof.smallest_over
+    if proof.torn:
+        return f"from {over:,} to {proof.largest_ok:,} it went either way"
+    if value is None and not endless:
+        return f"not even {shortest:,.0f} fits"
+    if proven is not None and not endless and (crossing is None or crossing < proven):
+        return f"the curve is too high: {proven:,} fitted"
+    if over is not None and (endless or (crossing is not None and crossing >= over)):
+        return f"the curve is too low: {over:,} did not fit"
+    return "extrapolated beyond the measured range" if extrapolated else ""
+
+
+def _proof(frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str) -> _Proof:
+    """A row that ran out of memory proves something only for devices whose allocator has as much as its own or less."""
+    known = frame[np.isfinite(along(frame, axis))]
+    values = known[metric].to_numpy(float, na_value=np.nan)
+    ok = (known["outcome"] == "ok").to_numpy(bool, na_value=False) & (values <= limit)
+    oom = (known["outcome"] == "oom").to_numpy(bool, na_value=False) & (allocator_limits(known) >= usable)
+    over = oom | (values > limit)
+    x = along(known, axis)
+    ids = known["trial_id"].to_numpy()
+    at_ok = int(np.argmax(np.where(ok, x, -np.inf))) if ok.any() else None
+    at_over = int(np.argmin(np.where(over, x, np.inf))) if over.any() else None
+    return _Proof(
+        int(x[at_ok]) if at_ok is not None else None,
+        int(x[at_over]) if at_over is not None else None,
+        tuple(str(ids[at]) for at in (at_ok, at_over) if at is not None),
+    )
+
+
+def as_frame(limits: Sequence[Limit]) -> pd.DataFrame:
+    """One row per limit, for CSV and figures."""
+    rows = [{**asdict(limit), "settings": None, "trial_ids": " ".join(limit.trial_ids)} for limit in limits]
+    return pd.DataFrame(rows).drop(columns="settings") if rows else pd.DataFrame()
+
+
+def text(limits: Sequence[Limit]) -> str:
+    """For a terminal: a line per group and size, what is proven first."""
+    return "\n".join([*map(_line, limits), *filter(None, [room(limits)])])
+
+
+def _line(limit: Limit) -> str:
+    unit = UNITS[limit.axis]
+    one = unit.removesuffix("s") if limit.largest_ok == 1 else unit
+    how, ran, not_ = ("predicted", "predicted to fit", "not") if limit.predicted else ("measured", "ran", "did not")
+    parts = [f"{limit.largest_ok:,} {one} {ran} within" if limit.largest_ok is not None else f"none {how} within"]
+    if limit.smallest_too_large is not None:
+        parts.append(f"{limit.smallest_too_large:,} {not_}")
+    beyond = f" (beyond what was {how})" if limit.extrapolated else ""
+    known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
+    safe = f"safe up to {limit.low:,}" if known_safe else ""
+    if limit.value is not None and limit.value == limit.low == limit.high == limit.largest_ok and not limit.remark:
+        pass  # proven on both sides
+    elif limit.value is None:
+        parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
+    else:
+        most = "" if limit.high is None or limit.high <= limit.value else f", {limit.high:,} at most"
+        known = "no more, by the curve" if limit.value == limit.largest_ok else f"{limit.value:,} {unit} by the curve"
+        parts.append(f"{safe + ', ' if safe else ''}{known}{most}{beyond}")
+        if limit.remark and not limit.extrapolated:
+            parts.append(limit.remark)
+    size = f"{limit.gib:g} GiB" + (f" ({limit.usable_gib:.1f} usable)" if limit.usable_gib != limit.gib else "")
+    of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
+    return f"{limit.label}, {size}{of}: {'; '.join(parts)} ({limit.basis})"
+
+
+def room(limits: Sequence[Limit]) -> str:
+    """What is left for CUDA, and what safe means; empty where every size is taken as it is."""
+    if all(limit.usable_gib == limit.gib for limit in limits):
+        return ""
+    return (
+        "usable: what PyTorch can have of the smallest card of that size, its memory without the driver's share and "
+        f"{show_bytes(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
+    )

@@ -1,0 +1,163 @@
+"""What a fit is made from and what it makes: observations of one metric, and a model as one or two curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from vramsweep.analysis.data.groups import FREE
+from vramsweep.analysis.data.metrics import Metric
+from vramsweep.analysis.model.curves import NAMES, Array, Curve, Numbers
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+
+SEED = 20_240_917
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
+AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # what curves are along
+UNITS = {"seq_len": "tokens", "micro_batch": "samples", "tokens": "tokens"}
+NOUNS = {
+    "seq_len": ("length", "lengths"), "micro_batch": ("batch", "batches"), "tokens": ("token count", "token counts")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Points:
+    """Observations of one metric: x (tokens or samples), y (the column's unit), shape (n,), sorted by x; their rows.
+
+    `rows` are the positions of the observations in the frame that they were taken from. `bound_x` and `bound_y` are the
+    censored ones: at bound_x the value is at least bound_y; `bound_rows` are theirs; the
+    last `retried` of them had to free their cache and try again, the others ran out of memory.
+    """
+
+    x: Array
+    y: Array
+    ids: tuple[str, ...]
+    bound_x: Array
+    bound_y: Array
+    warnings: tuple[str, ...] = ()
+    rows: Numbers | None = None
+    bound_rows: Numbers | None = None
+    retried: int = 0
+
+    def averaged(self, most: int = 5000) -> Points:
+        """The same with the mean of each x if there are more than `most` rows: fits then cost what the lengths cost."""
+        if len(self.x) <= most:
+            return self
+        x, first = np.unique(self.x, return_index=True)
+        means = np.asarray(pd.Series(self.y).groupby(self.x).mean(), dtype=float)
+        note = f"{len(self.x):,} rows were averaged per length for the fit"
+        rows = None if self.rows is None else self.rows[first]
+        ids = tuple(self.ids[i] for i in first)
+        return replace(self, x=x, y=means, ids=ids, rows=rows, warnings=(*self.warnings, note))
+
+    def thinned(self, most: int) -> Points:
+        """About `most` of the points, spread evenly but not in step with anything, the ends always among them."""
+        if len(self.x) <= most:
+            return self
+        random = np.random.default_rng(SEED)
+        at = np.floor((np.arange(most) + random.random(most)) * len(self.x) / most).astype(int)
+        at = np.unique([0, *at, len(self.x) - 1])
+        rows = None if self.rows is None else self.rows[at]
+        return replace(self, x=self.x[at], y=self.y[at], ids=tuple(self.ids[i] for i in at), rows=rows)
+
+
+@dataclass(frozen=True)
+class Model:
+    """One curve for all x, or one per alignment class: key True for x divisible by `modulus`, False for the others."""
+
+    curves: Mapping[bool, Curve]
+    modulus: int | None = None
+
+    @property
+    def name(self) -> str:
+        """In words, for tables."""
+        kinds = dict.fromkeys(NAMES[curve.kind] for curve in self.curves.values())
+        return " and ".join(kinds) + (f", per class of {self.modulus}" if self.modulus else "")
+
+    @property
+    def kind(self) -> str:
+        """Of the first curve."""
+        return next(iter(self.curves.values())).kind
+
+    def predict(self, x: Array) -> Array:
+        """y at x, both of shape (n,)."""
+        y = np.empty(len(x))
+        for key, at in members(x, self.modulus).items():
+            y[at] = self.curves[key].predict(x[at])
+        return y
+
+
+def members(x: Array, modulus: int | None) -> dict[bool, Mask]:
+    """Which x belong to which alignment class."""
+    if modulus is None:
+        return {True: np.ones(len(x), dtype=bool)}
+    aligned = np.asarray(x % modulus == 0)
+    return {True: aligned, False: ~aligned}
+
+
+def along(frame: pd.DataFrame, axis: str) -> Array:
+    """Each row's place on an axis of `AXES`, NaN where unknown; tokens are those of one micro-batch."""
+    return np.asarray(np.prod([frame[name].to_numpy(float, na_value=np.nan) for name in FREE[axis]], axis=0))
+
+
+def observations(
+    frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None, axis: str = "seq_len"
+) -> Points:
+    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none.
+
+    A row whose allocator had to empty its cache and try again (`alloc_retries`) wanted more than it reserved: what it
+    says of a quantity that the device's memory limits is a bound.
+    """
+    x = along(frame, axis)
+    y = frame[metric.column].to_numpy(float, na_value=np.nan)
+    outcome = frame["outcome"].astype("string")
+    inside = np.isfinite(x) & (x >= (-np.inf if start is None else start)) & (x <= (np.inf if stop is None else stop))
+    measured = inside & np.isfinite(y) & (outcome == "ok").to_numpy(bool, na_value=False)
+    squeezed = np.zeros(len(frame), dtype=bool)
+    if metric.limited and "alloc_retries" in frame:
+        squeezed = measured & (frame["alloc_retries"].to_numpy(float, na_value=0.0) > 0)
+    plain = np.flatnonzero(measured & ~squeezed)
+    rows = plain[np.argsort(x[plain], kind="stable")]
+    xs, ys = x[rows], y[rows]
+    ids = tuple(frame["trial_id"].to_numpy()[rows].astype(str))
+    warnings: list[str] = []
+    if metric.memory and len(xs) and axis == "seq_len":
+        repeats = pd.Series(ys).groupby(xs)
+        spread = repeats.max() - repeats.min()
+        unequal = spread[spread > 0]
+        if len(unequal):
+            warnings.append(
+                f"{metric.label} differs between repeats of {len(unequal)} length{'s' * (len(unequal) != 1)}, "
+                f"by up to {metric.show(float(unequal.max()))} at {unequal.idxmax():,.0f} tokens; "
+                "memory should repeat exactly"
+            )
+    if squeezed.any():
+        n = int(squeezed.sum())
+        warnings.append(
+            f"{n} row{'s' * (n != 1)} close to the device's memory, whose allocator had to free its cache and try "
+            f"again, {'counts as a lower bound' if n == 1 else 'count as lower bounds'} of {metric.label}"
+        )
+    failed = full = np.empty(0, dtype=np.int64)
+    limit = allocator_limits(frame)
+    if metric.limited:
+        failed = np.flatnonzero(inside & (outcome == "oom").to_numpy(bool, na_value=False) & np.isfinite(limit))
+        full = np.flatnonzero(squeezed)
+    bound_rows = np.concatenate([failed, full])
+    bound_y = np.concatenate([limit[failed], y[full]])
+    return Points(xs, ys, ids, x[bound_rows], bound_y, tuple(warnings), rows, bound_rows, len(full))
+
+
+def allocator_limits(frame: pd.DataFrame) -> Array:
+    """What the allocator could have at most on each row's device, in bytes: a row that ran out of memory needed more.
+
+    A simulated row says it; of a measured one it is the device's memory less the CUDA context. A row that knows neither
+    (a worker that died) ran where the others did; NaN if none knows.
+    """
+    total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan) - CONTEXT_BYTES
+    stated = frame["memory_limit_bytes"].to_numpy(float, na_value=np.nan)
+    limit = np.where(np.isfinite(stated), stated, total)
+    known = limit[np.isfinite(limit)]
+    return np.where(np.isfinite(limit), limit, known.max() if len(known) else np.nan)

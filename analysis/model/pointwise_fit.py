@@ -1,0 +1,261 @@
+"""What the observations alone say: the kinds of curves.py, for all of them or per alignment class.
+
+Lengths divisible by 8, 16 or 64 may follow another curve than the others; whether they do, which kind is how probable,
+and what each observation counts is found here. The kinds are always fitted, so that a line and a parabola are there to
+see, whatever the values of a fit rest on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.polynomial import Polynomial
+from scipy import stats
+
+from vramsweep.analysis.data.metrics import Metric
+from vramsweep.analysis.model.curves import KINDS, NAMES, STEP, Array, Curve, meet, powers
+from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.observations import Mask, Model, Points, members
+from vramsweep.analysis.model.times import CLOCK
+
+MODULI = (8, 16, 64)
+CLEARLY = 5.0  # nats by which a curve per class must be more probable than one for all
+ROUNDS = 5
+MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
+FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
+PLAIN = ("linear", "quadratic")  # always shown
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kind fitted to the points: how probable it is among all kinds, and its errors in the metric's unit."""
+
+    model: Model
+    probability: float
+    rms: float
+    worst: float
+
+
+@dataclass(frozen=True)
+class OfPoints:
+    """The posterior of each alignment class."""
+
+    posteriors: Mapping[bool, Posterior]
+    modulus: int | None
+    chosen: Model
+
+    def value(self, x: Array) -> Array:
+        """The chosen model's curve."""
+        return self.chosen.predict(x)
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of all kinds, as probable as they are."""
+        random = np.random.default_rng(SEED)
+        found: list[tuple[Mask, Array, Array]] = []
+        for key, at in members(x, self.modulus).items():
+            if at.any():
+                curve, noise = self.posteriors[key].draws(x[at], powers(x[at]))
+                found.append((at, curve, curve + noise * random.standard_normal(curve.shape)))
+        curves = np.empty((len(found[0][1]), len(x)))
+        news = np.empty_like(curves)
+        for at, curve, new in found:
+            curves[:, at], news[:, at] = curve, new
+        return curves, news
+
+
+@dataclass(frozen=True)
+class Estimated:
+    """What the points say: the alignment class, if one explains what is left, with its posteriors; the posterior of all
+    points as one; each point's weight; and what was done, in words."""
+
+    single: Posterior
+    modulus: int | None
+    posteriors: Mapping[bool, Posterior]
+    weights: Array
+    remark: str = ""
+
+
+def estimate_points(points: Points, metric: Metric, robust: bool) -> Estimated:
+    """The posterior of each class.
+
+    Neighbours that err alike count in part: of n with correlation r between neighbours as n (1 - r) / (1 + r) (Bartlett
+    1946). With fewer than thirty lengths that cannot be told.
+    """
+    seen = points.thinned(MOST_POINTS)
+    weights, of_all = np.ones(len(seen.x)), np.ones(len(points.x))
+    remark = "" if seen is points else f"; estimated from {len(seen.x):,} of {len(points.x):,} rows"
+    if robust:
+        for _ in range(ROUNDS):
+            best = curve_of(estimate_classes(seen, metric, weights, None)[True])
+            weights, of_all = (_huber(p.y - best.predict(p.x), metric.resolution) for p in (seen, points))
+        remark += f"; {int((of_all < 0.5).sum())} of {len(of_all)} points count less than half (Huber)"
+    found = _aligned(seen, metric, weights, MODULI)
+    if len(np.unique(seen.x)) >= 30:
+        alike = _autocorrelation(seen, found.posteriors, found.modulus)
+        if alike > 0.3:
+            share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(seen.x)))
+            found = _aligned(seen, metric, weights * share, (found.modulus,) if found.modulus else ())
+            remark += f"; neighbours err alike, so that these count as {len(seen.x) * share:,.0f}"
+    return replace(found, weights=of_all, remark=remark)
+
+
+def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Candidate]:
+    """Each kind that the points allow, for all points and for each class, plain ones first; and the most probable."""
+    candidates = []
+    ways: list[tuple[int | None, Mapping[bool, Posterior]]] = [(None, {True: found.single})]
+    if found.modulus is not None:
+        ways.append((found.modulus, found.posteriors))
+    logs = np.array([sum(p.log for p in posteriors.values()) for _, posteriors in ways])
+    for (modulus, posteriors), share in zip(ways, np.exp(logs - logs.max()), strict=True):
+        best = {key: p.kinds()[0] for key, p in posteriors.items()}
+        alike = [dict.fromkeys(posteriors, name) for name in NAMES]
+        for names in alike if best in alike else [*alike, best]:
+            if not all(name in posteriors[key].probability for key, name in names.items()):
+                continue
+            curves = {key: curve_of(posteriors[key], name) for key, name in names.items()}
+            inside = members(points.x, modulus)
+            plain = {key: name for key, name in names.items() if name in PLAIN}
+            curves |= {key: _least_squares(name, points, inside[key], found.weights) for key, name in plain.items()}
+            model = Model(curves, modulus)
+            left = points.y - model.predict(points.x)
+            known = len(np.unique(points.x)) // len(posteriors)
+            numbers = max(sum(map(len, posteriors[key].best(name).kind.pieces)) for key, name in names.items())
+            if numbers >= known and names != best and not plain:
+                continue  # as many numbers as lengths go through everything: worth a line only where most probable
+            probable = float(share * np.prod([posteriors[key].probability[name] for key, name in names.items()]))
+            candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
+    total = float(np.exp(logs - logs.max()).sum())
+    candidates = [replace(c, probability=c.probability / total) for c in candidates]
+    chosen = max((c for c in candidates if c.model.modulus == found.modulus), key=lambda c: c.probability)
+    return candidates, chosen
+
+
+def curve_of(posterior: Posterior, kind: str | None = None) -> Curve:
+    """The most probable curve, of one kind or of the most probable kind."""
+    component = posterior.best(kind)
+    pieces = []
+    for columns, coefficients in zip(component.kind.pieces, component.best, strict=True):
+        numbers = dict(zip(columns, (float(c) for c in coefficients), strict=True))
+        pieces.append((numbers.get(0, 0.0), numbers.get(1, 0.0), numbers.get(2, 0.0)))
+    return Curve(component.kind.name, tuple(pieces), () if component.kind.joined else component.edges)
+
+
+def estimate_classes(points: Points, metric: Metric, weights: Array, modulus: int | None) -> dict[bool, Posterior]:
+    """The posterior of each class, with `modulus` null of all as one. Repeats of memory that agree tell nothing new and
+    count once."""
+    found = {}
+    bounds = members(points.bound_x, modulus)
+    kinds = (*KINDS, STEP) if metric.limited else KINDS
+    for key, at in members(points.x, modulus).items():
+        x, y, w = points.x[at], points.y[at], weights[at]
+        if metric.memory:
+            _, first = np.unique(np.column_stack([x, y]), axis=0, return_index=True)
+            x, y, w = x[first], y[first], w[first]
+        bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
+        noises = ("constant", "proportional") if metric.memory else ("proportional",)
+        resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
+        data = Data(
+            x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, None if np.all(w == 1) else w, noises
+        )
+        found[key] = estimate(data, kinds, every=True)
+    return found
+
+
+def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:
+    """Of the parameters of this kind, 95 %: of its draws, as probable as their components are."""
+    mine = [c for c in posterior.components if c.kind.name == curve.kind]
+    logs = np.array([c.log for c in mine])
+    shares = np.exp(logs - logs.max())
+    drawn: dict[str, list[Array]] = {}
+    for component, share in zip(mine, shares / shares.sum(), strict=True):
+        count = round(2000 * float(share))
+        if not count:
+            continue
+        at = np.arange(count) % len(component.size)
+        whole = [np.zeros((3, count)) for _ in component.kind.pieces]
+        for piece, columns, draws in zip(whole, component.kind.pieces, component.draws, strict=True):
+            piece[list(columns)] = draws[at].T
+        for i, piece in enumerate(whole, 1):
+            for letter, values in zip("abc", piece, strict=True):
+                drawn.setdefault(f"{letter}{i}", []).append(values)
+        for i, (one, other) in enumerate(itertools.pairwise(whole), 1):
+            knots = np.array([meet(p.tolist(), q.tolist()) for p, q in zip(one.T, other.T, strict=True)])
+            drawn.setdefault(f"k{i}", []).append(np.full(count, curve.edges[i - 1]) if curve.edges else knots)
+    found = {}
+    for name in curve.parameters:
+        low, high = np.nanpercentile(np.concatenate(drawn[name]), [2.5, 97.5])
+        found[name] = (float(low), float(high))
+    return found
+
+
+def _aligned(points: Points, metric: Metric, weights: Array, moduli: Sequence[int]) -> Estimated:
+    """One curve for all, or one per class of these moduli where that is clearly more probable."""
+    single = estimate_classes(points, metric, weights, None)
+    best = Estimated(single[True], None, single, weights)
+    log = single[True].log + CLEARLY
+    for modulus in moduli:
+        counts = [len(np.unique(points.x[at])) for at in members(points.x, modulus).values()]
+        if min(counts) < FEW or not _differ(points, curve_of(single[True]), modulus):
+            continue
+        both = estimate_classes(points, metric, weights, modulus)
+        if (together := sum(p.log for p in both.values())) > log:
+            best, log = Estimated(single[True], modulus, both, weights), together
+    return best
+
+
+def _differ(points: Points, curve: Curve, modulus: int) -> bool:
+    """Whether alignment might explain what this curve leaves: Levene's test of spread, or Welch's of the mean."""
+    aligned = points.x % modulus == 0
+    residuals = points.y - curve.predict(points.x)
+    if float(np.abs(residuals).max()) <= 1e-9 * float(np.abs(points.y).max()):
+        return False
+    means = stats.ttest_ind(residuals[aligned], residuals[~aligned], equal_var=False).pvalue
+    spreads = stats.levene(residuals[aligned], residuals[~aligned]).pvalue
+    return bool(min(means, spreads) < 0.001)
+
+
+def _quantum(x: Array, y: Array, resolution: float) -> float:
+    """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to.
+
+    Some values have a common factor by chance; nothing was rounded where all that rise lie on the lines between their
+    neighbours, as 100, 120, 140 do.
+    """
+    whole = np.unique(np.round(y)).astype(np.int64)
+    size = float(np.gcd.reduce(whole)) if len(whole) > 2 else resolution
+    if size <= resolution:
+        return resolution
+    at, first = np.unique(x, return_index=True)
+    known = y[first]
+    chord = known[:-2] + (known[2:] - known[:-2]) * (at[1:-1] - at[:-2]) / (at[2:] - at[:-2])
+    off = np.abs(known[1:-1] - chord)[known[2:] != known[:-2]]
+    return resolution if len(off) > 1 and float(off.max()) < size / 20 else size
+
+
+def _huber(residuals: Array, least: float) -> Array:
+    """Huber's weights (1981, for 95 % efficiency), scale by the median absolute deviation; statsmodels'."""
+    from statsmodels.robust import norms, scale
+
+    spread = max(float(scale.mad(residuals, center=0)), least)
+    weights: Array = np.asarray(norms.HuberT().weights(residuals / spread), dtype=float)
+    return np.maximum(weights, 1e-6)
+
+
+def _autocorrelation(points: Points, posteriors: Mapping[bool, Posterior], modulus: int | None) -> float:
+    """How much what is left of neighbours correlates, the largest of the classes."""
+    found = 0.0
+    for key, at in members(points.x, modulus).items():
+        left = points.y[at] - curve_of(posteriors[key]).predict(points.x[at])
+        if len(left) >= 30 and float(left.std()) > 0:
+            found = max(found, float(np.corrcoef(left[1:], left[:-1])[0, 1]))
+    return min(found, 0.99)
+
+
+def _least_squares(name: str, points: Points, at: Mask, weights: Array) -> Curve:
+    """The line or parabola that everyone would draw: of all points, plainly."""
+    degree = 1 if name == "linear" else 2
+    numbers = Polynomial.fit(points.x[at], points.y[at], degree, w=np.sqrt(weights[at])).convert().coef
+    padded = [*map(float, numbers), 0.0, 0.0, 0.0]
+    return Curve(name, ((padded[0], padded[1], padded[2]),))

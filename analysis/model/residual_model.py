@@ -1,0 +1,189 @@
+"""A quantity that stands on another one: reserved on allocated, measured on predicted.
+
+Its shape is that of its base, which is known better, plus an excess that is small and simple: a constant, a line in
+tokens, a share of the base, with a spread of its own. The spread may be the same everywhere or grow with the base; the
+one that explains the observations better is taken. Fitting the excess instead of a second free curve is what survey
+statistics call a difference estimator, and Monte Carlo methods a control variate (Glasserman 2003, ch. 4.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.estimate import DRAWS, FEWEST_DRAWS, SEED, SIZES, Data, Posterior, estimate
+
+# Features: 1, tokens, the base.
+OVERHEAD = (
+    Kind("constant", ((0,),), 0.3),
+    Kind("share", ((0, 2),), 0.3),
+    Kind("line", ((0, 1),), 0.2),
+    Kind("hinge", ((0,), (0, 1)), 0.1),
+    Kind("step", ((0,), (0,)), 0.05, joined=False, share=0.1),
+    Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
+)
+RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
+SHAPE = 0.02  # of what no measured run tells of a prediction: how far its shape may be off, one standard deviation
+SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
+
+
+class Predictor(Protocol):
+    """What values and intervals of a quantity along an axis come from."""
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        ...
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        ...
+
+
+@dataclass(frozen=True)
+class Excess:
+    """What is fitted. `relative`: as a share of the base, so that its spread grows with it."""
+
+    posterior: Posterior
+    relative: bool
+
+    def value(self, tokens: Array, base: Array) -> Array:
+        """The most probable curve, in the unit of the base, (n,)."""
+        found = self.posterior.value(tokens, _features(tokens, base, self.relative))
+        return found * base if self.relative else found
+
+    def draws(self, tokens: Array, base: Array) -> tuple[Array, Array]:
+        """The curve, and its spread from run to run (standard deviation), both (draws, n)."""
+        curve, noise = self.posterior.draws(tokens, _features(tokens, base, self.relative))
+        return (curve * base, noise * base) if self.relative else (curve, noise)
+
+
+def _features(tokens: Array, base: Array, relative: bool) -> Array:
+    """(n, 3): of bytes, or of shares."""
+    found = np.column_stack([np.ones_like(base), tokens, base])
+    return np.asarray(found / base[:, None] if relative else found)
+
+
+def excesses(
+    tokens: Array, over: Sequence[tuple[Array, Array]], resolution: float, kinds: tuple[Kind, ...], small: bool = False
+) -> list[Excess]:
+    """The excess of each y over its base, both (n,), at these tokens in ascending order: of one quantity, or of the
+    phases of the same runs, whose spread tells of each other's. `small`: the base is as good as right, so that what
+    grows with it is a few percent."""
+    plain, log = _fit_noise([_data(tokens, y, base, resolution, small, False) for y, base in over], kinds)
+    shares, log_shares = _fit_noise([_data(tokens, y, base, resolution, small, True) for y, base in over], kinds)
+    relative = log_shares - sum(float(np.sum(np.log(base))) for _, base in over) > log
+    return [Excess(found, relative) for found in (shares if relative else plain)]
+
+
+def _data(tokens: Array, y: Array, base: Array, resolution: float, small: bool, relative: bool) -> Data:
+    over, size = y - base, float(np.abs(base).max())
+    scales = None
+    if small:
+        constant = max(2 * float(np.abs(over).max()), resolution)
+        scales = np.array([constant, SMALL * size / float(tokens.max()), SMALL])
+    if relative:
+        over, resolution = over / base, resolution / size
+    features = _features(tokens, base, relative)
+    return Data(tokens, features, over, resolution, noises=("constant",), given_scales=scales)
+
+
+def _fit_noise(of: Sequence[Data], kinds: tuple[Kind, ...]) -> tuple[list[Posterior], float]:
+    """The posterior of each, and the log evidence of all: with one size of noise for all, or with one for each.
+
+    The noise of each is as large as that of each other one or is not, with equal odds: from a few rows alone its size
+    is hardly known.
+    """
+    if len(of) == 1:
+        alone = estimate(of[0], kinds)
+        return [alone], alone.log
+    every = np.concatenate([data.sizes("constant") for data in of])
+    sizes = np.geomspace(every.min(), every.max(), SIZES)
+    of = [replace(data, given_sizes=sizes) for data in of]
+    first = [estimate(data, kinds) for data in of]
+    likely = SIZES * np.array([found.sizes for found in first])  # against all sizes alike
+    log = sum(found.log for found in first) + float(np.log((1 + likely.prod(axis=0).mean()) / 2))
+    told = np.log((1 + likely) / 2)
+    odds = told.sum(axis=0) - told
+    return [estimate(replace(data, size_odds=own), kinds) for data, own in zip(of, odds, strict=True)], log
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x.
+
+    `positive`: the quantity is never less than its base. `unseen` says at x, (n,), how much of the base the excess was
+    not seen on: its shape is not beyond doubt there.
+    """
+
+    base: Predictor
+    excess: Excess
+    per_x: float
+    positive: bool
+    unseen: Callable[[Array], Array] | None = None
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        base = self.base.value(x)
+        over = self.excess.value(x * self.per_x, base)
+        return np.asarray(base + (np.maximum(over, 0.0) if self.positive else over))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        random = np.random.default_rng(SEED + 1)
+        base, base_new = self.base.draws(x)
+        over, noise = self.excess.draws(x * self.per_x, self.base.value(x))
+        count = min(len(base), len(over))
+        at, other = random.permutation(len(base))[:count], random.permutation(len(over))[:count]
+        over, noise = over[other], noise[other]
+        if self.unseen is not None:
+            over = over + SHAPE * self.unseen(x) * random.standard_normal((len(over), 1))
+        more = over + noise * random.standard_normal(over.shape)
+        if self.positive:
+            over, more = np.maximum(over, 0.0), np.maximum(more, 0.0)
+        return base[at] + over, base_new[at] + more
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest of several, drawn apart from each other: a peak of its phases."""
+
+    parts: tuple[Predictor, ...]
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        return np.asarray(np.maximum.reduce([part.value(x) for part in self.parts]))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        random = np.random.default_rng(SEED + 5)
+        curves, news = [], []
+        for curve, new in (part.draws(x) for part in self.parts):
+            at = random.integers(len(curve), size=DRAWS)
+            curves.append(curve[at])
+            news.append(new[at])
+        return np.maximum.reduce(curves), np.maximum.reduce(news)
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """What is at least `at_least` at `bound_x`: draws that contradict this are left out where enough do not."""
+
+    free: Predictor
+    bound_x: Array
+    at_least: Array
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,)."""
+        return self.free.value(x)
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        curve, new = self.free.draws(np.concatenate([x, self.bound_x]))
+        holds = np.all(new[:, len(x) :] >= self.at_least, axis=1)
+        if holds.sum() >= FEWEST_DRAWS:
+            curve, new = curve[holds], new[holds]
+        return curve[:, : len(x)], new[:, : len(x)]

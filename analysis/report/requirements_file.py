@@ -1,0 +1,65 @@
+"""lock.txt: the exact versions that rows were measured with and tables were made with, as a requirements file.
+
+Not covered: where packages come from; what is built from source (flash-attn), whose build is not told by its version.
+"""
+
+from __future__ import annotations
+
+import platform
+import re
+from importlib import metadata
+
+import pandas as pd
+
+from vramsweep.analysis.report.findings import values
+from vramsweep.harness.messages.terminal import escape_text
+from vramsweep.version import __version__
+
+OF_ROWS = {"torch": "torch_version", "transformers": "transformers_version", "deepspeed": "deepspeed_version"}
+SAID = ("python_version", *OF_ROWS.values(), "cuda_version", "driver_version", "vramsweep_version", "git_commit")
+ANALYSIS = ("numpy", "pandas", "pyarrow", "scipy", "statsmodels", "plotly", "kaleido", "jinja2", "rich", "packaging")
+_NAME, _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"), re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
+
+
+def installed() -> dict[str, str]:
+    """What this environment has, version by name; names as the index writes them."""
+    found = {}
+    for one in metadata.distributions():
+        name, version = str(one.metadata["Name"] or ""), str(one.version or "")
+        if _NAME.fullmatch(name) and _VERSION.fullmatch(version):
+            found[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return dict(sorted(found.items()))
+
+
+def text(frame: pd.DataFrame) -> str:
+    """The file. Where this environment is the one that the rows name, all of it; else their versions and analysis's.
+
+    Versions of rows come from outside: one that is none is a comment, never a line that pip would read.
+    """
+    here = installed()
+    of_rows = {name: sorted(set(frame[column].dropna().astype(str))) for name, column in OF_ROWS.items()}
+    pythons = sorted(set(frame["python_version"].dropna().astype(str)))
+    same = bool(of_rows["torch"]) and pythons == [platform.python_version()]
+    same = same and all(versions in ([], [here.get(name)]) for name, versions in of_rows.items())
+    lines = [f"# vramsweep {__version__} made these tables and figures; install it from its source.", "#"]
+    lines += ["# The rows say of themselves:"]
+    lines += [f"#   {name.replace('_', ' ')}: {said}" for name in SAID if (said := _comment(values(frame, name)))]
+    if same:
+        lines += ["#", "# This environment is the one that they name, so all of it is here:"]
+        pins = {name: version for name, version in here.items() if name != "vramsweep"}
+    else:
+        lines += [
+            "#",
+            f"# Their versions, and those that tables and figures were made with (Python {platform.python_version()}):",
+        ]
+        pins = {name: here[name] for name in ANALYSIS if name in here}
+        for name, versions in of_rows.items():
+            if len(versions) == 1 and _VERSION.fullmatch(versions[0]):
+                pins[name] = versions[0]
+            elif versions:
+                lines.append(f"# {name}: {_comment(', '.join(versions))}")
+    return "\n".join([*lines, *(f"{name}=={version}" for name, version in sorted(pins.items()))]) + "\n"
+
+
+def _comment(said: str) -> str:
+    return re.sub(r"\s+", " ", escape_text(said))

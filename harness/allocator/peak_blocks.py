@@ -1,0 +1,118 @@
+"""What holds the peak of a recording: the largest blocks and the lines of Python that asked for them.
+
+A recording keeps the stack of each request, but not what the memory is for: categories are unknown here.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from vramsweep.harness.allocator.initial_state import Start
+from vramsweep.harness.allocator.recording import Recording
+
+LARGEST, LONGEST = 10, 2048  # blocks named; characters of a frame's file and name
+_TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
+_LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
+_AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
+
+_OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_npu)(?:/|\\|::)")
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Blocks live at the peak that the same line asked for, of the same size: `bytes` each, as they were asked for.
+
+    `where` is None where the recording has no stack of the request, or none that says anything.
+    """
+
+    bytes: int
+    count: int
+    where: str | None
+
+
+@dataclass(frozen=True)
+class Holders:
+    """The recorded peak of allocated memory, after so many events; `largest`, `rest` and `rounding` sum to it.
+
+    The ten largest blocks are among `largest`; blocks of the same line and size are one entry. `unknown` are the bytes
+    of all blocks that no line is known of.
+    """
+
+    event: int
+    allocated: int
+    largest: tuple[Holder, ...]
+    rest: int
+    rest_count: int
+    rounding: int
+    unknown: int
+
+
+def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
+    """What was live after `event` events, when `allocated` bytes were."""
+    live: dict[int, tuple[int, int | None]] = {}  # by address: the size asked for, the event that did
+    for segment in start.segments:
+        live |= {piece.addr: (piece.requested, None) for piece in segment.pieces if piece.state == "live"}
+    for index in range(start.first, event):
+        action, addr, size, _ = recording.events[index]
+        if action == "alloc":
+            live[addr] = size, index
+        elif action == "free_requested":
+            live.pop(addr, None)
+    freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
+    places: dict[int, str | None] = {}  # by the identity of the frames, which blocks share
+    counts: dict[tuple[int, str | None], int] = {}
+    for addr, (size, made) in live.items():
+        lasting = None if addr in freed else recording.held.get(addr)  # of what was there before the recording began
+        frames = lasting if made is None else recording.stacks.get(made)
+        where = places[id(frames)] if id(frames) in places else places.setdefault(id(frames), innermost_frame(frames))
+        counts[size, where] = counts.get((size, where), 0) + 1
+    every = [Holder(size, count, where) for (size, where), count in counts.items()]
+    every.sort(key=lambda one: (-one.bytes, -one.count, one.where or ""))
+    rest = every[LARGEST:]
+    return Holders(
+        event,
+        allocated,
+        tuple(every[:LARGEST]),
+        sum(one.bytes * one.count for one in rest),
+        sum(one.count for one in rest),
+        allocated - sum(one.bytes * one.count for one in every),
+        sum(one.bytes * one.count for one in every if one.where is None),
+    )
+
+
+def innermost_frame(frames: Any) -> str | None:
+    """The innermost line that is not torch's own, with its function: `model.py:101 forward`; and torch's layer in it.
+
+    A backward pass has no such line where the engine runs it: then the node of autograd, if the stack has C++ in it.
+    `frames` come from a file: what is no stack says nothing.
+    """
+    layer = ""
+    stack = list(_known(frames))
+    for path, line, name in stack:
+        path = path.replace("\\", "/")
+        if not path.endswith(".py"):
+            continue
+        if not _TORCH.search(path):
+            return f"{'/'.join(path.split('/')[-3:])}:{line} {name}{layer}"
+        if not layer and (found := _LAYERS.search(path)) is not None:
+            layer = f" (torch.nn.modules.{found[1]})"
+    nodes = (found[1] for _, _, name in stack if (found := _AUTOGRAD.search(name)) is not None)
+    node = next(nodes, None)
+    return None if node is None else f"{node} (backward)"
+
+
+def find_vendor_library(recording: Recording) -> str | None:
+    """The library of another vendor's devices that the first thousand stacks name; None where they name none."""
+    stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
+    frames = (frame for stack in islice(stacks.values(), 1000) for frame in _known(stack))
+    return next((found[1] for path, _, name in frames if (found := _OTHERS.search(f"{path} {name}"))), None)
+
+
+def _known(frames: Any) -> Iterable[tuple[str, int, str]]:
+    for frame in frames if isinstance(frames, list) else ():
+        if isinstance(frame, dict):
+            path, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
+            if isinstance(path, str) and isinstance(line, int) and isinstance(name, str) and abs(line) < 1 << 32:
+                yield path[:LONGEST], line, name[:LONGEST]

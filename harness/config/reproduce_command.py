@@ -1,0 +1,114 @@
+"""The command that runs a trial again: the way back from a resolved trial to Hydra's command line.
+
+What conf/ says already is left out, so the command is short and gives the same trial with the conf/ beside it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import migrations
+from vramsweep.harness.spec import trial_identity
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+# Each config group, and the option to start from where the trial's own name is none of the group's options.
+_GROUPS = {
+    "model": "hub", "allocator": "custom", "runner": "torch", "precision": "bf16", "device": "cuda",
+    "protocol": "quick",
+}  # fmt: skip
+_ALWAYS = ("seq_len", "micro_batch")
+_DERIVED = ("repeat", "fingerprints")
+_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
+_PLAIN = re.compile(r"[A-Za-z_][\w./:-]*", re.ASCII)
+
+
+def command(resolved: Mapping[str, Any], trial_id: str) -> str:
+    """`python -m vramsweep sweep ...` for a resolved trial, with a comment if that alone will not give its id again.
+
+    Raises UserError where Hydra's grammar cannot say it.
+    """
+    resolved = migrations.upgrade_layout(resolved)
+    if missing := _GROUPS.keys() - resolved.keys():
+        raise UserError(f"the resolved trial has no {', '.join(sorted(missing))}")
+    options = {group: _option(group, resolved[group]) for group in _GROUPS}
+    words = [f"{group}={option}" for group, option in options.items()]
+    given = _composed(tuple(options.items()))
+    for key, wanted in resolved.items():
+        if key in _ALWAYS:
+            words.append(f"{key}={value(wanted)}")
+        elif key not in _DERIVED:
+            words += _changes(key, given.get(key), wanted, key in given)
+    if resolved.get("repeat"):
+        words.append(f"repeats={int(resolved['repeat']) + 1}")
+    remarks = [f"with {path} of SHA-256 {digest[:12]}…" for path, digest in resolved.get("fingerprints", {}).items()]
+    if trial_identity.trial_id(resolved) != trial_id:
+        remarks.append("measured by another version of the runner, so the id will be another")
+    comment = [f"# {'; '.join(remarks)}"] if remarks else []
+    return " ".join(["python -m vramsweep sweep", *map(shlex.quote, words), *comment])
+
+
+def _option(group: str, wanted: Any) -> str:
+    name = wanted.get("name") if isinstance(wanted, Mapping) else wanted
+    return str(name) if (CONF / group / f"{name}.yaml").is_file() else _GROUPS[group]
+
+
+@cache
+def _composed(options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    """What Hydra composes from these options, missing values and interpolations as their text."""
+    found = _read(CONF / "config.yaml")
+    for group, option in options:
+        file = CONF / group / f"{option}.yaml"
+        at_root = file.read_text(encoding="utf-8").startswith("# @package _global_")
+        found |= _read(file) if at_root else {group: _read(file)}
+    return found
+
+
+def _read(file: Path) -> dict[str, Any]:
+    node = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # as Hydra's reader says it; a test compares
+    assert isinstance(node, dict)
+    return {str(key): value for key, value in node.items()}
+
+
+def _changes(key: str, given: Any, wanted: Any, known: bool) -> Iterator[str]:
+    """The overrides that make the node `key`, now `given` if it is `known`, into what is wanted."""
+    if known and type(given) is type(wanted) and given == wanted:
+        return
+    if not known and key.startswith("model.") and trial_identity.ID_DEFAULTS.get(tuple(key.split(".")), key) is wanted:
+        return  # a default that no file of conf/ has to name
+    if not isinstance(given, Mapping) or not isinstance(wanted, Mapping):
+        yield f"{'' if known else '+'}{key}={value(wanted)}"
+        return
+    for name in wanted:
+        if not _KEY.fullmatch(str(name)):
+            raise UserError(f"the key {name!r} of {key} cannot be written on the command line")
+        yield from _changes(f"{key}.{name}", given.get(name), wanted[name], name in given)
+    for name in given.keys() - wanted.keys():
+        yield f"~{key}.{name}"
+
+
+def value(of: Any) -> str:
+    """A value in Hydra's grammar for overrides: quoted wherever it could be read as something else."""
+    if of is None or isinstance(of, bool):
+        return "null" if of is None else str(of).lower()
+    if isinstance(of, (int, float)):
+        return repr(of)
+    if isinstance(of, list):
+        return f"[{','.join(map(value, of))}]"
+    if isinstance(of, Mapping):
+        for key in of:
+            if not _KEY.fullmatch(str(key)):
+                raise UserError(f"the key {key!r} cannot be written on the command line")
+        return f"{{{','.join(f'{key}:{value(v)}' for key, v in of.items())}}}"
+    text = str(of)
+    if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
+        return text
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else an interpolation
+    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"

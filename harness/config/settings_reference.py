@@ -1,0 +1,217 @@
+"""What can be set, read from conf/: every setting with its default, what it means and what it can be, the options of
+each group, the presets. Help texts and the documentation are made from it, so there is no second list.
+
+A comment behind a value, and below it further in, says what the setting means; the first lines of a file what the
+option is; a comment of its own among the settings of conf/config.yaml begins a section. Techniques and cards are
+described in their own tables.
+
+Not covered: which values go together (trial.py), how words are read (overrides.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from vramsweep.harness.hardware import gpu_lookup, interconnects
+from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.sweep.plan import Settings
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+WIDTH, INDENT = 100, 26
+_SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
+_TITLES = {  # sections of conf/config.yaml by how their comment begins
+    "the trial": "The trial",
+    "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
+    "the sweep": "The sweep: nothing here changes what is measured",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One KEY=VALUE: its whole key, default as it is written, meaning, what it can be (empty: no list), its section."""
+
+    key: str
+    default: str
+    meaning: str
+    values: tuple[str, ...] = ()
+    section: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One GROUP=NAME, a file of conf/GROUP; `line` is the first sentence of its first comment, `meaning` all of it."""
+
+    name: str
+    line: str
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group: its options, and the settings below it, as the option says them that describes them."""
+
+    name: str
+    options: tuple[Option, ...]
+    settings: tuple[Setting, ...]
+
+
+@cache
+def settings() -> tuple[Setting, ...]:
+    """The settings of conf/config.yaml that are no group's, in its order."""
+    return tuple(one for one in _read(CONF / "config.yaml") if one.section in _TITLES.values())
+
+
+@cache
+def groups() -> tuple[Group, ...]:
+    """The groups of conf/, in the order in which conf/config.yaml chooses of them."""
+    chosen = re.findall(r"^  - (\w+): ", (CONF / "config.yaml").read_text(), re.MULTILINE)
+    return tuple(map(_group, chosen))
+
+
+def every() -> tuple[Setting, ...]:
+    """All settings, those of groups too."""
+    return (*settings(), *(one for group in groups() for one in group.settings))
+
+
+def defaults() -> dict[str, str]:
+    """Every key that can be given as KEY=VALUE, with its default as it is written."""
+    return {one.key: one.default for one in every()}
+
+
+def option(group: str, name: str) -> Option:
+    """One option of a group. Raises KeyError where there is none."""
+    return {one.name: one for of in groups() if of.name == group for one in of.options}[name]
+
+
+def of_option(group: str, name: str) -> dict[str, str]:
+    """What one option says of the settings below its group, as it is written, by their whole keys."""
+    return {one.key: one.default for one in _read(CONF / group / f"{name}.yaml", group)}
+
+
+def values(key: str) -> tuple[str, ...]:
+    """What a setting can be, where that is a list; empty where it is a number or a text."""
+    if key == "device.gpu":
+        return tuple(gpu.name for gpu in gpu_lookup.GPUS)
+    if key in ("device.link", "device.interconnect"):
+        return tuple(interconnects.link_names(key == "device.interconnect"))
+    if named := catalog.values(key):
+        return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in named)
+    kind = _kind(Trial, key.split(".")) or {one.name: one.type for one in dataclasses.fields(Settings)}.get(key)
+    if get_origin(kind) is Literal:
+        return tuple(map(str, get_args(kind)))
+    return ("true", "false") if kind in (bool, "bool") else ()
+
+
+def _kind(model: Any, path: list[str]) -> Any:
+    """The type of a field, by its path below a model; None where there is none."""
+    field = model.model_fields.get(path[0]) if isinstance(model, type) and issubclass(model, BaseModel) else None
+    if field is None or len(path) == 1:
+        return None if field is None else field.annotation
+    return _kind(field.annotation, path[1:])
+
+
+def _group(name: str) -> Group:
+    files = sorted((CONF / name).glob("*.yaml"))
+    read = [[one for one in _read(file, name) if one.key.startswith(f"{name}.") and one.meaning] for file in files]
+    found: dict[str, Setting] = {}
+    for own in sorted(read, key=len, reverse=True):  # the file that says most of its settings says what they are
+        found = {one.key: one for one in own} | found
+    return Group(name, tuple(map(_option, files)), tuple(found.values()))
+
+
+def _option(file: Path) -> Option:
+    lines = []
+    for line in file.read_text().splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.lstrip("# "))
+    meaning = " ".join(lines)
+    first = re.sub(r": `[^`]*`$", "", meaning.partition(". ")[0].rstrip("."))
+    return Option(file.stem, first, meaning)
+
+
+def _read(file: Path, prefix: str = "") -> Iterator[Setting]:
+    """The settings of a file, with their comments; those of a node below theirs."""
+    whole = "# @package _global_" in file.read_text()
+    found: list[Setting] = []
+    node, section = "", ""
+    for line in file.read_text().splitlines():
+        if line.startswith("# "):
+            section = next((title for begin, title in _TITLES.items() if line[2:].startswith(begin)), section)
+            continue
+        if line.lstrip().startswith("# ") and found:  # goes on with the comment above
+            last = found.pop()
+            found.append(dataclasses.replace(last, meaning=f"{last.meaning} {line.strip()[2:]}".strip()))
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            continue
+        if not match["indent"]:
+            node = match["key"] if not match["value"] else ""
+            if match["key"] == "hydra":
+                section = "hydra"
+        key = match["key"] if not match["indent"] else f"{node}.{match['key']}"
+        key = key if whole or not prefix else f"{prefix}.{key}"
+        said = _SAID.fullmatch(match["value"] or "")
+        meaning = match["comment"] or next((axis.meaning for axis in catalog.AXES if axis.name == key), "")
+        default = said[1] if said else match["value"] or ""
+        found.append(Setting(key, default, meaning, values(key), section))
+    yield from found
+
+
+def text() -> str:
+    """Settings, groups, presets and cards for a help text, of 100 columns."""
+    parts = ["Settings are KEY=VALUE, and with -m also KEY=A,B or 'KEY=range(1,9)'; options are GROUP=NAME."]
+    for title in _TITLES.values():
+        own = [_setting(one) for one in settings() if one.section == title]
+        parts.append("\n".join([title, *own]))
+    for group in groups():
+        if group.name == "sweep":
+            continue
+        names = ", ".join(one.name for one in group.options)
+        lines = [f"{group.name}=NAME"]
+        if len(group.options) > 12:
+            lines.append(_wrapped("", names))
+        else:
+            auto = "cuda where there is a card for it, else simulated; `vramsweep doctor` says which and why"
+            lines += [_entry("auto", auto)] if group.name == "device" else []
+            lines += [_entry(one.name, one.line) for one in group.options]
+        parts.append("\n".join([*lines, *map(_setting, group.settings)]))
+    auto = _entry("auto", "the preset of the device: cpu, cuda or simulated")
+    lines = [_entry(one.name, one.line) for of in groups() if of.name == "sweep" for one in of.options]
+    parts.append("\n".join(["Presets: sweep=NAME", auto, *lines]))
+    parts.append(gpu_lookup.CARDS[0].upper() + gpu_lookup.CARDS[1:])
+    return "\n\n".join(parts)
+
+
+def _setting(one: Setting) -> str:
+    said = set(re.findall(r"[\w-]+", one.meaning))
+    listed = one.values if len(one.values) < 20 and not said.issuperset(one.values) else ()
+    more = f"; one of {', '.join(listed)}" if listed and set(listed) != {"true", "false"} else ""
+    return _entry(f"{one.key}={one.default}", f"{one.meaning}{more}")
+
+
+def _entry(head: str, meaning: str) -> str:
+    if len(head) > INDENT - 4:
+        return f"  {head}\n{_wrapped(' ' * INDENT, meaning)}"
+    return _wrapped(f"  {head}".ljust(INDENT), meaning)
+
+
+def _wrapped(head: str, words: str) -> str:
+    head = head or "  "
+    return textwrap.fill(
+        words, WIDTH, initial_indent=head, subsequent_indent=" " * len(head), break_on_hyphens=False,
+        break_long_words=False,
+    )  # fmt: skip

@@ -1,0 +1,80 @@
+"""JSON files that a user wrote, refused where a library behind would fail by a number or by depth; files and lines that
+another process left, of which only whole objects count.
+
+Python's own reader takes any whole number, which fits neither a float nor a tensor, and nesting until its stack ends,
+which a copy of the same value overruns. Not covered: what a file means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.files.bounded_reads import read_content
+
+DEEPEST = 50  # lists and objects in one another
+MOST = 10**36  # of a file's whole numbers; for "no limit" transformers writes int(1e30)
+
+
+def read(text: str | bytes, **options: Any) -> Any:
+    """The value. Raises ValueError, which says in one line what is not allowed."""
+    try:
+        found = json.loads(text, **options)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {DEEPEST} lists and objects, the most that is allowed") from None
+    if (why := json_problem(found)) is not None:
+        raise ValueError(why)
+    return found
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Read the object in a file; None where the file cannot be read, or holds something else."""
+    with contextlib.suppress(OSError):
+        return _parse_object(read_content(path))
+    return None
+
+
+def read_objects(text: bytes) -> Iterator[dict[str, Any]]:
+    """Read the objects of a text, one a line; a line that holds something else is left out."""
+    return (found for line in text.splitlines() if (found := _parse_object(line)) is not None)
+
+
+def _parse_object(text: bytes) -> dict[str, Any] | None:
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def is_finite(value: Any) -> bool:
+    """Whether all numbers in a value of dicts, lists and tuples are finite."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return all(map(is_finite, nested))
+
+
+def json_problem(value: Any, most: int = MOST) -> str | None:
+    """Why libraries could not take a value of dicts and lists; None where they can."""
+    level, deep = [("", value)], 0
+    while level:
+        if deep > DEEPEST:
+            return f"it is nested deeper than {DEEPEST} lists and objects, the most that is allowed"
+        below: list[tuple[str, Any]] = []
+        for name, one in level:
+            if isinstance(one, dict):
+                below += [(str(key), inner) for key, inner in one.items()]
+            elif isinstance(one, list):
+                below += [(name, inner) for inner in one]
+            elif isinstance(one, int) and abs(one) >= most:
+                return (
+                    f"{name or 'it'} is a whole number of {len(str(abs(one)))} digits; allowed is less than {most:.1e}"
+                )
+            elif isinstance(one, float) and math.isnan(one):
+                return f"{name or 'it'} is NaN, which is no number; write one, or null"
+        level, deep = below, deep + 1
+    return None

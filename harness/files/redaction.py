@@ -1,0 +1,253 @@
+"""Secrets in names, texts and plain data: is there one, what is it called, the text without it. Pure functions.
+
+What is typed, recorded or told by an error is written into the results, which are published. A secret is known by the
+name it is given, by the form that services give theirs, by its place in an address, or, where the environment has it
+under such a name, by itself. Not covered: one that has none of these, and what a worker or a script writes of its own
+accord (its logs, its own files). Every search takes time in proportion to the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import lru_cache, reduce
+from typing import Any, Literal
+
+SHORTEST = 8  # letters of a secret that is looked for by itself: a shorter one would be found in anything
+WINDOW = 128  # letters by which a value is judged, and a name: else many long ones would take for ever
+WRITTEN = "***"
+HUB = "hf_..."
+# What a name says of its value: secret whatever it looks like; unless it is a number; where it looks random.
+Kind = Literal["password", "token", "key"]
+
+
+def _any(names: str) -> str:
+    return f"(?:{'|'.join(names.split())})"
+
+
+# Names of secrets, in words joined by _. Whose tokens and keys are secret:
+_OWNERS = _any(
+    r"api access auth oauth bearer secret private hub hf huggingface git\w* personal wandb swanlab openai anthropic "
+    "aws azure gcp google comet neptune ngc kaggle databricks admin root account storage deploy security vault sas"
+)
+_OF_KEYS = _any("encrypt encryption sign signing master shared service license ssh ssl tls gpg pgp rsa hmac webhook")
+_OF_TOKENS = _any(
+    "app user refresh session csrf xsrf bot slack discord telegram npm pypi docker client service login ci my jwt"
+)
+_PASSWORD = r"\w*(?:passw(?:or)?d|passphrase|passcode|secret|credential|pwd)s?"
+_LAST = re.compile(
+    rf"(?:\w+_)?(?:(?P<password>{_PASSWORD})|(?:{_OWNERS}|{_OF_KEYS})_?keys?|(?:{_OWNERS}|{_OF_TOKENS})_?tokens?|"
+    rf"authorization|auth|(?:{_OWNERS}_)?pat|{_any('user db smtp ssh mysql redis admin root http ftp')}_?pass|cookies?)"
+)
+_ALONE = re.compile("token|auth|bearer|pat|pass|pw|creds?|jwt|cookies?")
+_MAYBE = re.compile(
+    rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pats?|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
+)
+# and what makes them harmless
+_ABOUT = re.compile(
+    r"(?:^|_)(?:"
+    + _any("files? paths? dir folder ids? types? names? len length size count num method mode env var url uri endpoint "
+           "host port sock prefix suffix policy min max limit ttl expiry timeout enabled? disabled? required? field "
+           "column index position format provider helper store ref arn version prompt stdin domain scheme heads? dims?")
+    + r"|(?:" + _any("pad eos bos unk sep cls mask image video audio start end stop special first last next prev max "
+                     "min num add placeholder instance trigger initializer sort primary public foreign partition cache "
+                     "text label input output attn attention query cross dict map group index column data feature "
+                     "state module layer use no enable skip file glob re regex function kv")
+    + r")_(?:tokens?|keys?|pat|auth|pass|signature))$"
+)  # fmt: skip
+_ENDING = re.compile(r"(?:_(?:\d+|value|text|string|str|raw|plain|old|new))+$")
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
+
+# Names with what follows: NAME=VALUE, "NAME": "VALUE", --NAME VALUE, ["--NAME", "VALUE"], ENV["NAME"] = "VALUE".
+_EQUALS = r"""(?:'"'"'|\\{0,3}["']?)\]?[ \t]{0,8}(?::=|=>|=|:(?![:/]))(?!=)[ \t]{0,8}"""
+_PAIR = re.compile(
+    rf"""(?<![\w.-])(?:(?P<switch>--?[A-Za-z][\w.-]*+)(?:{_EQUALS}|(?P<space>(?:'"'"'|\\{{0,3}}["']?),?\s{{1,20}}))|(?P<name>\w[\w.-]*+){_EQUALS})"""
+)
+_QUOTED = re.compile(
+    r"""[\[(]{0,2}(?:(?P<quote>\\+["']|'"'"')(?P<other>(?:(?!(?P=quote))[^\n])*)|"(?P<double>(?:[^"\\\n]|\\.)*)|"""
+    r"""'(?P<single>(?:[^'\\\n]|\\.)*))"""
+)
+# What brackets hold, over quoted text and three more levels of them; to the line's end where they do not close.
+_PASSED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[^\[\](){}"'\\]|\\.)"""
+_NESTED = reduce(lambda inner, _: rf"(?:{_PASSED}|[\[({{]{inner}*+[\])}}])", range(3), _PASSED)
+_INSIDE = re.compile(rf"[\[({{](?P<value>{_NESTED}*+)[\])}}]|[\[({{](?P<rest>[^\n]*)", re.DOTALL)
+_OPENS = re.compile(r"""(?:[\[({]\s*+)++(?:\\*["']|[\w.-]+\s*:)""")
+_ITEM = re.compile(r"""(?:^|[:,\[({])\s*+\\*+["']*+([^\s"',:\\\[\](){}]++)(?!\\*["']*\s*:)""")
+_SCHEME = re.compile(r"""["']?(?:basic|bearer|token|digest|negotiate|apikey)[ \t]+(?=[^\s-])""", re.IGNORECASE)
+_PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+)""")
+_IN_QUERY = re.compile(r"""(?P<value>[^&\s"'<>]+)""")
+_TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
+_UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
+# Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
+_NONE = re.compile(
+    r"\{?[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
+        "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
+        "not for in requires? required cannot can has have option argument str"),
+    re.IGNORECASE | re.DOTALL,
+)  # fmt: skip
+_SWITCH = re.compile(r"--?[A-Za-z][\w.-]*")
+_CLOSING = ",;)}]\\"
+_NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)
+_PLACE = re.compile(
+    r"(?:~|\.{0,2})/(?![A-Za-z0-9/+=]{39}$).*|[\w./~-]+\.(?:json|ya?ml|toml|txt|pem|key|crt|env|ini|cfg|py)", re.DOTALL
+)
+
+# The forms of secrets that need no name, and what to call them.
+_FORMS = {
+    HUB: r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}",
+    "a token": r"\b(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|npm_|dckr_pat_|nvapi-|gsk_|wandb_v1_)[\w-]{16,}|"
+    r"\bsk-(?:proj-|ant-|svcacct-|or-v1-)[\w-]{20,}|\bsk-(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,}|"
+    r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}+\.[\w-]{16,}|"
+    r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*|\b(?:pypi|xapp|glrt)-[\w-]{16,}|\bhvs\.[\w-]{16,}|"
+    r"\b(?:dop_v1|r8|rpa|lsv2_pt)_[\w-]{16,}|(?<!\w)\d{8,10}:AA[\w-]{12,}",
+    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}(?:[^\w/+]{1,20}[A-Za-z0-9/+]{40}(?![\w/+=]))?|"
+    r"(?<![A-Za-z0-9])(?i:aws)[\w \t.:=\"'-]{0,40}?(?<![\w/+=])(?P<value>(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])"
+    r"(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40})(?![\w/+=])",
+    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----(?P<key>(?!\*).*?)(?:-----END|\Z)",
+    "a webhook": r"(?<![\w.])(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/"
+    r"(?P<path>[\w/-]{8,})",
+    "the user:password@ of an address": r"""://(?P<user>[^/\s:@"']*:[^/\s"'?#]+|[^/\s:@]{16,})@""",  # or a token there
+    "the user:password of curl": r"\bcurl\b[^\n|;]{0,200}?\s(?:-u|--user)[ =]?(?P<login>[^\s:]+:\S+)",
+    "a bearer token": r"(?i:\bbearer[ \t:]{1,5})(?P<bearer>[\w.~+/=-]{8,})",
+}
+_FORM = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMS.items()}
+_ANYONE = re.compile(r"://[^/\s]*@|\b[\w.-]{1,64}:[^\s:@/]{3,64}@\w")
+_RUN = re.compile(r"[A-Za-z0-9+=]{20,}")
+_LONG_RUN = re.compile(r"[\w+=-]{32,}", re.ASCII)
+_UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+
+
+@lru_cache(maxsize=4096)
+def secret_kind(name: str) -> Kind | None:
+    """What the name of a setting, a field or a variable says of its value; None where it says nothing."""
+    parts = ["_".join(_WORD.findall(part)).lower() for part in name[-WINDOW:].rpartition(".")[::2]]
+    own, words = (_ENDING.sub("", one) for one in (parts[1], "_".join(filter(None, parts))))
+    if "/" in name or _ABOUT.search(words):
+        return None
+    if (last := _LAST.fullmatch(words)) or _ALONE.fullmatch(own):
+        return "password" if last and last["password"] else "token"
+    if not _MAYBE.search(words):
+        return None
+    return "token" if name.isupper() and "_" in words else "key"  # capitals: a variable's
+
+
+def is_secret(value: Any, name: str, of: Kind | None) -> bool:
+    """Whether this is a secret, under a name of that kind; not where it only says what would stand there."""
+    text = str(value).rstrip(_CLOSING)
+    if of is None or not isinstance(value, (str, int, float)) or _NONE.fullmatch(text) or _PLACE.fullmatch(text):
+        return False
+    if of == "key":
+        return _random(_RUN, text)
+    name, same = (re.sub(r"\W", "_", f"_{one}").lower() for one in (name, text))
+    return not name.endswith(same) and (of == "password" or not _NUMBER.fullmatch(text))
+
+
+def _random(run: re.Pattern[str], text: str) -> bool:
+    return any(sum(c.isdigit() for c in one) >= 4 and not one.isdigit() for one in run.findall(text))
+
+
+def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
+    """Where secrets are: begin, end, and its name or what its form is called."""
+    at = 0
+    while pair := _PAIR.search(text, at):
+        at, name = pair.end(), (pair["switch"] or pair["name"])[-WINDOW:]
+        of = secret_kind(name)
+        if of is None or (pair["space"] and text.startswith("-", at)):  # another switch
+            continue
+        of, value, at = _value(text, pair, name, of)
+        short = value.match(text, at, at + WINDOW)
+        held = short[short.lastgroup or 0] if short else ""
+        if short and any(is_secret(item, name, of) for item in (_ITEM.findall(held) if value is _INSIDE else [held])):
+            full = value.match(text, at, at + 32 * WINDOW if value is _INSIDE else len(text)) or short
+            begin, at = full.span(full.lastgroup or 0)
+            yield begin, begin + len(text[begin:at].rstrip(_CLOSING)), name
+    for name, form in _FORM.items():
+        yield from ((*match.span(match.lastgroup or 0), name) for match in form.finditer(text))
+
+
+def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, re.Pattern[str], int]:
+    """How the value of a pair is read, and from where; by its surroundings its kind may be another."""
+    begin, at = pair.span()
+    opened, gap = text[max(0, begin - 1) : begin], text[max(pair.end("switch"), pair.end("name")) : at]
+    if opened and opened in "?&":
+        return "token" if of == "key" else of, _IN_QUERY, at
+    if opened in _UNTIL and opened not in gap and text[at : at + 1] not in _UNTIL:
+        return of, _UNTIL[opened], at
+    before = text[max(0, begin - 3) : begin].rstrip(" \t")
+    in_words = ":" in gap and opened not in _UNTIL and before and before[-1] not in "{,([\n>"  # unexpected token: x
+    lone: Kind = "key" if in_words and _ALONE.fullmatch(name) else of
+    if _OPENS.match(text, at, at + WINDOW):
+        return lone, _INSIDE, at
+    if ":" not in gap or opened in _UNTIL or _QUOTED.match(text, at, at + WINDOW):
+        return of, (_QUOTED if _QUOTED.match(text, at, at + WINDOW) else _PLAIN), at
+    scheme = _SCHEME.match(text, at)
+    return lone, (_TO_LINE_END if "ookie" in name else _PLAIN), scheme.end() if scheme else at
+
+
+@lru_cache(maxsize=1024)  # the texts of a sweep's trials are nearly all the same ones
+def secret_problem(text: str) -> str | None:
+    """What to say where a text holds a password or the like: all that is typed is written down."""
+    return next((_said(name) for _, _, name in _secrets(text)), None)
+
+
+def _said(name: str) -> str:
+    variable = re.sub(r"\W", "_", name.strip("-.").rpartition(".")[2].upper())
+    if name == HUB or re.fullmatch(r"(AUTH_)?TOKEN|.*_?HUB_TOKEN", variable):
+        variable = "HF_TOKEN"
+    how = "or from a file" if name in _FORM and name != HUB else f"as {variable}"
+    return f"{name} would be written into the results; let the script read it from the environment, {how}"
+
+
+def suspicious(text: str) -> bool:
+    """Whether a variable's value may hold a secret, whatever the variable is called; a card's uuid is none."""
+    return bool(_ANYONE.search(text) or secret_problem(text) or _random(_LONG_RUN, _UUID.sub("", text)))
+
+
+def mask_text(text: str, known: Collection[str] = ()) -> str:
+    """The text with the secrets in it, and those that are `known`, written as ***."""
+    for secret in known:
+        text = text.replace(secret, WRITTEN)
+    parts, at = [], 0
+    for begin, end, _ in sorted(_secrets(text)):
+        if begin >= at:
+            parts += [text[at:begin], WRITTEN]
+        at = max(at, end)
+    return "".join([*parts, text[at:]])
+
+
+def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str = "", of: Kind | None = None) -> Any:
+    """Plain data with each of its leaves changed, which is told the leaf, its name and that name's kind."""
+    if isinstance(value, Mapping):
+        inherited = of if of != "key" else None
+        return {key: _each(inner, change, str(key), secret_kind(str(key)) or inherited) for key, inner in value.items()}
+    if not isinstance(value, (list, tuple)):
+        return change(value, name, of)
+    names = [one if isinstance(one, str) and _SWITCH.fullmatch(one) else name for one in ("", *value)]
+    return [
+        _each(inner, change, own, of if own == name else secret_kind(own))
+        for inner, own in zip(value, names, strict=False)
+    ]
+
+
+def redact(value: Any, known: Collection[str] = ()) -> Any:
+    """The same for all texts in plain data, and of what a dictionary has under a secret's name."""
+
+    def clean(leaf: Any, name: str, of: Kind | None) -> Any:
+        return WRITTEN if is_secret(leaf, name, of) else mask_text(leaf, known) if isinstance(leaf, str) else leaf
+
+    return _each(value, clean)
+
+
+def secrets_problem(value: Any) -> str | None:
+    """What to say of plain data that holds one, as `secret_problem` of a text; None where there is none."""
+    every: list[str | None] = []
+    _each(
+        value,
+        lambda leaf, name, of: every.append(_said(name) if is_secret(leaf, name, of) else secret_problem(str(leaf))),
+    )
+    return next(filter(None, every), None)
+
+
+def contains_secret(value: Any, known: Collection[str]) -> bool:
+    """Whether plain data holds one of the `known` secrets."""
+    return bool(redact(value, known) != redact(value))

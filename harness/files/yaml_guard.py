@@ -1,0 +1,63 @@
+"""YAML files of somebody's --config-dir, looked at before OmegaConf reads them: it copies what an alias stands for, so
+a file of a few lines can stand for more than any memory holds.
+
+Not covered: what the files say (Hydra), tags of Python objects (its loader knows none, see `yaml_problem`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+
+from vramsweep.harness.messages.errors import UserError
+
+MOST = 100_000  # values of a file, its aliases written out
+DEEPEST = 50  # lists and mappings in one another
+
+
+def check(folder: Path) -> None:
+    """Raises UserError, with the file, for one that stands for more than `MOST` values or none at all."""
+    try:
+        found = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
+    except OSError as error:
+        raise UserError(f"{error.filename}: {error.strerror}; name a folder of YAML files in --config-dir") from None
+    for file in found:
+        if file.is_file() and _size(file) > MOST:
+            raise UserError(
+                f"{file}: its aliases (*name) stand for more than {MOST:,} values, or it is nested deeper than "
+                f"{DEEPEST}; write it without that, or take it out of --config-dir"
+            )
+
+
+def yaml_problem(error: yaml.YAMLError) -> str:
+    """What is wrong with a file, and where."""
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"{what[:200]}" if mark is None else f"{mark.name}:{mark.line + 1}: {what[:200]}"
+
+
+def _size(file: Path) -> int:
+    """How many values it stands for, or something above `MOST`; 0 where it is no YAML, which Hydra will say."""
+    whole, anchors = 0, dict[str | None, int]()
+    began: list[tuple[str | None, int]] = []  # of each open list and mapping its anchor, and the count before it
+    try:
+        with file.open("rb") as stream:
+            for event in yaml.parse(stream, Loader=yaml.SafeLoader):
+                if isinstance(event, yaml.AliasEvent):
+                    whole += anchors.get(event.anchor, 1) if event.anchor not in dict(began) else MOST  # holds itself
+                elif isinstance(event, yaml.NodeEvent):
+                    whole += 1
+                    if not isinstance(event, yaml.ScalarEvent):
+                        began.append((event.anchor, whole - 1))
+                elif isinstance(event, (yaml.SequenceEndEvent, yaml.MappingEndEvent)):
+                    anchor, before = began.pop()
+                    if anchor is not None:
+                        anchors[anchor] = whole - before
+                if whole > MOST or len(began) > DEEPEST:
+                    return MOST + 1
+    except (UnicodeDecodeError, yaml.reader.ReaderError, RecursionError):
+        raise UserError(f"{file} is no YAML that can be read; write it again, or take it out of --config-dir") from None
+    except (OSError, yaml.YAMLError):
+        return 0
+    return whole

@@ -1,0 +1,153 @@
+"""What links cards, and how long collectives take over it: published rates, a formula with a source. An estimate.
+
+The time of a collective of S bytes among n ranks is latency + c S / B, with c the share that each rank has to send:
+2 (n-1)/n of an all-reduce, (n-1)/n of an all-gather, a reduce-scatter and an all-to-all, 1 of a broadcast and a reduce
+(NVIDIA/nccl-tests, doc/PERFORMANCE.md). B is what one card sends at most in one direction: of its link where all ranks
+are in one node, else of the slower of link and network, with a network port for each card. Real collectives reach less.
+
+Latencies are NCCL's own for its low-latency protocol (NVIDIA/nccl at 01afd20, src/graph/tuning.cc: baseLat and hwLat of
+Ring and Tree, ncclTopoTuneModel): a ring takes n-1 steps, twice as many for an all-reduce, which may be a tree.
+Broadcast and reduce, which NCCL reckons by how its rings lie, are taken for n-1 steps too.
+
+Not covered: reductions within NVSwitch (NVLS), which can halve an all-reduce; several rings in one direction; links
+shared by several cards; host memory (offload).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+GB = 1e9
+US = 1e-6
+
+
+@dataclass(frozen=True)
+class Link:
+    """`bandwidth` is one card's in one direction, in bytes/s; `ring_s` and `tree_s` are the latency of a step."""
+
+    name: str
+    meaning: str
+    bandwidth: float
+    ring_s: float
+    tree_s: float
+    between_nodes: bool
+    source: str
+
+
+def _nvlink(name: str, meaning: str, total: float, source: str) -> Link:
+    """`total` GB/s are both directions together, as data sheets say it."""
+    return Link(name, meaning, total / 2 * GB, 0.47 * US, 0.52 * US, False, source)
+
+
+def _pcie(name: str, meaning: str, bandwidth: float) -> Link:
+    source = "PCI Express base specification: transfer rate x 16 lanes x 128/130"
+    return Link(name, meaning, bandwidth * GB, 1.0 * US, 1.0 * US, False, source)
+
+
+def _network(name: str, meaning: str, gigabits: float, source: str) -> Link:
+    return Link(name, meaning, gigabits / 8 * GB, 2.7 * US, 5.0 * US, True, source)
+
+
+_INFINIBAND = "InfiniBand Trade Association's roadmap: a 4x port"
+_ETHERNET = "IEEE 802.3: a port's rate"
+LINKS: tuple[Link, ...] = (
+    _nvlink("nvlink2", "NVLink 2, 6 links (V100)", 300, "NVIDIA V100 Tensor Core GPU data sheet"),
+    _nvlink("nvlink3", "NVLink 3, 12 links (A100)", 600, "NVIDIA A100 Tensor Core GPU data sheet"),
+    _nvlink("nvlink3-400", "NVLink 3, 8 links (A800)", 400, "NVIDIA A800 Tensor Core GPU data sheet"),
+    _nvlink("nvlink4", "NVLink 4, 18 links (H100, H200, H20)", 900, "NVIDIA H100 Tensor Core GPU data sheet"),
+    _nvlink("nvlink4-400", "NVLink 4, 8 links (H800)", 400, "DeepSeek-V3 technical report, arXiv:2412.19437, 3.1"),
+    _nvlink("nvlink5", "NVLink 5, 18 links (B200, B300)", 1800, "NVIDIA Blackwell data sheet"),
+    _pcie("pcie3", "PCI Express 3.0, 16 lanes", 15.754),
+    _pcie("pcie4", "PCI Express 4.0, 16 lanes", 31.508),
+    _pcie("pcie5", "PCI Express 5.0, 16 lanes", 63.015),
+    _network("ib-edr100", "InfiniBand EDR, 100 Gb/s a card", 100, _INFINIBAND),
+    _network("ib-hdr200", "InfiniBand HDR, 200 Gb/s a card", 200, _INFINIBAND),
+    _network("ib-ndr400", "InfiniBand NDR, 400 Gb/s a card", 400, _INFINIBAND),
+    _network("ib-xdr800", "InfiniBand XDR, 800 Gb/s a card", 800, _INFINIBAND),
+    _network("ethernet-25", "Ethernet, 25 Gb/s a card", 25, _ETHERNET),
+    _network("ethernet-100", "Ethernet, 100 Gb/s a card", 100, _ETHERNET),
+    _network("ethernet-200", "Ethernet, 200 Gb/s a card", 200, _ETHERNET),
+    _network("ethernet-400", "Ethernet, 400 Gb/s a card", 400, _ETHERNET),
+)
+_BY_NAME = {link.name: link for link in LINKS}
+
+BASE_RING_S, BASE_TREE_S = 3.6 * US, 4.4 * US  # baseLat of the low-latency protocol
+MORE_BETWEEN_NODES = 1.8  # what a step within a node takes there, where there are several
+
+
+class Collective(NamedTuple):
+    """One call. `kind` is as in `SHARES`; `nbytes` is S: the whole of what is gathered, scattered or reduced."""
+
+    kind: str
+    nbytes: int
+
+
+# Of S, what each of n ranks sends.
+SHARES: dict[str, Callable[[int], float]] = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+    "reduce": lambda n: 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Communication:
+    """All collectives of a step, one after the other: seconds (None where a link that they need is not known), bytes
+    that one rank sends, and how many there are."""
+
+    seconds: float | None
+    nbytes: int
+    calls: int
+
+
+def link_named(name: str) -> Link:
+    """The link of this name. Raises KeyError where there is none."""
+    return _BY_NAME[name]
+
+
+def link_names(between_nodes: bool) -> list[str]:
+    """The links within a node, or those between nodes."""
+    return [link.name for link in LINKS if link.between_nodes is between_nodes]
+
+
+def communication(
+    collectives: Iterable[tuple[Collective, int]], ranks: int, per_node: int, link: Link | None, network: Link | None
+) -> Communication | None:
+    """What the collectives (each with how often it is called) take; None where there is no formula for one of them."""
+    found = list(collectives)
+    if ranks == 1:
+        return Communication(0.0, 0, 0)
+    nodes = math.ceil(ranks / per_node)
+    needed = [link] if nodes == 1 else [network] if per_node == 1 else [link, network]
+    known = [one for one in needed if one is not None]
+    if any(one.kind not in SHARES for one, _ in found):
+        return None
+    sent = {one: SHARES[one.kind](ranks) * one.nbytes for one, _ in found}
+    seconds = None
+    if len(known) == len(needed):
+        bandwidth = min(one.bandwidth for one in known)
+        seconds = sum(
+            count * (_latency_s(one.kind, ranks, nodes, known) + sent[one] / bandwidth) for one, count in found
+        )
+    nbytes = round(sum(count * sent[one] for one, count in found))
+    return Communication(seconds, nbytes, sum(count for _, count in found))
+
+
+def _latency_s(kind: str, ranks: int, nodes: int, known: list[Link]) -> float:
+    """NCCL's estimate for few bytes. `known` are the link within a node, if one is used, and the network, likewise."""
+    twice = 2 if kind == "all_reduce" else 1
+    inner, outer = known[0], known[-1]
+    within = inner.ring_s * (1 if nodes == 1 else MORE_BETWEEN_NODES)
+    across = twice * (nodes - 1)
+    ring = BASE_RING_S + (twice * (ranks - 1) - across) * within + across * outer.ring_s
+    if kind != "all_reduce":
+        return ring
+    within = inner.tree_s * (1 if nodes == 1 else MORE_BETWEEN_NODES)
+    tree = BASE_TREE_S + 2 * ((ranks / nodes - 1) * within + math.log2(nodes) * outer.tree_s)
+    return min(ring, tree)

@@ -1,0 +1,104 @@
+"""How fast a step could be on a card: the roofline of its kernels, summed. An estimate, never a measurement.
+
+The model is Williams, Waterman and Patterson's ("Roofline", Communications of the ACM 52(4), 2009), kernel by kernel:
+each takes as long as its arithmetic at the card's peak, its traffic at the memory's bandwidth, or its launches,
+whichever is longest. Real kernels reach neither peak, so a real step is as a rule slower.
+
+Not covered: what a step's kernels are (runners/trace/operator_cost.py), measured efficiencies
+(analysis/compare/calibrate.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.hardware.interconnects import Collective
+
+# Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
+# every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
+LAUNCH_S = 4e-6
+UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs nobody can tell
+ATTENTION = "attention in "  # begins the kind of a fused attention kernel, whose seconds are a part of their own
+
+
+class Work(NamedTuple):
+    """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
+
+    Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. After
+    `ATTENTION` they are a fused attention kernel's. `nbytes` is what is read and written.
+    """
+
+    kind: str
+    flops: int
+    nbytes: int
+    launches: int
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Seconds of a step by what bounds each kernel. They sum to `step_s`."""
+
+    compute_s: float
+    attention_s: float
+    memory_s: float
+    launch_s: float
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the whole step: its kernels one after the other."""
+        return self.compute_s + self.attention_s + self.memory_s + self.launch_s
+
+
+Called = TypeVar("Called", Work, Collective)
+
+
+def merge_work(calls: Iterable[tuple[Called, int]]) -> list[tuple[Called, int]]:
+    """The same calls, each different one once, sorted: the sum of their seconds is one number whatever their order."""
+    counts: Counter[Called] = Counter()
+    for call, count in calls:
+        counts[call] += count
+    return sorted(counts.items(), key=lambda item: item[0])
+
+
+def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estimate | None:
+    """The roofline of a step of these operators, each with how often it runs; None if a peak it needs is not known.
+
+    `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
+    """
+    peaks = _peaks(gpu, tf32)
+    seconds = {"compute": 0.0, "attention": 0.0, "memory": 0.0, "launch": 0.0}
+    for work, count in kernels:
+        peak = peaks.get(work.kind.removeprefix(ATTENTION))
+        if peak is None:
+            return None
+        bounds = {  # of fused attention the part is its own: such a kernel gets less of the peak than a product does
+            "attention" if work.kind.startswith(ATTENTION) else "compute": work.flops / peak,
+            "memory": work.nbytes / gpu.bandwidth,
+            "launch": work.launches * LAUNCH_S,
+        }
+        longest = max(bounds, key=lambda name: bounds[name])
+        seconds[longest] += count * bounds[longest]
+    return Estimate(**{f"{name}_s": found for name, found in seconds.items()})
+
+
+def total_flops(kernels: Iterable[tuple[Work, int]]) -> int | None:
+    """FLOPs of a step of these operators; None where those of one are not known."""
+    found = list(kernels)
+    return None if any(work.kind == UNKNOWN for work, _ in found) else sum(count * work.flops for work, count in found)
+
+
+def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
+    """FLOP/s by kind. Where a card has no tf32, asking for it changes nothing."""
+    tensor = gpu.tf32 or gpu.fp32
+    return {
+        "": gpu.fp32,  # never divides anything but zero
+        "fp32": tensor if tf32 else gpu.fp32,
+        "3xtf32": gpu.fp32 if gpu.tf32 is None else gpu.tf32 / 3,
+        "half": gpu.half,
+        "bf16": gpu.bf16,
+        "fp8": gpu.fp8,
+    }

@@ -1,0 +1,134 @@
+"""The parsers of all verbs: argparse, whose mistakes are a line of ours, with what was probably meant.
+
+A flag is never abbreviated, so that one that is added later takes none from a script. What a verb is for, its section
+and its examples are in vramsweep/verbs.py, which also makes the whole help text.
+
+Not covered: settings, GROUP=OPTION and KEY=VALUE, which are Hydra's to read (overrides.py, settings_reference.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+
+WIDTH = 100
+# Hydra's options, which every verb that takes settings understands, and --json, which is ours: see `settings_parser`.
+FLAGS = (
+    "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
+    "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+    "--experimental-rerun", "-i", "--info", "--json", "--all",
+)  # fmt: skip
+
+
+class Formatter(argparse.RawDescriptionHelpFormatter):
+    """Texts as they are, options within 100 columns whatever the terminal has, so that a page is one everywhere."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=WIDTH)
+
+
+class Parser(argparse.ArgumentParser):
+    """A verb's parser. `description` is what there is to say beyond the verb's one line, `epilog` what follows options.
+
+    Raises UserError for a mistake, where argparse would print the usage and end the process.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
+
+    def parse_settings(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """The verb's own options, and the other words: settings, and flags that are Hydra's. Raises UserError."""
+        options, rest = self.parse_known_args(argv)
+        for word in rest:
+            flag = word.partition("=")[0]
+            if re.fullmatch(r"-{1,2}[A-Za-z][\w-]*", flag) and flag not in FLAGS and flag[1:2] not in tuple("cimprs"):
+                self._refuse(f"unrecognized arguments: {flag}", FLAGS)
+        return options, rest
+
+    def error(self, message: str) -> NoReturn:
+        """Raises UserError."""
+        self._refuse(message)
+
+    def _refuse(self, message: str, more: Sequence[str] = ()) -> NoReturn:
+        raise UserError(f"{refusal(self, message, more)}; {self.prog} --help lists the options")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except UserError as error:  # a type of ours
+            raise argparse.ArgumentError(action, str(error)) from None
+
+
+def settings_parser(verb: str) -> Parser:
+    """The flags of sweep and plan as a parser, for their help: Hydra's own reads them (overrides.py)."""
+    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    parser.add_argument(
+        "-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial"
+    )
+    parser.add_argument("--json", action="store_true", help="plan: one JSON object")
+    if verb == "plan":
+        parser.add_argument("--all", action="store_true", help="every trial, not a line for each configuration")
+    own = "a folder of configuration files of your own: DIR/experiment/night.yaml is +experiment=night"
+    parser.add_argument("-cd", "--config-dir", metavar="DIR", help=own)
+    parser.add_argument("-c", "--cfg", choices=("job",), metavar="job", help="print the configuration and do nothing")
+    shown = ("all", "config", "defaults", "searchpath")
+    info = f"print what was composed from where: {', '.join(shown)}"
+    parser.add_argument("-i", "--info", choices=shown, metavar="WHAT", help=info)
+    parser.add_argument("--hydra-help", action="store_true", help="everything else that Hydra understands")
+    return parser
+
+
+def refusal(parser: argparse.ArgumentParser, message: str, more: Sequence[str] = ()) -> str:
+    """What argparse says of a mistake, in fewer words and with what was meant; `more` are flags that it does not know.
+
+    Works on anyone's parser: Hydra's too.
+    """
+    message = message.removeprefix("argument ")
+    name, found, choices = message.partition(": invalid choice: ")
+    called = {
+        one: (*one.option_strings, "/".join(one.option_strings), one.metavar, one.dest) for one in parser._actions
+    }
+    action = next((one for one, names in called.items() if name in names), None)
+    if found and action is not None and action.choices is not None:
+        typed = re.match(r"'(.*?)' \(choose from|(\S+) \(choose from", choices)
+        value = "" if typed is None else typed[1] or typed[2] or ""
+        what = name if action.option_strings else str(action.metavar or action.dest)
+        return suggestions.no_such_value(f"{what} {value}", "choice", value, action.choices)
+    before, found, rest = message.partition("unrecognized arguments: ")
+    if found and not before:  # argparse lists what follows them too
+        flags = [word for word in rest.split() if word.startswith("-")]
+        allowed = [flag for flag in (*parser._option_string_actions, *more) if flag.startswith("--")]
+        if flags:
+            near = suggestions.did_you_mean(flags[0].partition("=")[0], allowed)
+            return f"unrecognized arguments: {' '.join(flags)}{near}"
+    return message
+
+
+@dataclass(frozen=True)
+class OutFile:
+    """The type of an argument that names a file to be written: checked before any work. Raises UserError."""
+
+    suffixes: tuple[str, ...]
+
+    def __call__(self, text: str) -> Path:
+        path = Path(text)
+        if path.suffix not in self.suffixes:
+            said = f"{path.name} has another" if path.suffix else f"{path.name or text!r} has none"
+            near = suggestions.did_you_mean(path.suffix, self.suffixes) if path.suffix else ""
+            raise UserError(f"allowed suffixes are {', '.join(self.suffixes)}, and {said}{near}")
+        if len(path.name.encode(errors="surrogateescape")) > 240:  # beside it a draft, with a few letters more
+            raise UserError(f"{path.name[:40]}... is too long a name for a file; give one of at most 240 letters")
+        if path.is_dir():
+            raise UserError(f"{text} is a folder; name a file in it")
+        return path
+
+
+FIGURE = OutFile((".html", ".png", ".svg", ".pdf"))
+PAGE = OutFile((".html",))

@@ -1,0 +1,122 @@
+"""What to say to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+# Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
+OPEN = ("runner.options", "model.config", "versions")
+
+
+def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
+    """The allowed names that were probably meant, the closest first: letters differ, capitals, a part of a name."""
+    names = list(allowed)
+    lower = {full.lower(): full for full in reversed(names)}
+    found = difflib.get_close_matches(name.lower(), lower, n=most, cutoff=0.6)
+    if not found and len(name) > 2:
+        found = sorted((full for full in lower if name.lower() in full), key=len)[:most]
+    return [lower[one] for one in found]
+
+
+def find_closest(name: str, allowed: Iterable[str]) -> str | None:
+    """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
+    names = list(allowed)
+    if found := find_nearest(name, names):
+        return found[0]
+    tails = {full.rpartition(".")[2]: full for full in reversed(names)}
+    last = difflib.get_close_matches(name.rpartition(".")[2], tails, n=1, cutoff=0.8)
+    return tails[last[0]] if last else None
+
+
+def did_you_mean(name: str, allowed: Iterable[str]) -> str:
+    """`; did you mean NAME?`, to end a sentence with, or nothing where no allowed name is close."""
+    near = find_closest(name, allowed)
+    return f"; did you mean {near}?" if near else ""
+
+
+def did_you_mean_path(path: Path) -> str:
+    """As `did_you_mean`, for a file or folder that is not there: what lies beside it."""
+    try:
+        beside = {one.name: one for one in islice(path.parent.iterdir(), 1000)}
+    except (OSError, ValueError):
+        return ""
+    near = find_nearest(path.name, beside)
+    return f"; did you mean {beside[near[0]]}?" if near else ""
+
+
+def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object]) -> str:
+    """`said` names a `kind` that there is not: what is allowed, and which was meant."""
+    names = list(map(str, allowed))
+    return f"{said}: there is no such {kind}; allowed: {', '.join(names)}{did_you_mean(str(name), names)}"
+
+
+def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:
+    """`model=llama9`: a config group has no such option."""
+    names = sorted(set(allowed))
+    if not option:
+        return f"{group}= names no {group}; allowed: {', '.join(names)}"
+    return no_such_value(f"{group}={option}", group, option, names)
+
+
+def unknown_key(key: str, override: str | None, beside: Iterable[str], everywhere: Iterable[str]) -> str:
+    """`modle=tiny`: no such setting. `beside` are the names where it was looked for, `everywhere` all keys in full."""
+    value = (override or "").partition("=")[2]
+    said = (override or key).lstrip("+~")
+    parent, _, name = key.rpartition(".")
+    names = sorted(set(beside))
+    near = find_closest(name, names)
+    if any(f"{key}.".startswith(f"{place}.") for place in OPEN):
+        question = f"did you mean {parent}.{near}? Or " if near else ""
+        return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
+    wanted: str | None
+    if parent:
+        wanted = f"{parent}.{near}" if near else find_closest(name, everywhere)
+        what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
+        listed = f"; allowed: {', '.join(names)}" if names else ""
+    else:
+        wanted = near or find_closest(name, everywhere)
+        what = f"there is no setting {name!r}"
+        listed = "" if wanted else f"; allowed: {', '.join(names)}"
+    return f"{said}: {what}{listed}" + (f"; did you mean {wanted}?" if wanted else "")
+
+
+def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
+    """An override that Hydra's grammar does not take; `options` are those of each config group."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        group = next((group for group, names in options.items() if override in names), None)
+        wanted = f"; did you mean {group}={override}?" if group else ""
+        return f"{override}: settings are given as KEY=VALUE{wanted}"
+    if not key.strip("+~"):
+        return f"{override}: there is no key before the ="
+    unpaired = any(value.count(one) != value.count(other) for one, other in ("()", "[]", "{}"))
+    if unpaired or any(value.count(quote) % 2 for quote in "'\""):
+        return f"{override}: a bracket or a quote is not closed; in a shell quote the whole: '{key}=...'"
+    return f"{override}: a value with such characters needs quotes; type {quote_words(key, value)}"
+
+
+def several_values(override: str) -> str:
+    """`seq_len=1,2` for a run of one trial."""
+    key, _, value = override.partition("=")
+    swept = "range(" in value or "choice(" in value or "interval(" in value
+    text = "" if swept else f", or, as one text, {quote_words(key, value)}"
+    return f"{override} has several values: add -m to sweep over them{text}"
+
+
+def unquoted_settings(override: str) -> str:
+    """`allocator.conf=a:1,b:2`: Hydra takes the comma as the end of a value, with -m and without."""
+    key, _, value = override.partition("=")
+    each = ",".join(f'"{part}"' for part in value.split(","))
+    return (
+        f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}\n"
+        f"  and to sweep over {value.count(',') + 1} settings, with -m, '{key}={each}'"
+    )
+
+
+def quote_words(key: str, value: str) -> str:
+    """The override as one types it in a shell, the value one text."""
+    inner = value.replace("\\", "\\\\").replace('"', '\\"')
+    return f"'{key}=\"{inner}\"'"

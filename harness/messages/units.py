@@ -1,0 +1,95 @@
+"""Sizes and times as they are typed: the one place that reads them.
+
+A size has its unit, as a bare 24 could be bytes, GB or GiB; so has a time. An option or a setting that is called after
+its unit (`--gib`, `device.memory_gib`, `timeout_s`) takes a bare number of it, and any other unit too. Money is a bare
+number everywhere: in any currency, the same one for all (budget.py).
+
+Not covered: sizes in PYTORCH_CUDA_ALLOC_CONF, which are PyTorch's to read (allocator/config.py).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from vramsweep.harness.messages.errors import UserError
+
+GIB = 1 << 30
+MOST = (1 << 63) - 1  # bytes: what a whole number of PyTorch's, of JSON readers' and of a table's can hold
+SIZES = {"B": 1}
+SIZES |= {f"{prefix}{unit}": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP") for unit in ("iB", "i")}
+SIZES |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGTP")}
+TIMES = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_NUMBER = r"\d+(?:\.\d+)?"
+_MEASURE = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)", re.ASCII)
+_TIME = re.compile("".join(rf"(?:({_NUMBER}){unit})?" for unit in TIMES), re.ASCII | re.IGNORECASE)
+# A key's last part says the unit of a bare number, and how many of SIZES' or TIMES' units it is.
+_NAMED = (("_gib", "size", GIB), ("_s", "time", 1), ("hours", "time", 3600))
+
+
+def parse_size(text: str, said: str | None = None) -> int:
+    """Bytes in "24GiB", "512 MiB", "80GB" or "512B"; `said` is how it was typed, where that is more than the text.
+
+    Raises UserError for what is no size above 0, for a number without its unit and for 24G, which may be either.
+    """
+    said = f"{text!r:.60}" if said is None else said
+    found = _MEASURE.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"{said} is not a size: write for example 24GiB, 512MiB or 80GB")
+    number, unit = found.groups()
+    if not unit:
+        raise UserError(f"{said} has no unit: {number}GiB (2^30 bytes each), {number}GB (10^9), {number}MiB, {number}B")
+    if unit.upper() in "KMGTP":
+        unit = unit.upper()
+        raise UserError(f"{said} may be either: {number}{unit}iB (units of 1024) or {number}{unit}B (units of 1000)")
+    if unit not in SIZES:  # 24gib and 24GIB are meant so; 24Gb would be bits
+        plain = next((known for known in SIZES if unit in (known.lower(), known.upper())), None)
+        if plain is None:
+            raise UserError(f"{said} has a unit that there is not: write for example 24GiB, 512MiB or 80GB")
+        unit = plain
+    bytes_ = float(number) * SIZES[unit]
+    if not bytes_ >= 1:
+        raise UserError(f"{said} is not a size above 0: write for example 24GiB, 512MiB or 80GB")
+    if bytes_ > MOST:
+        raise UserError(f"{said} is more than any memory has: allowed are up to 8 EiB")
+    return int(bytes_)
+
+
+def gib(text: str, said: str | None = None) -> float:
+    """GiB in a bare number, or in a size with its unit. Raises UserError for what is no size above 0."""
+    return parse_size(f"{text}GiB" if _bare(text) else text, said or text) / GIB
+
+
+def parse_seconds(text: str, said: str | None = None) -> float:
+    """Seconds in 90m, 8h, 1h30m, 1d or 3600s. Raises UserError for what is no time above 0, or has no unit."""
+    said = text if said is None else said
+    plain = "".join(text.split())
+    if _bare(plain) and 0 < float(plain) < math.inf:
+        raise UserError(f"{said} has no unit: {plain}m, {plain}h or {plain}s")
+    found = _TIME.fullmatch(plain)
+    spent = math.nan
+    if found and plain:
+        spent = sum(float(number or 0) * unit for number, unit in zip(found.groups(), TIMES.values(), strict=True))
+    if not 0 < spent < math.inf:
+        raise UserError(f"{said}: allowed is a time above 0, such as 90m, 8h, 1h30m or 3600s")
+    return spent
+
+
+def in_its_unit(key: str, text: str) -> str:
+    """A setting's value as a bare number of the unit that its key is called after: device.memory_gib=24GB is 22.35….
+
+    Whatever else is typed (null, a range, a bare number) comes back as it is. Raises UserError for a unit that is none.
+    """
+    of = next((one for one in _NAMED if key.rpartition(".")[2].endswith(one[0])), None)
+    if of is None or _bare(text) or not text[:1].isdigit() or not text.replace(".", "").replace(" ", "").isalnum():
+        return text
+    if re.fullmatch(r"[\d.]+e\d+", text, re.IGNORECASE):
+        return text
+    _, kind, unit = of
+    found = parse_size(text, f"{key}={text}") if kind == "size" else parse_seconds(text, f"{key}={text}")
+    number = found / unit
+    return str(int(number)) if number.is_integer() else repr(number)
+
+
+def _bare(text: str) -> bool:
+    return re.fullmatch(_NUMBER, text.strip(), re.ASCII) is not None

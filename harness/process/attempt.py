@@ -1,0 +1,395 @@
+"""One process: spec in, result out, deadline, kill the tree, evidence.
+
+An attempt has a folder. The parent writes `spec.json` there, starts a worker and blocks until it ends or the deadline
+passes; the worker leaves `result.json` (written aside, then renamed), `steps.jsonl` (a line a step, as it goes),
+`stdout.log` and `stderr.log`. Nothing of a result ever travels over stdout.
+
+A worker starts in one of two ways that end in the same code (runners/worker/worker.py): cold, a fresh interpreter; or
+warm, forked from a template process that has imported everything and never touched the GPU (fork_server.py). There is
+one template for each environment, because torch reads the allocator's variable when its library loads; which cards a
+worker sees it is told when it is forked, so that all cards share the template. A runner whose imports start CUDA goes
+cold.
+
+Whoever's parent dies, dies with it (PR_SET_PDEATHSIG in the worker and the template). What an attempt starts lies below
+one process of its own (runners/rank/process_end.py) while it lasts; what outlives it is adopted by us
+(PR_SET_CHILD_SUBREAPER) and ended, whoever's it was, and nobody else's ever is; what outlives us, by orphans.py.
+Attempts may run beside each other, each in a thread: whoever starts a process and notes it holds the lock, as else
+another one might take it for a leftover. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vramsweep.harness.files import plain_json
+from vramsweep.harness.files.bounded_reads import error_reason, read_content, read_tail
+from vramsweep.harness.machine import machine
+from vramsweep.harness.machine.gpu_occupancy import Occupancy
+from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.process import host_memory_guard, orphans, worker_environment
+from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, Timeouts, WarmWorker
+from vramsweep.harness.process.fork_server_pool import OF_A_WORKER, ForkServerPool
+from vramsweep.harness.process.interpreter import build_command
+from vramsweep.harness.process.waiting import Logs, Look, last_words, readable
+from vramsweep.harness.process.worker_files import ENDED, LOGS, RESULT, SPEC, STEPS
+from vramsweep.harness.rows import schema
+from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory
+
+PR_SET_CHILD_SUBREAPER = 36
+RECORD_NUMBERS = ("step", "rank", "traced", "of")  # keys of records that are whole numbers where they are given
+STEPS_LIMIT = 16 << 20  # bytes of the records' end that are read; a step's is a hundred or so
+RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
+RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for taking it, before another one is
+MOST_THREADS = 1024  # more than a node has places for trials; none is made before it is needed
+
+# What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,
+# memory) is about this moment, and says nothing about the disk.
+_WRITING = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOENT),
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENODEV),
+    *(errno.ENXIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO),
+}
+
+
+def is_write_error(error: OSError) -> bool:
+    """Whether an error says that a file could not be written, rather than that a process could not be started."""
+    return error.errno in _WRITING and error.filename != sys.executable
+
+
+@dataclass(frozen=True)
+class AttemptResult:
+    """What one attempt left: the evidence, and the wall time in seconds from before the start to after the reaping.
+
+    `isolation` is how it really ran, `cold_reason` why that is cold where warm was asked for.
+    """
+
+    evidence: Evidence
+    duration_s: float
+    isolation: str
+    cold_reason: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def attempt_environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
+    """A worker's environment: `base` without what would falsify (worker_environment.py), and the allocator's setting.
+
+    PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; torch 2.9.1 ignores settings given under the
+    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible: the Trainer would spread a batch over
+    all that it sees. Cards are counted as NVML counts them, where CUDA by itself counts the fastest first.
+    """
+    environ = worker_environment.select_variables(base)
+    if conf:
+        environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
+    # otherwise DeepSpeed's detection initialises CUDA in the template
+    environ["DS_ACCELERATOR"] = "cuda" if device == "cuda" else "cpu"
+    environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
+    environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if device == "cuda":
+        environ["CUDA_DEVICE_ORDER"] = machine.NVML_ORDER
+    if gpus or device != "cuda":  # cuda without a known GPU (a MIG slice, no NVML) keeps what the user has set
+        environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return environ
+
+
+class ColdWorker:
+    """A fresh interpreter running the worker; its methods are a WarmWorker's."""
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        # in a session of its own, as templates are
+        command = build_command("vramsweep.runners.worker.worker", str(folder), str(os.getpid()))
+        with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
+            self._process = subprocess.Popen(
+                command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        self.pid = self._process.pid
+        self._descriptor = os.pidfd_open(self.pid)
+
+    def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
+        if not readable([self._descriptor], seconds, look):
+            return False, None
+        return True, self._process.wait()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def give_up(self) -> None:
+        """Nothing else depends on it."""
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Launcher(contextlib.AbstractContextManager["Launcher"]):
+    """Starts attempts and sees them through; owns the templates. Use it as a context manager.
+
+    `isolation` is cold or warm; `logs` is a folder for what the templates print, a file for each of them; `run` marks
+    all processes that it starts, `occupancy` knows the cards. `threads` are for attempts beside each other: a template
+    ends with the thread that started it, so that these last as long as it.
+    """
+
+    def __init__(self, isolation: str, logs: Path, bounds: Timeouts | None = None) -> None:
+        self.isolation = isolation
+        self._bounds = bounds or Timeouts()
+        self._lock = threading.RLock()
+        self.templates = ForkServerPool(logs, self._bounds, self._lock)
+        self.cold_reasons = self.templates.cold_reasons
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        (self._kept,) = orphans.trees(os.getpid())
+        self._stuck: set[int] = set()
+        self._roots: set[int] = set()  # of the attempts that run
+        self._relief_until = 0.0  # by the monotonic clock: an attempt was ended for the host's memory, which comes back
+        self.run = uuid.uuid4().hex
+        self.occupancy = Occupancy()
+        self.threads = ThreadPoolExecutor(MOST_THREADS, "slot")
+        self._guard: orphans.Guard | None = None
+        self._nvml = contextlib.ExitStack()  # open as long: without persistence mode each opening loads the driver anew
+        self._nvml.enter_context(machine.nvml())
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the templates."""
+        self._nvml.close()
+        self.templates.close()
+        if self._guard is not None:
+            self._guard.close()
+            self._guard = None
+        self.threads.shutdown()
+
+    def attempt(
+        self,
+        spec: Mapping[str, Any],
+        folder: Path,
+        environ: Mapping[str, str],
+        runner: str,
+        deadline_s: float,
+        look: Callable[[], None] | None = None,
+    ) -> AttemptResult:
+        """Run one attempt in `folder` to its end. `spec` is what the worker reads; the folder must not exist yet.
+
+        `look` is called every second or so meanwhile, to see what there is already; what it raises ends the attempt.
+        Raises OSError if the folder cannot be written; a worker that cannot be started is evidence.
+        """
+        began = time.monotonic()
+        kills = machine.host_oom_kills()
+        template: ForkServer | None = None
+        environ = {**environ, orphans.MARK: self.run}
+        try:
+            self._guarded()
+            folder.mkdir(parents=True)
+            (folder / SPEC).write_text(json.dumps(spec, indent=1))
+            template = self.templates.take(runner, environ, look) if self._warm(runner) else None
+            began = time.monotonic()
+            worker = self._started(template, folder, environ)
+        except (ForkServerError, OSError) as error:
+            if isinstance(error, OSError) and is_write_error(error):
+                raise
+            self.templates.give_back(template)
+            self._end()
+            why = f"no worker could be started: {error}"
+            return self._attempted(Evidence(start_error=why), began, template is not None or self._warm(runner), runner)
+        except BaseException:
+            self.templates.give_back(template)
+            raise
+        logs = Logs(*(folder / name for name in LOGS))
+        ended, code = False, None
+        starved: HostMemory | None = None
+
+        memory = host_memory_guard.HostMemoryGuard(
+            lambda: orphans.trees(worker.pid)[0], lambda: orphans.trees(*self._roots - {worker.pid})
+        )
+
+        def all_four() -> float:
+            relieved = time.monotonic() < self._relief_until
+            soon = host_memory_guard.SOONEST_S if relieved else memory.look()
+            logs.look()
+            self._reap()
+            if look is not None:
+                look()
+            return soon
+
+        try:
+            ended, code = worker.wait(deadline_s, all_four)
+        except host_memory_guard.HostMemoryExhausted as found:
+            starved, self._relief_until = found.memory, math.inf
+        finally:
+            worker.kill()
+            if not ended and not worker.wait(self._bounds.reap_s)[0]:
+                worker.give_up()
+            with self._lock:
+                self._roots.discard(worker.pid)
+            worker.close()
+            self.templates.give_back(template)
+            self._end()
+            if starved is not None:
+                self._relief_until = time.monotonic() + RELIEF_S
+        logs.look()
+        result, problem = read_result(folder)
+        evidence = Evidence(
+            exit_code=code,
+            expired=not ended,
+            result=result,
+            result_error=problem,
+            deadline_s=deadline_s,
+            host_oom_kills=machine.host_oom_kills() - kills,
+            last_words=last_words(folder / LOGS[1]) if code else None,
+            starved=starved,
+            rank=ended_rank(read_steps(folder)),
+        )
+        notes = (f"{logs.dropped} bytes of its logs were dropped",) if logs.dropped else ()
+        return self._attempted(evidence, began, template is not None, runner, notes)
+
+    def _started(
+        self, template: ForkServer | None, folder: Path, environ: Mapping[str, str]
+    ) -> ColdWorker | WarmWorker:
+        """A worker, noted as the root of what is its attempt's. Raises ForkServerError and OSError."""
+        if template is not None:
+            warm = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)})
+            self._roots.add(warm.pid)
+            return warm
+        with self._lock:
+            cold = ColdWorker(folder, environ)
+            self._roots.add(cold.pid)
+        return cold
+
+    def _guarded(self) -> None:
+        """Have a guard, from the first attempt on."""
+        with self._lock:
+            if self._guard is None or not self._guard.alive():
+                self._guard = orphans.Guard(self.run)
+                self._kept.add(self._guard.pid)
+
+    def own_pids(self) -> set[int]:
+        """This process and those that it started, but not what outlived being killed: that does use the device.
+
+        Not in a container that NVML does not see into: the driver may give process ids that do not exist here.
+        """
+        return {os.getpid()} | orphans.trees(os.getpid())[0] - self._kept - self._stuck
+
+    def _warm(self, runner: str) -> bool:
+        return self.isolation == "warm" and runner not in self.cold_reasons
+
+    def _attempted(
+        self, evidence: Evidence, began: float, warm: bool, runner: str, notes: tuple[str, ...] = ()
+    ) -> AttemptResult:
+        reason = self.cold_reasons.get(runner)
+        return AttemptResult(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
+
+    def _leftovers(self) -> Iterator[tuple[int, bool]]:
+        """What has outlived its attempt, and whether it has ended: our own children that are nothing of what runs, and
+        what lies below them. Of our own children those that have ended are let go of.
+
+        What is in our session is a program that we ask something. Looked at with the lock that is held where processes
+        are started in sessions of their own, and after each has been listed: so one that was just started is noted.
+        """
+        own, session = os.getpid(), os.getsid(0)
+        there: dict[int, orphans.Process] = {}
+        top = set[int]()
+        for pid, one in orphans.list_processes():
+            there[pid] = one
+            if one.parent == own and one.session != session and pid not in self._waited_for():
+                top.add(pid)
+                yield pid, one.ended  # at once, as it may have forked and ended when all are listed
+        for pid in orphans.processes_below(top, there) - self._stuck:
+            yield pid, there[pid].ended
+        for pid in top:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+    def _waited_for(self) -> set[int]:
+        with self._lock:
+            return self._kept | self._roots | self._stuck | self.templates.pids()
+
+    def _reap(self) -> None:
+        """Let go of what was adopted and has ended: a night's would fill the table of processes."""
+        with contextlib.suppress(ChildProcessError):
+            if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                set(self._leftovers())
+
+    def _end(self) -> None:
+        """End whatever is left of attempts that are over."""
+        if stuck := orphans.end_processes(self._leftovers):
+            print(orphans.describe_stuck(stuck), file=sys.stderr)
+            self._stuck |= stuck
+
+
+def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
+    """The worker's result, or None and why it cannot be used."""
+    path = folder / RESULT
+    try:
+        result = json.loads(read_content(path, RESULT_LIMIT, links=False))
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError, RecursionError) as error:
+        return None, f"{RESULT} cannot be read: {error_reason(error) if isinstance(error, OSError) else error}"
+    return check_result(result)
+
+
+def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """What a worker gave as its result, or None and why it cannot be used."""
+    result = schema.to_encodable(result)
+    if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
+        return None, f"{RESULT} holds neither values nor an error"
+    problem = _misfit(result)
+    return (None, f"{RESULT}: {problem}") if problem else (result, None)
+
+
+def _misfit(result: Mapping[str, Any]) -> str | None:
+    """What of a result would not fit into a row, if anything."""
+    error = result.get("error")
+    if error is not None:
+        told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
+        if not told:
+            return "its error has no type and message"
+    values = result.get("values", {})
+    if not isinstance(values, dict):
+        return "its values are no object"
+    for name, value in values.items():
+        if not plain_json.is_finite(value):
+            return f"column {name} holds a number that is not finite"
+        if name in schema.OF_PARENT:
+            return f"column {name} is not for the worker to say"
+    spent = values.get("steps_s")
+    if spent is not None and (isinstance(spent, bool) or not isinstance(spent, int | float)):
+        return f"steps_s holds {describe(spent)}, which is no number"
+    try:
+        schema.complete_row({name: value for name, value in values.items() if name != "steps_s"})
+    except schema.RowError as problem:
+        return str(problem)[:REASON_LENGTH]
+    odd = next((name for name, value in values.items() if not schema.is_plausible({name: value})), None)
+    return None if odd is None else f"column {odd} holds what no reader of rows would believe"
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The records a worker left as it went; what is no whole record is left out."""
+    with contextlib.suppress(OSError):
+        text = read_tail(folder / STEPS, STEPS_LIMIT)
+        every = plain_json.read_objects(text)
+        whole = (one for one in every if all(isinstance(one.get(key, 0), int) for key in RECORD_NUMBERS))
+        return [schema.to_encodable(one) if b"\\u" in text else one for one in whole]
+    return []
+
+
+def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:
+    """The rank that ended without saying why, as the worker recorded it; None where none did."""
+    return next((one["rank"] for one in records if one.get("event") == ENDED and one.get("rank") is not None), None)

@@ -1,0 +1,130 @@
+"""The templates of a launcher: one for each runner and environment, as many as there is room for.
+
+Attempts that run beside each other share them. One that is lost, or has to make room, gets no new users; it ends with
+the last attempt that has a worker of it. Not covered: what is said to a template (fork_server.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from vramsweep.harness.process.fork_server import ForkServer, Timeouts, room
+from vramsweep.harness.process.waiting import Logs
+
+OF_A_WORKER = ("CUDA_VISIBLE_DEVICES",)  # variables that a template's workers are each told
+
+_Key = tuple[str, frozenset[tuple[str, str]]]  # runner and environment
+
+
+class ForkServerPool:
+    """`logs` is a folder for what they print, a file for each; `lock` is held by whoever starts a process and notes it.
+
+    `cold_reasons` says of each runner that has to go cold why.
+    """
+
+    def __init__(self, logs: Path, bounds: Timeouts, lock: threading.RLock) -> None:
+        self.cold_reasons: dict[str, str] = {}
+        self._logs, self._bounds, self._lock, self._room = logs, bounds, lock, room()
+        self._alive: OrderedDict[_Key, ForkServer] = OrderedDict()  # the one that was used last is the last
+        self._parted: list[ForkServer] = []  # with users that are left
+        self._starting: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
+        self._numbers: dict[_Key, int] = {}
+
+    def take(
+        self, runner: str, environ: Mapping[str, str], look: Callable[[], None] | None = None
+    ) -> ForkServer | None:
+        """One for the runner in this environment, with one more user; None where the runner turns out to go cold.
+
+        `look` is called every second or so while it starts. Raises ForkServerError, OSError and what `look` raises.
+        """
+        given = {name: value for name, value in environ.items() if name not in OF_A_WORKER or not value}
+        given |= {name: os.environ[name] for name in OF_A_WORKER if environ.get(name) and name in os.environ}
+        key = (runner, frozenset(given.items()))
+        with self._starting[key]:  # whoever comes meanwhile waits for it
+            if look is not None:
+                look()
+            if runner in self.cold_reasons:
+                return None
+            with self._lock:
+                template = self._alive.pop(key, None)
+                if template is not None and template.alive() and template.claim():
+                    self._alive[key] = template
+                    return template
+                if template is not None:
+                    self._part(template)
+                template = self._alive[key] = self._new(key, given)
+            return self._ready(template, runner, look)
+
+    def give_back(self, template: ForkServer | None) -> None:
+        """An attempt is over, which had this one."""
+        if template is None:
+            return
+        with self._lock:
+            template.give_back()
+            if template.lost is not None and template in self._alive.values():
+                self._alive = OrderedDict((key, one) for key, one in self._alive.items() if one is not template)
+                self._parted.append(template)
+            if template in self._parted and not template.users:
+                self._parted.remove(template)
+                template.close()
+
+    def pids(self) -> set[int]:
+        """Their processes."""
+        with self._lock:
+            return {template.pid for template in (*self._alive.values(), *self._parted)}
+
+    def close(self) -> None:
+        """End all."""
+        for template in (*self._alive.values(), *self._parted):
+            template.close()
+        self._alive.clear()
+        self._parted.clear()
+
+    def _new(self, key: _Key, environ: Mapping[str, str]) -> ForkServer:
+        """A process that has begun to import, and its first user. Idle ones make room; where all are in use, there are
+        more for a while."""
+        while len(self._alive) + len(self._parted) >= self._room:
+            idle = next((other for other, one in self._alive.items() if not one.users), None)
+            if idle is None:
+                break
+            self._part(self._alive.pop(idle))
+        self._logs.mkdir(parents=True, exist_ok=True)
+        log = self._logs / f"{key[0]}-{self._numbers.setdefault(key, len(self._numbers) + 1)}.log"
+        template = ForkServer(key[0], environ, log, self._bounds)
+        template.claim()
+        return template
+
+    def _ready(self, template: ForkServer, runner: str, look: Callable[[], None] | None) -> ForkServer | None:
+        """The same once it has imported everything; None where that makes workers that cannot use CUDA."""
+        logs = Logs(template.log)
+
+        def both() -> None:
+            logs.look()
+            if look is not None:
+                look()
+
+        try:
+            unclean = template.ready(both)
+        except BaseException:
+            template.lose("it did not start")
+            self.give_back(template)
+            raise
+        if unclean is None:
+            return template
+        template.lose(unclean)
+        self.give_back(template)
+        self.cold_reasons[runner] = unclean
+        print(f"runner={runner} goes cold, a fresh interpreter for each trial: {unclean}", file=sys.stderr)
+        return None
+
+    def _part(self, template: ForkServer) -> None:
+        """No attempt gets a worker from it any more."""
+        if template.users:
+            self._parted.append(template)
+        else:
+            template.close()

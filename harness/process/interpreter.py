@@ -1,0 +1,102 @@
+"""How our own processes are started, and which Python a user's command runs in: that may be another than ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from vramsweep.harness.messages.errors import UserError
+
+START = Path(__file__).absolute().with_name("start.py")  # not resolved: the folders under vramsweep/ may be links
+PACKAGES = ("torch", "transformers")
+_ASK = """
+import sys
+sys.path[:] = filter(None, sys.path)  # not from the current folder
+import json, platform
+from importlib import metadata
+def version(name):
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+print(json.dumps([platform.python_version(), *map(version, %r)]))
+"""
+ANSWER_S = 20.0
+
+
+def build_command(module: str, *words: str) -> list[str]:
+    """Build the command line that runs a module of ours in an interpreter like this one.
+
+    Nothing in the current folder is imported there, and the package is this copy, installed or not (start.py).
+    """
+    return [sys.executable, "-P", str(START), "-m", module, *words]
+
+
+def draw_page(data: str, out: Path) -> None:
+    """Draw what `timeline` or `replay` found, as JSON, as a page, in a process of the analysis.
+
+    Raises UserError when that fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "data.json"
+        file.write_text(data)
+        done = subprocess.run(
+            build_command("vramsweep", "draw", str(file), str(out)), capture_output=True, text=True, check=False
+        )
+    if done.returncode != 0:
+        raise UserError(f"the figure could not be drawn: {last_line(done.stderr)}")
+
+
+def last_line(text: str) -> str:
+    """What a process said last."""
+    return next(reversed(text.strip().splitlines()), "no reason given")
+
+
+def interpreter_facts(command: str) -> dict[str, str | None]:
+    """Columns about the Python of a command, empty where it is ours or cannot be told (a shell script)."""
+    found = interpreter(command)
+    if found is None or found.parent.resolve() == Path(sys.executable).parent.resolve():
+        return {}
+    told = _ask_interpreter(str(found))
+    names = ("python_version", *(f"{package}_version" for package in PACKAGES))
+    return dict(zip(names, told, strict=True)) if told else {}
+
+
+def interpreter(command: str) -> Path | None:
+    """The Python that a command's program is, or runs in by its first line; None where it is none."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    place = shutil.which(words[0]) if words else None
+    if place is None:
+        return None
+    path = Path(place)
+    if path.name.startswith("python"):
+        return path
+    try:
+        with path.open("rb") as file:
+            first = file.readline(512).decode(errors="replace").strip()
+    except OSError:
+        return None
+    named = first.removeprefix("#!").split()
+    if not first.startswith("#!") or not named:
+        return None
+    named = named[1:] if Path(named[0]).name == "env" else named
+    found = shutil.which(named[0]) if named and Path(named[0]).name.startswith("python") else None
+    return None if found is None else Path(found)
+
+
+@cache
+def _ask_interpreter(python: str) -> tuple[str | None, ...] | None:
+    try:
+        done = subprocess.run([python, "-c", _ASK % (PACKAGES,)], capture_output=True, timeout=ANSWER_S, check=True)
+        return tuple(json.loads(done.stdout))
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None

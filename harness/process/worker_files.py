@@ -1,0 +1,10 @@
+"""Names of the files by which a worker and its parent speak, and of records in them."""
+
+from __future__ import annotations
+
+SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
+LOGS = ("stdout.log", "stderr.log")
+PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: answers, a line each
+LARGEST = "largest.json"  # what is the largest that fits, of each trial of an attempt
+ENDED = "ended"  # the record of a rank that ended without saying why
+LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more

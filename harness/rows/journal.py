@@ -1,0 +1,342 @@
+"""The journal: `results/<sweep>/journal.jsonl`, one row a line, only ever appended to.
+
+One process writes a file, under an exclusive lock held as long as it is open (journal_lock.py); each row, or several
+that are ready together, are one write and one fsync, so a row that `append` returned from survives a power cut. A
+writer that was killed can leave a torn last line: the next one starts a fresh line after it, whatever size a shared
+folder says that the file has. Several writers (nodes that share a folder) each have a file of their own,
+`journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
+
+A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
+what was written is skipped and counted, never half-believed; lines without one (before schema version 2, or made by
+others) are taken as they are, if they say whose and how it ended, and hold what their columns can
+(schema.is_plausible). What an editor or git puts around lines, carriage returns and a byte order mark, is no part of
+them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import errno
+import json
+import os
+import re
+import threading
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vramsweep.harness.files import plain_json
+from vramsweep.harness.files.bounded_reads import error_reason, open_descriptor, open_regular
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import migrations
+from vramsweep.harness.rows.journal_lock import Lock
+from vramsweep.harness.rows.schema import BY_NAME, Row, complete_row, is_plausible, system_of, to_encodable
+
+NAME = "journal.jsonl"
+PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with; of each writer
+_CHECKSUM = re.compile(rb',"(.{8})":"([0-9a-f]{8})"\}$', re.DOTALL)
+_CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
+LIMIT = 1 << 34  # bytes of a journal: millions of rows
+LONGEST = 1 << 27  # bytes of a line: twice the largest result
+_UNSAID: Row = dict.fromkeys(BY_NAME)
+System = tuple[str | None, ...]
+
+
+class Journal(contextlib.AbstractContextManager["Journal"]):
+    """The writing end of one writer's journal; `writer` is None where a sweep has only one.
+
+    Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing
+    and closing, when the file is not there any more or lacks rows; what others append to it is left where it is.
+    """
+
+    def __init__(self, folder: Path, writer: str | None = None) -> None:
+        self.path = folder / name(writer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            new = not self.path.exists()
+            self._fd = open_descriptor(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        try:
+            self._lock = self._locked()
+            if new:
+                _sync_folder(folder)
+            self._turn = threading.Lock()  # trials that run beside each other write too
+            self._end = 0 if new else None  # of what was written last; not known where a line may be torn
+            self._last = b""  # what stands there
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def _locked(self) -> Lock:
+        try:
+            return Lock(self.path, self._fd)
+        except OSError as error:
+            raise UserError(f"cannot lock {self.path}: {error.strerror}; choose another folder: results=DIR") from None
+
+    def append(self, row: Row) -> Row:
+        """Store one row, checked against the schema, and return it with every column.
+
+        Raises RowError (schema) or UserError (disk).
+        """
+        return self.extend([row])[0]
+
+    def extend(self, rows: Iterable[Row]) -> list[Row]:
+        """The same for several rows, in one write and one fsync."""
+        whole = [complete_row(row) for row in rows]
+        if whole:
+            with self._turn:
+                self._write(b"".join(map(line, whole)))
+        return whole
+
+    def _write(self, data: bytes) -> None:
+        lost = self._lost()
+        try:
+            size = os.fstat(self._fd).st_size
+            if self._put(data if self._end == size else b"\n" + data) != size:  # somebody wrote in between
+                self._put(b"\n" + data)
+        except OSError as error:
+            raise _unwritable(self.path, error) from None
+        if lost := lost or self._lost():
+            raise UserError(lost)
+
+    def _put(self, data: bytes) -> int:
+        """Append all of the data; where it begins. Raises OSError."""
+        self._end, written = None, 0
+        while written < len(data):  # where a part is taken, the next error says why
+            written += os.write(self._fd, data[written:])
+        os.fsync(self._fd)
+        self._end, self._last = os.lseek(self._fd, 0, os.SEEK_CUR), data[-_CHECKSUM_LENGTH:]
+        return self._end - len(data)
+
+    def _lost(self) -> str | None:
+        """What has become of the file, in words, where rows that were written may not be in it any more."""
+        try:
+            there = os.path.samestat(self.path.stat(), found := os.fstat(self._fd))
+        except OSError:
+            there = False
+        what = "deleted or moved"
+        if there:
+            at = (self._end or 0) - len(self._last)
+            if self._end is None or os.pread(self._fd, len(self._last), at) == self._last:
+                return None
+            what = f"cut or rewritten (it had {self._end:,} bytes and has {found.st_size:,})"
+        return (
+            f"{self.path} was {what} while the sweep was writing it, so the sweep stops; rows go with it: put the file "
+            "back, or run the same command again"
+        )
+
+    def close(self) -> None:
+        """Give the lock back."""
+        with self._turn:
+            closing, self._fd = self._fd, -1  # a trial that ends later, when all is stopped, writes nowhere
+        os.close(closing)
+        self._lock.release()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        lost = None if kind else self._lost()
+        self.close()
+        if lost:
+            raise UserError(lost)
+
+
+def line(row: Row) -> bytes:
+    """A row as it stands in the journal, its checksum and the end of the line included."""
+    text = json.dumps(to_encodable(row), separators=(",", ":"), allow_nan=False).encode()
+    return text[:-1] + b',"checksum":"%08x"}\n' % zlib.crc32(text)
+
+
+def intact(text: bytes) -> bool:
+    """Whether a line, without its end, is what was written; one that has no checksum is believed.
+
+    No column ends a line as a checksum does, so one of another name is a checksum that was damaged.
+    """
+    text = bare(text)
+    found = _CHECKSUM.search(text, max(0, len(text) - _CHECKSUM_LENGTH))
+    if found is None:
+        return b'"checksum"' not in text
+    return found[1] == b"checksum" and zlib.crc32(b"}", zlib.crc32(text[: found.start()])) == int(found[2], 16)
+
+
+def bare(text: bytes) -> bytes:
+    """A line as it was written."""
+    return text.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
+
+
+def name(writer: str | None) -> str:
+    """What a writer's journal is called."""
+    return NAME if writer is None else f"journal-{writer}.jsonl"
+
+
+def plan_name(writer: str | None) -> str:
+    """What a writer's plan is called."""
+    return PLAN if writer is None else f"plan-{writer}.json"
+
+
+def plans(folder: Path) -> list[dict[str, Any]]:
+    """What the writers' last commands in this folder planned, the latest last; those that can be read."""
+    found = map(plain_json.read_object, (folder / PLAN, *sorted(folder.glob("plan-*.json"))))
+    return sorted((one for one in found if one is not None), key=lambda one: str(one.get("started_at")))
+
+
+def files(place: Path) -> list[Path]:
+    """The journals of a sweep's folder, every writer's; of a file, that file."""
+    if not place.is_dir():
+        return [place]
+    own = place / NAME
+    return [*([own] if own.exists() else []), *sorted(place.glob("journal-*.jsonl"))] or [own]
+
+
+def read(place: Path) -> tuple[list[Row], int]:
+    """The rows of a journal (the file, or the sweep's folder) and how many lines could not be believed.
+
+    Rows of several writers come in the order in which their attempts began. Raises UserError if there is no such file.
+    """
+    found: list[Row | None] = []
+    several = files(place)
+    for file in several:
+        try:
+            found += [row for row, _ in since(file)]
+        except OSError as error:
+            raise refusal(file, error) from None
+    rows = [row for row in found if row is not None]
+    if len(several) > 1:
+        rows.sort(key=_began)
+    return rows, len(found) - len(rows)
+
+
+def since(file: Path, at: int = 0, torn: bool = True) -> Iterator[tuple[Row | None, int]]:
+    """Each line's row from that byte on, None where it is not believed, and where the line ends.
+
+    `torn`: the last line counts without its end, too. Of one that is longer than any row only the beginning is read as
+    one. Raises OSError.
+    """
+    with open_regular(file, LIMIT) as stream:
+        if at:
+            stream.seek(at)
+        begins = True
+        while (text := stream.readline(LONGEST)) and (torn or text.endswith(b"\n") or len(text) == LONGEST):
+            at += len(text)
+            if begins and (found := bare(text)):
+                yield parsed(found), at
+            begins = text.endswith(b"\n")
+
+
+class Tail:
+    """Reads a sweep's journals as they grow: each time only what has come since, whole lines alone.
+
+    `rows` are all so far, of several writers in the order in which their attempts began, with no more than `columns`;
+    `unreadable` counts the lines that could not be believed. What is replaced or cut is read anew.
+    """
+
+    def __init__(self, place: Path, columns: Collection[str]) -> None:
+        self._place, self._columns = place, columns
+        self._clear()
+
+    def _clear(self) -> None:
+        self._read: dict[Path, tuple[int, int]] = {}  # each file's inode, and how far it is read
+        self.rows: list[Row] = []
+        self.unreadable = 0
+
+    def look(self) -> bool:
+        """Take what is new; whether anything is. Raises UserError if there is no journal."""
+        several = files(self._place)
+        try:
+            now = {file: file.stat() for file in several}
+            before = self._read
+            if any(file not in now or now[file].st_ino != one[0] or now[file].st_size < one[1]
+                   for file, one in before.items()):  # fmt: skip
+                self._clear()
+            found = [row for file in several for row in self._new(file, now[file].st_ino)]
+        except OSError as error:
+            raise refusal(Path(error.filename or several[0]), error) from None
+        self.unreadable += found.count(None)
+        self.rows += filter(None, found)
+        if len(several) > 1:
+            self.rows.sort(key=_began)
+        return bool(found)
+
+    def _new(self, file: Path, inode: int) -> Iterator[Row | None]:
+        for row, end in since(file, self._read.get(file, (inode, 0))[1], torn=False):
+            self._read[file] = inode, end
+            yield row and {name: row.get(name) for name in self._columns}
+
+
+def parsed(text: bytes) -> Row | None:
+    """The row of one line in today's layout, with every column; None where it is none, or not what was written."""
+    row = None
+    if intact(text):
+        with contextlib.suppress(ValueError, RecursionError):
+            # others' NaN and Infinity, which no JSON has
+            row = json.loads(bare(text), parse_constant=lambda name: None)
+            if b"\\ud" in text:  # perhaps half a character: rows of other programs, and of version 1
+                row = to_encodable(row)
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("trial_id", "outcome")):
+        return None
+    row.pop("checksum", None)
+    if not is_plausible(row):
+        return None
+    found = migrations.upgrade_row(row)
+    return _UNSAID | found if found is row or is_plausible(found) else None
+
+
+def terminal(rows: Iterable[Row]) -> dict[str, Row]:
+    """The last terminal row of each trial, by its id, whatever system it is of."""
+    return {row["trial_id"]: row for row in rows if row.get("terminal")}
+
+
+def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The row that counts for each of the `wanted` trials, measured on the system that it would run on now.
+
+    An empty system is that of a trial that cannot run here.
+
+    And those that do not count, since they are of other systems: the last one of each trial that has no other.
+    """
+    mine: dict[str, Row] = {}
+    others: dict[str, Row] = {}
+    for row in rows:
+        trial_id = row["trial_id"]
+        if not row.get("terminal") or trial_id not in wanted:
+            continue
+        if row.get("attempt") != 0 and not wanted[trial_id]:  # cannot run here, so nothing is compared with it
+            continue
+        if row.get("attempt") == 0:  # never started: measured nowhere, and no word against what was measured
+            if mine.get(trial_id, row).get("attempt") == 0:
+                mine[trial_id] = row
+        else:
+            (mine if system_of(row) == wanted[trial_id] else others)[trial_id] = row
+    return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
+
+
+def _began(row: Row) -> str:
+    return str(row.get("started_at") or "")
+
+
+def refusal(file: Path, error: OSError) -> UserError:
+    """What to say where a journal cannot be read."""
+    meant = "" if file.exists() else suggestions.did_you_mean_path(file.parent)
+    return UserError(f"cannot read {file}: {error_reason(error)}; name a folder under results/{meant}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """A new file survives a power cut only once its folder is synced; some file systems do not take it."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"{error_reason(error)}: {path} takes no more rows; all rows before are safe, make room and rerun"
+        )
+    if error.errno == errno.ELOOP:
+        return UserError(f"{path} is a link, which no journal is written through; choose another folder: results=DIR")
+    return UserError(f"cannot write {path}: {error_reason(error)}; choose a writable folder with results=DIR")

@@ -1,0 +1,274 @@
+"""From evidence to outcome: pure functions, no processes, no clock, no files.
+
+The parent gathers what it saw of an attempt into `Evidence`; `classify` names the outcome, and `OUTCOMES` says for each
+whether it answers the trial's question and when the trial is tried again. Not covered: what an error's text says
+(error_patterns.py).
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows.schema import Outcome
+
+
+@dataclass(frozen=True)
+class OutcomeInfo:
+    """What an outcome means for its trial.
+
+    `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once, as
+    it may well end differently. `later`: whether a later run of the sweep tries again: never, asked (with
+    retry_failed=true), unasked (without skip_dominated=true), or always, since it said nothing about the trial.
+    """
+
+    outcome: Outcome
+    answer: bool
+    now: bool
+    later: Literal["never", "asked", "unasked", "always"]
+    meaning: str
+
+
+# fmt: off
+OUTCOMES = (
+    OutcomeInfo(Outcome.OK, True, False, "never", "measured, or predicted"),
+    OutcomeInfo(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
+    OutcomeInfo(Outcome.HOST_OOM, True, False, "never",
+                "the host's memory is too small; simulated: a node's, as given"),
+    OutcomeInfo(Outcome.INVALID, True, False, "asked",
+                "cannot run; the reason says why; again with other versions, too"),
+    OutcomeInfo(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
+    OutcomeInfo(Outcome.CRASH, False, True, "asked",
+                "the worker raised (not tried at once again), was killed, did not start"),
+    OutcomeInfo(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
+    OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
+    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "others use the device, or its memory is not back"),
+    OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
+                "the machine is not fit for the trial now (no CUDA device, ...)"),
+    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "not run, as asked: one that needs no more ran out of memory"),
+)
+# fmt: on
+_KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
+
+
+def _kind(outcome: str) -> OutcomeInfo:
+    """What an outcome means; one that only a later version knows is a failure that may be asked for again."""
+    return _KINDS.get(outcome, OutcomeInfo(Outcome.CRASH, False, False, "asked", "not known to this version"))
+
+
+def is_answer(outcome: str) -> bool:
+    """Whether a row with this outcome answers its trial's question."""
+    return _kind(outcome).answer
+
+
+def is_verdict(outcome: str) -> bool:
+    """Whether it says something about the trial, be it that it fails; a fault of the machine does not."""
+    return _kind(outcome).later != "always"
+
+
+def runs_again(outcome: str, asked: bool) -> bool:
+    """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true.
+
+    One that was skipped is looked at again: it may be dominated still.
+    """
+    later = _kind(outcome).later
+    return later in ("always", "unasked") or (asked and later == "asked")
+
+
+REASON_LENGTH = 400  # characters of a line that becomes a row's reason
+GIB = 1 << 30
+NOT_WRITTEN = 74  # EX_IOERR of sysexits.h: the exit status of a worker that could not write its result
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Of the host's memory when there was next to none left, in bytes: what the attempt held, what was in use, all, and
+    what had been in use before the attempt."""
+
+    held: int
+    used: int
+    total: int
+    before: int
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the parent saw of one attempt.
+
+    `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
+    `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
+    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand,
+    `held` says in words who holds memory there that the trial before has not given back;
+    `start_error` is why no worker could be started; `last_words` what it wrote to stderr at the last
+    (error_patterns.error_text); `rank` is the rank whose end the exit code tells of, if it did not say why: what
+    another says then is only that it was missed; `starved` is given where we ended it as the host had no memory left.
+    """
+
+    exit_code: int | None = None
+    expired: bool = False
+    result: dict[str, Any] | None = None
+    result_error: str | None = None
+    deadline_s: float | None = None
+    host_oom_kills: int = 0
+    foreign: tuple[int, ...] = ()
+    held: str | None = None
+    start_error: str | None = None
+    last_words: str | None = None
+    rank: int | None = None
+    starved: HostMemory | None = None
+
+
+_HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
+
+
+def is_same_failure(a: tuple[str, str | None], b: tuple[str, str | None]) -> bool:
+    """Whether two outcomes with their reasons are the same failure, whatever numbers the reasons hold."""
+
+    def shape(outcome: str, reason: str | None) -> tuple[str, str]:
+        return outcome, re.sub(r"0x[0-9a-f]+|\d+", "N", reason or "")
+
+    return shape(*a) == shape(*b)
+
+
+def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
+    """The outcome and, unless it is ok, the reason in one line."""
+    if evidence.foreign:
+        pids = ", ".join(map(str, evidence.foreign))
+        return Outcome.CONTENDED, f"other processes use the device (pid {pids})"
+    if evidence.held:
+        return Outcome.CONTENDED, evidence.held
+    if evidence.start_error:
+        return Outcome.CRASH, evidence.start_error
+    error = (evidence.result or {}).get("error")
+    if error is not None and evidence.rank is None:
+        kind, reason = _from_error(error, evidence.host_oom_kills)
+        rank = error.get("rank")
+        return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"
+    if has_published_result(evidence):
+        return Outcome.OK, None
+    ended = _ended(evidence)
+    if ended is not None:
+        return ended[0], f"{ended[1]}{_HINTS.get(ended[0], '')}"
+    if evidence.result is None:
+        return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
+    return Outcome.OK, None
+
+
+def is_machine_fault(text: str) -> bool:
+    """Whether an error with which CUDA does not even start says that the machine is not fit, rather than the trial."""
+    found = error_patterns.find(text)
+    return found is not None and found.outcome in (Outcome.ENVIRONMENT, Outcome.CONTENDED, Outcome.OOM)
+
+
+def has_published_result(evidence: Evidence) -> bool:
+    """Whether the worker had measured and said so; what became of it afterwards changes nothing in that."""
+    return "values" in (evidence.result or {}) and "complete" in (evidence.result or {})
+
+
+def describe_end(evidence: Evidence) -> str | None:
+    """What a reader of a published result should know of how its worker ended; None where it ended well."""
+    ended = _ended(evidence) if has_published_result(evidence) else None
+    return None if ended is None else f"ended after the measured steps: {ended[1]}"
+
+
+def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
+    """How a worker ended that did not end well."""
+    if evidence.starved is not None:
+        return _starved(evidence.starved)
+    if evidence.expired:
+        return Outcome.TIMEOUT, f"no end within {evidence.deadline_s:g} s"
+    who = "" if evidence.rank is None else f"rank {evidence.rank} "
+    if evidence.exit_code == -signal.SIGKILL and evidence.host_oom_kills > 0:
+        return Outcome.HOST_OOM, f"{who}killed by the kernel for want of host memory"
+    if evidence.exit_code is None:
+        return Outcome.CRASH, "the template process died, and the worker with it"
+    if evidence.exit_code == 0 and evidence.rank is None:
+        return None
+    how = f"{who and f'{who}ended with '}exit status {evidence.exit_code}"
+    if evidence.exit_code < 0:
+        how = f"{who}killed by {signal.Signals(-evidence.exit_code).name}"
+    kind = Outcome.CRASH
+    if evidence.exit_code == NOT_WRITTEN:
+        kind, how = Outcome.ENVIRONMENT, f"{who}could not write its result ({how})"
+    if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
+        whose = "its last words" if evidence.rank is None else "the last words of all ranks"
+        how = f"{how}; {whose}: {evidence.last_words}"
+        found = error_patterns.find(evidence.last_words) if evidence.exit_code in (-signal.SIGABRT, 1) else None
+        kind = found.outcome if found else kind  # C++ ends a process so (std::terminate), and C libraries by exit(1)
+    return kind, how
+
+
+OWN_SHARE = 0.9  # of what was taken since it began: the rest is ours, the kernel's and what comes and goes
+
+
+def _starved(seen: HostMemory) -> tuple[Outcome, str]:
+    """Of an attempt that we ended for want of host memory: its own doing on a free host, or that of others."""
+    held, used, total, before = (f"{size / GIB:.1f}" for size in (seen.held, seen.used, seen.total, seen.before))
+    if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
+        return Outcome.HOST_OOM, (
+            f"ended when it held {held} of the host's {total} GiB and next to nothing was left; before it {before}"
+        )
+    return Outcome.ENVIRONMENT, (
+        f"others use the host's memory: of {total} GiB {used} were in use, {held} by the trial, {before} before it"
+    )
+
+
+# A library takes less when it starts: cuDNN's kernels 150 to 500 MB (pytorch#81620), a context 768 MiB (gpu_lookup.py).
+FULL_BYTES, FULL_SHARE = GIB, 0.05  # free at the most, the share on a small card or a slice
+
+
+def _said_full(memory: object) -> str | None:
+    """That a card was nearly full, by its [free, total] bytes when an error was raised; None if not, or not known."""
+    match memory:
+        case [int(free), int(total)] if free < min(FULL_BYTES, FULL_SHARE * total):
+            return f"only {free / GIB:.2f} of the card's {total / GIB:.1f} GiB were free"
+    return None
+
+
+def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome, str]:
+    kind, message = error["type"], error["message"]
+    lines = message.strip().splitlines()
+    lines = [line[:REASON_LENGTH] for line in lines[:1]]
+    reason = f"{kind}: {lines[0]}" if lines and not kind.startswith("vramsweep.") else lines[0] if lines else kind
+    if kind.endswith("EnvironmentFault"):
+        return Outcome.ENVIRONMENT, lines[0] if lines else kind
+    if kind.endswith("InvalidTrial"):
+        return Outcome.INVALID, lines[0] if lines else kind
+    if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # of a simulated node, Python's
+        return Outcome.HOST_OOM, reason
+    if kind.endswith("OutOfMemoryError"):
+        return Outcome.OOM, reason
+    if host_oom_kills and "is killed by signal: Killed" in message:  # torch's words of a data loader's worker
+        return Outcome.HOST_OOM, f"{reason}, by the kernel for want of host memory"
+    full = _said_full(error.get("card_memory"))
+    found = error_patterns.find(f"{kind}: {message}", full is not None)
+    if found and found.when_full:
+        reason = f"{reason}; {full}"
+    return (found.outcome if found else Outcome.CRASH), reason
+
+
+def is_retryable(outcome: Outcome, evidence: Evidence) -> bool:
+    """Whether another attempt at once could end differently; a Python exception would only be raised again."""
+    if outcome is Outcome.CRASH and (evidence.result or {}).get("error") is not None:
+        return False
+    return _KINDS[outcome].now
+
+
+def markdown_table() -> str:
+    """The outcomes as a table for the documentation."""
+    lines = [
+        "**outcomes**",
+        "",
+        "| outcome | meaning | an answer | tried again at once | on a later run |",
+        "|---|---|---|---|---|",
+    ]
+    later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "without `skip_dominated=true`"}
+    later |= {"always": "yes"}
+    for kind in OUTCOMES:
+        cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
+        lines.append(f"| `{kind.outcome}` | {kind.meaning} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,118 @@
+"""Whether a row's step times are of one steady state: spread, drift, an odd first or last step. Pure.
+
+The steps of a steady state are alike whatever their order, so each test asks what steps in random order would show, and
+whether the speed that is published (the mean of the steps) would move by what `compare` can tell apart. Thresholds,
+sources and false-alarm rates: docs/methods.md.
+
+Not covered: steps of different lengths, whose times differ for a reason (quality_flags.py leaves them out); spread
+between processes (repeats.py).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
+
+DEVIATION = 0.10  # standard deviation over the mean, from which `pyperf check` calls a benchmark unstable
+OUTLIER = 0.50  # how far the shortest or longest step may lie off the mean, as there
+FALSE_ALARM = 0.01  # chance that `is_drifting` or `outlying_end` says yes of independent steps
+MOVES = 0.01  # of the mean: what `compare` tells apart (analysis/compare/verdicts.py, MARGIN)
+ODD = 8.0  # robust standard deviations; Iglewicz and Hoaglin's 3.5 would be a false alarm in 9 % of rows of ten steps
+FEWEST = 10  # steps to judge an end by the others
+FEWEST_OF_A_DRIFT = 6  # with five steps the rarest order has a chance of 1.7 %
+MAD_TO_SD = 1.4826  # of normal noise
+MOST = 1000  # steps that are compared pair by pair; of more, as many means of runs of steps
+EXACT = 60  # steps up to which the chance of a rank sum is counted, beyond which it is taken to be normal
+
+
+def spread(times: Sequence[float]) -> float | None:
+    """Standard deviation over mean of the steps; None of fewer than two, or where time did not pass."""
+    mean = _mean(times)
+    return None if mean is None else statistics.stdev(times) / mean
+
+
+def is_noisy(times: Sequence[float]) -> bool | None:
+    """pyperf's test of a benchmark's values: their standard deviation, and the shortest and the longest of them."""
+    mean, deviation = _mean(times), spread(times)
+    if mean is None or deviation is None:
+        return None
+    return deviation >= DEVIATION or any(abs(end - mean) >= OUTLIER * mean for end in (min(times), max(times)))
+
+
+def is_drifting(times: Sequence[float]) -> bool | None:
+    """Whether steps get faster (warm-up went on) or slower, by a test of ranks, and by enough to move the mean.
+
+    Mann (1945) and Kendall's test at `FALSE_ALARM`, two-sided, and Sen's (1968) slope over all steps of at least twice
+    `MOVES`: so much off at one end is half of it in the mean. None of fewer than `FEWEST_OF_A_DRIFT` steps.
+    """
+    if len(times) < FEWEST_OF_A_DRIFT or _mean(times) is None:
+        return None
+    some = _fewer(times)
+    return p_value(some) < FALSE_ALARM and abs(drift(some)) >= 2 * MOVES
+
+
+def _fewer(times: Sequence[float]) -> Sequence[float]:
+    """At most `MOST` values: means of runs of equally many steps, which are as good as steps for a test of order. Pairs
+    of all steps of a long training would take hours and all memory."""
+    each = -(-len(times) // MOST)
+    if each == 1:
+        return times
+    return [statistics.fmean(times[at : at + each]) for at in range(0, len(times) - each + 1, each)]
+
+
+def p_value(times: Sequence[float]) -> float:
+    """How likely steps in random order rise or fall at least as steadily; ties count for neither, which is cautious."""
+    score = abs(sum((after > before) - (after < before) for before, after in combinations(times, 2)))
+    n = len(times)
+    if n <= EXACT:
+        pairs = n * (n - 1) // 2
+        orders = _orders(n)
+        return min(1.0, 2 * sum(orders[: (pairs - score) // 2 + 1]))
+    deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
+    return 2 * (1 - statistics.NormalDist().cdf(max(score - 1, 0) / deviation))
+
+
+def drift(times: Sequence[float]) -> float:
+    """How much longer the last step is than the first along Sen's slope (the median over pairs), over the median."""
+    slopes = [(times[j] - times[i]) / (j - i) for i, j in combinations(range(len(times)), 2)]
+    return statistics.median(slopes) * (len(times) - 1) / statistics.median(times)
+
+
+def outlying_end(times: Sequence[float]) -> bool | None:
+    """Whether the first or the last step is not like the others, and moves the mean by at least `MOVES`.
+
+    Off their median by more than `ODD` times their median absolute deviation (as a standard deviation). None of fewer
+    than `FEWEST` steps.
+    """
+    if len(times) < FEWEST or _mean(times) is None:
+        return None
+    return any(_is_outlying(end, others) for end, others in ((times[0], times[1:]), (times[-1], times[:-1])))
+
+
+def _is_outlying(end: float, others: Sequence[float]) -> bool:
+    middle = statistics.median(others)
+    spread = MAD_TO_SD * statistics.median(abs(time - middle) for time in others)
+    off = abs(end - middle)
+    return off > ODD * spread and off >= MOVES * middle * (len(others) + 1)
+
+
+def _mean(times: Sequence[float]) -> float | None:
+    if len(times) < 2 or min(times) <= 0:
+        return None
+    return statistics.fmean(times)
+
+
+@cache
+def _orders(n: int) -> list[float]:
+    """The share of all orders of n different values that have 0, 1, 2, ... pairs the wrong way round (Kendall 1938)."""
+    shares = [1.0]
+    for length in range(2, n + 1):
+        longer = [0.0] * (len(shares) + length - 1)
+        for pairs, share in enumerate(shares):
+            for more in range(length):
+                longer[pairs + more] += share / length
+        shares = longer
+    return shares

@@ -1,0 +1,231 @@
+"""Which changes to take together: a search over predictions, the front of memory against time, what to recommend. Pure.
+
+Not covered: what the changes are (memory_savings.py), how they are predicted and shown (advise.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vramsweep.harness.search.memory_savings import LEVELS, SAME, MemorySaving
+
+MOST = 32  # combinations that are predicted, unless the user asks for more
+WAVE = 8  # of them at a time, before it is looked again which is best
+
+
+@dataclass(frozen=True)
+class Option:
+    """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
+
+    `reason` says why it is not known, or that it was the host's memory that ran out. `full`: memory ran out, however
+    little of the card's it would need without a limit.
+    `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
+    """
+
+    remedies: tuple[MemorySaving, ...]
+    need: int | None
+    seconds: float | None
+    reason: str | None = None
+    full: bool = False
+    work: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def level(self) -> int:
+        """How much of the result changes, at most."""
+        return max((one.level for one in self.remedies), default=SAME)
+
+    def fits(self, limit: int) -> bool:
+        """Whether it is known to fit."""
+        return self.need is not None and not self.full and self.need <= limit
+
+    def beyond(self, limit: int) -> int | None:
+        """The need, where it says whether this fits."""
+        return self.need if self.fits(limit) or (self.need or 0) > limit else None
+
+
+Predict = Callable[[Sequence[tuple[MemorySaving, ...]]], list[Option]]
+Guess = Callable[[tuple[MemorySaving, ...]], Option]
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`singles` are each remedy alone, `tried` all options, `space` how many combinations there are."""
+
+    base: Option
+    singles: tuple[Option, ...]
+    tried: tuple[Option, ...]
+    space: int
+    limit: int
+
+    @property
+    def front(self) -> list[Option]:
+        """Of what fits: no other needs less memory and is faster as well; the fastest first. Repeats count once."""
+        return front([one for one in self.tried if one.fits(self.limit)])
+
+    @property
+    def recommended(self) -> Option | None:
+        """The fastest of those that fit and change least of the result; None where nothing fits."""
+        fitting = [one for one in self.tried if one.fits(self.limit)]
+        return min(fitting, key=lambda one: (one.level, _order_key(one)), default=None)
+
+    @property
+    def nearest(self) -> Option | None:
+        """What needs least, whether or not it fits."""
+        known = [one for one in self.tried if one.need is not None]
+        return min(known, key=_size, default=None)
+
+    @property
+    def least(self) -> list[Option]:
+        """The run as it is, and what needs least in each level, the two least: candidates for the furthest."""
+        found = [self.base]
+        for level in range(len(LEVELS)):
+            own = [one for one in self.tried if one.level <= level and one.need is not None]
+            found += sorted(own, key=_size)[:2]
+        return list({one.remedies: one for one in found}.values())
+
+
+def search(
+    remedies: Sequence[MemorySaving], predict: Predict, limit: int, most: int = MOST, smallest: bool = False
+) -> Advice:
+    """Predict the run as it is, each remedy alone, and then combinations of those that are known, `most` at most.
+
+    Where there are no more than that, all of them, so that what is recommended is on the front of all. Else first those
+    that the effects of single remedies, multiplied, promise to be the fastest that fit, in every level, and the
+    smallest of levels in which nothing fits yet (`smallest`: of all); then what differs in one remedy from the best so
+    far: a peak that is gone leaves another one, for which remedies help that alone did nothing, or harm.
+    """
+    [base] = predict([()])
+    if base.need is None and not base.full:
+        return Advice(base, (), (base,), 1, limit)
+    singles = predict([(one,) for one in remedies])
+    known = [one for one in singles if one.need is not None]
+    combinations = [taken for taken in _combinations(known) if len(taken) > 1]
+    guess = _guesses(base, known)
+    tried = {one.remedies: one for one in (base, *singles)}
+
+    def look(wanted: Sequence[tuple[MemorySaving, ...]]) -> None:
+        tried.update((one.remedies, one) for one in (predict(wanted) if wanted else []))
+
+    if len(combinations) <= most:
+        look(combinations)
+    else:
+        before = (base.need, base.seconds, base.work)
+        idle = {one.remedies[0] for one in known if (one.need, one.seconds, one.work) == before}
+        busy = [taken for taken in combinations if not idle.intersection(taken)]
+        fitting = len(LEVELS) if smallest else _fitting([base, *known], limit)
+        look(_promising(busy, guess, fitting, limit)[: most - most // 2])
+        left = most // 2
+        while near := _near(list(tried.values()), combinations, guess, limit, smallest)[: min(left, WAVE)]:
+            look(near)
+            left -= len(near)
+    return Advice(base, tuple(singles), tuple(tried.values()), 1 + len(singles) + len(combinations), limit)
+
+
+def front(options: Sequence[Option]) -> list[Option]:
+    """Those that no other beats in both memory and time, the fastest first; of equal ones the one with least change."""
+    found: list[Option] = []
+    least = math.inf
+    for one in sorted(options, key=lambda one: (_time(one), one.need or 0, one.level, len(one.remedies))):
+        if one.need is not None and one.need < least:
+            found.append(one)
+            least = one.need
+    return found
+
+
+def _combinations(singles: Sequence[Option]) -> Iterator[tuple[MemorySaving, ...]]:
+    """One of each group at most, no two for the same setting."""
+    groups: dict[str, list[MemorySaving]] = defaultdict(list)
+    for one in singles:
+        groups[one.remedies[0].group].append(one.remedies[0])
+    for taken in itertools.product(*([None, *group] for group in groups.values())):
+        found = tuple(one for one in taken if one is not None)
+        keys = [key for one in found for key in one.change]
+        if len(keys) == len(set(keys)):
+            yield found
+
+
+def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
+    """What some remedies together may do: their effects alone, multiplied."""
+    of = {one.remedies[0].words: one for one in singles}
+
+    def ratio(one: float | None, before: float | None) -> float | None:
+        return one / before if one is not None and before else None
+
+    def guess(taken: tuple[MemorySaving, ...]) -> Option:
+        need, seconds, work = float(base.need or 0), base.seconds, list(base.work)
+        for one in (of[remedy.words] for remedy in taken):
+            need *= ratio(one.need, base.need) or 1
+            slower = ratio(one.seconds, base.seconds)
+            seconds = None if seconds is None or slower is None else seconds * slower
+            work = [now * (ratio(own, was) or 1) for now, own, was in zip(work, one.work, base.work, strict=True)]
+        return Option(taken, round(need), seconds, work=(work[0], work[1]))
+
+    return guess
+
+
+def _fitting(options: Sequence[Option], limit: int) -> int:
+    """The least level in which something is known to fit; beyond all levels where nothing does."""
+    return min((one.level for one in options if one.fits(limit)), default=len(LEVELS))
+
+
+def _promising(
+    combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, fitting: int, limit: int
+) -> list[tuple[MemorySaving, ...]]:
+    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest
+    where something fits only from a higher level on."""
+    guesses = [guess(taken) for taken in combinations]
+    queues: list[list[Option]] = []
+    for level in sorted({one.level for one in guesses}):
+        own = [one for one in guesses if one.level == level]
+        near = [one for one in own if one.fits(round(1.15 * limit))]
+        queues.append(sorted(near, key=_order_key))
+        if level < fitting:
+            queues.append(sorted(own, key=_size))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    return list(dict.fromkeys(one.remedies for one in turns if one is not None))
+
+
+def _near(
+    tried: Sequence[Option], combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, limit: int, smallest: bool
+) -> list[tuple[MemorySaving, ...]]:
+    """What was not tried and has one remedy more, fewer or another than the best so far of each level: the fastest that
+    fits, and the smallest where nothing does (`smallest`: anyway). Of each the most promising first."""
+    known = [one for one in tried if one.need is not None]
+    done = {one.remedies for one in tried}
+    fast: list[Option] = []
+    small: list[Option] = []
+    for level in sorted({one.level for one in known}):
+        own = [one for one in known if one.level <= level]
+        fits = sorted((one for one in own if one.fits(limit)), key=_order_key)
+        fast += fits[:1]
+        small += [] if fits and not smallest else [min(own, key=_size)]
+    queues = []
+    for one, order in dict.fromkeys([*((one, _order_key) for one in fast), *((one, _size) for one in small)]):
+        steps = (taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1)
+        queues.append(sorted(steps, key=lambda taken: order(guess(taken))))
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
+    return list(dict.fromkeys(taken for taken in turns if taken is not None))
+
+
+def _steps(one: Sequence[MemorySaving], other: Sequence[MemorySaving]) -> int:
+    """In how many groups they differ."""
+    return len({remedy.group for remedy in set(one) ^ set(other)})
+
+
+def _order_key(one: Option) -> tuple[Any, ...]:
+    """The fastest first."""
+    return _time(one), len(one.remedies), one.need or 0
+
+
+def _size(one: Option) -> tuple[Any, ...]:
+    """The smallest first."""
+    return one.need or 0, len(one.remedies)
+
+
+def _time(one: Option) -> tuple[float, float, float]:
+    return (math.inf if one.seconds is None else one.seconds, *one.work)

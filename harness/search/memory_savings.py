@@ -1,0 +1,151 @@
+"""Changes of a trial that may make it fit: what each sets, and what of the training's result it changes.
+
+A new remedy is an entry in `REMEDIES`. Not covered: whether one helps, which a prediction tells (advise.py); which of
+them a trial can have, which the rules of settings and techniques tell (trial.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+# What may change of the result, from what nobody would notice to another training.
+SAME, ROUNDING, PRECISION, METHOD = range(4)
+ACCEPTED = ("same", "rounding", "precision", "method")  # the same as words of a command
+LEVELS = ("the same result", "the same but for rounding", "less precision", "another training")
+
+
+@dataclass(frozen=True)
+class MemorySaving:
+    """A change, as it is typed. Of those of one `group` a trial can have one.
+
+    `change` are values of the resolved trial, of which `level` says how much and `result` what they change in the
+    result; "" where it is nothing. On cards below `capability` it is left out, with the reason `instead`; where `where`
+    is not so of the resolved trial it changes nothing that is there.
+    """
+
+    words: str
+    group: str
+    change: Mapping[str, Any] = field(hash=False)
+    level: int
+    result: str = ""
+    capability: tuple[int, int] | None = None
+    instead: str = ""
+    where: Callable[[Mapping[str, Any]], bool] = field(default=lambda resolved: True, compare=False)
+
+
+def _axis(group: str, value: Any, level: int, result: str = "", **more: Any) -> MemorySaving:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return MemorySaving(f"{group}={text}", group, {group: value}, level, result, **more)
+
+
+def _is(axis: str, *values: Any) -> Callable[[Mapping[str, Any]], bool]:
+    """Whether a resolved trial has one of these values."""
+    return lambda resolved: resolved[axis] in values
+
+
+_FP32 = _is("precision", "fp32", "tf32")
+_ADAMW = _is(
+    "optimizer", "default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop",
+    "paged_adamw_32bit", "deepspeed_fused_adam", "deepspeed_cpu_adam",
+)  # fmt: skip
+_LIONS = ("lion_32bit", "lion_8bit", "paged_lion_8bit")
+_EIGHT_BITS = "optimizer state in 8 bits"
+_BF16: dict[str, Any] = {
+    "capability": (8, 0),
+    "instead": "bf16 is emulated below 8.0, which is slow; precision=fp16 is not",
+}
+_LORA = "adapters are trained, the weights are frozen"
+_WHOLE = _is("adapter", "none")
+# fmt: off
+REMEDIES: tuple[MemorySaving, ...] = (
+    _axis("checkpointing", "selective", SAME),
+    _axis("checkpointing", "full", SAME),
+    _axis("use_cache", "off", SAME),
+    _axis("activation_offload", True, SAME),
+    MemorySaving("allocator=expandable", "allocator",
+                 {"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, SAME,
+                 where=lambda resolved: not resolved["allocator"]["conf"]),  # else its settings would be lost
+    _axis("offload_optimizer", True, SAME, where=_is("sharding", "zero1", "zero2", "zero3")),
+    _axis("offload_param", True, SAME, where=_is("sharding", "zero3", "fsdp1", "fsdp2")),
+    _axis("optimizer", "paged_adamw_8bit", SAME, where=_is("optimizer", "adamw_bnb_8bit")),
+    _axis("optimizer", "adamw_torch_fused", ROUNDING, where=_ADAMW),
+    _axis("attention", "sdpa", ROUNDING),
+    _axis("attention", "flash_attention_2", ROUNDING, capability=(8, 0), instead="flash-attn needs 8.0",
+          where=lambda resolved: not _FP32(resolved)),
+    _axis("loss", "chunked", ROUNDING),
+    _axis("loss", "fused_linear", ROUNDING),
+    _axis("kernels", "liger", ROUNDING),
+    _axis("precision", "fp16", PRECISION, "products in fp16, the loss scaled", where=_FP32),
+    _axis("precision", "bf16", PRECISION, "products in bf16", where=_is("precision", "fp32", "tf32", "fp16"), **_BF16),
+    _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16", **_BF16),
+    _axis("optimizer", "adamw_bnb_8bit", PRECISION, _EIGHT_BITS, where=_ADAMW),
+    _axis("optimizer", "paged_adamw_8bit", PRECISION, f"{_EIGHT_BITS}, in memory that the host has too", where=_ADAMW),
+    _axis("optimizer", "lion_8bit", PRECISION, _EIGHT_BITS, where=_is("optimizer", "lion_32bit")),
+    _axis("quantization", "nf4_double", PRECISION, "frozen weights in 4 bits, their scales in 8",
+          where=lambda resolved: not _WHOLE(resolved) and resolved["quantization"] in ("none", "nf4")),
+    _axis("optimizer", "adafactor", METHOD, "Adafactor"),
+    _axis("optimizer", "lion_8bit", METHOD, "Lion, its state in 8 bits", where=lambda r: r["optimizer"] not in _LIONS),
+    _axis("optimizer", "sgd", METHOD, "SGD without momentum"),
+    _axis("adapter", "lora", METHOD, _LORA, where=_WHOLE),
+    MemorySaving("adapter=lora quantization=nf4_double", "adapter", {"adapter": "lora", "quantization": "nf4_double"},
+                 METHOD, f"{_LORA} and in 4 bits", where=_WHOLE),
+)
+# fmt: on
+
+
+def applicable(resolved: Mapping[str, Any]) -> list[MemorySaving]:
+    """The remedies that change something of this resolved trial, smaller batches of the same sum among them."""
+    fixed = [one for one in REMEDIES if any(not _has(resolved, key, value) for key, value in one.change.items())]
+    able = (one for one in fixed if one.where(resolved))
+    return [*_batches(resolved), *(_without_cache(one) if resolved["use_cache"] == "on" else one for one in able)]
+
+
+def too_old(one: MemorySaving, capability: tuple[int, int]) -> str | None:
+    """Why a card of this compute capability is too old for the remedy; None where it is not."""
+    if one.capability is None or capability >= one.capability:
+        return None
+    return f"{one.instead}, and the card has {capability[0]}.{capability[1]}"
+
+
+def apply_changes(resolved: Mapping[str, Any], remedies: Iterable[MemorySaving]) -> dict[str, Any]:
+    """The resolved trial with these remedies."""
+    found = dict(resolved)
+    for one in remedies:
+        found |= one.change
+    return found
+
+
+def words(given: Sequence[str], remedies: Iterable[MemorySaving]) -> list[str]:
+    """The words of a command with those of remedies, which take the place of words for the same settings."""
+    more = [word for one in remedies for word in one.words.split()]
+    keys = {word.partition("=")[0] for word in more}
+    return [*(word for word in given if word.partition("=")[0] not in keys), *more]
+
+
+def _without_cache(one: MemorySaving) -> MemorySaving:
+    """Checkpointing goes with no cache: where the trial asks for one, that goes too."""
+    if one.group != "checkpointing":
+        return one
+    return replace(one, words=f"{one.words} use_cache=off", change={**one.change, "use_cache": "off"})
+
+
+def _has(resolved: Mapping[str, Any], key: str, value: Any) -> bool:
+    found = resolved.get(key)
+    return found == value if not isinstance(value, Mapping) else value.items() <= dict(found or {}).items()
+
+
+def _batches(resolved: Mapping[str, Any]) -> list[MemorySaving]:
+    """The same samples a step in more passes: half, a quarter and one at a time."""
+    batch, passes = int(resolved["micro_batch"]), int(resolved["grad_accum"])
+    sizes = [size for size in (batch // 2, batch // 4, 1) if 1 <= size < batch and batch % size == 0]
+    return [
+        MemorySaving(
+            f"micro_batch={size} grad_accum={passes * batch // size}",
+            "batch",
+            {"micro_batch": size, "grad_accum": passes * batch // size},
+            ROUNDING,
+        )
+        for size in dict.fromkeys(sizes)
+    ]

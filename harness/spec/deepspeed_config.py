@@ -1,0 +1,193 @@
+"""A user's ds_config.json: what it says, where it contradicts a trial's axes, and what axes left alone take from it.
+
+What a file leaves out, or leaves to the Trainer ("auto"), comes from the axes; what it says must be what they say.
+Whether DeepSpeed knows a file's other keys is checked where DeepSpeed is (runners/shardings/zero_config.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness.files import bounded_reads, plain_json
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec.techniques.schema import text
+
+if TYPE_CHECKING:
+    from vramsweep.harness.spec.trial import Trial
+
+AUTO = "auto"
+MOST = 1 << 24  # bytes of a file
+STAGE = "zero_optimization.stage"
+MICRO, ACCUM, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+BF16, FP16 = ("bf16.enabled", "bfloat16.enabled"), ("fp16.enabled",)  # each by its names of today and before
+OFFLOADS = {axis: f"zero_optimization.{axis}.device" for axis in ("offload_optimizer", "offload_param")}
+OFFLOADED_ONCE = {
+    "offload_optimizer": "zero_optimization.cpu_offload",
+    "offload_param": "zero_optimization.cpu_offload_param",
+}
+# Mixed precisions of DeepSpeed's that no value of the axis stands for
+OTHERS = ("amp.enabled", "torch_autocast.enabled")
+
+# What DeepSpeed or the Trainer takes a key of
+OBJECTS = (*(key.rpartition(".")[0] for key in (*BF16, *FP16, *OFFLOADS.values())), "optimizer", "scheduler")
+
+# By which ranks would divide more than the batch
+PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
+
+
+def _stage(trial: Trial) -> int | None:
+    asked = trial.sharding.removeprefix("zero")
+    return int(asked) if asked.isdigit() else None
+
+
+# Every key that an axis says: which one, and the value that it asks for (None: what no ds_config can give).
+OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
+    STAGE: ("sharding", _stage),
+    OFFLOADS["offload_optimizer"]: ("offload_optimizer", lambda trial: "cpu" if trial.offload_optimizer else "none"),
+    OFFLOADS["offload_param"]: ("offload_param", lambda trial: "cpu" if trial.offload_param else "none"),
+    OFFLOADED_ONCE["offload_optimizer"]: ("offload_optimizer", lambda trial: trial.offload_optimizer),
+    OFFLOADED_ONCE["offload_param"]: ("offload_param", lambda trial: trial.offload_param),
+    **dict.fromkeys(BF16, ("precision", lambda trial: trial.precision == "bf16")),
+    **dict.fromkeys(FP16, ("precision", lambda trial: trial.precision == "fp16")),
+    **dict.fromkeys(OTHERS, ("precision", lambda trial: False)),
+    MICRO: ("micro_batch", lambda trial: trial.micro_batch),
+    ACCUM: ("grad_accum", lambda trial: trial.grad_accum),
+    BATCH: ("micro_batch, grad_accum and world_size", lambda trial: trial.samples_per_step()),
+}
+
+
+def read(path: str) -> dict[str, Any]:
+    """The file's object. Raises UserError for one that is not there or holds something else."""
+    try:
+        found = plain_json.read(bounded_reads.read_content(Path(path), MOST).decode(), object_pairs_hook=_once)
+    except FileNotFoundError:
+        raise UserError(f"ds_config {path}: there is no such file") from None
+    except OSError as error:
+        raise UserError(f"ds_config {path} cannot be read: {bounded_reads.error_reason(error)}") from None
+    except ValueError as error:
+        raise UserError(f"ds_config {path} is not JSON that can be read: {error!s:.200}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"ds_config {path} holds {json.dumps(found)[:40]}; it must be one object, {{...}}")
+    return found
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a key that is there twice, as DeepSpeed does for a file."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"the key {twice} is there twice")
+    return found
+
+
+def stated_values(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key; None where it is not there or left to the axes."""
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return None if value == AUTO else value
+
+
+def _no_object(config: Mapping[str, Any], key: str) -> str | None:
+    """What is there in the place of an object, as JSON; None where one is, or nothing."""
+    before, _, last = key.rpartition(".")
+    node = stated_values(config, before) if before else config
+    found = node.get(last, {}) if isinstance(node, Mapping) else {}
+    return None if isinstance(found, Mapping) else json.dumps(found)
+
+
+def axes(config: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
+    """What the file says of the axes, by axis; without those that it leaves out or says wrongly."""
+    micro, accum, batch = (stated_values(config, key) for key in (MICRO, ACCUM, BATCH))
+    whole = isinstance(micro, int) and isinstance(batch, int) and isinstance(world_size, int)
+    if accum is None and whole and micro * world_size > 0:
+        accum = batch // (micro * world_size) or None  # as DeepSpeed works it out
+    found = {
+        "micro_batch": micro,
+        "grad_accum": accum,
+        "precision": _precision(config),
+        "sharding": next((f"zero{stage}" for stage in range(4) if stage == stated_values(config, STAGE)), None),
+        "optimizer": adam(config),
+        **{axis: _offloads(config, axis) for axis in OFFLOADS},
+    }
+    return {axis: value for axis, value in found.items() if value is not None}
+
+
+def adam(config: Mapping[str, Any]) -> str | None:
+    """What the axis calls the file's Adam (deepspeed/runtime/engine.py: get_optimizer_configuration).
+
+    None where the file has no optimizer, and for another one, which the axis lacks.
+    """
+    if str(stated_values(config, "optimizer.type")).lower() not in ("adam", "adamw"):
+        return None
+    if stated_values(config, "optimizer.params.torch_adam"):
+        return "adamw_torch"
+    return "deepspeed_cpu_adam" if _offloads(config, "offload_optimizer") else "deepspeed_fused_adam"
+
+
+def _offloads(config: Mapping[str, Any], axis: str) -> bool | None:
+    device, once = stated_values(config, OFFLOADS[axis]), stated_values(config, OFFLOADED_ONCE[axis])
+    return bool(once) if device is None and once is not None else None if device is None else device == "cpu"
+
+
+def _precision(config: Mapping[str, Any]) -> str | None:
+    half = {"bf16": BF16, "fp16": FP16}
+    told = {name: [v for key in keys if (v := stated_values(config, key)) is not None] for name, keys in half.items()}
+    on = [name for name, values in told.items() if any(values)]
+    return on[0] if on else "fp32" if all(told.values()) else None
+
+
+def contradictions(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
+    """What of the file is not what the trial's axes say, or cannot be had: messages that name both."""
+    zero = config.get("zero_optimization")
+    if not isinstance(zero, Mapping) or "stage" not in zero:
+        yield (
+            f"it has no {STAGE}, which DeepSpeed takes for 0 and the Trainer for a mistake; add it: 0 to 3, or "
+            f'"{AUTO}" for the axis sharding'
+        )
+    elif zero["stage"] not in (0, 1, 2, 3, AUTO) or isinstance(zero["stage"], bool):
+        yield f'{STAGE} is {json.dumps(zero["stage"])}; it must be 0 to 3, or "{AUTO}" for the axis sharding'
+    for key in OBJECTS:
+        if (found := _no_object(config, key)) is not None:
+            yield f"{key} is {found}; it must be an object, {{...}}, or not be there"
+    if all(any(stated_values(config, key) for key in keys) for keys in (BF16, FP16)):
+        yield "bf16 and fp16 are both enabled; DeepSpeed takes one of them"
+    for key in OTHERS:
+        if stated_values(config, key):
+            yield f"{key} is true, which no precision of the axis is; take it out, for bf16.enabled or fp16.enabled"
+    clipping = stated_values(config, "gradient_clipping")
+    if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float))):
+        yield f"gradient_clipping is {json.dumps(clipping)}; it must be a number"
+    for key in PARALLEL:
+        if stated_values(config, key) not in (None, 0, 1):
+            stated = json.dumps(stated_values(config, key))
+            yield f"{key} is {stated}, which is not supported: ranks divide the batch; use 1"
+    for key in OFFLOADS.values():
+        if stated_values(config, key) == "nvme":
+            yield (
+                f"{key} is nvme, which is not supported: its buffers and speed are those of the drive and of the aio "
+                'settings, which no row describes; use "cpu"'
+            )
+    optimizer, own = stated_values(config, "optimizer"), adam(config)
+    if isinstance(optimizer, Mapping) and not isinstance(stated_values(config, "optimizer.type"), str):
+        yield f'optimizer is {json.dumps(optimizer)}; it must be {{"type": NAME, "params": {{...}}}}'
+    if optimizer is not None and trial.optimizer != (own or "default"):
+        yield _disagree(trial, "optimizer", optimizer, "optimizer", None)
+    for key, (axis, asked) in OWNED.items():
+        value, wanted = stated_values(config, key), asked(trial)
+        if value is not None and value != wanted:
+            yield _disagree(trial, key, value, axis, wanted)
+
+
+def _disagree(trial: Trial, key: str, value: Any, axis: str, wanted: Any) -> str:
+    if isinstance(wanted, bool) and not isinstance(value, bool):
+        return f"{key} is {json.dumps(value)}; it must be true or false"
+    names = axis.replace(" and ", ", ").split(", ")
+    given = " ".join(f"{name}={text(getattr(trial, name))}" for name in names)
+    there = "" if wanted is None else f" ({json.dumps(wanted)} there)"
+    mend = "make them agree" if names[1:] else f"leave {axis} out to get what the file says"
+    return f'{key} is {json.dumps(value)}, which contradicts {given}{there}; {mend}, or write "{AUTO}" in the file'

@@ -1,0 +1,200 @@
+"""What a runner cannot do with a way of sharding, an optimizer or an option, each with the way out.
+
+Not covered: what the tables of runners and ways of sharding say themselves (runner_table.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec import deepspeed_config
+from vramsweep.harness.spec.shardings import FSDP, ZERO
+from vramsweep.harness.spec.techniques import catalog
+
+if TYPE_CHECKING:
+    from vramsweep.harness.spec.trial import Trial
+
+
+def _fsdp(trial: Trial) -> Iterator[str]:
+    """What the plain loop cannot do with FSDP."""
+    if trial.sharding not in FSDP:
+        return
+    if trial.precision == "fp16":
+        yield f"sharding={trial.sharding} in fp16 is not supported with runner=torch; use precision=bf16"
+    if trial.sharding == "fsdp2" and trial.weights == "pretrained":
+        yield "sharding=fsdp2 starts from random weights; use weights=random, which changes neither memory nor speed"
+    if trial.sharding == "fsdp1" and trial.adapter != "none" and not trial.runner.options.get("use_orig_params"):
+        yield (
+            "sharding=fsdp1 flattens trained and frozen parameters together only with "
+            "+runner.options.use_orig_params=true"
+        )
+    yield from _one_dtype(trial)
+
+
+def _one_dtype(trial: Trial) -> Iterator[str]:
+    """FSDP1 makes one flat parameter of a block's weights, which torch refuses where they differ in dtype."""
+    if trial.sharding == "fsdp1" and trial.adapter != "none" and trial.precision == "bf16_pure":
+        yield (
+            "sharding=fsdp1 flattens weights of one dtype only, and adapters are fp32 beside bf16 weights; use "
+            "precision=bf16 or sharding=fsdp2"
+        )
+
+
+def _fsdp_trainer(trial: Trial) -> Iterator[str]:
+    """What cannot be done with FSDP under the Trainer."""
+    if trial.sharding not in FSDP and "fsdp_config" in trial.runner.options:
+        yield f"runner.options.fsdp_config belongs to sharding=fsdp1 or fsdp2, not {trial.sharding}"
+    if trial.sharding in FSDP and trial.precision == "fp16" and trial.device.name == "simulated":
+        yield f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
+    yield from _one_dtype(trial)
+
+
+# TrainingArguments that reach only DistributedDataParallel (transformers 5.23, Trainer._build_accelerator_args)
+_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
+
+
+def _trainer_parallel(trial: Trial) -> Iterator[str]:
+    if trial.runner.options.get("parallelism_config") is not None:
+        yield "runner.options.parallelism_config is not supported: ranks divide the batch; leave it out"
+
+
+def _ddp_trainer(trial: Trial) -> Iterator[str]:
+    given = [name for name in _DDP_ARGUMENTS if name in trial.runner.options]
+    if given and trial.sharding != "ddp":
+        yield f"runner.options.{given[0]} belongs to sharding=ddp, not {trial.sharding}; leave it out"
+
+
+def offload(trial: Trial) -> Iterator[str]:
+    """Say why optimizer state or parameters cannot be moved to host memory under this sharding."""
+    if trial.sharding in FSDP:
+        yield from _fsdp_offload(trial)
+        return
+    if trial.offload_param and trial.sharding != "zero3":
+        yield f"offload_param needs sharding=zero3, fsdp1 or fsdp2, not {trial.sharding}"
+    if trial.offload_optimizer and trial.sharding == "zero0":
+        yield "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
+    if trial.offload_optimizer and trial.sharding not in ZERO:
+        yield f"offload_optimizer needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
+
+
+def _fsdp_offload(trial: Trial) -> Iterator[str]:
+    """With offload_param parameters, gradients and optimizer state are in host memory; gathered weights are not."""
+    if trial.offload_optimizer:
+        yield f"sharding={trial.sharding} moves optimizer state with the parameters; give offload_param=true alone"
+    if trial.offload_param and trial.runner.name == "custom":
+        yield "offload_param: a custom target offloads what it wants itself; leave it out"
+    if trial.offload_param and trial.sharding == "fsdp1" and trial.device.name == "simulated":
+        yield "sharding=fsdp1 with offload_param cannot be simulated; sharding=fsdp2 can, or measure on device=cuda"
+
+
+def ds_config_file(trial: Trial) -> Iterator[str]:
+    """Say what of the user's DeepSpeed configuration contradicts the axes, or cannot be had."""
+    if trial.ds_config is None:
+        return
+    if trial.runner.name not in ("deepspeed", "trainer"):
+        yield f"ds_config needs runner=deepspeed or trainer, not {trial.runner.name}"
+    try:
+        config = deepspeed_config.read(trial.ds_config)
+    except UserError as error:
+        yield str(error)
+        return
+    for wrong in deepspeed_config.contradictions(trial, config):
+        yield f"ds_config {trial.ds_config}: {wrong}"
+    if trial.sharding not in ZERO:
+        yield (
+            f"ds_config {trial.ds_config} leaves the stage to sharding={trial.sharding}, which has none; give "
+            f"sharding={', '.join(ZERO)}"
+        )
+    untraced = deepspeed_config.stated_values(config, "optimizer") and deepspeed_config.adam(config) is None
+    if untraced and trial.device.name == "simulated":
+        yield f"ds_config {trial.ds_config}: {_untraced(deepspeed_config.stated_values(config, 'optimizer.type'))}"
+
+
+def zero_init(trial: Trial) -> Iterator[str]:
+    """Say where zero_init=false has no meaning."""
+    if not trial.zero_init and trial.sharding != "zero3":
+        yield (
+            f"zero_init=false changes nothing with sharding={trial.sharding}: zero.Init divides weights, as zero3 does"
+        )
+
+
+def zero_precision(trial: Trial) -> Iterator[str]:
+    """Say which precisions DeepSpeed does not have."""
+    if trial.sharding not in ZERO:
+        return
+    if trial.precision == "bf16_pure":
+        yield "deepspeed keeps fp32 master weights, so bf16_pure does not exist there; use bf16"
+    if trial.device.name == "cpu" and trial.sharding == "zero0" and trial.precision in ("bf16", "fp16"):
+        yield f"deepspeed ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32, or sharding=zero1 to zero3"
+
+
+def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
+    """The axis has DeepSpeed's Adam; its other optimizers are options, which have kernels of their own."""
+    asked = trial.runner.options.get("optimizer")
+    if asked is None:
+        return
+    kind = str(asked.get("type") if isinstance(asked, Mapping) else asked)
+    if kind.lower() in ("adam", "adamw"):
+        own = "deepspeed_cpu_adam" if trial.offload_optimizer else "deepspeed_fused_adam"
+        yield f"runner.options.optimizer of type {kind} belongs to the axis optimizer: give optimizer={own}"
+    if trial.optimizer != "default":
+        yield f"runner.options.optimizer contradicts optimizer={trial.optimizer}; give one of them"
+    if trial.device.name == "simulated":
+        yield f"runner.options.{_untraced(kind)}"
+
+
+def _untraced(kind: Any) -> str:
+    return (
+        f"optimizer of type {kind} cannot be simulated; leave it out for torch's AdamW, choose one with optimizer=, or "
+        "measure on device=cuda"
+    )
+
+
+# Optimizers of TrainingArguments that the axis lacks and that are torch's own code, so that they can be traced.
+_TRACED = ("adagrad", "rmsprop")
+
+
+def _trainer_optimizer(trial: Trial) -> Iterator[str]:
+    asked = trial.runner.options.get("optim")
+    if asked is None:
+        return
+    name = {"adamw_8bit": "adamw_bnb_8bit"}.get(str(asked), str(asked))  # an alias in TrainingArguments
+    axis = next((t.name for t in catalog.entries("optimizer") if t.optim == name), None)
+    if axis is not None:
+        yield f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
+    if trial.optimizer != "default":
+        yield f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; give one of them"
+    if trial.device.name == "simulated" and name not in _TRACED:
+        known = ", ".join(map(str, catalog.values("optimizer")))
+        yield (
+            f"runner.options.optim={asked} cannot be simulated: it is another package's code; measure it on "
+            f"device=cuda, or choose from optimizer={known}"
+        )
+
+
+def _trainer_optim_args(trial: Trial) -> Iterator[str]:
+    """TrainingArguments' optim_args reach only what TrainingArguments make."""
+    if "optim_args" not in trial.runner.options or "optim" in trial.runner.options:
+        return
+    entry = catalog.technique("optimizer", trial.optimizer)
+    if trial.optimizer == "sgd" and "momentum" in str(trial.runner.options["optim_args"]):
+        yield "runner.options.optim_args: momentum belongs to the axis optimizer: give optimizer=sgd_momentum"
+    if trial.optimizer != "default" and entry.optim is None:
+        yield f"runner.options.optim_args does not reach {entry}, which TrainingArguments lacks; leave it out"
+    if entry.packages and trial.device.name == "simulated":
+        yield f"runner.options.optim_args with {entry} cannot be simulated; leave it out, or measure on device=cuda"
+
+
+def static_graph(trial: Trial) -> Iterator[str]:
+    """Refuse what torch 2.13's reducer fails in, a pass that does not average (reducer.cpp: expect_autograd_hooks_)."""
+    option = {"torch": "static_graph", "trainer": "ddp_static_graph"}.get(trial.runner.name, "")
+    if trial.runner.options.get(option) is True and trial.no_sync and trial.grad_accum > 1:
+        way = "use no_sync=false or grad_accum=1" if option == "static_graph" else "use grad_accum=1"
+        yield f"runner.options.{option} fails in torch unless every accumulated pass averages; {way}"
+
+
+TORCH = (_fsdp,)
+TRAINER = (_trainer_optimizer, _trainer_optim_args, _trainer_parallel, _ddp_trainer, _fsdp_trainer)
+DEEPSPEED = (_deepspeed_optimizer,)

@@ -1,0 +1,121 @@
+"""Settings that trade memory, time or exactness: an axis each, and an entry for every value that an axis can take.
+
+A new technique is an entry in one of the modules here, a module under runners/techniques/ that applies it, and a test.
+A new axis is an entry in `AXES`, a field of harness.spec.trial.Trial and a line in conf/config.yaml; its column, its
+place in figures and its default in ids follow. Trials are checked here, workers import what the entries name.
+
+Not covered: who drives the loop and how ranks divide the work (runner_table.py), the allocator (allocator/config.py),
+how the techniques are shown (tables.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.spec.techniques import activations, batching, layers, optimizers, weights
+from vramsweep.harness.spec.techniques.schema import USER_CODE_RUNNERS, Axis, Package, Technique, text, version
+
+if TYPE_CHECKING:
+    from vramsweep.harness.spec.trial import Trial
+
+__all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "USER_CODE_RUNNERS", "Axis", "Package", "Technique", "text", "version"]
+
+_MODULES = (weights, layers, activations, optimizers, batching)  # in the order in which they are applied
+AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
+TECHNIQUES: tuple[Technique, ...] = tuple(entry for module in _MODULES for entry in module.TECHNIQUES)
+_BY_AXIS: dict[str, dict[Any, Technique]] = {
+    axis.name: found
+    for axis in AXES
+    if (found := {entry.name: entry for entry in TECHNIQUES if entry.axis == axis.name})
+}
+DEFAULTS = {axis.name: axis.default for axis in AXES if axis.default is not None}
+
+
+def values(axis: str) -> tuple[Any, ...]:
+    """The names of an axis's techniques; empty for one that takes a number or a text."""
+    return tuple(_BY_AXIS.get(axis, ()))
+
+
+def entries(axis: str) -> tuple[Technique, ...]:
+    """The entries of an axis; empty for one that takes a number or a text."""
+    return tuple(_BY_AXIS.get(axis, {}).values())
+
+
+def technique(axis: str, name: Any) -> Technique:
+    """The entry of one value of an axis. Raises KeyError for one that is not there."""
+    return _BY_AXIS[axis][name]
+
+
+def chosen_techniques(trial: Trial) -> tuple[Technique, ...]:
+    """The entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
+    found = [entries.get(getattr(trial, name)) for name, entries in _BY_AXIS.items()]
+    return tuple(entry for entry in found if entry is not None)
+
+
+def changed_settings(trial: Trial) -> list[str]:
+    """What of a trial's techniques is not the default, as it is typed; precision is always given, so not among them."""
+    values = ((name, getattr(trial, name), default) for name, default in DEFAULTS.items())
+    return [f"{name}={text(value)}" for name, value, default in values if value != default]
+
+
+def unproven_techniques(trial: Trial) -> list[str]:
+    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted; none on a CPU."""
+    if trial.device.name == "cpu":
+        return []
+    return [str(t) for t in chosen_techniques(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
+
+
+def technique_rules(trial: Trial) -> Iterator[str]:
+    """What the tables say against a trial, reason by reason."""
+    for axis in AXES:
+        yield from _known(trial, axis)
+    if trial.runner.name in USER_CODE_RUNNERS:
+        return
+    for entry in chosen_techniques(trial):
+        yield from _fits(trial, entry)
+        for rule in entry.rules:
+            yield from rule(trial)
+
+
+def _known(trial: Trial, axis: Axis) -> Iterator[str]:
+    value = getattr(trial, axis.name)
+    allowed = _BY_AXIS.get(axis.name)
+    if allowed and value not in allowed:
+        yield suggestions.no_such_value(f"{axis.name}={value}", axis.name, value, allowed)
+    if axis.of is not None and value != axis.default and trial.runner.name not in USER_CODE_RUNNERS:
+        other, needed = axis.of
+        if getattr(trial, other) not in needed:
+            yield f"{axis.name} belongs to {other}={' or '.join(needed)}, not {other}={getattr(trial, other)}"
+
+
+def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
+    elsewhere = trial.runner.name not in entry.runners
+    for setting, excluded, why in entry.excludes:
+        value = getattr(trial, setting)
+        value = getattr(value, "name", value)  # a node: runner, device
+        if value in excluded and (setting == "runner" or not elsewhere):
+            yield f"{entry} with {setting}={text(value)}: {why}"
+    if elsewhere:
+        yield f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
+    if entry.shardings is not None and trial.sharding not in entry.shardings:
+        yield f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
+    if trial.device.name == "simulated" and entry.capability is not None:
+        listed = any(gpu.name == trial.device.gpu for gpu in gpu_lookup.GPUS)
+        card = trial.device.card if listed else None
+        if card is not None and card.capability < entry.capability:
+            needed, has = (".".join(map(str, c)) for c in (entry.capability, card.capability))
+            yield f"{entry} needs compute capability {needed}, and {card.name} has {has}"
+    if trial.device.name != "simulated":
+        lacking = next((said for package in entry.packages if (said := package.missing())), None)
+        if lacking:
+            yield f"{entry} needs {lacking} (device=simulated predicts without)"
+
+
+def techniques_to_preload(trial: Trial) -> tuple[Technique, ...]:
+    """The techniques for which a template had better import something before it forks the trial's worker."""
+    if trial.runner.name in USER_CODE_RUNNERS or trial.device.name == "simulated":
+        return ()
+    return tuple(entry for entry in chosen_techniques(trial) if entry.preload)

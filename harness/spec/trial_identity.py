@@ -1,0 +1,120 @@
+"""A trial's id: a hash of what changes the measurement. Names and settings left at their defaults do not enter it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec.shardings import SHARDINGS
+from vramsweep.harness.spec.techniques import catalog
+
+ID_VERSION = 2
+
+
+SIMULATION = 14  # raise it when what a simulated run predicts changes
+
+
+# What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
+# changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
+ID_DEFAULTS: dict[tuple[str, ...], Any] = {
+    **{("model", name): None for name in ("model_type", "path")},
+    ("model", "trust_remote_code"): False,
+    ("allocator", "conf"): "",
+    **{("runner", name): None for name in ("target", "command")},
+    ("runner", "stop"): True,
+    ("protocol", "job"): False,
+    ("sharding",): "none",
+    **{(name,): 1 for name in ("grad_accum", "world_size")},
+    **{(name,): False for name in ("offload_optimizer", "offload_param", "record")},
+    ("zero_init",): True,
+    ("ds_config",): None,
+    ("versions",): {},
+    ("device", "gpus_per_node"): 8,
+    **{
+        ("device", name): None
+        for name in ("gpu", "link", "interconnect", "node_memory_gib", "memory_gib", "capability")
+    },
+    ("device", "headroom_gib"): 0.0,
+    **{(name,): default for name, default in catalog.DEFAULTS.items()},
+    ("weights",): "random",
+    ("data",): "synthetic",
+    **{(name,): 0 for name in ("seed", "repeat")},
+}
+
+
+# Names and remarks, which change nothing; a custom target may well choose its model by the name.
+NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
+         ("model", "max_positions"), ("fingerprints",))  # fmt: skip
+
+
+# Where files are named: their contents stand for them.
+FILES = (("runner", "target"), ("model", "path"), ("data",), ("ds_config",))
+
+
+# What others read: there an empty node or a null says something.
+VERBATIM = (("runner", "options"), ("model", "config"))
+
+
+def trial_id(resolved: Mapping[str, Any]) -> str:
+    """16 hex digits over the canonical JSON of `identity`."""
+    text = json.dumps(identity(resolved), sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a resolved trial changes the measurement, and by which version of the program it is measured."""
+    prints = resolved.get("fingerprints")
+    content = prints if isinstance(prints, Mapping) else {}
+
+    def pruned(value: Any, at: tuple[str, ...]) -> Any:
+        """The value without names and defaults; None where nothing is left."""
+        if at in VERBATIM:
+            return value or None
+        if isinstance(value, Mapping):
+            kept = {str(k): p for k, v in value.items() if (p := pruned(v, (*at, str(k)))) is not None}
+            return kept or None
+        custom_name = at == ("model", "name") and node_name(resolved, "runner") == "custom"
+        if at in NAMES and not custom_name:
+            return None
+        if at in ID_DEFAULTS and type(value) is type(ID_DEFAULTS[at]) and value == ID_DEFAULTS[at]:
+            return None
+        if at in FILES and isinstance(value, str):
+            return _content_digest(value, content)
+        if at == ("runner", "command") and content:
+            return {"words": value, "files": sorted(content.values())}
+        return {"null": None} if value is None else value
+
+    kept = {key: p for key, v in resolved.items() if key != "fingerprints" and (p := pruned(v, (key,))) is not None}
+    return {"id": ID_VERSION, "measurement": _measurement(resolved), "trial": kept}
+
+
+def _content_digest(name: str, content: Mapping[str, Any]) -> Any:
+    """A file's digest, or those of the files in a folder, in place of its name; the name where it has none."""
+    if (lengths_file := length_distribution.lengths_file(name)) is not None:
+        return [length_distribution.PREFIX, content.get(str(lengths_file), str(lengths_file))]
+    path, colon, function = name.rpartition(":")
+    if colon and str(Path(path)) in content:
+        return [content[str(Path(path))], function]
+    place = Path(name)
+    return sorted(digest for file, digest in content.items() if place in (Path(file), Path(file).parent)) or name
+
+
+def _measurement(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    runners = {entry.name: entry.measurement for entry in runner_table.RUNNERS}
+    shardings = {entry.name: entry.measurement for entry in SHARDINGS}
+    versions = {
+        "runner": runners.get(str(node_name(resolved, "runner"))),
+        "sharding": shardings.get(str(resolved.get("sharding", "none"))),
+        "simulation": SIMULATION if node_name(resolved, "device") == "simulated" else None,
+    }
+    return {key: value for key, value in versions.items() if value not in (None, 1)}
+
+
+def node_name(resolved: Mapping[str, Any], axis: str) -> Any:
+    """Return the name of a resolved trial's model, runner, device and the like; None where there is none."""
+    value = resolved.get(axis)
+    return value.get("name") if isinstance(value, Mapping) else None

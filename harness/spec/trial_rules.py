@@ -1,0 +1,163 @@
+"""Which settings of a trial do not go together, and what would: a rule each, which says why a trial cannot run.
+
+Not covered: what each runner and way of sharding can do (runner_table.py), techniques (techniques/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.hardware import gpu_lookup, interconnects
+from vramsweep.harness.hardware.gpu_lookup import GPUS
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.spec import command_template, length_distribution, version_differences
+from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.spec.techniques import catalog
+
+if TYPE_CHECKING:
+    from vramsweep.harness.spec.trial import Trial
+
+# What of a device is only said of one that is simulated.
+SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib", "memory_gib", "capability",
+             "headroom_gib")  # fmt: skip
+
+
+def _model(trial: Trial) -> Iterator[str]:
+    if trial.runner.name in catalog.USER_CODE_RUNNERS:
+        return
+    if (trial.model.model_type is None) == (trial.model.path is None):
+        yield "model: give either a shipped architecture or model.path (a local directory or hub id)"
+    if trial.weights == "pretrained" and trial.model.path is None:
+        yield "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
+    if trial.data != "synthetic" and not length_distribution.names_lengths(trial.data) and trial.model.path is None:
+        yield (
+            "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
+        )
+
+
+def _remote_code(trial: Trial) -> Iterator[str]:
+    if not trial.model.trust_remote_code:
+        return
+    if trial.runner.name in catalog.USER_CODE_RUNNERS:
+        yield f"model.trust_remote_code: runner={trial.runner.name} loads its model itself, as it wants; leave it out"
+    if trial.model.path is None:
+        yield "model.trust_remote_code needs a model that brings code: model=hub model.path=...; leave it out"
+
+
+def _positions(trial: Trial) -> Iterator[str]:
+    limit = trial.model.max_positions
+    if limit is not None and trial.runner.name not in catalog.USER_CODE_RUNNERS and trial.seq_len > limit:
+        yield f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions"
+
+
+def _device(trial: Trial) -> Iterator[str]:
+    if trial.device.name == "simulated":
+        yield from _simulated(trial)
+        return
+    defaults = type(trial.device).model_fields
+    given = [name for name in SIMULATED if getattr(trial.device, name) not in (None, defaults[name].default)]
+    if given:
+        yield f"device.{given[0]} belongs to device=simulated, not {trial.device.name}; leave it out"
+    if trial.device.name == "cuda":
+        return
+    if trial.allocator.conf:
+        yield (
+            f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
+        )
+    own = trial.runner.name == "script"
+    if trial.precision == "fp16" and trial.sharding not in ZERO and not own:
+        yield "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
+
+
+def _simulated(trial: Trial) -> Iterator[str]:
+    if trial.device.gpu not in {gpu.name for gpu in GPUS}:
+        names = sorted(gpu.name for gpu in GPUS)
+        near = suggestions.did_you_mean(str(trial.device.gpu), names)
+        yield (
+            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of "
+            f"{', '.join(names)}, or say what it has: device.memory_gib=8 device.capability=7.5{near}"
+        )
+        return
+    if trial.device.capability is not None and trial.device.memory_gib is None:
+        yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"
+    card = trial.device.card
+    if gpu_lookup.memory_limit(card) <= 0:
+        yield f"{card.name} has no memory left beside its CUDA context and device.headroom_gib; give it more, or less"
+    for name, between_nodes in (("link", False), ("interconnect", True)):
+        chosen, listed = getattr(trial.device, name), interconnects.link_names(between_nodes)
+        if chosen is not None and chosen not in listed:
+            near = suggestions.did_you_mean(chosen, listed)
+            yield f"device.{name} is {chosen}, which is not listed; choose one of {', '.join(listed)}{near}"
+    conf = allocator_config.parse(trial.allocator.conf)
+    if conf.throw_on_cudamalloc_oom:
+        yield (
+            f"allocator {trial.allocator.name}: throw_on_cudamalloc_oom cannot be simulated; leave it out, it only "
+            "changes how a failure is met"
+        )
+    if conf.backend != "native":
+        yield (
+            f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
+            "simulated; measure it on device=cuda"
+        )
+    if trial.weights == "pretrained" and trial.quantization != "none":
+        yield (
+            f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "
+            "takes the same memory on the card"
+        )
+
+
+def _allocator(trial: Trial) -> Iterator[str]:
+    conf = allocator_config.parse(trial.allocator.conf)
+    if trial.record and (trial.device.name != "cuda" or conf.backend != "native"):
+        yield "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
+    torch = catalog.version("torch")
+    for unknown in [] if torch is None else allocator_config.unknown_options(conf, torch):
+        yield f"allocator {trial.allocator.name}: {unknown}"
+
+
+def _custom(trial: Trial) -> Iterator[str]:
+    target = trial.runner.target
+    if trial.runner.name != "custom":
+        if target:
+            yield f"runner.target belongs to runner=custom, not {trial.runner.name}"
+        return
+    path, colon, function = (target or "").rpartition(":")
+    if not colon or not function.isidentifier():
+        yield "runner=custom needs runner.target=path/to/file.py:function"
+    if not Path(path).is_file():
+        yield f"runner.target: there is no file {path}"
+
+
+def _job(trial: Trial) -> Iterator[str]:
+    if not trial.protocol.job:
+        return
+    if trial.device.name == "simulated":
+        yield (
+            "protocol=job cannot be simulated: loading, evaluation and checkpoints are measured on device=cuda or cpu"
+        )
+    if trial.runner.name not in ("script", "trainer"):
+        yield f"protocol=job is for runner=trainer and scripts (vramsweep run), not runner={trial.runner.name}"
+    if trial.runner.name == "trainer" and trial.sharding != "none":
+        yield f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
+
+
+def _script(trial: Trial) -> Iterator[str]:
+    if trial.runner.name == "script":
+        yield from command_template.command_problems(trial)
+        return
+    if not trial.runner.stop:
+        yield (
+            f"runner.stop belongs to runner=script, not {trial.runner.name}: the others end with the protocol's steps"
+        )
+    if trial.runner.command:
+        yield f"runner.command belongs to runner=script, not {trial.runner.name}"
+
+
+# Each yields what speaks against a trial; the first reason of all is what is said.
+RULES: tuple[Callable[[Trial], Iterator[str]], ...] = (
+    _model, _remote_code, _positions, _device, _allocator, _custom, _script, _job, length_distribution.lengths_problem,
+    version_differences.rule,
+)  # fmt: skip

@@ -1,0 +1,203 @@
+"""How long trials are expected to take, what that costs, and whether one may still start within the user's budget.
+
+Learnt from rows: what the nearest trial of the same configuration took, scaled by tokens. The clock is that of this
+command; what earlier commands of the sweep spent is not counted. Not covered: retries and the waits before them, and
+that trials of several slots run at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.trial_identity import node_name
+from vramsweep.harness.sweep.time_limit import duration_words, parse_limit
+
+if TYPE_CHECKING:
+    from vramsweep.harness.rows.schema import Row
+    from vramsweep.harness.sweep.plan import Planned, Settings
+
+START_S = 2.0  # of a trial that nothing is known of: to start its process and to build its model
+TRACE_S = 10.0  # of a configuration that is simulated: docs/simulated.md has some 9 s for models of 0.5 and 8 billion
+PREDICTED_S = 0.1  # of each of its trials, once that is traced
+# Two trials that differ in nothing else are of one configuration.
+AXES = ("seq_len", "micro_batch", "grad_accum", "seed", "repeat", "protocol", "fingerprints")
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Seconds that a trial, or several, will take, and what that rests on; None where it cannot be said."""
+
+    seconds: float | None
+    basis: str
+
+
+class Budget:
+    """What a sweep may still start. `began_s` is when the command began by `clock`; without it, it is now.
+
+    `rows_so_far` are rows of trials on this system; `flops` (FLOP/s) is what is reckoned with before there are any.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        rows_so_far: Iterable[Row] = (),
+        clock: Callable[[], float] = time.monotonic,
+        began_s: float | None = None,
+        flops: float | None = None,
+    ) -> None:
+        self._limit = parse_limit(settings.budget, settings.max_cost, settings.price_per_hour)
+        self._price = settings.price_per_hour
+        self._timeout = settings.timeout_s
+        self._began = clock() if began_s is None else began_s
+        self._flops = flops
+        self._of: dict[str, _Took] = {}
+        self._any = _Took()
+        self._spent: list[float] = []
+        self.refused: dict[str, str] = {}  # by trial id, why; one that may start after all is taken out again
+        self.learn(rows_so_far)
+
+    def allows(self, item: Planned, now_s: float) -> str | None:
+        """None if the trial may start now; else why not, in words. `now_s` is the clock's reading.
+
+        One that nothing is known about may start as long as there is time: its row tells of the others.
+        """
+        why = None if self._limit is None or item.trial is None else self._against(item, now_s, *self._limit)
+        if why is None:
+            self.refused.pop(item.trial_id, None)
+        else:
+            self.refused[item.trial_id] = why
+        return why
+
+    def _against(self, item: Planned, now_s: float, allowed: float, name: str) -> str | None:
+        left = allowed - (now_s - self._began)
+        if left <= 0:
+            return f"{name} is spent"
+        expected = self.total([item])
+        if expected.seconds is None or expected.seconds <= left:
+            return None
+        needed = f"it would take {duration_words(expected.seconds)} ({expected.basis})"
+        return f"{name}: {duration_words(left)} left, and {needed}"
+
+    def learn(self, rows: Iterable[Row]) -> None:
+        """Trials have come to their ends with these rows, each of which says what trial it is of."""
+        for row in rows:
+            if row.get("duration_s") is not None:
+                self._learn(row, row["duration_s"], row.get("trial"))
+
+    def _learn(self, row: Row, spent: float, resolved: object) -> None:
+        self._spent.append(spent)
+        work = _work(resolved) if isinstance(resolved, Mapping) else None
+        if row.get("outcome") != "ok" or work is None or not isinstance(resolved, Mapping):  # it ended before its time
+            return
+        parameters = row.get("parameters") or 0
+        start = min(row.get("overhead_s") or 0.0, spent)
+        self._of.setdefault(configuration(resolved), _Took()).add(work, spent, start)
+        if parameters > 0 and node_name(resolved, "device") != "simulated":
+            self._any.add(work * parameters, spent, start)
+
+    def expected(self, item: Planned) -> Expected:
+        """What one trial will take; 0 s if it cannot run. A simulated one without the trace, which others share."""
+        trial = item.trial
+        if trial is None:
+            return Expected(0.0, "it cannot run")
+        work, simulated = _work(item.resolved), trial.device.name == "simulated"
+        same = self._of.get(configuration(item.resolved))
+        if same is not None and work is not None:
+            return self._capped(same.scaled(work), "a trial of the same configuration")
+        if simulated:
+            return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s a prediction")
+        parameters = trial.model.parameters or 0
+        if self._any and work is not None and parameters > 0:
+            return self._capped(self._any.scaled(work * parameters), "a trial of another configuration")
+        if self._spent:
+            return self._capped(fmean(self._spent), f"the mean of {len(self._spent)} finished trials")
+        if self._flops is None or parameters <= 0:
+            return Expected(None, "nothing finished yet, and no parameter count or device speed to go by")
+        # 6 FLOP per parameter and token (Kaplan et al. 2020)
+        varying = length_distribution.has_varying_lengths(trial)
+        tokens = length_distribution.tokens_per_step(trial) if varying else trial.tokens_per_step()
+        needed = 6.0 * parameters * tokens * trial.steps()
+        return self._capped(START_S + needed / self._flops, f"rough, at {self._flops / 1e12:.2g} TFLOP/s")
+
+    def _capped(self, spent: float, basis: str) -> Expected:
+        return Expected(min(spent, self._timeout), basis)
+
+    def total(self, items: Iterable[Planned]) -> Expected:
+        """What trials will take one after the other, with a trace for each configuration that is simulated."""
+        items = list(items)
+        each = [self.expected(item) for item in items]
+        unknown = next((one for one in each if one.seconds is None), None)
+        if unknown is not None:
+            return unknown
+        traced = {configuration(p.resolved) for p in items if p.trial and p.trial.device.name == "simulated"}
+        bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))
+        if traced:
+            bases.append(
+                f"{TRACE_S:g} s for the trace of each of {len(traced)} configurations, as of models of 0.5 to 8 billion"
+            )
+        spent = sum(one.seconds or 0.0 for one in each) + TRACE_S * len(traced)
+        return Expected(spent, ", ".join(bases) or "nothing to do")
+
+    def cost(self, spent_s: float | None) -> float | None:
+        """What so many seconds of the node cost; None without a price."""
+        return None if spent_s is None or self._price is None else spent_s / 3600 * self._price
+
+    def left_out(self, wanted: int, answered: Iterable[str]) -> str | None:
+        """What the budget left undone of the `wanted` trials, in a line; None if that is nothing."""
+        undone = self.refused.keys() - set(answered)
+        if not undone or self._limit is None:
+            return None
+        were = "trial was" if wanted == 1 else "trials were"
+        return f"{self._limit[1]}: {len(undone)} of {wanted} {were} not started; the same command goes on"
+
+
+class _Took:
+    """What trials took, by their work, a number that a trial's time grows with: of equal ones the median."""
+
+    def __init__(self) -> None:
+        self._works: list[float] = []
+        self._found: dict[float, list[tuple[float, float]]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._works)
+
+    def add(self, work: float, spent: float, start: float) -> None:
+        """Another one; `start` are the seconds of it that do not grow with the work."""
+        if work not in self._found:
+            insort(self._works, work)
+        self._found.setdefault(work, []).append((spent, start))
+
+    def scaled(self, work: float) -> float:
+        """Seconds of a trial of this work, by the one that is nearest in ratio."""
+        at = bisect_left(self._works, work)
+        near = min(self._works[max(0, at - 1) : at + 1], key=lambda one: abs(math.log(one / work)))
+        return median(start + (spent - start) * work / near for spent, start in self._found[near])
+
+
+def configuration(resolved: Mapping[str, Any]) -> str:
+    """Names what of a resolved trial is neither length nor batch, nor how often it is measured."""
+    kept = {key: value for key, value in resolved.items() if key not in AXES}
+    protocol = resolved.get("protocol")
+    job = isinstance(protocol, Mapping) and protocol.get("job")
+    return json.dumps(kept | {"job": job}, sort_keys=True, default=str)
+
+
+def _work(resolved: Mapping[str, Any]) -> float | None:
+    """Tokens that a trial sees; 1 where it is simulated, which takes the same for any; None if it does not say."""
+    if node_name(resolved, "device") == "simulated":
+        return 1.0
+    protocol = resolved.get("protocol")
+    steps = [protocol.get(name) for name in ("warmup_steps", "measured_steps")] if isinstance(protocol, Mapping) else []
+    axes = [resolved.get(name, 1) for name in ("seq_len", "micro_batch", "grad_accum", "world_size")]
+    if not steps or not all(type(number) is int and number > 0 for number in (*steps, *axes)):
+        return None
+    every = sum(map(int, filter(None, steps))) + 2  # with the probe, and the step that counts FLOPs
+    return float(math.prod(axes)) * every

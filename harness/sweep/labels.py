@@ -1,0 +1,148 @@
+"""What tells the trials of a sweep apart, in words: each by what varies, and what all have in common said once.
+
+A trial's settings of one part (its model, its allocator, ...) are said by that part's name, as long as it tells them
+apart. Not covered: a trial by itself (`Trial.label`), the rows of a report (analysis/data/groups.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from vramsweep.harness.spec import command_template
+from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
+from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.sweep.plan import Planned
+
+PARTS = ("model", "runner", "device", "allocator", "protocol")
+FIRST = ("model.name", "runner.name", "device.name", "device.gpu", "sharding", "world_size", "precision",
+         "allocator.name")  # fmt: skip
+LAST = ("seq_len", "micro_batch", "seed", "repeat")
+WITHIN = (*LAST, "protocol.name")  # what trials of one configuration may differ in
+FEW = 2
+NEVER = ("fingerprints",)
+ALONE = ("model.name", "runner.name", "device.name", "device.gpu", "precision", "allocator.name")
+SAID = (*ALONE, "protocol.name", "seq_len", "micro_batch")
+CALLED = {"seq_len": "seq", "micro_batch": "batch", "world_size": "x", "repeat": "repeat", "seed": "seed"}
+OPTIONS = "runner.options."  # a script's own axes are called by their names alone
+
+
+class Labels:
+    """Names trials by what varies among `planned`: `fp32 · checkpointing=full · seq 512 · batch 4`.
+
+    Where more than `FEW` settings vary that have a default, those at their default go without saying.
+    """
+
+    def __init__(self, planned: Sequence[Planned], but: Sequence[str] = ()) -> None:
+        self.keys = tuple(key for key in varying(planned) if key not in but)
+        shy = [key for key in self.keys if _at(key) in ID_DEFAULTS and key not in LAST]
+        self._shy = frozenset(shy if len(shy) > FEW else ())
+
+    def __call__(self, item: Planned) -> str:
+        """The trial among the others; where nothing varies, the whole of it."""
+        values = flatten(item.resolved, {key.partition(".")[0] for key in self.keys})
+        known = [key for key in self.keys if values.get(key) is not None]
+        parts = [
+            describe(key, values[key]) for key in known if key not in self._shy or values[key] != ID_DEFAULTS[_at(key)]
+        ]
+        return " · ".join(parts) or ("defaults" if known else label_whole(item))
+
+    def apart(self, item: Planned) -> str:
+        """The same, "" where nothing varies: for a line below `describe_common`."""
+        return self(item) if self.keys else ""
+
+
+def varying(planned: Sequence[Planned]) -> list[str]:
+    """The settings in which the trials differ, by their full keys, in the order in which they are said."""
+    if not planned:
+        return []
+    first = planned[0].resolved
+    top = {
+        key
+        for p in planned
+        for key in first.keys() | p.resolved.keys()
+        if key not in NEVER and p.resolved.get(key) != first.get(key)
+    }
+    values = [flatten(p.resolved, top) for p in planned]
+    whole_ones = [p.trial is not None for p in planned]  # what cannot run may lack settings, and says nothing by that
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in values for key in one)
+        if len({repr(one.get(key)) for one, has in zip(values, whole_ones, strict=True) if has or key in one}) > 1
+    ]
+    keys = [key for key in keys if not _follows(key, values)]
+    order = {key: n - len(FIRST) for n, key in enumerate(FIRST)} | {key: n + 1 for n, key in enumerate(LAST)}
+    return sorted(keys, key=lambda key: order.get(key, 0))
+
+
+def _follows(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the name of the part that the setting is of says it already."""
+    part, _, rest = key.partition(".")
+    if part not in PARTS or not rest or rest == "name" or key.startswith(OPTIONS):
+        return False
+    of_name: dict[str, set[str]] = {}
+    for one in values:
+        of_name.setdefault(repr(one.get(f"{part}.name")), set()).add(repr(one.get(key)))
+    return all(len(found) == 1 for found in of_name.values())
+
+
+def flatten(resolved: Mapping[str, Any], only: set[str] | None = None) -> dict[str, Any]:
+    """A trial's settings by their full keys (`runner.options.lr`), those below the keys `only`."""
+
+    def below(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if isinstance(value, Mapping):
+            for name, inner in value.items():
+                yield from below(f"{key}.{name}", inner)
+        else:
+            yield key, value
+
+    return {k: v for key, value in resolved.items() if only is None or key in only for k, v in below(key, value)}
+
+
+def describe(key: str, value: Any) -> str:
+    """A setting in words; values that speak for themselves go without its name."""
+    if key in ALONE:
+        return str(value)
+    if key == "sharding":
+        return "no sharding" if value == "none" else str(value)
+    if key in CALLED:
+        return f"{CALLED[key]} {value}"
+    name = key.removeprefix(OPTIONS).removesuffix(".name")
+    return f"{name}={catalog.text(value) if isinstance(value, (str, bool, int, float)) else value}"
+
+
+def _at(key: str) -> tuple[str, ...]:
+    return tuple(key.split("."))
+
+
+def label_whole(item: Planned) -> str:
+    """The whole of a trial in words; of one that cannot run what is known by name."""
+    if item.trial is not None:
+        return describe_trial(item.trial)
+    return _join_settings(flatten(item.resolved), (*FIRST, *LAST[:2]))
+
+
+def describe_common(planned: Sequence[Planned]) -> str:
+    """What all the trials have in common: what they are of, and what of it is not the default."""
+    possible = [p for p in planned if p.trial is not None] or list(planned)
+    if not possible:
+        return ""
+    first, values = possible[0], flatten(possible[0].resolved)
+    told_nothing = command_template.unseen_settings(first.trial) if first.trial and first.trial.runner.command else ()
+    unsaid = {*varying(planned), *told_nothing}
+    return _join_settings(values, [key for key in dict.fromkeys((*FIRST, *values)) if key not in unsaid])
+
+
+def _join_settings(values: Mapping[str, Any], keys: Iterable[str]) -> str:
+    return " · ".join(describe(key, values[key]) for key in keys if _is_worth_naming(key, values.get(key)))
+
+
+def _is_worth_naming(key: str, value: Any) -> bool:
+    """Whether a setting is worth a word by itself: what a trial is of is, and what is not at its default."""
+    at = _at(key)
+    if value is None or key in NEVER or (key, value) == ("allocator.name", "default"):
+        return False
+    if key in SAID:
+        return True
+    return at in ID_DEFAULTS and at[0] not in ("model", "runner", "allocator") and value != ID_DEFAULTS[at]

@@ -1,0 +1,330 @@
+"""From resolved configurations to an ordered list of trials: pure, apart from fingerprints of the files they name.
+
+`SETTINGS` are the configuration's keys that say how a sweep is run; everything else in it is the trial.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import re
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import ConfigDict, Field, FiniteFloat, SkipValidation, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as checked
+from pydantic_core import ErrorDetails
+
+from vramsweep.harness.files import file_names, redaction
+from vramsweep.harness.hardware.gpu_lookup import GPUS
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import migrations, outcome
+from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, Outcome, Row, to_encodable
+from vramsweep.harness.spec import command_template, runner_table, trial_identity, trial_parser
+from vramsweep.harness.spec import trial as trials
+from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.sweep import shards, time_limit
+
+MOST_SLOTS = 512  # places for trials on one node
+SLOTS = f"null (every card; without cards one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
+
+
+def _at_least(least: float, below: int | None = None) -> Any:
+    """Make the field of a number in this range, which `_refusal` describes."""
+    more = "" if below is None else f" and less than {below:,}"
+    return Field(ge=least, lt=below, description=f"a number of at least {least:g}{more}")
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Settings:
+    """How the sweep is run; conf/config.yaml documents each. Raises UserError for a value that is not allowed."""
+
+    name: str | None
+    results: SkipValidation[str]
+    repeats: Annotated[int, _at_least(1, below=1_000_000)]
+    isolation: Literal["warm", "cold"]
+    timeout_s: Annotated[FiniteFloat | int, _at_least(0.001)]
+    retries: Annotated[int, _at_least(0)]
+    backoff_s: Annotated[FiniteFloat | int, _at_least(0)]
+    retry_failed: bool
+    report: bool
+    action: Literal["run", "plan", "resolve"]
+    output: Literal["text", "all", "json"]
+    any_system: bool = False
+    breaker: Annotated[int, _at_least(0)] = 10
+    objective: SkipValidation[str | None] = None
+    predict: SkipValidation[bool | str] = True
+    cases: SkipValidation[Sequence[str]] = ()
+    answer: SkipValidation[str | None] = None
+    others: bool = False
+    slots: Annotated[int | None, Field(ge=1, le=MOST_SLOTS, description=SLOTS)] = None
+    exclusive: bool = False
+    budget: SkipValidation[str | float | None] = None
+    max_cost: SkipValidation[float | None] = None
+    price_per_hour: SkipValidation[float | None] = None
+    skip_dominated: bool = False
+    edge_of: Literal["seq_len", "micro_batch"] | None = None
+    shard: SkipValidation[str | None] = None
+    shards: Annotated[int, _at_least(1)] = 1
+    cluster: SkipValidation[Mapping[str, Any]] = field(default_factory=lambda: {"name": "none"})
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _refused(cls, values: Any, check: Callable[[Any], Settings]) -> Settings:
+        try:
+            return check(values)
+        except ValidationError as error:
+            raise UserError(_refusal(error.errors()[0])) from None
+
+    def __post_init__(self) -> None:
+        """Check what depends on other settings, or on tables."""
+        time_limit.parse_limit(self.budget, self.max_cost, self.price_per_hour)
+        if not self.results:
+            raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
+        if self.name and (why := file_names.name_problem(self.name)):  # "" is as null
+            raise UserError(
+                f"name={self.name[:60]!r}: {why}; a sweep's name is that of one folder in {self.results}, such as "
+                "name=night; elsewhere is results=DIR"
+            )
+        if self.answer is not None and self.answer not in (*runner_table.ANSWERS, *runner_table.FORMER_ANSWERS):
+            raise UserError(suggestions.unknown_option("answer", str(self.answer), runner_table.ANSWERS))
+        if self.objective is not None and self.objective not in OBJECTIVES:
+            meant = suggestions.did_you_mean(str(self.objective), OBJECTIVES)
+            some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
+            columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
+            raise UserError(f"objective={self.objective}: {columns}{meant}")
+        cards = [gpu.name for gpu in GPUS]
+        if not isinstance(self.predict, bool) and self.predict not in cards:
+            meant = suggestions.did_you_mean(str(self.predict), ("true", "false", *cards))
+            raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}{meant}")
+        shards.parse(self.shard)
+        if self.shards > shards.MOST:
+            raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")
+        if shards.slurm(self.cluster) is None and self.shard is None and self.shards != 1:
+            raise UserError(
+                f"shards={self.shards} needs cluster=slurm, which starts them; without Slurm start each where it is to "
+                f"run, by shard=1/{self.shards} and so on"
+            )
+
+
+def _refusal(error: ErrorDetails) -> str:
+    """Say what pydantic refuses in a setting: the value, what is allowed, and which was probably meant."""
+    key, value = str(error["loc"][0]), error["input"]
+    about = Settings.__pydantic_fields__[key]  # type: ignore[attr-defined]
+    if error["type"] == "literal_error":
+        values = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        *first, last = ["null"] * (type(None) in get_args(about.annotation)) + values
+        allowed = f"{', '.join(first)} or {last}{suggestions.did_you_mean(str(value), values)}"
+    else:
+        allowed = about.description or ("a text or null" if key == "name" else "true or false")
+        if error["type"] == "int_type":
+            allowed = allowed.replace("a number", "a whole number")
+    return f"{key}={value}: allowed is {allowed}"
+
+
+# What a sweeper that optimises can be told to look at: the columns that hold one number.
+OBJECTIVES = tuple(column.name for column in COLUMNS if column.type in (int, float))
+SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A trial to be, with its id; `trial` is None and `reason` says why where it cannot run. `position` counts what was
+    composed: the same on every machine, whatever can run there."""
+
+    trial_id: str
+    resolved: dict[str, Any]
+    trial: trials.Trial | None
+    reason: str | None
+    position: int = 0
+
+
+def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
+    """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
+    if not configs:
+        raise UserError("the sweep is empty: one of its lists or ranges holds no value")
+    first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
+    for config in configs[1:]:
+        for key in first:
+            if config[key] != first[key] and repr(config[key]) != repr(first[key]):  # nan is not equal to itself
+                both = f"{_short(first[key])} and {_short(config[key])}"
+                raise UserError(f"{key} cannot be swept (it holds {both}); give it one value")
+    texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too
+    return Settings(**(first | texts))
+
+
+def _short(value: Any) -> Any:
+    return value.get("name") if isinstance(value, Mapping) else value
+
+
+def expand_trials(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:
+    """For each configuration its trials, one a repeat."""
+    trial_values = [
+        migrations.upgrade_layout({k: v for k, v in config.items() if k not in SETTINGS}) for config in configs
+    ]
+    return [
+        [
+            dataclasses.replace(_planned(values | {"repeat": repeat}), position=at * repeats + repeat)
+            for repeat in range(repeats)
+        ]
+        for at, values in enumerate(trial_values)
+    ]
+
+
+def _planned(values: dict[str, Any]) -> Planned:
+    if said := redaction.secrets_problem(values):  # no trial that is impossible: it would be written down as one
+        raise UserError(said)
+    try:
+        trial = trial_parser.parse(values)
+    except trials.InvalidTrial as error:
+        return Planned(trial_identity.trial_id(values), values, None, redaction.mask_text(str(error)))
+    resolved = trial.model_dump(mode="json")
+    return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
+
+
+ALIVE = 8  # fork servers that there is always room for (fork_server.LEAST)
+
+
+def order_trials(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
+    """Every distinct trial, coarse to fine, so that a sweep cut short has the whole curve of each configuration.
+
+    By repeat, then by how early halvings of the ranges of lengths and of batches come to the trial's: first the longest
+    with the largest, then the ends of both ranges, then the middles. At each such point all configurations run before
+    the next one, so that of any beginning each has as many trials, give or take one. Those that share a template are
+    together, and the templates come in turns forward and backward: the next point begins with what is still alive.
+    Where there are more than stay alive, the batches of one length are one round. Impossible trials come first.
+    """
+    planned = list({p.trial_id: p for trials_of_one in expanded for p in trials_of_one}.values())
+    possible = {p.trial_id: p.trial for p in planned if p.trial}
+    lengths, batches = (_turns(getattr(t, axis) for t in possible.values()) for axis in ("seq_len", "micro_batch"))
+    templates = {trial_id: _template(trial) for trial_id, trial in possible.items()}
+    number = {template: n for n, template in enumerate(dict.fromkeys(templates.values()))}
+    rounds = {
+        trial_id: (
+            trial.repeat,
+            max(_level(lengths[trial.seq_len]), _level(batches[trial.micro_batch])),
+            lengths[trial.seq_len],
+            batches[trial.micro_batch] if len(number) <= ALIVE else 0,
+        )
+        for trial_id, trial in possible.items()
+    }
+    forward = {at: n % 2 == 0 for n, at in enumerate(sorted(set(rounds.values())))}
+
+    def place(p: Planned) -> tuple[tuple[int, ...], int, int]:
+        if p.trial is None:
+            return (-1,), 0, 0
+        at, template = rounds[p.trial_id], number[templates[p.trial_id]]
+        return at, template if forward[at] else -template, batches[p.trial.micro_batch]
+
+    return sorted(planned, key=place)
+
+
+def take_share(planned: Sequence[Planned], shard: shards.Shard) -> list[Planned]:
+    """A shard's own of the planned trials, in their order: as many as the others', give or take one."""
+    by_lot = sorted(planned, key=lambda one: hashlib.sha256(str(one.position).encode()).digest())
+    own = {id(one) for one in by_lot[shard.number - 1 :: shard.count]}
+    return [one for one in planned if id(one) in own]
+
+
+def _turns(values: Iterable[int]) -> dict[int, int]:
+    """When a halving of the range of these values comes to each of them."""
+    distinct = sorted(set(values))
+    return {distinct[position]: n for n, position in enumerate(halving(len(distinct)))}
+
+
+def _level(turn: int) -> int:
+    """How fine a halving is by this turn: 0 for the last, 1 for the first, 2 for the middle, 3 for two quarters, ..."""
+    return (turn - 1).bit_length() + 1 if turn else 0
+
+
+def worker_conf(trial: trials.Trial) -> str:
+    """PYTORCH_CUDA_ALLOC_CONF of a trial's worker. A simulated allocator is not torch's: "" whatever its settings."""
+    return "" if trial.device.name == "simulated" else trial.allocator.conf
+
+
+def _template(trial: trials.Trial) -> tuple[Any, ...]:
+    """What decides which template a trial's worker is forked from: runner, environment and visible GPUs."""
+    return runner_table.fork_server_name(trial), trial.device.name, trial.world_size, worker_conf(trial)
+
+
+def halving(count: int) -> list[int]:
+    """Positions 0..count-1 in the order of a halving: the last, the first, then middles of ever smaller gaps.
+
+    The longest comes first because it fails first: memory too small, deadline too short.
+    """
+    if count < 2:
+        return list(range(count))
+    order = [count - 1, 0]
+    gaps = [(0, count - 1)]
+    while gaps:
+        following = []
+        for low, high in gaps:
+            if high - low > 1:
+                middle = (low + high) // 2
+                order.append(middle)
+                following += [(low, middle), (middle, high)]
+        gaps = following
+    return order
+
+
+def pending_trials(
+    planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool, outdated: Container[str] = ()
+) -> list[Planned]:
+    """The trials without an answer that still counts: of the finished ones those that are `outdated`, by id; with
+    `retry_failed` also those that failed."""
+    return [
+        p for p in planned
+        if p.trial_id not in finished or p.trial_id in outdated or _again(p, finished[p.trial_id], retry_failed)
+    ]  # fmt: skip
+
+
+def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
+    """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
+    where it is possible now, or impossible for another reason."""
+    if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
+        return planned.trial is not None or row.get("reason") not in (None, to_encodable(planned.reason))
+    return outcome.runs_again(row["outcome"], retry_failed)
+
+
+def axes(planned: Planned) -> Row:
+    """The axis columns of a row. A value that does not fit its column (an invalid trial's) is left to `trial`."""
+    flat = dict(planned.resolved)
+    nested = {name: flat.get(name) for name in ("model", "allocator", "device", "protocol")}
+    device = planned.trial.device if planned.trial else None
+    card = device.card.name if device and device.name == "simulated" else None
+    values: Row = {
+        "trial_id": planned.trial_id,
+        **{key: value for key, value in flat.items() if key in BY_NAME},
+        **{name: trial_identity.node_name(flat, name) for name in (*nested, "runner")},
+        "simulated_gpu": card or (nested["device"] or {}).get("gpu"),
+        "zero_init": flat.get("zero_init") if flat.get("sharding") == "zero3" else None,
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
+        "allocator_conf": (nested["allocator"] or {}).get("conf"),
+        "parameters": (nested["model"] or {}).get("parameters"),
+        "unproven": (catalog.unproven_techniques(planned.trial) or None) if planned.trial else None,
+        "trial": _plain(flat),
+    }
+    if planned.trial is not None and planned.trial.runner.command is not None:
+        values |= dict.fromkeys(command_template.unseen_settings(planned.trial) & BY_NAME.keys())
+    return {name: value for name, value in values.items() if _fits(name, value)}
+
+
+def _fits(name: str, value: Any) -> bool:
+    kind = BY_NAME[name].type
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
+
+
+def _plain(value: Any) -> Any:
+    """The value as a row can keep it; what JSON has no word for, a number that is not finite among it, is text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -1,0 +1,222 @@
+"""Places for trials: which of them may start now, on which cards and CPUs, and the threads that see them through.
+
+A place is a card; without cards, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
+back. One that does not fit yet is passed by: those behind it that do fit go first. A card that fails trial after trial
+rests, and a trial that has failed on one card waits for another (gpu_health.py).
+
+Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
+of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from types import TracebackType
+
+from vramsweep.harness.machine import machine
+from vramsweep.harness.machine.gpu_health import GpuHealth
+from vramsweep.harness.process.signals import Finished
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.sweep import row_builder
+from vramsweep.harness.sweep.plan import Planned
+
+NAP_S = 0.1  # of a slot that waits for something else than its worker: how soon it sees that it is to stop
+
+
+class Stopped(BaseException):
+    """Raised in a slot: the sweep is to stop at once."""
+
+
+@dataclass(frozen=True)
+class Resource:
+    """`card` is None where there is none, or it cannot be told from others; `cpus` is empty for all of them."""
+
+    card: machine.Gpu | None = None
+    cpus: tuple[int, ...] = ()
+
+
+@dataclass
+class Slot:
+    """Where a trial runs. `beside` are the ids of the trials that ran at the same time, so far; `check` raises once it
+    is to stop, and `sleep` waits as long as it is not."""
+
+    cards: Sequence[machine.Gpu] = ()
+    cpus: tuple[int, ...] = ()
+    beside: set[str] = field(default_factory=set)
+    sleep: Callable[[float], None] = time.sleep
+    check: Callable[[], None] = lambda: None
+
+
+def list_resources(planned: Iterable[Planned], slots: int | None) -> list[Resource]:
+    """The places there are for these trials: `slots` at most, but as many as the ranks of the largest trial.
+
+    Without `slots`: every card, or one place where there are none.
+    """
+    ranks = [item.trial.world_size for item in planned if item.trial and item.trial.device.name == "cuda"]
+    visible = machine.visible_gpus(os.environ) if ranks else []
+    if None in (card.uuid for card in visible):  # they cannot be shared out
+        return [Resource()]
+    alike = [card for card in visible if card.name == visible[0].name]
+    cards = alike if max(ranks, default=0) <= len(alike) else visible
+    count = max(slots or len(cards) or 1, *ranks, 1)
+    count = min(count, len(cards)) if cards else count
+    shares = _shares(sorted(os.sched_getaffinity(0)), cards[:count], count)
+    return [Resource(cards[n] if cards else None, share) for n, share in enumerate(shares)]
+
+
+def _shares(cpus: Sequence[int], cards: Sequence[machine.Gpu], count: int) -> list[tuple[int, ...]]:
+    """Neighbouring CPUs for each place, of those next to its card where that is known of all cards; all for each where
+    there is but one place, or fewer CPUs than places."""
+    if count == 1 or len(cpus) < count:
+        return [()] * count
+    near = [tuple(cpu for cpu in machine.cpus_near(card) if cpu in cpus) for card in cards] or [()]
+    if () in near or sum(map(len, set(near))) > len({cpu for of in near for cpu in of}):  # not known, or no nodes
+        near = [tuple(cpus)] * count
+    dealt = {of: iter(_dealt(of, near.count(of))) for of in near}
+    return [next(dealt[of]) for of in near]
+
+
+def _dealt(cpus: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
+    few, size = len(cpus) < count, len(cpus)
+    return [cpus if few else cpus[n * size // count : (n + 1) * size // count] for n in range(count)]
+
+
+def resources_needed(item: Planned, count: int) -> int:
+    """How many of `count` places a trial takes: none to be told that it cannot run; one rank is simulated for all."""
+    if item.trial is None:
+        return 0
+    return 1 if item.trial.device.name == "simulated" else min(item.trial.world_size, count)
+
+
+@dataclass(frozen=True)
+class _Running:
+    item: Planned
+    places: tuple[Resource, ...]
+    slot: Slot
+
+
+class Pool(contextlib.AbstractContextManager["Pool"]):
+    """Runs trials in `threads` on `places`. Use it as a context manager: where the block is left by an exception,
+    what still runs is stopped first. `exclusive`: never two at a time. `asked` raises when no trial is to be tried
+    again. `health` is that of the cards, which outlives it.
+    """
+
+    def __init__(
+        self,
+        threads: Executor,
+        places: Sequence[Resource],
+        exclusive: bool,
+        asked: Callable[[], None] = lambda: None,
+        health: GpuHealth | None = None,
+    ) -> None:
+        self._threads, self._places, self._free, self._count = threads, places, list(places), len(places)
+        self._health = health or GpuHealth(place.card for place in places)
+        self._exclusive, self._asked = exclusive, asked
+        self._running: dict[Future[Row], _Running] = {}
+        self._ended: SimpleQueue[Future[Row]] = SimpleQueue()
+        self._stopped = False
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        self._stopped, left = True, True
+        while left:
+            with contextlib.suppress(KeyboardInterrupt):  # it is stopping
+                wait(self._running)
+                left = any(not future.done() for future in self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(
+        self,
+        waiting: list[Planned],
+        run: Callable[[Planned, Slot], Row],
+        refused: Callable[[Planned], bool] = lambda item: False,
+    ) -> bool:
+        """Take the first of `waiting` that there are places for out of the list and run it; whether there was one.
+
+        What could be run and is `refused` is taken out too.
+        """
+        if not self._free or (self._exclusive and self._running):
+            return False
+        at = 0
+        while at < len(waiting):
+            if self._fitting(waiting[at]) is None:
+                at += 1
+            elif refused(waiting[at]):
+                del waiting[at]
+            else:
+                break
+        else:
+            return False
+        item = waiting.pop(at)
+        taken = tuple(self._fitting(item) or ())
+        for place in taken:
+            self._free.remove(place)
+        slot = self._slot(item, taken)
+        for other in [one for one in self._running.values() if taken and one.places]:
+            other.slot.beside.add(item.trial_id)
+            slot.beside.add(other.item.trial_id)
+        future = self._threads.submit(run, item, slot)
+        self._running[future] = _Running(item, taken, slot)
+        future.add_done_callback(self._ended.put)
+        return True
+
+    def wait(self) -> tuple[Planned, Row | None]:
+        """The next trial that has come to its end, and its row; None where it was not tried again, as `asked` raised
+        Finished. Raises what running it raised."""
+        future = self._ended.get()
+        over = self._running.pop(future)
+        self._free += over.places
+        try:
+            row = future.result()
+        except Finished:
+            return over.item, None
+        self._health.add(row, over.slot.cards, time.monotonic())
+        return over.item, row
+
+    def _fitting(self, item: Planned) -> list[Resource] | None:
+        """Free places for a trial, None where there are too few. It waits for those that it should have. Cards that are
+        not as the first are for trials alone that need them, as another card is another system; then come those that
+        rest, and those that it has failed on."""
+        resting = self._health.resting(time.monotonic())
+
+        def avoided(place: Resource) -> tuple[bool, bool, int]:
+            card, first = place.card, self._places[0].card
+            if card is None or first is None:
+                return False, False, 0
+            return card.name != first.name, card.uuid in resting, self._health.failures(item.trial_id, card)
+
+        taking = resources_needed(item, self._count)
+        wanted = sorted(map(avoided, self._places))[:taking]
+        free = sorted((one for one in self._free if avoided(one) <= wanted[-1]), key=avoided) if wanted else []
+        return free[:taking] if len(free) >= taking else None
+
+    def _slot(self, item: Planned, taken: Sequence[Resource]) -> Slot:
+        cards = [place.card for place in taken if place.card]
+        if item.trial and item.trial.device.name != "cuda":
+            cards = []
+        elif item.trial and not cards:
+            cards = row_builder.cards(item.trial)
+        shared = self._count > 1 and not self._exclusive
+        cpus = tuple(cpu for place in taken for cpu in place.cpus) if shared else ()
+        return Slot(cards, cpus, sleep=self._sleep, check=self._check)
+
+    def _check(self) -> None:
+        if self._stopped:
+            raise Stopped
+
+    def _sleep(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while True:
+            self._check()
+            self._asked()
+            left = until - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, NAP_S))

@@ -1,0 +1,367 @@
+"""`vramsweep advise`: which changes make a run fit, what each costs, and which to take together.
+
+Every figure is a prediction of its own, a row of the sweep results/MODEL-RUNNER-advice; times are estimates. Not
+covered: the changes (memory_savings.py), how combinations are chosen (advice_search.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.search import advice_search, secant_search
+from vramsweep.harness.search.advice_search import Advice, Option
+from vramsweep.harness.search.memory_savings import (
+    ACCEPTED,
+    LEVELS,
+    METHOD,
+    ROUNDING,
+    MemorySaving,
+    applicable,
+    apply_changes,
+    too_old,
+    words,
+)
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.sweep import plan, run_trials
+from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.verbs import sweep_command, trace_query
+from vramsweep.harness.verbs.predict_largest import MOST_BATCH
+
+MIB = 1 << 20
+GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
+MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
+SECONDS = ("calibrated_step_s", "estimated_step_s")  # times that are compared are of one kind: the run's as it is
+BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
+DETAILS = """\
+Recommended is what changes least of the result (same, but for rounding, less precision, another training),
+and of those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding
+changed at most, if that fits at all, in steps of 3 %. --accept rounding leaves out what changes more.
+Rows and traces are kept, so the same command is quick the second time. gpu=NAME is short for
+device.gpu=NAME."""
+
+
+@dataclass(frozen=True)
+class ReachedLimit:
+    """How far some remedies together get along a goal's axis; None where nothing fits or nothing is known."""
+
+    option: Option
+    value: int | None
+
+
+def parser() -> Parser:
+    """The verb's own options; its other words are settings."""
+    parser = Parser(
+        prog="vramsweep advise", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
+    )
+    parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
+    parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")
+    parser.add_argument(
+        "--most",
+        type=int,
+        default=advice_search.MOST,
+        metavar="N",
+        help=f"combinations to predict (default: {advice_search.MOST})",
+    )
+    parser.add_argument("--json", action="store_true", help="print the data instead of tables")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    options, given = parser().parse_settings(argv)
+    if options.most < 0:
+        raise UserError(f"--most {options.most}: allowed is 0 or more")
+    other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
+    if other is not None:
+        raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which card")
+
+    def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
+        if len(planned) != 1:
+            raise UserError(f"advise takes one trial, and these are {len(planned)}; give each setting one value")
+        axis = GOALS[options.goal]
+        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+            asked = AdviceRequest(planned[0], settings, folder, launcher, axis)
+            level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
+            found, reached = ask_predictions(asked, level, options.most)
+        said = [word for word in given if word.partition("=")[0] != "device"]
+        if options.json:
+            print(json.dumps(record(asked, found, axis, reached)))
+        else:
+            show(asked, found, axis, reached, said, Console(markup=True))
+        return 0 if (best(reached) if axis else found.recommended) else 1
+
+    named = any(word.partition("=")[0] == "device" for word in given)
+    front = sweep_command.VerbAdapter("advice", instead=instead)
+    return sweep_command.main(
+        [*([] if named else ["device=simulated"]), *trace_query.spelled(given)], front=front, verb="advise"
+    )
+
+
+class AdviceRequest:
+    """What advice is asked about: a trial, the axis of the goal, and where variants are predicted."""
+
+    def __init__(
+        self, base: Planned, settings: Settings, folder: Path, launcher: Launcher, axis: str | None = None
+    ) -> None:
+        assert base.trial is not None  # else the sweep would not have begun
+        self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
+        self.settings = dataclasses.replace(settings, report=False)
+        self.limit = self.trial.memory_limit()
+        self.seconds = SECONDS[0]
+        self._earlier: list[Planned] = []
+
+    @property
+    def start(self) -> int:
+        """The value of the goal's axis that the trial has."""
+        return int(self.base.resolved[self.axis or "seq_len"])
+
+    @property
+    def most(self) -> int:
+        """The largest value of the goal's axis that is looked at."""
+        positions = self.trial.model.max_positions or MOST_POSITIONS
+        return max(self.start, positions if self.axis == "seq_len" else MOST_BATCH)
+
+    def at(self, value: int) -> None:
+        """From now on the trial has this value of the goal's axis."""
+        self.base = self.planned((), value)
+        assert self.base.trial is not None
+        self.trial = self.base.trial
+
+    def planned(self, remedies: Sequence[MemorySaving], value: int | None = None) -> Planned:
+        """The trial with these remedies; without a trial where they do not go together."""
+        more = {} if value is None or self.axis is None else {self.axis: value}
+        [[found]] = plan.expand_trials([apply_changes(self.base.resolved | more, remedies)], 1)
+        return found
+
+    def predict(self, taken: Sequence[tuple[MemorySaving, ...]], values: Sequence[int] | None = None) -> list[Option]:
+        """What is predicted of each of these, at its value of the goal's axis; each is a row of the folder's sweep."""
+        points = [None] * len(taken) if values is None else values
+        planned = [self.planned(remedies, value) for remedies, value in zip(taken, points, strict=True)]
+        todo = list({item.trial_id: item for item in planned if item.trial is not None}.values())
+        rows: dict[str, Row] = {}
+        if todo:
+            rows, _ = run_trials.run(todo, self.settings, self.folder, self._earlier, self.launcher)
+            self._earlier += todo
+        found = [rows.get(item.trial_id) for item in planned]
+        if () in taken:
+            base = found[taken.index(())] or {}
+            self.seconds = next((name for name in SECONDS if base.get(name)), SECONDS[0])
+        return [option(*one, self.seconds) for one in zip(taken, planned, found, strict=True)]
+
+    def reach(self, options: Sequence[Option]) -> list[ReachedLimit]:
+        """How far each of these gets along the goal's axis."""
+
+        def needs(asked: Mapping[int, int]) -> dict[int, int | None]:
+            taken = [options[number].remedies for number in asked]
+            found = self.predict(taken, [*asked.values()])
+            return {number: one.beyond(self.limit) for number, one in zip(asked, found, strict=True)}
+
+        lines = [secant_search.Line({self.start: one.beyond(self.limit)}) for one in options]
+        values = secant_search.find_reach(needs, lines, self.start, self.most, self.limit)
+        return [ReachedLimit(one, value) for one, value in zip(options, values, strict=True)]
+
+
+def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice, list[ReachedLimit]]:
+    """Advice, with what changes at most `level` of the result; for a goal along an axis also how far each gets.
+
+    What saves memory where a run ends is looked for there: that far, and more, is what the options are compared at.
+    """
+    axis = asked.axis
+    if axis is not None:
+        [base] = asked.predict([()])
+        if base.need is not None:
+            [first] = asked.reach([base])
+            if first.value is not None:
+                asked.at(min(asked.most, max(asked.start, secant_search.grid_floor(secant_search.MOST * first.value))))
+    remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
+    reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
+    found = advice_search.search(
+        [one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most, axis is not None
+    )
+    left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
+    found = dataclasses.replace(found, singles=(*found.singles, *left_out))
+    return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
+
+
+def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
+    """What a row says of these remedies, with the times of this column; `row` is None where there is none."""
+    if item.trial is None or row is None:
+        return Option(remedies, None, None, item.reason or "there is no answer")
+    need, tokens = needed(row), item.trial.tokens_per_step()
+    full = row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)
+    reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None
+    if need is None:
+        return Option(remedies, None, None, reason, full)
+    step = row.get(seconds)
+    work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
+    return Option(remedies, need, step and step / tokens, reason, full, work)
+
+
+def needed(row: Row) -> int | None:
+    """What a run reserves of the card at most, in bytes, if need be without a limit; None where it is not known."""
+    if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
+        return row.get("unlimited_peak_reserved_bytes")
+    found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
+    return found if row["outcome"] == Outcome.OK else None
+
+
+def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:
+    """What gets furthest of what changes rounding at most, else of what changes least; of equals what changes least."""
+    known = [one for one in reached if one.value is not None]
+    least = min((max(ROUNDING, one.option.level) for one in known), default=ROUNDING)
+    known = [one for one in known if one.option.level <= least]
+    return max(known, key=lambda one: (one.value or 0, -one.option.level, -len(one.option.remedies)), default=None)
+
+
+def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Sequence[ReachedLimit]) -> dict[str, Any]:
+    """What `--json` prints; sizes in bytes, times in seconds a token."""
+
+    def plain(one: Option | None) -> dict[str, Any] | None:
+        if one is None:
+            return None
+        return {
+            "change": [remedy.words for remedy in one.remedies],
+            "reserved_bytes": one.need,
+            "estimated_seconds_a_token": one.seconds,
+            "fits": one.fits(found.limit),
+            "result": LEVELS[one.level],
+            "reason": one.reason,
+        }
+
+    goal = best(reached)
+    return {
+        "trial": asked.base.resolved,
+        "memory_limit_bytes": found.limit,
+        "as_it_is": plain(found.base),
+        "alone": [plain(one) for one in found.singles],
+        "front": [plain(one) for one in found.front],
+        "recommended": plain(goal.option if goal else None) if axis else plain(found.recommended),
+        "nearest": plain(found.nearest),
+        "tried": len(found.tried),
+        "combinations": found.space,
+        **({axis: [{"largest": one.value} | (plain(one.option) or {}) for one in reached]} if axis else {}),
+    }
+
+
+def show(
+    asked: AdviceRequest,
+    found: Advice,
+    axis: str | None,
+    reached: Sequence[ReachedLimit],
+    given: Sequence[str],
+    console: Console,
+) -> None:
+    """Print advice."""
+    trial, card = asked.trial, asked.trial.device.card
+    spare = f", {card.headroom_gib:g} GiB of headroom" if card.headroom_gib else ""
+    console.print(f"\n[bold]{escape(describe_trial(trial))}[/]  {card.name}: {found.limit / MIB:,.0f} MiB{spare}")
+    if axis:
+        console.print(f"the largest {axis} that fits, up to {asked.most:,}, is the goal; what helps is compared here")
+    if found.base.need is None and not found.base.full:
+        console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
+        return
+    if found.base.fits(found.limit):
+        console.print(f"fits as it is: {(found.base.need or 0) / MIB:,.0f} MiB reserved at most")
+    else:
+        console.print(f"does not fit: {escape(_too_much(found.base, found.limit))}")
+    if found.base.seconds is None:
+        console.print("times are not known here; what is called fast has fewest FLOPs, then fewest kernel launches")
+    alone = sorted((one for one in found.singles if one.need is not None), key=lambda one: one.need or 0)
+    console.print(_compared("Each change alone", alone, found))
+    known = [remedy for one in found.singles if one.need is not None for remedy in one.remedies if remedy.result]
+    if known:
+        console.print("[dim]result: the same, or but for rounding, with less precision, or by another method[/]")
+    for remedy in known:
+        console.print(f"[dim]{escape(remedy.words)}: {escape(remedy.result)}[/]")
+    left_out = [one for one in found.singles if one.need is None]
+    for one in left_out:
+        console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
+    if found.front:
+        console.print(_compared("What fits and nothing beats in both, the fastest first", found.front, found))
+    rest = found.space - len(found.tried)
+    if rest > 0:
+        console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
+    if axis:
+        console.print(_reached(found, reached, axis))
+    goal = best(reached)
+    chosen = (goal.option if goal else None) if axis else found.recommended
+    if chosen is None:
+        near = found.nearest
+        why = "" if near is None else f"The nearest is {_name(near.remedies)}: {_too_much(near, found.limit)}"
+        console.print("nothing is known to fit" if near is None else f"[bold]Nothing fits.[/] {escape(why)}")
+        return
+    more = [f"{axis}={goal.value}"] if axis and goal else []
+    ours = (axis, "name", "results", "gpu")
+    said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
+    command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
+    console.print(
+        f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]})\n"
+        f"to be confirmed by measuring it: {escape(command)}",
+        soft_wrap=True,
+    )
+
+
+def exact(trial: Trial) -> str:
+    """What is known of a model that cannot be traced."""
+    count = trial.model.parameters
+    if count is None:
+        return "How many parameters it has is not known either: nothing can be said without measuring."
+    plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
+    other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)
+    return (
+        f"What is known without: {count:,} parameters, {BYTES_A_PARAMETER} bytes each in fp32 with gradients and "
+        f"AdamW's state: {BYTES_A_PARAMETER * count / MIB:,.0f} MiB{f', {other} not regarded' if other else ''}, and "
+        "activations beside; measure the rest."
+    )
+
+
+def _too_much(one: Option, limit: int) -> str:
+    """How far it is from fitting, or why it does not."""
+    need = one.need or 0
+    if one.reason is not None or need <= limit:
+        return one.reason or f"{need / MIB:,.0f} MiB, too many in the order in which they are asked for"
+    return f"{need / MIB:,.0f} MiB, {(need - limit) / MIB:,.0f} too many"
+
+
+def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:
+    table = make_table(title, ("changes",), ("MiB", "saves", "fits", "est. time"), ("result",))
+    for one in options:
+        table.add_row(_name(one.remedies), *_cells(one, found), ACCEPTED[one.level])
+    return table
+
+
+def _reached(found: Advice, reached: Sequence[ReachedLimit], axis: str) -> Table:
+    title = f"How far it goes: the largest {axis} that fits"
+    table = make_table(title, ("changes",), (axis, "est. time"), ("result",))
+    for one in sorted(reached, key=lambda one: -(one.value or 0)):
+        value = "none" if one.value is None else f"{one.value:,}"
+        table.add_row(_name(one.option.remedies), value, _cells(one.option, found)[-1], ACCEPTED[one.option.level])
+    return table
+
+
+def _cells(one: Option, found: Advice) -> tuple[str, str, str, str]:
+    need, before = one.need or 0, found.base.need or 0
+    ratio = one.seconds / found.base.seconds if one.seconds and found.base.seconds else None
+    time = "not known" if ratio is None else f"x {ratio:.2f}"
+    return f"{need / MIB:,.0f}", f"{(before - need) / MIB:+,.0f}", "yes" if one.fits(found.limit) else "no", time
+
+
+def _name(remedies: Sequence[MemorySaving]) -> str:
+    return " ".join(one.words for one in remedies) or "as it is"

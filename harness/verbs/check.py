@@ -1,0 +1,62 @@
+"""`check`: what may be published of results folders, on one screen."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.rows.quality_flags import BOTH
+from vramsweep.harness.sweep.publication_check import Verdict, judge_folder
+
+LINES, WIDTH = 24, 110  # of the screen
+
+
+def screen(verdict: Verdict) -> list[str]:
+    """The verdict in lines, one screen of them: the worst first, and how many findings are left out."""
+    kind = "measured" if verdict.measured == verdict.rows else "predicted" if not verdict.measured else None
+    kind = kind or f"{verdict.measured:,} of them measured"
+    lines = [f"{verdict.folder}, {verdict.rows:,} rows, {kind}: {_answer(verdict)}"]
+    for number, one in enumerate(verdict.findings):
+        what = f"forbids {' and '.join(one.forbids)}" if one.forbids else "say"
+        some = f" ({', '.join(one.examples)}{', …' * (one.count > len(one.examples))})" if one.examples else ""
+        text = f"{what}: {one.text}{some}".replace(" %", "\xa0%")  # which no line is broken at
+        more = textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
+        if len(lines) + len(more) >= LINES:
+            return [*lines, f"  … and {len(verdict.findings) - number} more; --json lists all"]
+        lines += [line.replace("\xa0%", " %") for line in more]
+    return lines
+
+
+def _answer(verdict: Verdict) -> str:
+    may, may_not = ([claim for claim, well in verdict.claims.items() if well is which] for which in (True, False))
+    if not may_not:
+        return f"{' and '.join(may)} may be published" if may else "there is nothing to publish"
+    if not may:
+        return f"{' and '.join(may_not)} may not be published"
+    return f"{' and '.join(may)} may be published, {' and '.join(may_not)} may not"
+
+
+def parser() -> Parser:
+    """The verb's options and words."""
+    parser = Parser(prog="vramsweep check")
+    parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal")
+    parser.add_argument("--claim", choices=BOTH, help="only this claim counts for the exit status (default: both)")
+    parser.add_argument("--json", action="store_true", help="print the data instead")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`vramsweep check RESULTS ...`: exit status 0 where all may be published, 1 where something may not."""
+    arguments = parser().parse_args(argv)
+    verdicts = [judge_folder(folder) for folder in arguments.folder]
+    if arguments.json:
+        print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))
+    else:
+        print("\n".join(line for verdict in verdicts for line in screen(verdict)))
+    asked = arguments.claim
+    well = all(v.claims and all(v.claims.values()) if asked is None else v.claims.get(asked, False) for v in verdicts)
+    return 0 if well else 1

@@ -1,0 +1,217 @@
+"""`vramsweep explain`: what takes the memory of a predicted run, part by part, and why it does not fit.
+
+Not covered: how it is found (runners/predict/explanation.py), every event of a step (timeline.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.verbs import trace_query
+
+MIB = 1 << 20
+GIB = 1 << 30
+STATES = ("parameters", "buffers", "gradients", "optimizer_state")
+_USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
+DETAILS = """\
+Its parts in each phase, the largest storages with module and operator, and what lies between weights and
+card. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
+are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
+in settings device=simulated is understood, and gpu=NAME is short for device.gpu=NAME."""
+
+
+def parser() -> Parser:
+    """The verb's own options; its other words are settings, or a folder and trials of it."""
+    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
+    parser = Parser(prog="vramsweep explain", usage=usage, description=DETAILS)
+    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    arguments, words = parser().parse_settings(argv)
+    if not words:
+        raise UserError(f"explain what? {_USAGE}")
+    if trace_query.name_a_trial(words):
+        found = trace_query.find_trial("explain", words)
+        if found is None:
+            return 0
+        asked, traces = [found], None
+    else:
+        traces = Path(words[0]) / "traces"
+        rows = trace_query.finished(Path(words[0]), words[1:])
+        asked = [(str(row["trial_id"]), trace_query.read_trial("explain", row)) for row in rows]
+        if not asked:
+            raise UserError(f"{words[0]} has no predicted row; name a trial: {_USAGE}")
+    console = Console(markup=True)
+    records = []
+    for trial_id, trial in asked:
+        answer = trace_query.of_trial("explanation", "explain", trial_id, trial, traces)
+        if answer is None:
+            raise UserError(f"{describe_trial(trial)} allocates nothing, so there is nothing to explain")
+        if arguments.json:
+            records.append(record(trial_id, trial, answer))
+        else:
+            show(trial, answer, console)
+    if arguments.json:
+        print(json.dumps(records))
+    return 0
+
+
+def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """What `--json` prints of a trial; sizes are in bytes."""
+    limit = trial.memory_limit()
+    return {
+        "trial_id": trial_id,
+        "about": trace_query.describe_trial(trial),
+        "memory_limit_bytes": limit,
+        "from_states_to_card": dict(to_card(answer)),
+        "explanation": answer,
+    }
+
+
+def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """What adds up from the states, which an estimate from weights alone knows, to what the card's driver shows.
+
+    `unknown` is what lies between the two.
+    """
+    peak, most = answer["peak"], answer["most"]
+    states = sum(most[name] for name in STATES)
+    yield "states", states
+    yield "states_not_there_at_the_peak", sum(peak["parts"][name] for name in STATES) - states
+    yield from ((name, size) for name, size in peak["parts"].items() if name not in STATES)
+    yield "peak_allocated", peak["allocated"]
+    yield "reserved_beyond_allocated", answer["peak_reserved"] - peak["allocated"]
+    yield "peak_reserved", answer["peak_reserved"]
+    yield "context", CONTEXT_BYTES
+    yield "device", answer["peak_reserved"] + CONTEXT_BYTES
+    yield "unknown", answer["peak_reserved"] + CONTEXT_BYTES - states
+
+
+def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
+    """Print an explanation."""
+    card = trial.device.card
+    limit = trial.memory_limit()
+    console.print(f"\n[bold]{escape(describe_trial(trial))}[/]  {card.name}, predicted; MiB")
+    refused = answer["refused"]
+    if refused is None:
+        most = answer["peak_reserved_most"] or answer["peak_reserved"]
+        ahead = f" to {_mib(most)}, as far as the host runs ahead," if most > answer["peak_reserved"] else ""
+        if answer["host_refused"] is not None:
+            console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the card would do:")
+        console.print(
+            f"fits: {_mib(answer['peak_reserved'])}{ahead} of {_mib(limit)} MiB reserved at most, {most / limit:.0%}"
+        )
+    else:
+        held = answer["asked"]
+        maker = filter(None, (held["category"].replace("_", " "), escape(held["module"]), held["operator"]))
+        console.print(
+            f"[red]does not fit[/]: {_locate(held)} {_mib(refused['request'])} MiB are asked for "
+            f"({' by '.join(maker)}), {_mib(refused['allocated'])} are held and {_mib(refused['reserved'])} of "
+            f"{_mib(limit)} reserved; what follows is without the limit"
+        )
+    console.print(_phases(answer))
+    peak = answer["peak"]
+    last = max((one["step"] for one in answer["phases"] if one["step"] is not None), default=None)
+    if peak["step"] is not None and peak["step"] != last:
+        console.print(f"The run's peak, {_mib(peak['allocated'])} MiB, is earlier, {_locate(peak)}.")
+    console.print(_holders(answer))
+    console.print(_steps_to_card(trial, answer))
+
+
+def _phases(answer: Mapping[str, Any]) -> Table:
+    phases, refused, most = answer["phases"], answer["refused"], answer["most"]
+    names = ["loading" if one["step"] is None else one["phase"] for one in phases]
+    last = ["at its own most", *([] if refused is None else ["asked for when it ran out"])]
+    table = make_table("What each phase holds when it holds most", ("",), [*names, *last])
+    kinds = [name for name in most if most[name]]
+    for name in kinds:
+        held = [one["parts"][name] for one in phases]
+        cells = [*map(_or_dash, held), _mib(most[name])]
+        table.add_row(name.replace("_", " "), *cells, *([] if refused is None else [_or_dash(refused["parts"][name])]))
+    table.add_section()
+    blank = [] if refused is None else [""]
+    whole = [] if refused is None else [_mib(refused["allocated"] + refused["request"])]
+    table.add_row("= allocated", *(_mib(one["allocated"]) for one in phases), "", *whole, style="bold")
+    table.add_row("reserved", *(_mib(one["reserved"]) for one in phases), "", *blank)
+    return table
+
+
+def _holders(answer: Mapping[str, Any]) -> Table:
+    peak = answer["peak"]
+    title = f"The largest at the peak, {_locate(peak)}; layers count as one"
+    table = make_table(title, (), ("MiB", "share", "storages"), ("part", "asked for by"))
+    for one in answer["largest"]:
+        held, count = one["held"], one["count"]
+        size = held["bytes"] * count
+        each = f"{count} x {_mib(held['bytes'])}" if count > 1 else ""
+        own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
+        made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
+        table.add_row(
+            _mib(size),
+            f"{size / peak['allocated']:.0%}",
+            each,
+            held["category"].replace("_", " "),
+            f"{escape(held['module'])} {escape(held['operator'])}".strip() + made,
+        )
+    if answer["rest_count"]:
+        rest = answer["rest"]
+        table.add_row(
+            _mib(rest), f"{rest / peak['allocated']:.0%}", f"{answer['rest_count']:,}", "others", "", style="dim"
+        )
+    return table
+
+
+def _to_device(trial: Trial) -> str:
+    """The context is the largest known, so nvidia-smi shows less, but for what nobody has measured."""
+    beside = ["NCCL's buffers"] * (trial.world_size > 1)
+    beside += [f"pages of {trial.optimizer}"] * trial.optimizer.startswith("paged_")
+    return "= what nvidia-smi shows, about, at most" + (f"; not in it: {', '.join(beside)}" if beside else "")
+
+
+def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
+    sums = dict(to_card(answer))
+    table = make_table("From the states to the card", ("",), ("MiB",))
+    texts = {
+        "states": "weights, buffers, gradients and optimizer state, each at its most",
+        "states_not_there_at_the_peak": "of them not there at the peak",
+        "peak_allocated": "= peak allocated",
+        "reserved_beyond_allocated": "reserved by the allocator beyond that",
+        "peak_reserved": "= peak reserved",
+        "context": "CUDA context, at most: 230 to 767 MiB were seen",
+        "device": _to_device(trial),
+        "unknown": "of which an estimate from the states alone does not know",
+    }
+    for name, size in sums.items():
+        if size:
+            bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
+            table.add_row(texts.get(name, name.replace("_", " ")), _mib(size), style=bold)
+    return table
+
+
+def _locate(one: Mapping[str, Any]) -> str:
+    return "while loading" if one["step"] is None else f"in the {one['phase']} phase of step {one['step']}"
+
+
+def _mib(size: int) -> str:
+    """With a digit behind the point below ten."""
+    if 0 < size < MIB / 20:
+        return "<0.1"
+    return f"{size / MIB:,.1f}" if abs(size) < 10 * MIB else f"{size / MIB:,.0f}"
+
+
+def _or_dash(size: int) -> str:
+    return _mib(size) if size else "–"

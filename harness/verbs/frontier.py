@@ -1,0 +1,271 @@
+"""The edge of memory of many configurations: what is known of each before its first trial, its search, the table.
+
+The trials are a sweep's own, with the whole protocol: a sweeper asks for them round by round (hydra_plugins). Not
+covered: which value is tried next (bisection.py), where an edge is predicted (predict_largest.py), what rows of any
+sweep say of an edge (`vramsweep frontier`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows import outcome
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.search.bisection import Edge, Probe, most_trials, next_probe
+from vramsweep.harness.spec import trial as trials
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep.labels import Labels
+from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.sweep.run_trials import reject_too_many_ranks
+from vramsweep.harness.verbs import plan_preview, predict_largest
+
+NOT_STARTED = Probe("failed", "not started, as the budget has no time for it")
+MARGIN = 0.01  # of the predicted edge of a measured run: the first stride beside it. A simulated run's is exact
+
+
+@dataclass(frozen=True)
+class SearchPlan:
+    """A configuration before its first trial.
+
+    `values` are those along the axis up to the first that is no trial, for the reason in `beyond`; None: all are
+    trials. `predicted` is the largest that is predicted to fit, 0 where none is, and None where nothing is predicted,
+    for the reason in `remark`. `every` is the one up to which all are predicted to fit. `margin` is in values.
+    """
+
+    label: str
+    values: Sequence[int]
+    beyond: str | None = None
+    predicted: int | None = None
+    every: int | None = None
+    margin: int = 1
+    remark: str | None = None
+
+
+@dataclass
+class Search:
+    """What came of a configuration's values so far, and the trials that showed it, by value."""
+
+    ahead: SearchPlan
+    known: dict[int, Probe] = field(default_factory=dict)
+    trial_ids: dict[int, str] = field(default_factory=dict)
+
+    def next(self) -> int | Edge:
+        """The value to try next, or the edge."""
+        ahead = self.ahead
+        beyond = {} if ahead.beyond is None else {ahead.values[-1]: Probe("beyond", ahead.beyond)}
+        return next_probe(ahead.values, beyond | self.known, ahead.predicted, ahead.margin)
+
+    def take(self, value: int, row: Row | None) -> None:
+        """Learn from the terminal row of the trial at this value; None where it was not run."""
+        self.known[value] = probe_result(row)
+        if row is not None:
+            self.trial_ids[value] = row["trial_id"]
+
+    def trials(self) -> int:
+        """How many trials there were; those that could not run, were not started or were skipped are none."""
+        return sum(one.kind in ("fits", "full", "failed") and one != NOT_STARTED for one in self.known.values())
+
+
+def probe_result(row: Row | None) -> Probe:
+    """What a trial's row says about its value."""
+    if row is None:
+        return NOT_STARTED
+    kind, reason = row["outcome"], row["reason"]
+    if kind == Outcome.OK:
+        return Probe("fits")
+    if kind in (Outcome.OOM, Outcome.HOST_OOM):
+        return Probe("full", reason)
+    if kind == Outcome.SKIPPED:
+        return Probe("inferred", reason)
+    if kind == Outcome.INVALID:
+        return Probe("beyond", reason)
+    again = "" if outcome.runs_again(kind, asked=False) else "; retry_failed=true tries it again"
+    return Probe("failed", f"{kind}: {reason}{again}")
+
+
+def check(settings: Settings) -> None:
+    """Raise UserError for settings that a search makes no sense with."""
+    if settings.objective is not None:
+        raise UserError("objective= is for sweepers that optimise; sweep=frontier looks for the edge of memory: null")
+    if settings.repeats != 1:
+        raise UserError(f"repeats={settings.repeats}: sweep=frontier tries a value once; allowed is repeats=1")
+
+
+def plan_search(
+    configs: Sequence[Mapping[str, Any]],
+    settings: Settings,
+    axis: str,
+    values: Sequence[int],
+    folder: Path,
+    launcher: Launcher | None,
+) -> list[SearchPlan]:
+    """Each resolved configuration before its first trial, its edge predicted where a launcher is given.
+
+    Raises UserError where the folder cannot be written.
+    """
+
+    def at(config: Mapping[str, Any], value: int) -> Planned:
+        return plan.expand_trials([{**config, axis: value}], 1)[0][0]
+
+    def count(config: Mapping[str, Any]) -> int:
+        """How many values there are before the first that is no trial."""
+        return bisect_left(values, True, lo=1, key=lambda value: at(config, value).trial is None)
+
+    found: list[SearchPlan] = []
+    asked: dict[int, list[tuple[int, Planned]]] = defaultdict(list)  # by how many values there are
+    firsts = reject_too_many_ranks([at(config, values[0]) for config in configs])
+    labels = _labels(firsts, axis)
+    for number, (config, first) in enumerate(zip(configs, firsts, strict=True)):
+        if first.trial is None:  # its row says why
+            found.append(SearchPlan(labels[number], values[:1], remark=first.reason))
+            continue
+        most = count(config)
+        beyond = at(config, values[most]).reason if most < len(values) else None
+        item, remark = _predictable(first, settings)
+        found.append(SearchPlan(labels[number], values[: most + 1], beyond, remark=remark))
+        if item is not None and launcher is not None:
+            asked[most].append((number, item))
+    for most, items in asked.items():
+        assert launcher is not None
+        try:
+            answers = predict_largest.find(
+                [i for _, i in items], settings, folder, launcher, axis, values[:most], False
+            )
+        except UserError as error:
+            answers = [(item, predict_largest.NO_ANSWER | {"reason": str(error)}) for _, item in items]
+        for (number, item), (_, answer) in zip(items, answers, strict=True):
+            measured = firsts[number].trial != item.trial
+            found[number] = predicted(found[number], answer, MARGIN if measured else 0.0)
+    return found
+
+
+def predicted(before: SearchPlan, answer: predict_largest.Answer, margin: float) -> SearchPlan:
+    """The same with what `predict_largest.find` answers; `margin` is a share of the value."""
+    if answer["reason"] is not None or (answer["unanswered"] and not answer["looked_at"]):
+        return replace(before, remark=answer["reason"] or "nothing could be traced")
+    most = answer["largest"] or 0
+    stride = bisect_right(before.values, most * (1 + margin)) - bisect_right(before.values, most)
+    return replace(before, predicted=most, every=answer["all_up_to"] or 0, margin=max(stride, 1))
+
+
+def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str | None]:
+    """The trial on the card that its edge is predicted for, or why there is none: `predict` names another one."""
+    assert item.trial is not None
+    if settings.predict is False:
+        return None, "predict=false"
+    device = item.trial.device.name
+    if device == "simulated":
+        return item, None
+    if device != "cuda" and not isinstance(settings.predict, str):
+        return None, f"device={device} is no card; predict=CARD predicts for one"
+    if settings.predict is True and not machine.visible_gpus(os.environ):
+        return None, "no GPU can be seen here; predict=CARD predicts for one"
+    card, problem = plan_preview.card(settings)
+    if card is None:
+        return None, problem
+    try:
+        trial = plan_preview.simulated(item.trial, card)
+    except trials.InvalidTrial as error:
+        return None, str(error)
+    return Planned(item.trial_id, trial.model_dump(mode="json"), trial, None), None
+
+
+def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
+    """Print what was found; the exit status: 1 where an edge is not known."""
+    edges = [(one, edge) for one in searches if isinstance(edge := one.next(), Edge)]
+    status = int(len(edges) < len(searches) or any(edge.unknown for _, edge in edges))
+    if as_json:
+        print(json.dumps([_plain(one, edge, axis) for one, edge in edges]))
+        return status
+    console = Console() if Console().is_terminal else Console(width=160)
+    names = ("configuration", f"largest {axis} that fits", "smallest that does not", "trials", "predicted", "confirmed")
+    table = Table(*names)
+    for one, edge in edges:
+        nothing = "unknown" if edge.unknown or _cannot(edge) else "none"
+        table.add_row(one.ahead.label, f"{edge.largest:,}" if edge.largest is not None else nothing, _smallest(edge),
+                      str(one.trials()), _predicted(one.ahead), "yes" if edge.confirmed else "no")  # fmt: skip
+    console.print(table)
+    lines = [f"{one.ahead.label}: {line}" for one, edge in edges for line in remarks(one.ahead, edge)]
+    for line in lines:
+        console.print(line, highlight=False)
+    return status
+
+
+def remarks(known: SearchPlan, edge: Edge) -> list[str]:
+    """Why an edge is not confirmed, and why it was not predicted, in sentences."""
+    lines = []
+    if edge.unknown:
+        lines.append(f"the search could not go on: {edge.unknown}")
+    elif edge.bound is None:
+        lines.append(f"all that were asked for fit, up to {edge.largest:,}; larger ones may")
+    elif edge.bound.kind in ("beyond", "inferred"):
+        lines.append(str(edge.bound.reason))
+    if edge.either_way:
+        first, last = edge.either_way
+        lines.append(f"from {first:,} to {last:,} it went either way: {first:,} did not fit, {last:,} did")
+    if known.remark and not _cannot(edge):
+        lines.append(f"no edge was predicted: {known.remark}")
+    return lines
+
+
+def announced(searches: Sequence[Search], axis: str) -> str:
+    """What a search is going to do, in a line, for a sweep that is only planned."""
+    most = sum(most_trials(len(one.ahead.values), one.ahead.predicted is not None) for one in searches)
+    plural = "s" * (len(searches) != 1)
+    return f"the edge of {axis} of {len(searches)} configuration{plural}: at most {most} trials, which depend on these"
+
+
+def _cannot(edge: Edge) -> bool:
+    return edge.largest is None and edge.bound is not None and edge.bound.kind == "beyond"
+
+
+def _smallest(edge: Edge) -> str:
+    if edge.bound is None or edge.smallest is None:
+        return "unknown"
+    said = {"inferred": " (not run)", "beyond": " (no such trial)"}
+    return f"{edge.smallest:,}{said.get(edge.bound.kind, '')}"
+
+
+def _predicted(known: SearchPlan) -> str:
+    if known.predicted is None:
+        return "unknown"
+    if not known.predicted:
+        return "none fits"
+    every = f", every up to {known.every:,}" if known.every != known.predicted else ""
+    return f"{known.predicted:,}{every}"
+
+
+def _plain(one: Search, edge: Edge, axis: str) -> dict[str, Any]:
+    sides = [one.trial_ids.get(value) for value in (edge.largest, edge.smallest) if value is not None]
+    return {
+        "configuration": one.ahead.label,
+        "axis": axis,
+        **asdict(edge),
+        "confirmed": edge.confirmed,
+        "trials": one.trials(),
+        "predicted": one.ahead.predicted,
+        "predicted_every": one.ahead.every,
+        "remark": one.ahead.remark,
+        "trial_ids": [name for name in sides if name is not None],
+    }
+
+
+def _labels(items: Sequence[Planned], axis: str) -> list[str]:
+    """A text for each configuration; those that would have the same one have what tells them apart."""
+    texts, named = [predict_largest.label(item, axis) for item in items], Labels(items, but=(axis,))
+    return [
+        text if texts.count(text) == 1 else f"{text} · {named(item)}" for text, item in zip(texts, items, strict=True)
+    ]

@@ -1,0 +1,54 @@
+"""`gpus`: the GPUs that device.gpu can name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from vramsweep.harness.messages.argument_parser import Parser
+
+
+def parser() -> Parser:
+    """Return the verb's options."""
+    found = Parser(prog="vramsweep gpus")
+    found.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `vramsweep gpus`; return the exit status."""
+    from vramsweep.harness.hardware.gpu_lookup import GIB, GPUS, TERA, memory_limit
+
+    if parser().parse_args(argv).json:
+        print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
+        return 0
+    from rich.table import Table
+
+    from vramsweep.harness.messages.console import Console
+
+    rates = ("fp32", "tf32", "half", "bf16", "fp8")
+    table = Table(box=None, padding=(0, 1, 0, 0))
+    table.add_column("device.gpu", no_wrap=True)
+    for name in ("GiB", "limit", "cap.", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("link", no_wrap=True)
+    for gpu in GPUS:
+        known = [getattr(gpu, rate) for rate in rates]
+        table.add_row(
+            gpu.name,
+            f"{gpu.memory_gib:g}",
+            f"{memory_limit(gpu) / GIB:.1f}",
+            ".".join(map(str, gpu.capability)),
+            f"{gpu.bandwidth / 1e9:.0f}",
+            *("–" if rate is None else f"{rate / TERA:.0f}" for rate in known),
+            gpu.link or "–",
+        )
+    console = Console()
+    console.print(table)
+    console.print(
+        "\nGiB: nominal; limit: what the allocator can have; cap.: compute capability; then dense peaks in TFLOP/s. "
+        "Any other GPU: device.memory_gib=8 device.capability=7.5; sources: --json.",
+        highlight=False,
+    )
+    return 0

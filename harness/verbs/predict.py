@@ -1,0 +1,244 @@
+"""`vramsweep predict`: a sweep of predictions, with ranges of lengths and batches, a bar, and a table of what fits.
+
+Everything else is a sweep's: its words (sweep_command.py), its rows and folder (run_trials.py), how they are made
+(batch_prediction.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import BaseModel
+from rich.table import Table
+
+from vramsweep.harness.messages import units
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.sweep.labels import flatten
+from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.verbs import predict_largest, sweep_command
+
+MIB = 1 << 20
+DETAILS = """\
+It is a sweep with -m and device=simulated. FIRST..LAST and FIRST..LAST..STEP are all whole numbers between,
+both ends included, also within lists (1..4,8,16). Rows, traces and report are in
+results/MODEL-RUNNER-predicted, or what name= says; the same command goes on where one was interrupted.
+report=false leaves figures and report out."""
+
+_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+# What tells no configuration apart: where in it a trial is, and what hangs on other settings.
+_WITHIN = {"seq_len", "repeat", "seed"}
+
+
+def parser() -> Parser:
+    """The verb's own options; its other words are settings."""
+    parser = Parser(
+        prog="vramsweep predict", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
+    )
+    parser.add_argument(
+        "--largest",
+        choices=predict_largest.AXES,
+        help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
+        "its range, else of all that the model takes",
+    )
+    parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")
+    parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
+    parser.add_argument(
+        "--max-reserved", type=units.parse_size, metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`predict`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
+    options, rest = parser().parse_settings(argv)
+    most = options.max_reserved
+    if options.largest is not None:
+        if most is not None:
+            raise UserError("--largest and --max-reserved do not go together: the first goes by the cards' memory")
+        return _largest(rest, options.largest, options.every, options.json)
+    if options.every or options.json:
+        raise UserError("--every and --json are for --largest; rows are in the results folder")
+
+    def closing(rows: Sequence[Row]) -> int:
+        show(rows)
+        return beyond(rows, most)
+
+    front = sweep_command.VerbAdapter("predicted", closing)
+    return sweep_command.main(words(rest), front=front, verb="predict")
+
+
+def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
+    values: list[int] | None = None
+    others = [word for word in argv if word.partition("=")[0] != axis]
+    for word in argv:
+        if word.partition("=")[0] == axis:
+            values = _values(word)
+    first = f"{axis}={values[0] if values else 1}"
+
+    def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
+        found = predict_largest.find(planned, settings, folder, launcher, axis, values, every)
+        return predict_largest.show(found, axis, as_json)
+
+    return sweep_command.main(
+        words([*others, first]), front=sweep_command.VerbAdapter("predicted", instead=instead), verb="predict"
+    )
+
+
+def beyond(rows: Sequence[Row], most: int | None) -> int:
+    """1 if a row reserves more than `most` bytes, or it is not known how much, and says which; else 0.
+
+    Where a row has bounds, the upper one counts.
+    """
+    if most is None:
+        return 0
+    columns = ("peak_reserved_most_bytes", "peak_reserved_bytes", "unlimited_peak_reserved_bytes")
+    needs = {row["trial_id"]: (next(filter(None, map(row.get, columns)), None), row) for row in rows}
+    above = [(need, row) for need, row in needs.values() if need is not None and need > most]
+    unknown = [(need, row) for need, row in needs.values() if need is None]
+    if not above and not unknown:
+        return 0
+    need, row = max(above, key=lambda one: one[0]) if above else unknown[0]
+    invalid = row["outcome"] == Outcome.INVALID
+    label = str(row["model"]) if invalid else describe_trial(Trial.model_validate(row["trial"]))
+    told = row["reason"] if need is None else f"{need / MIB:,.0f} MiB"
+    found = [f"{len(above)} of {len(needs)} reserve more than {most / MIB:,.0f} MiB"] if above else []
+    found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
+    print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
+    return 1
+
+
+def words(argv: Sequence[str]) -> list[str]:
+    """The same as words of `sweep`. Raises UserError for a range that is none, and for another device."""
+    for word in argv:
+        key, _, value = word.partition("=")
+        if key == "device" and value != "simulated":
+            raise UserError(
+                f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"
+            )
+    given = {word.partition("=")[0] for word in argv}
+    return ["-m", *([] if "device" in given else ["device=simulated"]), *map(_spelled, argv)]
+
+
+def _values(word: str) -> list[int]:
+    """The whole numbers of a word such as seq_len=1..2048 or micro_batch=1,2,4..16, in order."""
+    key, _, value = word.partition("=")
+    found: set[int] = set()
+    for item in (item.strip() for item in value.split(",")):
+        if item.isdigit():
+            found.add(int(item))
+        else:
+            found |= set(_span(word, item))
+    if min(found) < 1:
+        raise UserError(f"{word}: {key} starts at 1")
+    return sorted(found)
+
+
+def _spelled(word: str) -> str:
+    """A word with ranges in Hydra's spelling; others as they are."""
+    key, _, value = word.partition("=")
+    items = [item.strip() for item in value.split(",")]
+    whole = key in whole_numbers()
+    ranges = [item for item in items if _RANGE.fullmatch(item) or (whole and ".." in item)]
+    if not ranges:
+        return word
+    if not whole:
+        raise UserError(f"{word}: only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}")
+    spans = {item: _span(word, item) for item in ranges}
+    if len(items) == 1:
+        span = spans[items[0]]
+        return f"{key}=range({span.start},{span.stop},{span.step})"
+    return f"{key}={','.join(str(n) for item in items for n in spans.get(item, [item]))}"
+
+
+def _span(word: str, item: str) -> range:
+    found = _RANGE.fullmatch(item)
+    if found is None:
+        raise UserError(
+            f"{word}: {item} is no range; write FIRST..LAST or FIRST..LAST..STEP, as 1..2048 or 64..2048..64"
+        )
+    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    if step < 1:
+        raise UserError(f"{word}: the step of {item} must be 1 or more")
+    if last < first:
+        raise UserError(f"{word}: {item} is empty, as ranges go up; write {last}..{first}")
+    return range(first, last + 1, step)
+
+
+def whole_numbers() -> set[str]:
+    """The settings of a trial that are whole numbers, by their full keys."""
+
+    def under(model: type[BaseModel], prefix: str) -> Iterator[str]:
+        for name, field in model.model_fields.items():
+            kind = field.annotation
+            if kind is int:
+                yield f"{prefix}{name}"
+            elif isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield from under(kind, f"{prefix}{name}.")
+
+    return {key for key in under(Trial, "") if key not in ("repeat", "model.parameters", "model.max_positions")}
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print what fits: a line for each configuration."""
+    if not rows:
+        return
+    console = Console() if Console().is_terminal else Console(width=180)
+    varied, groups = configurations(rows)
+    table = Table(
+        *varied, *("lengths", "MiB at the shortest", "at the longest that fits", "first that does not", "rows")
+    )
+    for values, of_one in groups.items():
+        table.add_row(*values, *_line(of_one))
+    console.print(table)
+    console.print("MiB are peak allocated / peak reserved; `vramsweep columns` says what trace_basis means.")
+
+
+def _line(rows: Sequence[Row]) -> list[str]:
+    lengths = sorted({row["seq_len"] for row in rows if row["seq_len"] is not None})
+    fits = sorted((row for row in rows if row["outcome"] == Outcome.OK), key=lambda row: row["seq_len"])
+    full = [row["seq_len"] for row in rows if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)]
+    kinds = Counter(row["trace_basis"] or row["outcome"] for row in rows)
+    span = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}" if lengths else ""
+    return [
+        span,
+        _peaks(fits[0]) if fits else "",
+        _peaks(fits[-1]) if fits else "",
+        f"{min(full):,}" if full else "",
+        ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()),
+    ]
+
+
+def _peaks(row: Row) -> str:
+    peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
+    return f"{row['seq_len']:,}: " + " / ".join("unknown" if size is None else f"{size / MIB:,.0f}" for size in peaks)
+
+
+def configurations(rows: Sequence[Row]) -> tuple[list[str], dict[tuple[str, ...], list[Row]]]:
+    """The settings that tell rows apart beside length, with card and allocator; the rows by their values of them."""
+    flat = [flatten(row["trial"] or {}) for row in rows]
+    keys = list(dict.fromkeys(key for one in flat for key in one))
+    varied = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in flat}) > 1]
+    names = {key for key in keys if key.endswith(".name") and key.count(".") == 1}  # runner.options may have one too
+    named = {key.partition(".")[0] for key in varied if key in names}
+    shown = [
+        key
+        for key in keys
+        if key in ("device.gpu", "allocator.name")
+        or (key in varied and key not in _WITHIN and (key in names or key.partition(".")[0] not in named))
+    ]
+    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
+    for row, one in zip(rows, flat, strict=True):
+        values = (one.get(key) for key in shown)
+        groups[tuple(value if isinstance(value, str) else json.dumps(value) for value in values)].append(row)
+    return [key.removesuffix(".name") for key in shown], dict(sorted(groups.items()))

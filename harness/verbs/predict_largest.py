@@ -1,0 +1,159 @@
+"""`vramsweep predict --largest AXIS`: the largest length or batch that fits, for every setting and card at once.
+
+One attempt a template finds it out (runners/worker/largest_server.py). Nothing is journalled: an edge is no trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.attempt import Launcher, attempt_environment
+from vramsweep.harness.process.worker_files import LARGEST, LOGS
+from vramsweep.harness.rows import outcome
+from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.sweep import plan, row_builder
+from vramsweep.harness.sweep.batch_prediction import FOLDER
+from vramsweep.harness.sweep.plan import Planned, Settings
+
+AXES = ("seq_len", "micro_batch")
+NAMED = ("model", "runner", "allocator", "simulated_gpu")
+MOST_BATCH = 4096  # where no range is given: of sequences on one card
+Answer = Mapping[str, Any]  # survey.Edge, in the axis's own numbers; `reason`: why there is none
+NO_ANSWER: dict[str, Any] = dict.fromkeys(
+    ("all_up_to", "largest", "looked_at", "unanswered", "margin", "complete", "of", "trace_basis", "reason")
+)
+
+
+def find(
+    planned: Sequence[Planned],
+    settings: Settings,
+    folder: Path,
+    launcher: Launcher,
+    axis: str,
+    values: range | Sequence[int] | None,
+    every: bool,
+) -> list[tuple[Planned, Answer]]:
+    """The edge of each trial along the axis; why there is none is on stderr. Raises UserError where there is no edge
+    at all."""
+    answers: dict[str, Answer] = {}
+    templates: dict[tuple[str, tuple[int, ...]], list[Planned]] = defaultdict(list)
+    for item in planned:
+        reason, allowed = (item.reason, ()) if item.trial is None else _within(item.trial, axis, values)
+        if reason is not None or item.trial is None:
+            answers[item.trial_id] = NO_ANSWER | {"reason": reason}
+        else:
+            templates[runner_table.fork_server_name(item.trial), tuple(allowed)].append(item)
+    for (name, allowed), items in templates.items():
+        spec = {
+            "trials": [{"trial_id": item.trial_id, "trial": item.resolved} for item in items],
+            "axis": axis,
+            "values": list(allowed),
+            "every": every,
+            "timeout_s": settings.timeout_s,
+        }
+        longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
+        try:
+            answers |= _attempted(spec, name, folder, launcher, axis, longest)
+        except OSError as error:
+            raise UserError(f"cannot write under {folder}: {error.strerror}") from None
+        except UserError as error:
+            answers |= {item.trial_id: NO_ANSWER | {"reason": str(error)} for item in items}
+    found = [(item, answers[item.trial_id]) for item in planned]
+    if all(one["reason"] is not None for _, one in found):
+        raise UserError(f"--largest {axis}: {found[0][1]['reason']}")
+    refused = [f"{label(item, axis)}: {one['reason']}" for item, one in found if one["reason"] is not None]
+    for line in dict.fromkeys(refused):
+        print(f"not looked for: {line}", file=sys.stderr)
+    return found
+
+
+def _attempted(
+    spec: dict[str, Any], name: str, folder: Path, launcher: Launcher, axis: str, longest: float
+) -> dict[str, Answer]:
+    """What an attempt says of the trials of a template, by id. Raises UserError where it says nothing."""
+    root = folder / "attempts" / FOLDER
+    place = root / str(row_builder.count_attempts(root) + 1)
+    done = launcher.attempt(spec, place, attempt_environment("", "simulated", os.environ), name, longest)
+    if not (place / LARGEST).exists():
+        reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
+        raise UserError(f"{reason}; {place / LOGS[1]} may say more")
+    found: dict[str, Any] = json.loads(read_content(place / LARGEST, links=False))
+    worst = max(found.values(), key=lambda one: one["unanswered"])
+    if worst["unanswered"]:
+        print(
+            f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} that were asked "
+            f"for have no answer, so both edges leave them out; {place / LOGS[1]} may say why",
+            file=sys.stderr,
+        )
+    return {trial_id: one | {"reason": None} for trial_id, one in found.items()}
+
+
+def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tuple[str | None, Sequence[int]]:
+    """Why there is nothing to look at, and the values to look at: those asked for, or all that the model takes."""
+    if length_distribution.names_lengths(trial.data) or trial.runner.command is not None:
+        what = f"data={trial.data}" if trial.runner.command is None else "a command"
+        return f"{what} has no edge that a formula finds; predict its trials themselves: {axis}=512,1024,...", ()
+    positions = trial.model.max_positions if axis == "seq_len" else MOST_BATCH
+    if values is None and positions is None:
+        return f"how many positions {trial.model.name} has is not known; give {axis}=1..8192", ()
+    asked = range(1, (positions or 0) + 1) if values is None else values
+    if axis == "seq_len" and positions is not None and max(asked) > positions:
+        return f"{axis} up to {max(asked)}, but {trial.model.name} has {positions} positions", ()
+    return None, asked
+
+
+def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) -> int:
+    """Print what was found; the exit status: 1 where something asked for has no answer."""
+    status = int(any(found["unanswered"] or found["reason"] is not None for _, found in answers))
+    if as_json:
+        print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
+        return status
+    console = Console() if Console().is_terminal else Console(width=160)
+    table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
+    answered = [(item, found) for item, found in answers if found["reason"] is None]
+    for item, found in answered:
+        table.add_row(label(item, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
+                      f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
+    console.print(table)
+    margins = [found["margin"] for _, found in answered if found["margin"] is not None]
+    if margins:
+        console.print(
+            "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
+            f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
+        )
+    if any(not found["complete"] for _, found in answered):
+        console.print(
+            "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
+            "cannot be traced (a sweep of them says why)."
+        )
+    return status
+
+
+def _number(found: Answer, name: str) -> str:
+    unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
+    return unknown if found[name] is None else f"{found[name]:,}"
+
+
+def label(item: Planned, axis: str) -> str:
+    """A configuration without the axis; of one that is no trial, what of it is known by name."""
+    trial = item.trial
+    if trial is None:
+        known = plan.axes(item)
+        return " · ".join(str(known[name]) for name in NAMED if known.get(name) is not None)
+    field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}[axis]
+    parts = [part for part in describe_trial(trial).split(" · ") if part != field]
+    card = [str(trial.device.gpu)] if trial.device.name == "simulated" else []
+    return " · ".join([*parts, *([trial.allocator.name] if not trial.allocator.conf else []), *card])

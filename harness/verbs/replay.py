@@ -1,0 +1,154 @@
+"""`replay`: a recording under other allocator settings, as a table, as JSON and as a figure."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from vramsweep.harness.allocator.config import MIB
+from vramsweep.harness.allocator.peak_blocks import Holders
+from vramsweep.harness.allocator.recording import HOW_TO_RECORD
+from vramsweep.harness.allocator.replay import WhatIf, what_if
+from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
+from vramsweep.harness.allocator.settings_grid import grid, rank, saving
+from vramsweep.harness.files.outputs import refuse_input
+from vramsweep.harness.messages import units
+from vramsweep.harness.messages.argument_parser import PAGE, Parser
+from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.process.interpreter import draw_page
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit status. Raises UserError for what the user can mend."""
+    args = parser().parse_args(argv)
+    limit = args.memory_limit
+    settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
+    if args.figure is not None:
+        refuse_input(args.figure, Path(args.file))
+    result = what_if(
+        Path(args.file),
+        settings,
+        memory_limit=limit,
+        recorded_limit=args.recorded_limit,
+        device=args.device,
+        max_bytes=args.max_file_size,
+    )
+    if args.search:
+        result = replace(result, rows=(result.rows[0], *rank(result.rows[1:])))
+    if args.json:
+        print(result.to_json(timelines=False))
+    else:
+        _print_table(result)
+    if args.figure is not None:
+        draw_page(result.to_json(), args.figure)
+        print(f"figure: {args.figure}", file=sys.stderr)
+    return 0
+
+
+def verdict(result: WhatIf) -> str:
+    """In words, how the replay under the recorded settings compares with the recording."""
+    match, end = result.rows[0].match, result.rows[0].timeline[-1]
+    if match is None:
+        why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
+        end_is = f"{_mib(end.reserved)} MiB reserved, {_mib(end.allocated)} allocated"
+        return f"No history: its {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
+    events = f"{match.matched} of {match.segment_events} segment events"
+    blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
+    if match.exact and not match.segment_events + match.blocks:
+        return f"Nothing to compare: its {result.events} events make no segment and no block."
+    if match.exact:
+        return f"The replay under the recorded settings is exact: {events}, {blocks}."
+    other = f"\nIts stacks name {result.library}: no CUDA recording, so not its allocator." if result.library else ""
+    first = f"First: {match.first_difference}{other}"
+    return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\n{first}"
+
+
+def _print_table(result: WhatIf) -> None:
+    limit = "none" if result.memory_limit is None else f"{_mib(result.memory_limit)} MiB"
+    title = f"{result.recording}, device {result.device}, {result.events} events, memory limit {limit}"
+    numbers = ("peak reserved MiB", "reserved but unused MiB", "cudaMallocs", "retries", "out of memory")
+    table = make_table(title, ("settings", "start"), numbers)
+    for row in result.rows:
+        out = "no" if row.out_of_memory is None else "YES"
+        sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
+        counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
+        table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
+    console = Console(width=None if sys.stdout.isatty() else 140)
+    console.print(table)
+    if result.rows[0].holders is not None:
+        console.print(_holders(result.rows[0].holders, "final" if result.history == "none" else "recorded peak"))
+    console.print(verdict(result), highlight=False)
+    for row in result.rows:
+        for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
+            console.print(f"{row.settings or '(defaults)'}: {note}", highlight=False)
+    for note in _warnings(result):
+        console.print(note, highlight=False)
+
+
+def _holders(peak: Holders, of: str) -> Table:
+    """Who holds the recorded peak."""
+    unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
+    title = f"What holds the {of} allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
+    table = make_table(title, (), ("MiB in all", "blocks"), ("asked for by (what it is for is not recorded)",))
+    for one in peak.largest:
+        blocks = f"{one.count} x {_mib(one.bytes)}" if one.count > 1 else "1"
+        table.add_row(_mib(one.bytes * one.count), blocks, one.where or "unknown")
+    table.add_row(_mib(peak.rest), str(peak.rest_count), "others")
+    table.add_row(_mib(peak.rounding), "", "rounding")
+    return table
+
+
+def _warnings(result: WhatIf) -> list[str]:
+    match = result.rows[0].match
+    notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
+    if result.history == "part":
+        notes.append(f"Peaks are of its {result.events} events: it begins late, or its ring (max_entries) lost some.")
+    if len(result.rows) > 2 and (found := saving(result)) is not None:
+        saved = f"reserves {_mib(found[1])} MiB less than" if found[1] > 0 else "saves nothing over"
+        notes.append(
+            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded."
+        )
+    if match is not None and match.releases_before_growth:
+        notes.append(
+            f"{match.releases_before_growth} cache releases come directly before a new segment: calls of empty_cache, "
+            "or out-of-memory retries (a recording does not tell which). They are replayed as empty_cache everywhere."
+        )
+    if match is not None and match.out_of_memory_events:
+        notes.append(
+            f"The recording has {match.out_of_memory_events} out-of-memory errors; those requests are left out."
+        )
+    return notes
+
+
+def _mib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / MIB:,.1f}"
+
+
+def parser() -> Parser:
+    """The verb's options and words."""
+    parser = Parser(prog="vramsweep replay")
+    parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
+    parser.add_argument(
+        "--allocator", action="append", default=[], metavar="SETTINGS",
+        help="settings to try, as in PYTORCH_CUDA_ALLOC_CONF; may be given several times",
+    )  # fmt: skip
+    parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
+    parser.add_argument(
+        "--memory-limit", type=units.parse_size, metavar="SIZE", help="what the process may use, for example 24GiB"
+    )
+    parser.add_argument(
+        "--recorded-limit",
+        type=units.parse_size,
+        metavar="SIZE",
+        help="the limit in force while recording, where known",
+    )
+    parser.add_argument("--device", type=int, help="which device, when the recording has several")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--figure", type=PAGE, metavar="OUT.html", help="draw reserved and allocated over time")
+    parser.add_argument(
+        "--max-file-size", type=units.parse_size, default=DEFAULT_MAX_BYTES, metavar="SIZE",
+        help=f"largest recording to read (default: {DEFAULT_MAX_BYTES >> 30}GiB)",
+    )  # fmt: skip
+    return parser

@@ -1,0 +1,157 @@
+"""`vramsweep run ... -- COMMAND`: a sweep of a command of the user's own, as runner=script.
+
+Everything else is a sweep's: its words (sweep_command.py), its rows and folder (run_trials.py). Not covered: what
+placeholders mean (command_template.py), how the command is run and watched (runners/scripts/launch_command.py,
+runners/scripts/observer.py).
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from vramsweep.harness.config import overrides
+from vramsweep.harness.config.reproduce_command import value
+from vramsweep.harness.files import redaction
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec import command_template
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep.plan import Planned
+from vramsweep.harness.verbs import sweep_command
+
+DETAILS = """\
+Every combination of the settings before -- is a trial of it. A {name} in the command is a setting
+(seq_len, micro_batch, grad_accum, precision, world_size, ...), a name of your own given before --, or
+{output_dir}, a folder for what the script writes, or {steps}. {name:value=TEXT:...} writes TEXT for a value,
+as in python train.py {precision:bf16=--bf16:fp32=}. What the command is not told is unknown in the rows,
+whatever it does.
+
+The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the
+allocator's counters. Once the protocol's steps are over it is ended, unless runner.stop=false.
+docs/script.md tells more."""
+
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_WHOLE = re.compile(rf"{_QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
+_SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
+_FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
+
+
+def parser() -> Parser:
+    """The verb's own options; its other words are settings, and after -- the command."""
+    parser = Parser(
+        prog="vramsweep run",
+        usage="%(prog)s [--dry-run] [GROUP=OPTION ...] [KEY=VALUE ...] -- COMMAND",
+        description=DETAILS,
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only show the command of every trial")
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """`run`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
+    before, dashes, command = _apart(argv)
+    options, rest = parser().parse_settings(before)
+    if not command:
+        what = "nothing stands behind --" if dashes else "the command stands behind --"
+        raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
+    given = words(rest, command)
+    if options.dry_run:
+        with tempfile.TemporaryDirectory() as place:  # which Hydra writes to, whatever it is asked
+            return _show(sweep_command.resolve([*given, f"hydra.sweep.dir={value(place)}"], verb="run")[0])
+    return sweep_command.main(given, front=sweep_command.VerbAdapter(), verb="run")
+
+
+def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
+    """What the command line is to `vramsweep sweep`. A setting that the command alone knows is one of its options.
+
+    Raises UserError for what would not reach the command, or not as it was meant.
+    """
+    text = command[0] if len(command) == 1 else shlex.join(command)  # a quoted whole is one word
+    told = command_template.placeholder_names(text)
+    ours = {*Trial.model_fields, *plan.SETTINGS, *overrides.options()}
+    given = [word.partition("=")[0] for word in before]
+    if mistake := next(_wrong(before, command, text, told, ours), None):
+        raise UserError(mistake)
+    own = told - ours
+    found = [_option(word) if name in own else word for word, name in zip(before, given, strict=True)]
+    if "device" not in given:
+        device = "cuda" if sweep_command.detect() == "cuda" else "cpu"
+        if device == "cpu":
+            print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
+        found.append(f"device={device}")
+    return ["-m", "runner=script", f"runner.command={value(text)}", *found]
+
+
+def _wrong(
+    before: Sequence[str], command: Sequence[str], text: str, told: Collection[str], ours: Collection[str]
+) -> Iterator[str]:
+    """What is wrong with the words themselves, before anything is made of them."""
+    yield from filter(None, map(redaction.secret_problem, [*before, text]))
+    bare = _QUOTED.sub("", text)
+    if len(command) == 1 and (sign := _SHELL.search(bare)):
+        yield f"{sign[0]} is the shell's, and none reads the command; let one: -- bash -c {shlex.quote(text)}"
+    mute = set(ours) - {*command_template.UNSAID, *command_template.TOLD, *command_template.NODES}
+    for name in sorted(mute & set(told)):
+        yield f"{{{name}}}: {name} is a setting of vramsweep's own, which no command is told; use another name"
+    for word in before:
+        name = word.partition("=")[0]
+        if name in command_template.GIVEN:
+            given = command_template.GIVEN[name]
+            yield f"{word}: {{{name}}} is {given}, and not to be given; use another name for your own"
+        if name in command_template.UNSAID and name not in told:
+            yield (
+                f"{word} does not reach the command: write {{{name}}} where it takes it, {{{name}:VALUE=TEXT:...}} if "
+                "it calls a value otherwise"
+            )
+        if name == "model" or (name.startswith("model.") and name != "model.name"):
+            yield f"{word} does not reach the command, which has a model of its own; use another name and a placeholder"
+
+
+def _option(word: str) -> str:
+    """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
+    name, _, typed = word.partition("=")
+    several = [typed] if _FUNCTION.fullmatch(typed) else [_text(one.strip()) for one in _several(typed)]
+    return f"+runner.options.{name}={','.join(several)}"
+
+
+def _text(one: str) -> str:
+    return one if _QUOTED.fullmatch(one) else value(one)
+
+
+def _several(typed: str) -> Iterator[str]:
+    """What stands between the commas; not those in quotes or brackets."""
+    masked, changed = typed, 1
+    while changed:
+        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
+    at = [n for n, sign in enumerate(masked) if sign == ","]
+    return (typed[low + 1 : high] for low, high in pairwise([-1, *at, len(typed)]))
+
+
+def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    words = list(argv)
+    if "--" not in words:
+        return words, False, []
+    at = words.index("--")
+    return words[:at], True, words[at + 1 :]
+
+
+def _show(planned: Sequence[Planned]) -> int:
+    """Print the command of every trial, with the allocator's variable; for one that cannot run, why."""
+    folder = (sweep_command.folder() or Path()).resolve()
+    for item in planned:
+        if item.trial is None:
+            print(f"# cannot run: {item.reason}")
+            continue
+        conf = plan.worker_conf(item.trial)
+        variable = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(conf)} " if conf else ""
+        place = folder / "attempts" / item.trial_id / "1" / command_template.OUTPUT
+        print(f"{variable}{shlex.join(command_template.command_words(item.trial, str(place)))}")
+    return 2 if planned and all(item.trial is None for item in planned) else 0

@@ -1,0 +1,52 @@
+"""`techniques`: the values of each setting that trades memory, time or exactness."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.messages.errors import UserError
+
+
+def parser() -> Parser:
+    """Return the verb's options."""
+    found = Parser(prog="vramsweep techniques")
+    found.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
+    found.add_argument("--json", action="store_true", help="print the data instead")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `vramsweep techniques`; return the exit status."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    from vramsweep.harness.messages.console import Console
+    from vramsweep.harness.spec.techniques import catalog, wording
+
+    arguments = parser().parse_args(argv)
+    names = [axis.name for axis in catalog.AXES]
+    if arguments.axis is not None and arguments.axis not in names:
+        raise UserError(suggestions.no_such_value(f"techniques {arguments.axis}", "setting", arguments.axis, names))
+    shown = [axis for axis in catalog.AXES if arguments.axis in (None, axis.name)]
+    if arguments.json:
+        print(json.dumps([wording.described(axis) for axis in shown], indent=1))
+        return 0
+    console = Console(markup=True)
+    for axis in shown:
+        default = f"  [dim]default {catalog.text(axis.default)}[/]" if axis.default is not None else ""
+        console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
+        table = Table(box=None, show_header=False, padding=(0, 1))
+        table.add_column(no_wrap=True, min_width=24)
+        table.add_column(ratio=1)
+        for entry in catalog.entries(axis.name):
+            table.add_row(
+                f"  {catalog.text(entry.name)}", escape(wording.sentence(entry, whole=arguments.axis is not None))
+            )
+        if table.row_count:
+            console.print(table)
+    if arguments.axis is None:
+        console.print("\nvramsweep techniques SETTING tells what does not go together, why, and what is missing here.")
+    return 0

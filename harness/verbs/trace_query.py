@@ -1,0 +1,193 @@
+"""Questions about a predicted trial's trace, answered by a process of the runners (runners/worker/query_server.py).
+
+A folder may be someone else's: nothing that its rows name (a target, a command, a model of a folder or a hub, data) is
+run, read or asked for because somebody looks at them; whoever names the same trial in words has chosen it.
+
+Not covered: what is asked (runners/predict/memory_timeline.py, explain.py), and what is shown of it (timeline.py,
+explain.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.process.attempt import attempt_environment
+from vramsweep.harness.process.interpreter import build_command, last_line
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.spec import length_distribution, trial_parser
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.verbs import sweep_command
+
+SECONDS = 1800.0
+MOST = 4  # timelines of a sweep whose trials nobody named
+Answer = dict[str, Any]
+
+
+def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
+    """The one predicted trial that these words name, and its id; None where they only ask for help. Raises UserError.
+
+    device=simulated is understood where no other is named.
+    """
+    given = any(word.partition("=")[0] == "device" for word in words)
+    planned, _ = sweep_command.resolve([*([] if given else ["device=simulated"]), *spelled(words)], verb)
+    if not planned:
+        return None
+    if len(planned) != 1:
+        raise UserError(f"{verb} takes one trial, and these are {len(planned)}; give each setting one value")
+    if planned[0].trial is None:
+        raise UserError(planned[0].reason)
+    simulated(verb, planned[0].trial)
+    return planned[0].trial_id, planned[0].trial
+
+
+def simulated(verb: str, trial: Trial) -> None:
+    """Raises UserError for a trial that is measured."""
+    if trial.device.name != "simulated":
+        raise UserError(
+            f"{verb} is of a predicted step: leave device={trial.device.name} out, device.gpu=NAME says which card; of "
+            "a GPU's own recording (record=true): vramsweep replay FILE --figure OUT.html"
+        )
+
+
+def name_a_trial(words: Sequence[str]) -> bool:
+    """Whether these are settings of a trial, not a sweep's folder."""
+    return "=" in words[0] or words[0].startswith("-")
+
+
+def spelled(words: Sequence[str]) -> list[str]:
+    """The words of a verb that is of predictions alone: gpu=NAME is short for device.gpu=NAME."""
+    return [f"device.{word}" if word.startswith("gpu=") else word for word in words]
+
+
+def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
+    """The rows of a sweep's trials of these ids; without any, what `chosen` takes of those that are predicted.
+
+    Raises UserError.
+    """
+    rows = journal.terminal(journal.read(folder)[0])
+    if unknown := [one for one in ids if one not in rows]:
+        near = suggestions.did_you_mean(unknown[0], rows)
+        raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids{near}")
+    if ids:
+        return [rows[one] for one in ids]
+    return chosen(
+        row for row in rows.values() if row.get("device") == "simulated" and isinstance(row.get("trial"), dict)
+    )
+
+
+def chosen(rows: Iterable[Row]) -> list[Row]:
+    """Of predicted rows, for each model and runner that with the largest peak that fits and the one that misses by
+    least."""
+    predicted = list(rows)
+    found: list[Row] = []
+    for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):
+        own = [row for row in predicted if (row.get("model"), row.get("runner")) == kind]
+        fits = [row for row in own if row.get("outcome") == "ok" and row.get("peak_reserved_bytes")]
+        full = [row for row in own if row.get("outcome") == "oom" and row.get("unlimited_peak_reserved_bytes")]
+        found += sorted(fits, key=lambda row: -row["peak_reserved_bytes"])[:1]
+        found += sorted(full, key=lambda row: row["unlimited_peak_reserved_bytes"])[:1]
+    return found[:MOST]
+
+
+def read_trial(verb: str, row: Row) -> Trial:
+    """A row's trial. Raises UserError where it was not predicted."""
+    if not isinstance(row.get("trial"), dict):
+        raise UserError(f"the row of trial {row['trial_id']} does not say what was asked; name the trial in words")
+    try:
+        found = Trial.model_validate(row["trial"])
+    except ValidationError:
+        found = trial_parser.parse(row["trial"])  # which says what is wrong
+    simulated(verb, found)
+    return found if _outside(found) else trial_parser.parse(row["trial"])  # else its files would be read
+
+
+def _outside(trial: Trial) -> str | None:
+    """What tracing the trial would run or read that is not ours; None where there is nothing."""
+    if trial.model.trust_remote_code:
+        return f"run the Python files of {trial.model.path}"
+    data = length_distribution.lengths_file(trial.data) if length_distribution.names_lengths(trial.data) else trial.data
+    for verb, name, what in (
+        ("run", "runner.command", trial.runner.command),
+        ("run", "runner.target", trial.runner.target),
+        ("read", "model.path", trial.model.path),
+        ("read", "ds_config", trial.ds_config),
+        ("read", "data", data),
+    ):
+        if what is not None and what != "synthetic":
+            return f"{verb} {name}={what}"
+    return None
+
+
+def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path | None) -> Answer | None:
+    """The answer about a row's trial, or without `traces` about the user's own. Raises UserError where a row's needs
+    what the row names, and no trace is kept."""
+    outside = None if traces is None else _outside(trial)
+    [answer] = ask(question, [trial], traces, trace=outside is None)
+    if answer is None and outside is not None:
+        raise UserError(
+            f"no trace of trial {trial_id} is kept, and making it would {outside}, as a row says: name the trial in "
+            f"words if you want that: vramsweep {verb} runner={trial.runner.name} ..."
+        )
+    return answer
+
+
+def describe_trial(trial: Trial) -> dict[str, Any]:
+    """What a reader of an answer wants to know of the trial."""
+    return {
+        "model": trial.model.name,
+        "seq_len": trial.seq_len,
+        "micro_batch": trial.micro_batch,
+        "precision": trial.precision,
+        "runner": trial.runner.name,
+        "sharding": trial.sharding,
+        "world_size": trial.world_size,
+        "allocator": trial.allocator.name,
+        "gpu": trial.device.gpu,
+    }
+
+
+def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool) -> list[Answer | None]:
+    """The answers, in order; None of a trial that allocates nothing, or whose trace is not in the folder `traces` while
+    `trace` is false; the trials are those of a folder's rows. Without one they are the user's own, traced for this
+    once. Raises UserError."""
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
+        values = {
+            "question": question,
+            "trials": [trial.model_dump(mode="json") for trial in asked],
+            "traces": str((traces or Path(folder)).absolute()),
+            "trace": trace,
+        }
+        request.write_text(json.dumps(values))
+        command = build_command("vramsweep.runners.worker.query_server", str(request), str(answer))
+        environ = attempt_environment("", "simulated", os.environ)
+        try:
+            done = subprocess.run(
+                command,
+                env=environ if traces is None else worker_environment.unknown(environ),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(f"no answer within {SECONDS:.0f} s; take a smaller trial") from None
+        if done.returncode != 0 or not answer.is_file():
+            raise UserError(f"the step could not be traced: {last_line(done.stderr)}")
+        said = json.loads(answer.read_text())
+    if "error" in said:
+        raise UserError(said["error"])
+    answers: list[Answer | None] = said["answers"]
+    return answers

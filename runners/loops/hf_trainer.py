@@ -1,0 +1,245 @@
+"""Hugging Face Trainer with its real defaults: its optimizer, gradient clipping, scheduler and data loader.
+
+Set by us, and recorded in `runner_config` with everything else: the batch (the trial's, whose default is the Trainer's
+own 8), max_steps, precision, no checkpoints, no reporting, no progress bar. `runner.options` overrides any argument.
+
+Several ranks: the Trainer wraps the model itself, as its arguments say (shardings/), and gives each rank its part of
+the samples. The model is made after the arguments, as most users do; zero_init=false makes it before.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.spec.techniques.catalog import technique
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure import model_description
+from vramsweep.runners.measure.counters import scaler_skips
+from vramsweep.runners.measure.step_meter import Meter, StepMeter
+from vramsweep.runners.model import apply_techniques, build
+from vramsweep.runners.rank import process_group
+from vramsweep.runners.shardings import interface
+
+
+class _Samples(Dataset[dict[str, torch.Tensor]]):
+    """The pool of samples, cycled through often enough for all steps."""
+
+    def __init__(self, data: build.Data, length: int) -> None:
+        self._samples, self._length = data.samples, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._samples[index % len(self._samples)]
+
+
+class _Boundaries(TrainerCallback):
+    """Tells the meter where steps begin and end."""
+
+    def __init__(self, meter: StepMeter, describe: Callable[[], dict[str, Any]], prepared: Callable[[], None]) -> None:
+        self.meter, self.describe, self.prepared = meter, describe, prepared
+        self.skipped: Callable[[], int | None] = lambda: 0  # without a scaler
+        self.loss: torch.Tensor | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.prepared()
+        self.meter.built(self.describe, self.skipped)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_begin()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.meter.step_end(self.loss)
+
+
+class _Job(TrainerCallback):
+    """Tells the meter which part of a job goes on after the last step, or before the first of a resumed training."""
+
+    def __init__(self, meter: StepMeter) -> None:
+        assert isinstance(meter, Meter)
+        self.meter = meter
+        self.resumes = False
+
+    def enter(self, part: str | None) -> None:
+        self.resumes = part == "resume"
+        self.meter.gauges.enter(part)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.resumes:
+            self.enter(None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.meter.index == len(self.meter.plan) and self.meter.gauges.part == "steps":
+            self.enter("evaluation")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter("save")
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.enter(None)
+
+
+class _Trainer(Trainer):
+    """Hands each pass's batch and its loss to the callback. Samples whose lengths vary come in the order drawn."""
+
+    boundaries: _Boundaries | None = None  # of a training that is measured step by step
+    ordered = False
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        ordered: Any = self.train_dataset
+        return SequentialSampler(ordered) if self.ordered else super()._get_train_sampler(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.boundaries is not None:
+            self.boundaries.meter.fed(inputs)
+        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
+        if self.boundaries is not None:
+            self.boundaries.loss = loss
+        return loss
+
+
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` steps under `meter`."""
+    if trial.sharding != "none":
+        process_group.backend(trial, device)
+    with interface.without_card(trial):
+        _run(trial, device, meter, folder)
+        if trial.protocol.job:
+            _resume(trial, device, meter, folder)
+
+
+def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    place = interface.hook(trial, "place")
+    where = device if place is None else place(trial, device)
+    first = None if trial.zero_init else build.model(trial, where)
+    arguments = training_arguments(trial, folder)
+    interface.call(trial, "agreed", arguments)
+    net = build.model(trial, where) if first is None else first
+    interface.call(trial, "fitting", net, arguments)
+    counts = model_description.counts(net)  # the wrapped model may not tell
+    data = build.data(trial)
+
+    def describe() -> dict[str, Any]:
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+        config = {k: v for k, v in arguments.to_sanitized_dict().items() if k not in ("output_dir", "logging_dir")}
+        built = model_description.describe(net, optimizer) | counts
+        told = interface.hook(trial, "told")
+        more = told(trainer.model_wrapped) if told else {}
+        config |= more.get("runner_config", {})
+        return built | more | {**data.columns, "runner_config": config}
+
+    def prepared() -> None:
+        interface.call(trial, "checked", trainer.model_wrapped)
+        if (skipped := interface.hook(trial, "skipped")) is not None:
+            boundaries.skipped = functools.partial(skipped, trainer.model_wrapped)
+
+    boundaries = _Boundaries(meter, describe, prepared)
+    callbacks: list[TrainerCallback] = [boundaries, _Job(meter)] if trial.protocol.job else [boundaries]
+    trainer = _trainer(trial, device, net, arguments, data, callbacks)
+    trainer.boundaries = boundaries
+    if trial.device.name == "simulated" and trial.precision == "fp16" and trial.sharding not in ZERO:
+        # Accelerate leaves fp16 off on a CPU, where the fake tensors are
+        trainer.accelerator.native_amp, trainer.accelerator.scaler = True, torch.amp.GradScaler()
+    if trainer.accelerator.scaler is not None:
+        boundaries.skipped = scaler_skips(trainer.accelerator.scaler, trial.steps())
+    trainer.train()
+
+
+def _trainer(
+    trial: Trial,
+    device: torch.device,
+    net: Any,
+    arguments: TrainingArguments,
+    data: build.Data,
+    callbacks: list[TrainerCallback],
+) -> _Trainer:
+    of_lengths = length_distribution.names_lengths(trial.data)
+    trainer = _Trainer(
+        model=net,
+        args=arguments,
+        train_dataset=_Samples(data, arguments.max_steps * trial.samples_per_step()),
+        eval_dataset=_Samples(data, arguments.per_device_eval_batch_size) if trial.protocol.job else None,
+        callbacks=callbacks,
+        data_collator=data.collate if of_lengths else None,
+        optimizer_cls_and_kwargs=None if _named(trial) else _optimizer(trial, arguments, device),
+    )
+    trainer.ordered = of_lengths
+    return trainer
+
+
+def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Make everything again and load the checkpoint, as the next process would: nothing is left of the training."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    job = _Job(meter)
+    job.enter("resume")
+    arguments = training_arguments(trial, folder)
+    arguments.max_steps += 1
+    arguments.save_strategy = arguments.eval_strategy = "no"
+    trainer = _trainer(trial, device, build.model(trial, device), arguments, build.data(trial), [job])
+    trainer.train(resume_from_checkpoint=str(folder / "trainer" / f"checkpoint-{trial.steps()}"))
+
+
+def _named(trial: Trial) -> bool:
+    """Whether the arguments name the optimizer: not one that TrainingArguments lacks, nor a stand-in for one."""
+    entry = technique("optimizer", trial.optimizer)
+    return trial.optimizer == "default" or (
+        entry.optim is not None and not (entry.packages and trial.device.name == "simulated")
+    )
+
+
+def _optimizer(
+    trial: Trial, arguments: TrainingArguments, device: torch.device
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The trial's optimizer with what the arguments tell one that they name."""
+    kind, given = apply_techniques.optimizer(trial, device)
+    told: dict[str, Any] = {"lr": arguments.learning_rate}
+    if issubclass(kind, torch.optim.AdamW):
+        told |= {"betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    return kind, given | told
+
+
+def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
+    """The arguments of one trial. Raises InvalidTrial for an override that this transformers does not know."""
+    chosen: dict[str, Any] = {
+        "output_dir": str(folder / "trainer"),
+        "per_device_train_batch_size": trial.micro_batch,
+        "gradient_accumulation_steps": trial.grad_accum,
+        "max_steps": trial.steps(),
+        "bf16": build.AUTOCAST.get(trial.precision) is torch.bfloat16,
+        "fp16": trial.precision == "fp16",
+        "tf32": (trial.precision == "tf32" and trial.device.name == "cuda") or None,
+        "use_cpu": trial.device.name != "cuda",
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": trial.device.name == "cuda",
+        "seed": trial.seed,
+    }
+    if trial.protocol.job:
+        last = trial.steps()
+        chosen |= {"save_strategy": "steps", "save_steps": last, "eval_strategy": "steps", "eval_steps": last}
+    if trial.use_cache != "default" and "use_cache" in TrainingArguments.__dataclass_fields__:  # since transformers 5
+        chosen["use_cache"] = trial.use_cache == "on"
+    if trial.device.name == "simulated":
+        chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
+    optim = technique("optimizer", trial.optimizer).optim
+    if optim is not None and _named(trial):
+        chosen["optim"] = optim
+    divided = interface.hook(trial, "arguments")
+    try:
+        return TrainingArguments(**(chosen | trial.runner.options | (divided(trial) if divided else {})))
+    except (TypeError, ValueError) as error:
+        raise InvalidTrial(f"runner.options: {error}") from None

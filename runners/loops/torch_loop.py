@@ -1,0 +1,70 @@
+"""The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks.
+
+How ranks divide the work is put around the model before: DistributedDataParallel (which sends gradients with the last
+of the accumulated passes only), or FSDP (shardings/fsdp.py), whose precision is its own, without
+autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vramsweep.harness.spec.shardings import FSDP
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure import model_description
+from vramsweep.runners.measure.counters import scaler_skips
+from vramsweep.runners.measure.step_meter import StepMeter
+from vramsweep.runners.model import build
+from vramsweep.runners.shardings import interface
+
+
+def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
+    """Train `trial.steps()` optimizer steps under `meter`."""
+    with interface.without_card(trial):
+        _run(trial, device, meter)
+
+
+def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
+    net, config, counts = _sharded(trial, device)
+    interface.call(trial, "checked", net)
+    optimizer = build.optimizer(trial, net.parameters(), device)
+    scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
+    data = build.data(trial)
+    meter.built(
+        lambda: {
+            **model_description.describe(getattr(net, "module", net), optimizer),
+            **counts,
+            **data.columns,
+            "runner_config": config,
+        },
+        scaler_skips(scaler, trial.steps()),
+    )
+    micro = 0
+    for _ in range(trial.steps()):
+        meter.step_begin()
+        for left in reversed(range(trial.grad_accum)):
+            index = micro * trial.world_size + meter.rank
+            batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
+            meter.fed(batch)
+            with net.no_sync() if trial.sharding == "ddp" and trial.no_sync and left else contextlib.nullcontext():
+                with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
+                    loss = net(**batch).loss / trial.grad_accum
+                scaler.scale(loss).backward()
+            micro += 1
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        meter.step_end(loss)
+
+
+def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
+    """The model as the ranks share it, what the sharding was told, and columns about the whole model's parameters."""
+    if trial.sharding == "none":
+        net = build.model(trial, device)
+        return net, None, model_description.counts(net)
+    found: tuple[Any, dict[str, Any], dict[str, Any]] = interface.hook(trial, "sharded")(trial, device)
+    return found

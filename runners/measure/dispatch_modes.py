@@ -1,0 +1,348 @@
+"""What watches every operator of an untimed step: live tensor bytes, FLOPs, storages resized in place.
+
+They slow a step down several times, so they never run in a measured one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.utils._python_dispatch as python_dispatch
+from torch import overrides
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from vramsweep.runners.measure.patches import patched
+
+
+@contextlib.contextmanager
+def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Call `resized` with each storage whose size was changed in place, which goes through no operator."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = original(storage, size)
+        resized(storage)
+        return result
+
+    with patched([(torch.UntypedStorage, "resize_", resize)]):
+        yield
+
+
+def sharded(types: Iterable[type]) -> bool:
+    """Whether an operator was called on DTensors: a mode declines, and is called again for this rank's part."""
+    return any(issubclass(kind, DTensor) for kind in types)
+
+
+def _on_host(tensor: torch.Tensor) -> bool:
+    """Whether it holds host memory. A wrapper's storage is only said to have a size: what it wraps is there on its own;
+    a fake tensor's, such as the compiler keeps, has none."""
+    hollow = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not hollow
+
+
+# Storages that only C++ code holds (a reducer's buckets), where the collector finds no tensor: who sees them made adds
+# them.
+HELD_BY_CODE: list[weakref.ref[torch.UntypedStorage]] = []
+
+
+def held_by_code() -> list[torch.UntypedStorage]:
+    """Those of `HELD_BY_CODE` that are alive."""
+    return [storage for reference in HELD_BY_CODE if (storage := reference()) is not None]
+
+
+def storages_alive() -> list[torch.UntypedStorage]:
+    """The storages in host memory that exist at this moment."""
+    return [tensor.untyped_storage() for tensor in tensors_alive() if _on_host(tensor)]
+
+
+def tensors_alive() -> list[torch.Tensor]:
+    """Every tensor that the garbage collector knows, so not those of before a `gc.freeze`."""
+    # type(), not isinstance(): a lazy module's __class__ may import on being asked
+    return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+
+
+def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a leaf, None for any other tensor and for one without."""
+    try:
+        leaf = tensor.is_leaf
+    except RuntimeError:  # autograd does not answer for some views whose base was changed in place: they are no leaves
+        return None
+    return tensor.grad if leaf else None
+
+
+class Beneath:
+    """A mode that goes beneath those that are there, and is left from wherever it is.
+
+    A script's own modes (`with torch.device(...)`, a profiler) may begin before a step of ours and end amid it; torch
+    would take the one on top for theirs.
+    """
+
+    def __enter__(self) -> Any:
+        above = self._lifted(everything=True)
+        try:
+            return super().__enter__()  # type: ignore[misc]
+        finally:
+            self._put_back(above)
+
+    def __exit__(self, *error: Any) -> None:
+        above = self._lifted()
+        try:
+            super().__exit__(*error)  # type: ignore[misc]
+        finally:
+            self._put_back(above)
+
+    def _lifted(self, everything: bool = False) -> list[Any]:
+        """The modes above this one, or all, off the stack, the uppermost first."""
+        stack = list(_stacks(self)[0]())
+        count = len(stack) if everything or self not in stack else len(stack) - 1 - stack.index(self)
+        return [_stacks(self)[1]() for _ in range(count)]
+
+    def _put_back(self, modes: list[Any]) -> None:
+        for mode in reversed(modes):
+            _stacks(self)[2](mode)
+
+
+def _stacks(mode: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """How to look at, pop from and push on the stack of modes of this kind."""
+    if isinstance(mode, TorchFunctionMode):
+        return overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode
+    return python_dispatch._get_current_dispatch_mode_stack, python_dispatch._pop_mode, python_dispatch._push_mode
+
+
+class LiveBytes(Beneath, TorchDispatchMode):
+    """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards.
+
+    `others` are storages that count for nothing: constants of imported libraries. They must stay alive.
+    """
+
+    def __init__(self, others: Iterable[torch.UntypedStorage] = ()) -> None:
+        super().__init__()
+        self._others = {storage._cdata for storage in others}
+        self.live = 0
+        self.peak = 0
+        self._sizes: dict[int, int] = {}
+        self._resizes = storage_resizes(self._resized)
+
+    def __enter__(self) -> LiveBytes:
+        for tensor in tensors_alive():
+            self._track(tensor)
+            if (grad := gradient(tensor)) is not None:
+                self._track(grad)
+        for storage in held_by_code():
+            self._follow(storage)
+        self.peak = self.live
+        self._resizes.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizes.__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self._track(leaf)
+        return out
+
+    def take(self) -> int:
+        """The peak since the last call, in bytes."""
+        peak, self.peak = self.peak, self.live
+        return peak
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        if _on_host(tensor):
+            self._follow(tensor.untyped_storage())
+
+    def _follow(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes or key in self._others:
+            return
+        self._sizes[key] = 0
+        self._resized(storage)
+        weakref.finalize(storage, self._release, key).atexit = False
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            self.live += storage.nbytes() - self._sizes[key]
+            self._sizes[key] = storage.nbytes()
+            self.peak = max(self.peak, self.live)
+
+    def _release(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    flops: int = sdpa_flop_count(query.shape, *_every_head(query, key, value))
+    return flops
+
+
+def _attention_backward(
+    grad_out: Any, query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any
+) -> int:
+    flops: int = sdpa_backward_flop_count(grad_out.shape, query.shape, *_every_head(query, key, value))
+    return flops
+
+
+def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Size]:
+    """Shapes of key and value with as many heads as the query's, which share them.
+
+    torch's own formulas take shared heads in 2.13 and raise in 2.11.
+    """
+    keys, values = (torch.Size((t.shape[0], query.shape[1], *t.shape[2:])) for t in (key, value))
+    return keys, values
+
+
+def _product(a: Any, b: Any) -> int:
+    """2 per element of `a` and column of `b`; stacks of matrices, as in a batched or a grouped product, included."""
+    grouped = a.dim() == 3 and b.dim() == 2  # whose groups divide the columns of `b`
+    rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
+    flops: int = 2 * rows * columns  # no int(): it may be symbolic
+    return flops
+
+
+def _of_two(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _product(a, b)
+
+
+def _of_two_added(bias: Any, a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+    return _product(a, b)
+
+
+_aten = torch.ops.aten
+_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_OURS: dict[Any, Any] = {}
+for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which torch's registry lacks
+    _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
+    _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
+for _names, _formula in (
+    # mm, bmm, addmm, baddbmm: torch's own raise where a dtype is given for the output (`addmm.dtype`)
+    (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _of_two),
+    (
+        ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
+        _of_two_added,
+    ),
+):
+    _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}
+# By operator; what a user registers with torch.utils.flop_counter.register_flop_formula counts too.
+FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
+
+# Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping, bitsandbytes' unpacking and
+# optimizers. Those of aten and bitsandbytes that do are below.
+PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
+                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams",
+                         "bitsandbytes"))  # fmt: skip
+# Operators that multiply matrices in a way for which nobody has a formula.
+FORMULALESS = frozenset((
+    "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",
+    "miopen_rnn_backward", "quantized_lstm", "quantized_gru", "_trilinear", "_foreach_mm", "_int_mm", "_scaled_mm_v2",
+    "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear",
+    "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "_dyn_quant_matmul_4bit",
+    "_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm",
+    "_sparse_semi_structured_linear", "_sparse_sparse_matmul", "_cslt_sparse_mm", "sparse_sampled_addmm", "sspaddmm",
+    "hspmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_relu",
+    "cudnn_convolution_add_relu", "cudnn_convolution_transpose", "_native_multi_head_attention",
+    "_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable_backward", "_triton_multi_head_attention",
+    "_triton_scaled_dot_attention", "gemm_4bit", "gemv_4bit", "int8_linear_matmul", "int8_scaled_mm",
+    "int8_mixed_scaled_mm",
+))  # fmt: skip
+
+
+class FlopCount(Beneath, TorchDispatchMode):
+    """Floating-point operations of matrix products, convolutions and attention (2 per multiply-add).
+
+    Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be; if not, it
+    counts nothing, and if it may multiply matrices its name is in `uncounted`. Attention is counted in full, causal or
+    not. A kernel that is launched past torch's operators (an extension called from an autograd.Function) is not seen.
+
+    `repeated` are those of `total` that a backward pass spends on what the forward pass had computed: checkpointed
+    layers, and one of the five products in the backward pass of fused attention (the scores).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+        self.repeated = 0
+        self.uncounted: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        formula = FORMULAS.get(func._overloadpacket)
+        if formula is None and func is not torch.ops.prim.device.default:
+            with self:
+                decomposed = func.decompose(*args, **kwargs)
+            if decomposed is not NotImplemented:
+                return decomposed
+        out = func(*args, **kwargs)
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=out))
+            self.total += flops
+            if _recomputes():
+                self.repeated += flops
+            elif formula is _attention_backward:
+                self.repeated += flops // 5
+        elif func.namespace not in PRODUCTLESS or func._opname in FORMULALESS:
+            self.uncounted.add(f"{func.namespace}::{func._opname}")
+        return out
+
+
+def _recomputes() -> bool:
+    """Whether a backward pass runs a forward pass again, whose gradients are on (torch.utils.checkpoint).
+
+    An autograd.Function's forward has them off, as formulas of gradients have; but forward-mode AD only the former.
+    """
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and (torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled())
+
+
+class SdpaKernels(Beneath, TorchFunctionMode):
+    """Which kernels `scaled_dot_product_attention` runs, in `seen`: flash, efficient, cudnn, math.
+
+    The fused ones are operators of their own. The plain formula is none, so a call in which no fused one ran is math.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        with _Fused() as fused:
+            out = func(*args, **(kwargs or {}))
+        self.seen |= fused.names or {"math"}
+        return out
+
+
+class _Fused(TorchDispatchMode):
+    """The fused attention kernels among the operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
+        name = func._opname
+        if name.startswith("_scaled_dot_product_") and name.removesuffix("_for_cpu").endswith("_attention"):
+            self.names.add(name.removeprefix("_scaled_dot_product_").partition("_")[0])
+        return func(*args, **(kwargs or {}))

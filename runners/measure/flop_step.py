@@ -1,0 +1,137 @@
+"""The step in which FLOPs are counted, and what follows from them: MFU, HFU; and which attention kernels ran.
+
+Not covered: how operators are counted (dispatch_modes.py), when the step comes (step_meter.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import torch
+
+from vramsweep.harness.hardware.gpu_lookup import peak_flops
+from vramsweep.runners.measure.compile_events import Compiler
+from vramsweep.runners.measure.counters import backward_boundaries
+from vramsweep.runners.measure.dispatch_modes import FlopCount, SdpaKernels
+from vramsweep.runners.rank.aggregate_ranks import Columns
+
+NO_BACKWARD = "no backward pass of torch.autograd was seen"
+COUNTED_EAGERLY = (
+    "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
+)
+COMPILED = "FLOPs are not known: code of torch.compile calls no operators that could be counted"
+
+
+class Count:
+    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
+
+    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
+    fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
+    twice. `tokens` are those that the step has on this rank, whose FLOPs are counted; None where they are not known.
+    Compiled code is counted without torch.compile where the step is our `own`: run so, somebody's may not fit.
+    """
+
+    purpose = "counts FLOPs"
+
+    def __init__(
+        self,
+        compiler: Compiler,
+        tokens: int | None,
+        precision: str | None,
+        world_size: int,
+        fused_loss: bool,
+        own: bool = True,
+    ) -> None:
+        self.compiler, self.tokens, self.precision = compiler, tokens, precision
+        self.world_size, self.own = world_size, own
+        self.uneven = fused_loss  # the backward passes are not twice the forward passes
+        self.spent = 0.0
+        self.compiled = False
+        self.forward: int | None = None  # up to the start of each backward pass
+        self.total: int | None = None
+        self.repeated = 0  # of the total
+        self.uncounted: set[str] = set()  # operators
+        self.kernels = SdpaKernels()
+        self._uncounted_by_backward: set[str] = set()
+        self._began: float | None = None
+        self._context = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+        self.compiled = self.compiler.compiled()
+        if self.compiled and not self.own:
+            return
+        if self.compiled:
+            self._context.enter_context(torch.compiler.set_stance("force_eager"))
+        self._count = count = self._context.enter_context(FlopCount())
+        self._context.enter_context(self.kernels)
+        self._forward: list[int] = []
+        self._since = 0
+
+        def entered() -> None:
+            self._forward.append(count.total - self._since)
+
+        def left() -> None:
+            self._since = count.total
+            self._uncounted_by_backward = set(count.uncounted)
+
+        self._context.enter_context(backward_boundaries(entered, left))
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.close()
+        if self.compiled and not self.own:
+            return
+        self.total, self.repeated, self.uncounted = self._count.total, self._count.repeated, self._count.uncounted
+        self.forward = sum(self._forward) if self._forward else None
+
+    def close(self) -> None:
+        """Watch no longer, also where the step failed: its time is a step's all the same."""
+        self._context.close()
+        if self._began is not None:
+            self.spent, self._began = time.perf_counter() - self._began, None
+
+    def columns(self, row: Columns) -> Columns:
+        """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
+        weights = row.get("parameters")
+        frozen = weights is None or row.get("trainable_parameters") != weights  # or not known
+        model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
+        notes = [*(row.get("notes") or ()), *found]
+        of_model = None if model is None or not self.tokens else model / self.tokens
+        of_hardware = None if hardware is None or not self.tokens else hardware / self.tokens
+        peak = peak_flops(row["gpu_name"], self.precision) if row["gpu_name"] and self.precision else None
+        speed = row["tokens_per_s"]
+        used = None if peak is None or speed is None else speed / (peak * self.world_size)
+        return {
+            "model_flops_per_token": of_model,
+            "hardware_flops_per_token": of_hardware,
+            "peak_flops": peak,
+            "mfu": None if of_model is None or used is None else used * of_model,
+            "hfu": None if of_hardware is None or used is None else used * of_hardware,
+            "attention_kernels": sorted(self.kernels.seen) or None,
+            "notes": notes or None,
+        }
+
+    def _trusted(self, attention: str | None, uneven: bool) -> tuple[int | None, int | None, list[str]]:
+        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why.
+
+        `uneven`: the backward pass is not twice the forward pass.
+        """
+        if self.total is None:
+            return None, None, [COMPILED] if self.compiled and not self.own else []
+        if attention is not None and "flash" in attention:
+            return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
+        hardware = None if self.uncounted else self.total
+        model = None if self.forward is None else 3 * self.forward
+        if uneven and model is not None:
+            model = None if hardware is None else hardware - self.repeated
+        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
+        notes += [COUNTED_EAGERLY] * self.compiled
+        if self._uncounted_by_backward:
+            model = None
+        if self.uncounted:
+            names = ", ".join(sorted(self.uncounted))
+            which = "FLOPs" if model is None else "hardware FLOPs"
+            formula = "torch.utils.flop_counter.register_flop_formula adds one"
+            notes.append(f"{which} are not known: no formula for {names} ({formula})")
+        return model, hardware, notes

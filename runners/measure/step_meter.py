@@ -1,0 +1,497 @@
+"""What is read while a trial trains, step by step: memory per phase and step, the step clock, FLOPs.
+
+A runner calls `built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer step. The
+meter's plan says what each step is for, one object a step:
+
+    Warmup ... | Probe | Measured ...                  | Count              | Recorded, if asked for
+    timed on   | phase | only a mark at each boundary, | FLOPs, after every | every event of the
+    the host   | peaks | one synchronise at the end    | peak has been read | CUDA allocator
+
+When the last measured step is over the row's columns are published. What follows is extra: where it fails the row lacks
+what it would have told, and has a note that says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from vramsweep.harness.process.worker_files import RECORDING, STEPS
+from vramsweep.harness.spec import length_distribution
+from vramsweep.runners.measure.counters import COUNTERS, HostMemory, Peaks, backward_boundaries
+from vramsweep.runners.measure.dispatch_modes import LiveBytes
+from vramsweep.runners.measure.flop_step import NO_BACKWARD, Count
+from vramsweep.runners.measure.rank_instruments import Gauges, larger, meet_ranks
+from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
+
+if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
+    from vramsweep.harness.spec.trial import Trial
+
+RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
+PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
+COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
+OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
+RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
+SPEED = (
+    *("elapsed_s", "host_elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
+    *("tokens_per_s", "samples_per_s"),
+)
+COUNTED = "speed is not known: on a CPU every tensor of a whole job is counted, which slows it down"
+GRAPHED = ("reduce-overhead", "max-autotune")
+REPLAYED = "allocated peaks of steps and phases are not known: counters do not see what a CUDA graph replays in"
+
+
+@dataclass(frozen=True)
+class MeterSpec:
+    """What a meter is told of the training: how many steps, and what of a step cannot be seen from outside.
+
+    `tokens_per_step` and `samples_per_step` are of all ranks, padding counted. None is what is not known; without a
+    number of measured steps every further step is one, until the meter is told to `finish`.
+    """
+
+    warmup_steps: int
+    measured_steps: int | None
+    record: bool = False
+    tokens_per_step: int | None = None
+    samples_per_step: int | None = None
+    world_size: int = 1
+    precision: str | None = None
+    job: bool = False  # the parts of a whole job are told apart
+    graphed: bool = False  # torch.compile replays CUDA graphs
+    fused_loss: bool = False  # Liger's, which computes its gradients in the forward pass
+    uneven: bool = False  # steps are of different lengths: one says nothing of the others
+
+
+def meter_spec(trial: Trial) -> MeterSpec:
+    """What a trial asks of a meter."""
+    return MeterSpec(
+        trial.protocol.warmup_steps,
+        trial.protocol.measured_steps,
+        trial.record,
+        None if length_distribution.names_lengths(trial.data) else trial.tokens_per_step(),
+        trial.samples_per_step(),
+        trial.world_size,
+        trial.precision,
+        trial.protocol.job,
+        trial.compile in GRAPHED,
+        trial.loss == "fused_linear" or (trial.loss == "default" and trial.kernels == "liger"),
+        length_distribution.has_varying_lengths(trial) and trial.padding_to != length_distribution.FULL,
+    )
+
+
+class StepMeter(Protocol):
+    """What a runner tells of its progress, and to whom."""
+
+    rank: int
+
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        """Model, optimizer and data exist; the next step is the first.
+
+        `describe` gives the columns about what was built, once the measured steps are over. `skipped` gives the number
+        of optimizer steps so far whose update was skipped for an overflow; without it that is unknown. It is asked
+        outside the measured steps only.
+        """
+        ...
+
+    def step_begin(self) -> None:
+        """The next optimizer step begins."""
+        ...
+
+    def fed(self, batch: Mapping[str, Any]) -> None:
+        """The step's next forward pass gets this batch."""
+        ...
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        """The optimizer step has been issued."""
+        ...
+
+
+class Warmup:
+    """Timed on the host, each step to its end on the device."""
+
+    def __init__(self, gauges: Gauges) -> None:
+        self.gauges = gauges
+        self.times: list[float] = []
+        self.loss_first: float | None = None
+
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.gauges.synchronize()
+        self.times.append(time.perf_counter() - self._began)
+        self.gauges.take()
+        if len(self.times) == 1:
+            self.loss_first = _finite(loss)
+
+    def columns(self) -> Columns:
+        return {"warmup_steps": len(self.times), "warmup_step_times_s": self.times, "loss_first": self.loss_first}
+
+
+class Probe:
+    """Untimed: the peaks of each phase, told apart by watching the autograd engine. `then` is called at its end."""
+
+    def __init__(self, gauges: Gauges, then: Callable[[], None]) -> None:
+        self.gauges, self.then = gauges, then
+        self.phases: dict[str, Peaks] = {}
+        self.spent = 0.0
+        self._unseen = False
+        self._context = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        self._began = time.perf_counter()
+        memory = self.gauges.memory
+        self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
+        counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its begin
+        if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
+            memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
+            self._context.callback(setattr, memory, "live", None)
+        self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
+        self.gauges.take()
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self._end("optimizer")
+        self.close()
+        self.spent = time.perf_counter() - self._began
+        self.then()
+
+    def close(self) -> None:
+        """Watch no longer, also amid the step."""
+        self._context.close()
+
+    def _end(self, phase: str) -> None:
+        peaks = self.gauges.take()
+        self.phases[phase] = larger(self.phases.get(phase, peaks), peaks)
+
+    def columns(self) -> Columns:
+        known = "backward" in self.phases
+        phases = self.phases if known else {}
+        return {
+            f"{phase}_peak_{c}_bytes": phases.get(phase, {}).get(c)
+            for phase in ("forward", "backward", "optimizer")
+            for c in ("allocated", "reserved")
+        } | {"notes": [PHASES_UNKNOWN] * (not known) + [COMPILED_UNSEEN] * self._unseen}
+
+
+class Measured:
+    """A mark of the clock and the peaks at each boundary. `then` is called when the last of the steps is over."""
+
+    def __init__(self, gauges: Gauges, asked: MeterSpec, then: Callable[[], None]) -> None:
+        self.gauges, self.asked, self.then = gauges, asked, then
+        self.skipped: Callable[[], int | None] = lambda: None
+        self.peaks: list[Peaks] = []
+        self.held: list[int | None] = []
+        self.reserved: list[int | None] = []  # at the end of each step, as `held`
+        self.tokens: list[int | None] = []
+        self.elapsed = 0.0
+        self._columns: Columns = {}
+
+    def start(self) -> None:
+        """The next boundary is the first."""
+        self.gauges.process.rest()
+        self._skipped = self.skipped()
+        self._graphs = self.gauges.compiler.graphs()
+        self.gauges.synchronize()
+        self._reasons = self.gauges.nvml.throttle_reasons()
+        self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
+        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else not every rank may be watched
+        self._energy = self.gauges.nvml.energy_j()
+        self.gauges.clock.mark()
+
+    def enter(self) -> None:
+        """The boundary was the end of the step before."""
+        self.fed: int | None = None
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        self.gauges.clock.mark()
+        self.peaks.append(self.gauges.take())
+        self.held.append(self.gauges.memory.held)
+        self.reserved.append(self.gauges.memory.held_reserved)
+        self.tokens.append(self.fed)
+        if len(self.peaks) == self.asked.measured_steps:
+            self.finish(loss)
+
+    def finish(self, loss: torch.Tensor | None) -> None:
+        """The last of the steps is over."""
+        nvml = self.gauges.nvml
+        times = self.gauges.clock.times()
+        self.elapsed = elapsed = sum(times)
+        reasons = nvml.throttle_reasons()
+        energy = nvml.energy_j()
+        joules = None if energy is None or self._energy is None else energy - self._energy
+        skipped = self.skipped()
+        recompiled = self.gauges.compiler.graphs() - self._graphs
+        fed = _all_known(self.tokens)
+        tokens = None if fed is None else sum(fed)
+        if self.asked.tokens_per_step is not None:
+            tokens = self.asked.tokens_per_step * len(times)
+        samples = None if self.asked.samples_per_step is None else self.asked.samples_per_step * len(times)
+        self.notes += [RECOMPILED.format(recompiled)] * bool(recompiled)
+        self._columns = {
+            **self.gauges.memory.summary(),
+            **nvml.facts(),
+            "device_used_bytes": nvml.used(),
+            "gpu_sm_clock_before_mhz": self._clock_mhz,
+            "gpu_energy_j": joules,
+            "gpu_power_w": None if joules is None else joules / elapsed,
+            "throttle_reasons": None if reasons is None else sorted(reasons | (self._reasons or set())),
+            **timed(times),
+            "host_elapsed_s": self.gauges.clock.by_host if self.asked.measured_steps is not None else None,
+            "compile_s": self.gauges.compiler.seconds(),
+            "tokens_per_s": None if tokens is None else tokens / elapsed,
+            "samples_per_s": None if samples is None else samples / elapsed,
+            "skipped_steps": None if skipped is None or self._skipped is None else skipped - self._skipped,
+            "loss_last": _finite(loss),
+        }
+        self.then()
+
+    def columns(self) -> Columns:
+        reserved = [peaks["reserved"] for peaks in self.peaks]
+        return {
+            **self._columns,
+            "measured_steps": len(self.peaks),
+            "step_peak_allocated_bytes": _all_known([peaks["allocated"] for peaks in self.peaks]),
+            "step_peak_reserved_bytes": _all_known(reserved),
+            "step_allocated_bytes": _all_known(self.held),
+            "step_reserved_bytes": _all_known(self.reserved),
+            "step_tokens": _all_known(self.tokens) if self.asked.tokens_per_step is None else None,
+            "step_growth_bytes": step_growth(self.held),
+            "plateau": reached_plateau(reserved),
+        }
+
+
+class Recorded:
+    """Untimed: every event of the CUDA allocator, in the file `path`; the ranks without one only take part."""
+
+    purpose = "records the allocator's events"
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._context = contextlib.ExitStack()
+
+    def enter(self) -> None:
+        if self.path:
+            self._context.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
+
+    def leave(self, loss: torch.Tensor | None) -> None:
+        if self.path:
+            torch.cuda.memory._dump_snapshot(str(self.path))
+        self.close()
+
+    def close(self) -> None:
+        """Record no longer, also amid the step."""
+        self._context.close()
+
+
+# What a step is for: `enter` is called when it begins, `leave` when it has been issued.
+Step = Warmup | Probe | Measured | Count | Recorded
+
+
+def alone(own: Columns) -> Columns:
+    """The row's columns where there is but one rank."""
+    return over_ranks([own])
+
+
+class Meter:
+    """Measures the steps of one trial on one rank, as StepMeter, with the rank's instruments.
+
+    `publish` is called when the last measured step is over: it takes this rank's columns and returns the row's.
+    """
+
+    def __init__(
+        self, asked: MeterSpec, folder: Path, gauges: Gauges, rank: int, publish: Callable[[Columns], Columns] = alone
+    ) -> None:
+        self.rank, self.asked, self.gauges = rank, asked, gauges
+        self.warmup = Warmup(self.gauges)
+        self.measured = Measured(self.gauges, asked, self._publish)
+        self.probe = Probe(self.gauges, self.measured.start)
+        of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
+        own = asked.measured_steps is not None  # else every step is one of somebody's training
+        self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss, own)
+        self.graphed = asked.graphed
+        self.recorded = Recorded(folder / RECORDING if rank == 0 else None)
+        warmup = [self.warmup] * asked.warmup_steps
+        self.plan: tuple[Step, ...]
+        if asked.measured_steps is None:  # the measured steps follow
+            self.plan = (*warmup, self.count, self.probe)
+        else:
+            measured = [self.measured] * asked.measured_steps
+            self.plan = (*warmup, self.probe, *measured, self.count, *[self.recorded] * asked.record)
+        self.index = 0
+        self._training = False
+        self.row: Columns | None = None  # once it is published
+        self._to_publish = publish
+        self._load: Peaks = {}
+        self._host_load: int | None = None
+        self._describe: Callable[[], Columns] = dict
+        self._records = (folder / STEPS).open("ab", buffering=0) if rank == 0 else None
+        self._record({"event": "load"})
+
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        self._load = self.gauges.take()
+        self._host_load = self.gauges.process.look()
+        self._describe = describe
+        if self.asked.job:
+            self.gauges.enter("first_step")
+        if skipped is not None:
+            self.measured.skipped = skipped
+        self._training = True
+        self._record({"event": "train"})
+
+    def step_begin(self) -> None:
+        self.step().enter()
+
+    def fed(self, batch: Mapping[str, Any]) -> None:
+        step, ids = self.plan[self.index], batch.get("input_ids")
+        if self.asked.tokens_per_step is not None or not isinstance(ids, torch.Tensor):
+            return
+        if step is self.measured:
+            self.measured.fed = (self.measured.fed or 0) + ids.numel()
+        elif step is self.count:
+            self.count.tokens = (self.count.tokens or 0) + ids.numel()
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # a third of the time of json's
+        self.step().leave(loss)
+        self.index += 1
+        if self.asked.job and self.index == 1:
+            self.gauges.enter("steps")
+
+    def step(self) -> Step:
+        """What the present step is for."""
+        return self.plan[self.index] if self.index < len(self.plan) else self.measured
+
+    def finish(self) -> None:
+        """The measured steps are over, as many as there were; for those whose number was not said."""
+        if self.row is None and self.measured.peaks:
+            self.measured.finish(None)
+
+    def abandon(self) -> None:
+        """Look at nothing any more, also amid a step, and leave torch as it was found."""
+        for step in (self.probe, self.count, self.recorded):  # of which one at most has begun and not ended
+            step.close()
+        self.gauges.release()
+        if self._records is not None:
+            self._records.close()
+            self._records = None
+
+    def stopped(self, phase: str) -> None:
+        """Note the phase of the step in which training ended, if it had begun."""
+        if self._training:
+            self._record({"phase": phase, "at_step": self.index})
+
+    def seen(self) -> Columns:
+        """What tells of the device and of others on it, at any moment: also where memory ran out."""
+        return {
+            "device_total_bytes": self.gauges.nvml.facts()["device_total_bytes"],
+            "device_baseline_bytes": self.gauges.baseline,
+            "foreign_processes": self.gauges.others(),
+        }
+
+    def columns(self) -> Columns:
+        """The row's columns as far as they are known. Raises RuntimeError if the measured steps are not over."""
+        if self.row is None:
+            raise RuntimeError(f"training ended after {self.index} of {len(self.plan)} steps, before all were measured")
+        spent = sum(self.warmup.times) + self.probe.spent + self.measured.elapsed + self.count.spent
+        return self.row | self.count.columns(self.row) | self.gauges.part_columns() | {"steps_s": spent}
+
+    def failed(self, error: BaseException) -> str:
+        """A note on what ended training after the measured steps; nothing is watched any longer."""
+        self.abandon()
+        what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        if self.index == len(self.plan):
+            return f"failed after the last step: {what}"
+        purpose = getattr(self.plan[self.index], "purpose", "was measured last")
+        return f"the step that {purpose} failed, after the measured ones: {what}"
+
+    def _publish(self) -> None:
+        gauges, described = self.gauges, self._describe()
+        own = {
+            **self.warmup.columns(),
+            **self.probe.columns(),
+            **self.measured.columns(),
+            **{f"peak_{c}_bytes": gauges.peaks[c] for c in COUNTERS if c != "inactive_split"},
+            "inactive_split_peak_bytes": gauges.peaks["inactive_split"],
+            **{f"load_peak_{c}_bytes": self._load.get(c) for c in ("allocated", "reserved")},
+            "rss_baseline_bytes": None if gauges.cuda else gauges.process.resident_baseline,
+            "memory_source": gauges.memory.name,
+            **gauges.host(),
+            "host_load_peak_bytes": self._host_load if gauges.worker is None else None,
+            "steps_s": sum(self.warmup.times) + self.probe.spent + self.measured.elapsed,
+            **described,
+            "notes": [*self.probe.columns()["notes"], *self.measured.notes, *(described.get("notes") or ())],
+        }
+        if isinstance(gauges.memory, HostMemory) and gauges.memory.live is not None:
+            own |= {**dict.fromkeys(SPEED), "notes": [*own["notes"], COUNTED]}
+        elif self.asked.uneven and own["peak_allocated_bytes"] is not None and not gauges.cuda:
+            own |= {"peak_allocated_bytes": None, "notes": [*own["notes"], OTHER_STEPS]}
+        if self.graphed and gauges.cuda:
+            phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
+            own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
+        self.row = self._to_publish(own | self.seen())
+        self._describe, self.measured.skipped = dict, lambda: None  # which hold model and optimizer
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self._write(json.dumps(record))
+
+    def _write(self, line: str) -> None:
+        if self._records is not None:
+            self._records.write(f"{line}\n".encode())
+
+
+def timed(times: Sequence[float]) -> Columns:
+    """Columns of how long the measured steps took, one by one, in seconds."""
+    return {
+        "elapsed_s": sum(times),
+        "step_times_s": list(times),
+        "step_median_s": statistics.median(times),
+        "step_iqr_s": _iqr(times),
+    }
+
+
+def step_growth(held: Sequence[int | None]) -> int | None:
+    """The least by which a step ended with more than the one before; None for fewer than three steps or unknown values.
+
+    A step that ends with as much as another, or with less, leaves nothing behind.
+    """
+    known = _all_known(held)
+    if known is None or len(known) < 3:
+        return None
+    return min(after - before for before, after in itertools.pairwise(known))
+
+
+def reached_plateau(reserved: list[int | None]) -> bool | None:
+    """Whether the peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
+    known = _all_known(reserved)
+    if known is None or len(known) < 2:
+        return None
+    return max(known[len(known) // 2 :]) <= max(known[: len(known) // 2])
+
+
+def _all_known(values: Sequence[int | None]) -> list[int] | None:
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
+
+
+def _finite(loss: torch.Tensor | None) -> float | None:
+    value = math.nan if loss is None else float(loss.detach())
+    return value if math.isfinite(value) else None
+
+
+def _iqr(times: Sequence[float]) -> float:
+    """The interquartile range, quartiles between two values in proportion."""
+    if len(times) < 2:
+        return 0.0
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return high - low

@@ -1,0 +1,426 @@
+"""Model, optimizer, data and precision, from the trial's axes.
+
+Random weights and synthetic token ids are the default: neither changes memory or speed. Pretrained weights and a text
+data set (padded and truncated to the sequence length, as users do, or packed) come from local folders or a hub.
+
+The share `padding` of every synthetic sample's tokens is padding, the same number in each. With packing=wrapped
+documents are joined, an end-of-text token after each, and cut at the sequence length, whatever is left over is dropped;
+packing=documents also starts the positions anew with each document, whose tokens see no other. A synthetic sample
+holds `DOCUMENTS` documents of one length, the last perhaps shorter.
+
+Samples whose lengths vary (harness/spec/length_distribution.py) are padded batch by batch, as a collator does, or
+packed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch.utils._python_dispatch import _disable_current_modes
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+from vramsweep.harness.files import plain_json
+from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.transformers_differences import uses_sdpa
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.trial_parser import require_unchanged_files
+from vramsweep.runners.model import apply_techniques
+from vramsweep.runners.trace import fake_placement
+
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
+POOL = 64  # distinct samples; steps cycle through them
+DOCUMENTS = 4  # in a packed synthetic sample
+IGNORED = -100  # a label that the loss leaves out
+Sample = dict[str, torch.Tensor]
+Samples = Sequence[Sample]
+
+
+@dataclass(frozen=True)
+class Data:
+    """Samples of `seq_len` token ids each, on the host, and the row's columns on them, `padding_fraction` among them.
+
+    Where lengths vary the samples are as long as they are, and `alike` makes those of a batch equally long. With
+    `pinned`, batches are in page-locked memory: a copy from pageable memory would wait for the device.
+    """
+
+    samples: Samples
+    columns: Mapping[str, Any]
+    pinned: bool = False
+    alike: Callable[[list[Sample]], list[Sample]] = field(default=lambda samples: samples)
+
+    def batch(self, index: int, size: int) -> dict[str, torch.Tensor]:
+        """Micro-batch number `index`: tensors of shape (size, seq_len), or narrower where lengths vary.
+
+        It is made of as many tensors, of samples that repeat too: what an operator moves is told by its tensors.
+        """
+        batch = self.collate([self.samples[(index * size + i) % len(self.samples)] for i in range(size)])
+        return {key: value.pin_memory() for key, value in batch.items()} if self.pinned else batch
+
+    def collate(self, samples: list[Sample]) -> Sample:
+        """The batch of these samples."""
+        with _disable_current_modes():
+            chosen = self.alike(samples)
+            rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
+            alone = {key: int(row[0]) for key, row in rows.items() if len(row) == row[0].numel() == 1}
+        if alone:  # in a trace one real element would pass for a constant, which takes no memory
+            return {key: torch.full((1, 1), token) for key, token in alone.items()}
+        return {key: torch.stack(tensors) for key, tensors in rows.items()}
+
+
+def prepare(trial: Trial) -> None:
+    """Import, seed, and set the precision of fp32 matrix products; the settings are global to the worker.
+
+    Raises EnvironmentFault where a file that the trial names has changed: they are read from now on.
+    """
+    require_unchanged_files(trial)
+    apply_techniques.imported(trial)
+    torch.manual_seed(trial.seed)
+    tf32 = trial.precision == "tf32"
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+# Beyond which a configuration is no model's, by each name that there is for it: making one, or transformers' lists of
+# its layers, would take for ever, or all memory.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 24),
+    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 1 << 20),
+    "vocab_size": 1 << 31,
+}
+
+
+def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """The model in training mode on `device`. `dtype` defaults to the precision's, fp32 but for `BF16_WEIGHTS`.
+
+    Raises InvalidTrial if the architecture is unknown or the sequence is longer than the model's positions.
+    """
+    dtype = dtype or (torch.bfloat16 if trial.precision in BF16_WEIGHTS else torch.float32)
+    config = _config(trial)
+    limit = getattr(config, "max_position_embeddings", None)
+    if limit is not None and trial.seq_len > limit:
+        raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
+    # Import the class's module now: what modules keep as tensors (torchaudio's, 4 bytes) would land on the device.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+    def make(dtype: torch.dtype, device: torch.device = device) -> Any:
+        with device:
+            try:
+                return AutoModelForCausalLM.from_config(
+                    config,
+                    dtype=dtype,
+                    attn_implementation=_attention(trial),
+                    trust_remote_code=trial.model.trust_remote_code,
+                )
+            except ValueError as error:
+                raise _own_code(trial, error) or error from None
+            except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
+                raise _no_model(trial, error) or error from None
+
+    simulated = trial.device.name == "simulated"
+    if trial.weights == "pretrained" and simulated and not (trial.sharding == "zero3" and trial.zero_init):
+        net: Any = _as_read(config, dtype, make).to(device)
+    elif trial.weights == "pretrained" and not simulated:
+        special = apply_techniques.pretrained(trial, device)
+        net = AutoModelForCausalLM.from_pretrained(
+            str(trial.model.path),
+            **{
+                "config": config,
+                "dtype": dtype,
+                "attn_implementation": _attention(trial),
+                "trust_remote_code": trial.model.trust_remote_code,
+                **special,
+            },
+        )
+        if not special:
+            net.to(device)
+    else:
+        with fake_placement.on_host() if simulated and device == fake_placement.HOST else contextlib.nullcontext():
+            net = apply_techniques.construct(trial, make, device, dtype)
+    if trial.use_cache != "default":
+        net.config.use_cache = trial.use_cache == "on"
+    elif trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
+        net.config.use_cache = False
+    net = apply_techniques.applied(trial, net, device)
+    net.train()
+    return net
+
+
+def _attention(trial: Trial) -> str:
+    """What transformers builds the model with: it refuses flash_attention_2 where there is no card."""
+    if uses_sdpa(trial):
+        return "sdpa"
+    return "eager" if trial.attention == "flash_attention_2" and trial.device.name == "simulated" else trial.attention
+
+
+def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
+    """The fake model as `from_pretrained` leaves it, on the host.
+
+    transformers makes a model without memory and gives each weight what safetensors has mapped of the checkpoint's
+    file, or a copy of that where the dtypes differ (transformers 5, core_model_loading._materialize_copy). The pages of
+    a mapped file are shared by all ranks and can be given back: they count as nothing. Under `zero.Init` it is not
+    called: weights are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
+    """
+    mapped = (config.dtype or torch.float32) == dtype  # what the checkpoint says that it is in
+    net = make(dtype, fake_placement.HOST)
+    with fake_placement.on_host():
+        for tensor in () if mapped else (*net.parameters(), *net.buffers()):
+            tensor.data = torch.empty_like(tensor)
+    return net
+
+
+def _config(trial: Trial) -> Any:
+    """The model's configuration. Raises InvalidTrial where there is none, or one of no model."""
+    axis = trial.model
+    _refuse_absurd(trial, axis.config if axis.path is None else _own_file(Path(axis.path) / "config.json"))
+    if axis.path is not None:
+        try:
+            return AutoConfig.from_pretrained(axis.path, trust_remote_code=axis.trust_remote_code)
+        except (OSError, ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
+            if "connect" in str(error):  # no verdict about the trial: a crash, which retry_failed=true runs again
+                raise
+            if (refused := _own_code(trial, error)) is not None:
+                raise refused from None
+            first = str(error).strip().splitlines()[0]
+            if Path(axis.path).is_absolute() and not Path(axis.path).is_dir():
+                first = "there is no such folder; give a local model directory or a hub id"
+            raise InvalidTrial(f"model.path {axis.path}: {first}") from None
+    try:
+        return AutoConfig.for_model(str(axis.model_type), **axis.config)
+    except (ValueError, KeyError, TypeError, ArithmeticError, StrictDataclassError) as error:
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidTrial(f"model {axis.name}: transformers does not accept it: {first}") from None
+
+
+def _own_file(path: Path) -> Any:
+    """What a model folder's config.json says; nothing where there is none to look at, as of a model of a hub."""
+    try:
+        found = plain_json.read(path.read_bytes()) if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise InvalidTrial(f"{path} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidTrial(f"{path} holds no configuration, which is a JSON object")
+    return found
+
+
+def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
+    """Raises InvalidTrial for sizes of no model."""
+    for name, most in MOST.items():
+        value = config.get(name)
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise InvalidTrial(
+                f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is no model's; allowed is a "
+                f"number from 1 to {most:,}"
+            )
+
+
+def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
+    """What to say where transformers did not load something because it comes with code; None for other errors.
+
+    Code beside an architecture that transformers has itself is not missed: then it takes its own, and says nothing.
+    """
+    if trial.model.trust_remote_code or "trust_remote_code" not in str(error):
+        return None
+    return InvalidTrial(
+        f"model.path {trial.model.path} brings code of its own, which does not run unless it is asked for; once you "
+        "have read it: model.trust_remote_code=true"
+    )
+
+
+def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
+    """What to say where transformers cannot make what a configuration describes; None for other failures.
+
+    Most RuntimeErrors are about memory or the device. With a model that we ship, other errors may be a library's fault.
+    """
+    of_sizes = re.search("negative dimension|[Oo]verflow|expects std|Padding_idx", str(error))
+    other = isinstance(error, RuntimeError) or (trial.model.path is None and not isinstance(error, ArithmeticError))
+    if trial.model.trust_remote_code or (other and not of_sizes):
+        return None
+    said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    named = trial.model.path or trial.model.name
+    return InvalidTrial(f"model {named}: its configuration is of no model that can be made: {said}")
+
+
+def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
+    """The trial's optimizer over those of the parameters that are trained."""
+    kind, arguments = apply_techniques.optimizer(trial, device)
+
+    def make(trained: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return kind(trained, **arguments)
+
+    return apply_techniques.stepping(trial, make, [parameter for parameter in parameters if parameter.requires_grad])
+
+
+def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The autocast context of the precision; one that does nothing for the others."""
+    dtype = AUTOCAST.get(trial.precision)
+    return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
+
+
+def vocabulary(trial: Trial) -> int:
+    """Number of token ids that synthetic data may draw from."""
+    if trial.model.path is None and "vocab_size" in trial.model.config:
+        return int(trial.model.config["vocab_size"])
+    return int(_config(trial).vocab_size)
+
+
+def data(trial: Trial) -> Data:
+    """Synthetic or text samples, on the host: real ones also where everything else is traced on fake tensors."""
+    with _disable_current_modes():
+        return _samples(trial)
+
+
+def _samples(trial: Trial) -> Data:
+    if length_distribution.names_lengths(trial.data):
+        return _of_lengths(trial)
+    samples: Samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)
+    masks = [sample["attention_mask"] for sample in samples if "attention_mask" in sample]
+    padding = 1 - float(torch.stack(masks).float().mean()) if masks else 0.0
+    return Data(samples, {"padding_fraction": padding}, trial.device.name == "cuda")
+
+
+def _of_lengths(trial: Trial) -> Data:
+    """As many samples as the trial's steps see. What they are like is known without a trace: there nothing is said."""
+    drawn = length_distribution.documents(trial, trial.steps() * trial.samples_per_step())
+    simulated = trial.device.name == "simulated"
+    whole = trial.packing != "none"
+    columns = {"padding_fraction": 0.0 if whole else None} if simulated else length_distribution.length_columns(trial)
+    samples = _Drawn(_ids(trial), drawn, trial.packing)
+    alike = partial(_padded, to=trial.padding_to, seq_len=trial.seq_len, left=trial.padding_side == "left")
+    return Data(samples, columns, trial.device.name == "cuda", **({} if whole else {"alike": alike}))
+
+
+@dataclass(frozen=True)
+class _Drawn(Sequence[Sample]):
+    """Samples of documents of these lengths, made when they are asked for; `ids` are a pool of `seq_len` each."""
+
+    ids: torch.Tensor
+    documents: Sequence[tuple[int, ...]]
+    packing: str
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, number: Any) -> Any:
+        with _disable_current_modes():  # on the host, whatever is counted or traced
+            return self._made(number, self.documents[number])
+
+    def _made(self, number: int, documents: tuple[int, ...]) -> Sample:
+        ids = self.ids[number % len(self.ids)][: sum(documents)]
+        if self.packing == "documents":
+            return _packed(ids, torch.cat([torch.arange(length) for length in documents]))
+        return {"input_ids": ids, "labels": ids} if self.packing == "wrapped" else _masked(ids, torch.ones_like(ids))
+
+
+def _padded(samples: list[Sample], to: str, seq_len: int, left: bool) -> list[Sample]:
+    width = length_distribution.width(max(len(sample["input_ids"]) for sample in samples), to, seq_len)
+    fill = {"labels": IGNORED}
+
+    def one(key: str, row: torch.Tensor) -> torch.Tensor:
+        missing = width - len(row)
+        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=fill.get(key, 0))
+
+    return [{key: one(key, row) for key, row in sample.items()} for sample in samples]
+
+
+def _ids(trial: Trial) -> torch.Tensor:
+    """A pool of token ids: `POOL` samples of `seq_len` each."""
+    generator = torch.Generator().manual_seed(trial.seed)
+    return torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
+
+
+def _synthetic(trial: Trial) -> Samples:
+    ids = _ids(trial)
+    if trial.packing == "documents":
+        positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
+        return [_packed(row, positions) for row in ids]
+    kept = trial.seq_len - padded_tokens(trial.padding, trial.seq_len)
+    if kept == trial.seq_len:
+        return [{"input_ids": row, "labels": row} for row in ids]
+    mask = (torch.arange(trial.seq_len) < kept).long()
+    mask = mask.flip(0) if trial.padding_side == "left" else mask
+    return [_masked(row, mask) for row in ids]
+
+
+def padded_tokens(padding: float, length: int) -> int:
+    """How many of a synthetic sample's tokens are padding."""
+    return round(padding * length)
+
+
+def _masked(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, IGNORED)}
+
+
+def _packed(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A document's first token follows from nothing (transformers' DataCollatorWithFlattening)."""
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, IGNORED)}
+
+
+def _text(trial: Trial) -> Samples:
+    from transformers import AutoTokenizer
+
+    path, trusted = str(trial.model.path), trial.model.trust_remote_code
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
+    except ValueError as error:
+        raise _own_code(trial, error) or error from None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    texts = _lines(trial.data)
+    if not texts:
+        raise InvalidTrial(f"data {trial.data} holds no text")
+    if trial.packing != "none":
+        return _joined(trial, tokenizer(texts)["input_ids"], tokenizer.eos_token_id)
+    tokenizer.padding_side = trial.padding_side
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=trial.seq_len, return_tensors="pt")
+    return [_masked(*sample) for sample in zip(encoded["input_ids"], encoded["attention_mask"], strict=True)]
+
+
+def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Samples:
+    """Documents one after the other, cut at the sequence length; a document that is cut goes on as one of its own."""
+    ended = [[*document, *([] if end is None else [end])] for document in documents]
+    ids = torch.tensor([token for document in ended for token in document])
+    positions = torch.tensor([place for document in ended for place in range(len(document))])
+    rows, length = len(ids) // trial.seq_len, trial.seq_len
+    if not rows:
+        raise InvalidTrial(f"data {trial.data} holds {len(ids)} tokens, which fill no sample of seq_len {length}")
+    cut = [ids[row * length : (row + 1) * length] for row in range(rows)]
+    if trial.packing == "wrapped":
+        return [{"input_ids": row, "labels": row} for row in cut]
+    samples = []
+    for row, sample in enumerate(cut):
+        places = positions[row * length : (row + 1) * length].clone()
+        first = int((places == 0).nonzero()[0]) if (places == 0).any() else length
+        places[:first] -= places[0].item()
+        samples.append(_packed(sample, places))
+    return samples
+
+
+def _lines(name: str) -> list[str]:
+    """The first texts of a data set: lines of a local file, or the `text` column of a hub data set's train split."""
+    path = Path(name)
+    if path.is_file():
+        return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:POOL]
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        text = f"data {name}: there is no such file, and hub data sets need `pip install vramsweep[data]`"
+        raise InvalidTrial(text) from None
+    stream = datasets.load_dataset(name, split="train", streaming=True)
+    texts: list[str] = []
+    for record in stream:
+        if str(record["text"]).strip():
+            texts.append(str(record["text"]))
+        if len(texts) == POOL:
+            break
+    return texts

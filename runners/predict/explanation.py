@@ -1,0 +1,139 @@
+"""What a traced run holds, phase by phase and part by part, and why it does not fit where it does not.
+
+Not covered: the replay (replay_trace.py), every event of a step (memory_timeline.py), what is printed
+(harness/verbs/explain.py). All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.runners.predict.memory_timeline import LARGEST, STEP, Alike, Held, describe_storage, group_alike, holders
+from vramsweep.runners.predict.predicted_row import upper_bounds
+from vramsweep.runners.predict.replay_trace import Refused, replay
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import CATEGORIES, Mark
+
+ROUNDING = "rounding"
+Parts = dict[str, int]  # by category, and ROUNDING
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A phase at the first event after which it has most allocated; `parts` sum to `allocated`.
+
+    `reserved` is the most that the phase reserves, at that moment or another. `step` is None while loading.
+    """
+
+    step: int | None
+    phase: str
+    allocated: int
+    reserved: int
+    parts: Parts
+    event: int = field(repr=False)  # of the trace
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The phases of loading and of the last step, and `peak`, that of the run, which may be of an earlier step.
+
+    `most` is the most that each part holds at any moment of the run, whenever that is; `largest` are the storages that
+    hold most of the peak, layers as one, `rest` bytes are in `rest_count` others. Where memory runs out, `refused` says
+    how, and `asked` what the request was for; all else goes on without the limit. `peak_reserved_most` is where a host
+    runs ahead as far as it may, None where that changes nothing.
+    """
+
+    phases: tuple[Moment, ...]
+    peak: Moment
+    peak_reserved: int
+    peak_reserved_most: int | None
+    most: Parts
+    largest: tuple[Alike, ...]
+    rest: int
+    rest_count: int
+    refused: Refused | None
+    asked: Held | None
+
+
+def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Explanation | None:
+    """What the trace holds under this setting; None where nothing was traced.
+
+    Raises UserError for settings that cannot be simulated.
+    """
+    watch = _Watch(trace)
+    whole = replay(trace, config, limit, look=watch.look)
+    if (refused := whole.refused) is not None:
+        watch = _Watch(trace)
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=watch.look)
+    if not whole.phases or not watch.moments:
+        return None
+    moments = list(watch.by_phase(whole.phases))
+    if not any(one.phase == "backward" for one in moments):  # then a step is one phase
+        moments = [one if one.step is None else replace(one, phase=STEP) for one in moments]
+    last = max((one.step for one in moments if one.step is not None), default=None)
+    peak = max(reversed(moments), key=lambda one: one.allocated)  # steps are alike: the last
+    kinds = sorted(group_alike(holders(trace, peak.event + 1)), key=lambda kind: -kind.held.bytes * kind.count)
+    rest = kinds[LARGEST:]
+    return Explanation(
+        phases=tuple(_merged([one for one in moments if one.step in (None, last)])),
+        peak=peak,
+        peak_reserved=whole.peak["reserved"],
+        peak_reserved_most=upper_bounds(trace, config, limit).get("peak_reserved_most_bytes"),
+        most=watch.most,
+        largest=tuple(kinds[:LARGEST]),
+        rest=sum(kind.held.bytes * kind.count for kind in rest),
+        rest_count=sum(kind.count for kind in rest),
+        refused=refused,
+        asked=None if refused is None else describe_storage(trace, refused.storage, refused.mark),
+    )
+
+
+class _Watch:
+    """What is held after each event of a replay, and at the highest one of each of the trace's marks."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.held = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
+        self.most = self.held.copy()
+        self.moments: dict[int, Moment] = {}  # by the number of the mark
+        self.allocated = 0
+        self._mark = 0
+
+    def look(self, index: int, simulator: Simulator) -> None:
+        """After event `index`."""
+        while index >= self.trace.marks[self._mark].end:
+            self._mark += 1
+        if self._mark not in self.moments:  # what a phase begins with is its own, too
+            self._take(index - 1)
+        event = self.trace.events[index]
+        if event:
+            number, sign = abs(event) - 1, 1 if event > 0 else -1
+            self.held[self.trace.categories[number]] += sign * self.trace.sizes[number]
+        self.allocated = simulator.allocated
+        self.held[ROUNDING] += self.allocated - sum(self.held.values())
+        for name, size in self.held.items():
+            if size > self.most[name]:
+                self.most[name] = size
+        if self.allocated > self.moments[self._mark].allocated:
+            self._take(index)
+
+    def by_phase(self, peaks: Sequence[tuple[Mark, Parts]]) -> Iterator[Moment]:
+        """The moments of the phases that have events, with what each reserves at most."""
+        for number, (_, most) in enumerate(peaks):
+            if number in self.moments:
+                yield replace(self.moments[number], reserved=most["reserved"])
+
+    def _take(self, event: int) -> None:
+        mark = self.trace.marks[self._mark]
+        self.moments[self._mark] = Moment(mark.step, mark.phase, self.allocated, 0, self.held.copy(), event)
+
+
+def _merged(moments: Sequence[Moment]) -> Iterator[Moment]:
+    """Phases that a step goes through several times count once, at their highest."""
+    for name in dict.fromkeys((one.step, one.phase) for one in moments):
+        own = [one for one in moments if (one.step, one.phase) == name]
+        highest = max(own, key=lambda one: one.allocated)
+        yield replace(highest, reserved=max(one.reserved for one in own))

@@ -1,0 +1,233 @@
+"""What a traced step holds from event to event, and what holds its peak: the data of a figure, from a replay.
+
+Not covered: the replay (replay_trace.py), the figure (analysis/figures/timeline.py). All sizes are in bytes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.runners.predict.replay_trace import replay
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import CATEGORIES, Mark
+
+POINTS = 2000  # more cannot be told apart
+LARGEST = 10
+_LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
+STEP = "step"  # the one phase of a step whose backward pass was not seen
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Events `begin` to `end` of the step (the first is number 1) and the phase that they are of."""
+
+    phase: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """A storage alive at the peak: its size, what it was for, which module's operator asked for it and when.
+
+    `step` is None for what was made while loading.
+    """
+
+    bytes: int
+    category: str
+    module: str
+    operator: str
+    step: int | None
+    phase: str
+
+
+@dataclass(frozen=True)
+class Alike:
+    """All `count` storages alive at the peak that differ in the number of their layer only, each of `held.bytes`.
+
+    The module's numbers are "*" where there are several.
+    """
+
+    held: Held
+    count: int
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The first event after which the step has most allocated. `largest`, `rest` and `rounding` sum to `allocated`.
+
+    `alike` are the ten largest when layers count as one; they hold those of `largest`, and more.
+    """
+
+    event: int
+    phase: str
+    allocated: int
+    largest: tuple[Held, ...]
+    rest: int
+    rest_count: int
+    rounding: int
+    alike: tuple[Alike, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The request that does not fit under the limit; what the figure shows goes on without one."""
+
+    event: int
+    phase: str
+    request: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """One step of a trace under one setting; `step` is None where it is loading.
+
+    Point i is what was held after event `event[i]` of the step (0: before the first): every value of `parts` (by
+    category, and "rounding") sums with the others to `allocated[i]`.
+    """
+
+    step: int | None
+    events: int
+    event: tuple[int, ...]
+    allocated: tuple[int, ...]
+    active: tuple[int, ...]
+    reserved: tuple[int, ...]
+    parts: dict[str, tuple[int, ...]]
+    phases: tuple[Phase, ...]
+    peak: Peak
+    peak_reserved: int
+    limit: int | None
+    failure: Failure | None
+
+
+State = tuple[int, int, int]  # allocated, active, reserved
+
+
+def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeline | None:
+    """The last step of the trace; where memory runs out, the step in which it does, replayed without the limit.
+
+    None where nothing was traced. Raises UserError for settings that cannot be simulated.
+    """
+    reached = 0
+    states: list[State] = [(0, 0, 0)]  # after each event
+
+    def look(index: int, simulator: Simulator) -> None:
+        nonlocal reached
+        reached = index + 1
+        states.append((simulator.allocated, simulator.active, simulator.reserved))
+
+    limited = replay(trace, config, limit, look=look)
+    if not limited.phases:
+        return None
+    failed = reached if limited.refused is not None else None  # the index of the event
+    if failed is not None:
+        del states[1:]
+        replay(trace, replace(config, per_process_memory_fraction=1.0), None, look=look)
+    step = limited.phases[-1][0].step
+    own = [(begin, mark) for begin, mark in _spans(trace.marks) if mark.step == step]
+    first, last = own[0][0], own[-1][1].end
+    told = step is None or any(mark.phase == "backward" for _, mark in own)
+    phases = [Phase(mark.phase, begin - first, mark.end - first) for begin, mark in own if mark.end > begin]
+    phases = phases if told else [Phase(STEP, 0, last - first)]
+    moments = _moments(states[first : last + 1])
+    shown = [states[first + moment] for moment in moments]
+    parts = list(_parts(trace, [(first + moment, states[first + moment][0]) for moment in moments]))
+    peak = max(range(len(shown)), key=lambda i: shown[i][0])
+    failure = None
+    if failed is not None and limited.refused is not None:
+        failure = Failure(failed + 1 - first, _phase(phases, failed + 1 - first), limited.refused.request)
+    return Timeline(
+        step=step,
+        events=last - first,
+        event=tuple(moments),
+        allocated=tuple(allocated for allocated, _, _ in shown),
+        active=tuple(active for _, active, _ in shown),
+        reserved=tuple(reserved for _, _, reserved in shown),
+        parts={name: tuple(part[name] for part in parts) for name in (*CATEGORIES, "rounding")},
+        phases=tuple(phases),
+        peak=_peak(trace, first + moments[peak], moments[peak], phases, shown[peak][0], parts[peak]["rounding"]),
+        peak_reserved=max(reserved for _, _, reserved in states[first : last + 1]),
+        limit=limit,
+        failure=failure,
+    )
+
+
+def _spans(marks: Sequence[Mark]) -> Iterator[tuple[int, Mark]]:
+    """Each mark with the index of its first event."""
+    return zip(itertools.chain([0], (mark.end for mark in marks)), marks, strict=False)
+
+
+def _phase(phases: Sequence[Phase], event: int) -> str:
+    return next((p.phase for p in phases if event <= p.end), phases[-1].phase if phases else STEP)
+
+
+def _moments(states: Sequence[State]) -> list[int]:
+    """Indices of at most about POINTS states that keep the picture: of each stretch the extremes, and both ends."""
+    if len(states) <= POINTS:
+        return list(range(len(states)))
+    length = -(-len(states) // (POINTS // 4))
+    kept = {0, len(states) - 1}
+    for start in range(0, len(states), length):
+        stretch = range(start, min(start + length, len(states)))
+        kept |= {max(stretch, key=lambda i, which=which: states[i][which]) for which in range(3)}  # type: ignore[misc]
+        kept.add(min(stretch, key=lambda i: states[i][0]))
+    return sorted(kept)
+
+
+def _parts(trace: Trace, moments: Sequence[tuple[int, int]]) -> Iterator[dict[str, int]]:
+    """What is held by category after each of these numbers of events, beside what is allocated then."""
+    held = dict.fromkeys(CATEGORIES, 0)
+    done = 0
+    for moment, allocated in moments:
+        for event in filter(None, trace.events[done:moment]):
+            number, sign = abs(event) - 1, 1 if event > 0 else -1
+            held[trace.categories[number]] += sign * trace.sizes[number]
+        done = moment
+        yield held | {"rounding": allocated - sum(held.values())}
+
+
+def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocated: int, rounding: int) -> Peak:
+    every = holders(trace, until)
+    return Peak(
+        event,
+        _phase(phases, event),
+        allocated,
+        tuple(every[:LARGEST]),
+        sum(one.bytes for one in every[LARGEST:]),
+        len(every[LARGEST:]),
+        rounding,
+        group_alike(every)[:LARGEST],
+    )
+
+
+def holders(trace: Trace, until: int) -> list[Held]:
+    """The storages that are alive after the first `until` events, the largest first."""
+    alive: dict[int, Mark] = {}
+    for begin, mark in _spans(trace.marks):
+        for one in trace.events[begin : min(mark.end, until)]:
+            if one > 0:
+                alive[one - 1] = mark
+            elif one < 0:
+                del alive[-one - 1]
+
+    largest = sorted(alive, key=lambda number: (-trace.sizes[number], number))
+    return [describe_storage(trace, number, alive[number]) for number in largest]
+
+
+def describe_storage(trace: Trace, number: int, mark: Mark) -> Held:
+    """What there is to say of a storage that was asked for in this phase."""
+    module, operator = trace.makers[trace.origins[number]]
+    return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
+
+
+def group_alike(every: Sequence[Held]) -> tuple[Alike, ...]:
+    """The kinds of storages, layers as one, in the order of these."""
+    kinds: dict[Held, list[Held]] = {}
+    for one in every:
+        kinds.setdefault(replace(one, module=_LAYER.sub("*", one.module)), []).append(one)
+    return tuple(Alike(own[0] if len(set(own)) == 1 else kind, len(own)) for kind, own in kinds.items())

@@ -1,0 +1,376 @@
+"""device=simulated: the trial's own runner, traced on fake tensors, and the trace replayed through the allocator.
+
+Not covered: how a trace is made and kept (trace_cache.py), its replay (replay_trace.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline_efficiency
+from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
+from vramsweep.harness.hardware.roofline import estimate, merge_work, total_flops
+from vramsweep.harness.machine import host_memory, machine
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.version_differences import DIFFERENCES
+from vramsweep.runners.measure.step_meter import PHASES_UNKNOWN, reached_plateau
+from vramsweep.runners.predict.memory_timeline import Held, describe_storage
+from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
+from vramsweep.runners.trace.allocation_program import growth
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import Mark
+
+GIB = 1 << 30
+MIB = 1 << 20
+PASSES = ("forward", "backward", "step")  # whose memory goes with the tokens
+TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
+
+
+class SimulatedOutOfMemoryError(RuntimeError):
+    """The step does not fit into the named card's memory; `columns` are what the row can say all the same."""
+
+    def __init__(self, text: str, columns: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.columns = columns
+
+
+class SimulatedHostOutOfMemoryError(SimulatedOutOfMemoryError):
+    """The same of the node's memory."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a trial's row can say, the phases that were gone through, and the error that ended it, if one did."""
+
+    columns: dict[str, Any]
+    phases: tuple[tuple[Mark, Peaks], ...]
+    error: SimulatedOutOfMemoryError | InvalidTrial | None
+
+
+def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: str = TRACED) -> Predicted:
+    """The trial's row from its trace and what was built; `columns` are what the row can say where memory ran out.
+
+    `trace_basis` is what it says of how the trace came about.
+    """
+    card = trial.device.card
+    config = allocator_config.parse(trial.allocator.conf)
+    limit = trial.memory_limit()
+    predicted = replay(trace, config, memory_limit(card))  # of which the allocator takes its share itself
+    host = host_of(trial, trace)
+    full = host_full(trial, host)
+    if full is not None and predicted.refused is not None and full >= len(predicted.phases):
+        full = None  # the card is full before
+    phases = predicted.phases if full is None else predicted.phases[: full + 1]
+    known = static_columns(trial, trace_basis, host)
+    estimated, untimed = speed(trial, trace, card)
+    if full is not None or predicted.refused is not None:
+        whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
+        known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+    if full is not None:
+        text = _host_refused(trial, host, host.phases[full][0], known)
+        return Predicted(known, phases, SimulatedHostOutOfMemoryError(text, known))
+    if predicted.refused is not None:
+        known |= oom_columns(predicted.refused)
+        asked = describe_storage(trace, predicted.refused.storage, predicted.refused.mark)
+        text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
+        return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
+    grown = None if "step_growth_bytes" in details else growth(trace)  # of steps that are not alike
+    found = columns(predicted) | upper_bounds(trace, config, limit) | estimated | details | known
+    if length_distribution.names_lengths(trial.data):  # and packed, or it would not come here
+        found |= length_distribution.length_columns(trial)
+    notes = [*(found["notes"] or ()), *allocator_config.without_effect(config)]
+    notes += [*ignored_settings(trial, found["differences"] or ()), *filter(None, [untimed])]
+    if grown is not None:
+        notes += filter(None, [grown.note()])
+        found |= {"step_growth_bytes": grown.bytes, "plateau": bool(found["plateau"]) and grown.bytes <= 0}
+    return Predicted(found | {"notes": notes or None}, phases, None)
+
+
+def static_columns(trial: Trial, trace_basis: str, host: HostPrediction) -> dict[str, Any]:
+    """The row's columns that do not hang on how the prediction ends."""
+    card = trial.device.card
+    return {
+        "prediction_basis": prediction_basis(trial),
+        "trace_basis": trace_basis,
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+        "gpu_name": card.name,
+        "device_total_bytes": reported_bytes(card),
+        "memory_limit_bytes": trial.memory_limit(),
+        "allocator_conf_effective": allocator_config.parse(trial.allocator.conf).render(),
+        "torch_version": torch.__version__,
+        **host_columns(trial, host),
+    }
+
+
+def prediction_basis(trial: Trial) -> str:
+    """Which predicted parts are exact, traced and estimates (harness/rows/schema.py says what that means).
+
+    Collectives of several ranks run beside the computation, and when they let go of their blocks is not known.
+    """
+    sharded = trial.sharding != "none"
+    return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
+        "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
+    )
+
+
+def columns(predicted: Prediction) -> dict[str, Any]:
+    """The row's memory columns; the phases are those of the last traced step."""
+    steady = [(mark, peaks) for mark, peaks in predicted.phases if mark.step]
+    last = max((mark.step or 0 for mark, _ in steady), default=0)
+    told_apart = any(mark.phase == "backward" for mark, _ in steady)
+
+    def most(phase: str, counter: str, step: int | None) -> int | None:
+        found = [p[counter] for mark, p in predicted.phases if mark.phase == phase and mark.step == step]
+        return max(found, default=None)
+
+    steps = sorted({mark.step for mark, _ in steady if mark.step})
+    by_step = {c: [max(p[c] for mark, p in steady if mark.step == s) for s in steps] for c in ("allocated", "reserved")}
+    return {
+        "memory_source": "simulator",
+        **{f"peak_{c}_bytes": predicted.peak[c] for c in ("allocated", "active", "requested", "reserved")},
+        "inactive_split_peak_bytes": predicted.peak["inactive_split"],
+        "reserved_unallocated_bytes": predicted.final.reserved - predicted.final.allocated,
+        **{f"peak_{name}_bytes": size for name, size in predicted.breakdown.items()},
+        **{f"load_peak_{c}_bytes": most("load", c, None) for c in ("allocated", "reserved")},
+        **{
+            f"{phase}_peak_{c}_bytes": most(phase, c, last) if told_apart else None
+            for phase in ("forward", "backward", "optimizer")
+            for c in ("allocated", "reserved")
+        },
+        **{f"step_peak_{c}_bytes": values for c, values in by_step.items()},
+        "rank_peak_allocated_bytes": [predicted.peak["allocated"]],
+        "rank_peak_reserved_bytes": [predicted.peak["reserved"]],
+        "rank_peak_active_bytes": [predicted.peak["active"]],
+        "plateau": reached_plateau(list(by_step["reserved"])),
+        "alloc_retries": predicted.final.num_alloc_retries,
+        "alloc_ooms": predicted.final.num_ooms,
+        "notes": None if told_apart else [PHASES_UNKNOWN],
+    }
+
+
+def upper_bounds(trace: Trace, config: allocator_config.AllocatorConfig, limit: int | None) -> dict[str, Any]:
+    """The row's columns on a host that runs ahead as far as it may; nothing where no other stream uses what is freed.
+
+    Reserved goes no further than the card's memory: there the allocator waits.
+    """
+    if not any(kind == "use" for _, kind, _, _ in trace.notes):
+        return {}
+    most = replay(trace, replace(config, per_process_memory_fraction=1.0), None, ahead=True).peak
+    return {
+        "peak_active_most_bytes": most["active"],
+        "peak_reserved_most_bytes": most["reserved"] if limit is None else min(most["reserved"], limit),
+    }
+
+
+def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | None]:
+    """The row's estimate of speed, and why it has no times: a peak or a link is unknown, or the host sets the pace.
+
+    How far collectives run beside the computation is not known: from wholly (the shortest step) to not at all.
+    """
+    kernels, collectives = merge_work(trace.kernels), merge_work(trace.collectives)
+    found = estimate(kernels, card, trial.precision == "tf32")
+    within, between = trial.device.link or card.link, trial.device.interconnect
+    ranks, per_node = trial.world_size, trial.device.gpus_per_node
+    link, network = (None if name is None else interconnects.link_named(name) for name in (within, between))
+    sent = interconnects.communication(collectives, ranks, per_node, link, network)
+    row: dict[str, Any] = {
+        "estimated_flops": total_flops(kernels),
+        "estimated_moved_bytes": sum(count * work.nbytes for work, count in kernels),
+        "estimated_launches": sum(count * work.launches for work, count in kernels),
+    }
+    if ranks > 1 and sent is not None:
+        row |= {"estimated_communication_bytes": sent.nbytes, "estimated_collectives": sent.calls}
+    if not row["estimated_launches"]:
+        return {}, None  # a run that launches nothing
+    unknown = _not_timed(trial, card, found is None, sent)
+    if unknown is not None or found is None or sent is None or sent.seconds is None:
+        return row, unknown
+    shortest, longest = max(found.step_s, sent.seconds), found.step_s + sent.seconds
+    several = {
+        "estimated_communication_s": sent.seconds,
+        "estimated_link": " + ".join(
+            filter(None, (within if per_node > 1 else None, between if ranks > per_node else None))
+        ),
+        "estimated_step_no_overlap_s": longest,
+        "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
+    }
+    times: dict[str, Any] = {
+        "estimated_step_s": shortest,
+        "estimated_tokens_per_s": trial.tokens_per_step() / shortest,
+        "estimated_compute_s": found.compute_s,
+        "estimated_attention_s": found.attention_s,
+        "estimated_memory_s": found.memory_s,
+        "estimated_launch_s": found.launch_s,
+    }
+    parts = (found.compute_s, found.attention_s, found.memory_s, found.launch_s, sent.seconds)
+    known = roofline_efficiency.find_efficiency(card.product, trial.precision)
+    if known is not None:
+        step = known.seconds(parts, row["estimated_launches"])
+        tokens = trial.tokens_per_step() / step
+        times |= {"calibrated_step_s": step, "calibrated_tokens_per_s": tokens, "calibration": known.text()}
+    return row | times | (several if ranks > 1 else {}), None
+
+
+def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.Communication | None) -> str | None:
+    """Why there can be no time of a step."""
+    if trial.optimizer.startswith("paged_"):
+        return f"no estimated times: where the pages of {trial.optimizer} are decides"
+    if trial.offload_optimizer or trial.offload_param or trial.activation_offload:
+        return "no estimated times: with states or activations in host memory, the host sets the pace"
+    if peak_unknown:
+        return f"no estimated times: {card.name}'s peak of some arithmetic, or an operator's FLOPs, are not known"
+    if sent is None:
+        return "no estimated times: there is no formula for one of the collectives"
+    if sent.seconds is None:
+        return (
+            f"no estimated times: what links {trial.world_size} ranks in nodes of {trial.device.gpus_per_node} is not "
+            "known; give device.link within a node, device.interconnect between nodes"
+        )
+    return None
+
+
+def ignored_settings(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
+    """Settings of the simulated machine and versions that change nothing in this trial."""
+    ranks, per_node = trial.world_size, trial.device.gpus_per_node
+    if trial.device.link is not None and min(ranks, per_node) == 1:
+        yield f"device.link={trial.device.link} has no effect: no two ranks are in one node"
+    if trial.device.interconnect is not None and ranks <= per_node:
+        yield f"device.interconnect={trial.device.interconnect} has no effect: all ranks are in one node"
+    known = {one.name: one.package for one in DIFFERENCES}
+    for package, version in trial.versions.items():
+        if package not in {known[name] for name in applied}:
+            yield f"versions.{package}={version} changes nothing: no known difference from the installed code applies"
+
+
+def oom_columns(refused: Refused) -> dict[str, Any]:
+    """The row's columns on the request for which there is no room."""
+    return {
+        "oom_request_bytes": refused.request,
+        "oom_allocated_bytes": refused.allocated,
+        "oom_reserved_bytes": refused.reserved,
+        "oom_parts_bytes": refused.parts,
+    }
+
+
+def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Prediction) -> str:
+    """Why the card is too small, for a row."""
+    card, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
+    where = "while loading" if asked.step is None else f"in the {asked.phase} phase of step {asked.step}"
+    who = " ".join(filter(None, (asked.module, asked.operator)))
+    beside = refused.parts | {asked.category: refused.parts[asked.category] - refused.request}
+    largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
+    parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / MIB:,.0f}" for name in largest)
+    need = without_limit.peak["reserved"]
+    least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
+    enough = gpu_lookup.gpu_with_enough(math.ceil(need / share), card.headroom_gib, least)
+    of = f"{share:g} of " if share < 1 else ""
+    none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
+    return (
+        f"{card.name} ({trial.memory_limit() / GIB:.2f} GiB left for the allocator) is too small: a request of "
+        f"{refused.request / MIB:,.1f} MiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
+        f"{refused.allocated / MIB:,.0f} MiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
+        f"{', ' + (f'which {of}{enough.name} has' if enough else none)}"
+    )
+
+
+LEFT_UNUSED = 0.15  # a margin: reserved memory for each token wavers with the batch, by a sixth in the smallest models
+
+
+def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
+    """How many tokens a pass would fit, where activations, temporaries and what is left unused beside them are in
+    proportion to them and all else stays. What loading and the optimizer hold is no matter of tokens.
+
+    What is left unused is in proportion only roughly: `LEFT_UNUSED` is taken off, so that what is told fits.
+    """
+    still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
+    moving = without_limit.breakdown["activations"]
+    moving += without_limit.breakdown["temporaries"] if still < without_limit.peak["allocated"] else 0
+    fixed = max(still, without_limit.peak["allocated"] - moving)
+    tokens = trial.seq_len * trial.micro_batch
+    grows = without_limit.peak["reserved"] - fixed
+    fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
+    if fitting < 1:
+        return f"{fixed / GIB:,.2f} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
+    return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"
+
+
+def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
+    """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
+    ranks = host_memory.ranks(trial)
+    if trial.runner.command is not None:  # what a script keeps on the host is not in the trace
+        return {"host_ranks": ranks, "host_total_bytes": host_memory.limit(trial)}
+    processes = ranks * host_memory.PROCESS[trial.runner.name]
+    loading = max((peak for mark, peak in host.phases if mark.step is None), default=0)
+    parts = {name: ranks * size for name, size in host.breakdown.items()}
+    return {
+        "host_ranks": ranks,
+        "host_peak_bytes": processes + ranks * host.peak,
+        "host_load_peak_bytes": processes + ranks * loading,
+        "host_processes_bytes": processes,
+        "host_workers_bytes": parts.pop("workers"),
+        **{f"host_peak_{name}_bytes": size for name, size in parts.items()},
+        "host_pinned_peak_bytes": ranks * host.pinned,
+        "host_total_bytes": host_memory.limit(trial),
+    }
+
+
+def host_of(trial: Trial, trace: Trace) -> HostPrediction:
+    """Host memory of one rank of the trial, with what its data loader's workers take."""
+    config = allocator_config.parse(trial.allocator.conf)
+    return host_replay(trace.host, config, host_memory.loader_workers(trial) * host_memory.LOADER_WORKER)
+
+
+def host_full(trial: Trial, host: HostPrediction) -> int | None:
+    """The number of the first phase in which the node's memory is not enough."""
+    limit = host_memory.limit(trial)
+    if limit is None or trial.runner.command is not None:
+        return None
+    ranks, process = host_memory.ranks(trial), host_memory.PROCESS[trial.runner.name]
+    return next((index for index, (_, peak) in enumerate(host.phases) if ranks * (peak + process) > limit), None)
+
+
+# What would help against each part of host memory.
+_LESS = {
+    "loading": "make the model divided from the start (fsdp2, zero3 with zero_init=true), or read the checkpoint in "
+    "its own dtype, which is mapped and shared by all ranks",
+    "parameters": "use offload_param=false, or divide over more nodes",
+    "gradients": "leave optimizer and weights on the card (offload_optimizer=false), or divide over more nodes",
+    "optimizer_state": "use offload_optimizer=false, or divide over more nodes",
+    "activations": "use activation_offload=false, or a smaller seq_len or micro_batch",
+    "rounding": "page-locked blocks are powers of two: use pin_memory=false for what is offloaded",
+    "workers": "use fewer dataloader_num_workers",
+}
+
+
+def host_refused(trial: Trial, host: HostPrediction) -> str | None:
+    """Why a node's memory does not suffice, None where it does or is not known."""
+    full = host_full(trial, host)
+    return None if full is None else _host_refused(trial, host, host.phases[full][0], host_columns(trial, host))
+
+
+def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mapping[str, Any]) -> str:
+    apart = ("processes", "workers")
+    parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown if name not in apart}
+    parts |= {name: about[f"host_{name}_bytes"] for name in apart}
+    largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
+    told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4] if round(parts[name] / GIB, 2))
+    phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
+    need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "one rank needs"
+    return (
+        f"a node's {trial.device.node_memory_gib:g} GiB of host memory are too few from {phase} on: {need} at least "
+        f"{about['host_peak_bytes'] / GIB:,.2f} GiB ({told}); {_LESS.get(largest[0], 'take a node with more memory')}"
+    )
+
+
+def record(mark: Mark, peaks: Peaks) -> dict[str, Any]:
+    """A phase as the records of an attempt have it (harness/sweep/row_builder.py reads where it ended off the last
+    one)."""
+    return {"phase": mark.phase, "at_step": mark.step, "peaks": peaks}

@@ -1,0 +1,204 @@
+"""What the caching allocator would hold at each moment of a traced run: the trace replayed under one setting.
+
+`replay` is pure: a trace, a setting and a memory limit in, peaks out, all in bytes. The replay is
+harness.allocator.simulator; this module only splits it into phases and finds what the peak was made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from vramsweep.harness.allocator.config import AllocatorConfig
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
+from vramsweep.runners.trace.allocation_program import Program, build_program
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark
+
+COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
+Peaks = dict[str, int]
+Look = Callable[[int, Simulator], None]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The request for which there is no room: the phase's mark, the storage's number, bytes asked for, allocated and
+    reserved.
+
+    `parts` are what was to be held, by category as in Prediction.breakdown: they sum to `allocated` + `request`.
+    """
+
+    mark: Mark
+    storage: int
+    request: int
+    allocated: int
+    reserved: int
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Peaks of each phase in order, of the whole run, what the peak allocated was made of, and where memory ran out.
+
+    `breakdown` sums to `peak["allocated"]`: what was asked for, by category, and under "rounding" what the allocator
+    made of it (multiples of 512, and blocks whose rest was too small to split off). `phases` ends with the phase in
+    which memory ran out, if it did, as `refused` says.
+    """
+
+    phases: tuple[tuple[Mark, Peaks], ...]
+    peak: Peaks
+    breakdown: dict[str, int]
+    final: Stats
+    refused: Refused | None
+
+
+@dataclass(frozen=True)
+class HostPrediction:
+    """Host memory of one rank: peak of each phase in order and of the whole run, and what that was made of.
+
+    `breakdown` sums to `peak`: sizes by category, under "rounding" what page-locked memory takes beyond them, and under
+    "workers" the processes that the rank has started. `pinned` is the peak of page-locked memory, blocks that are kept
+    for reuse included.
+    """
+
+    phases: tuple[tuple[Mark, int], ...]
+    peak: int
+    breakdown: dict[str, int]
+    pinned: int
+
+
+def replay(
+    trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False, look: Look | None = None
+) -> Prediction:
+    """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
+
+    A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
+    with `ahead`, when the host has waited for that stream (stream_lag.py). `look` is called after each
+    operation of the trace's program, with its number: without `ahead` that of the event.
+    """
+    order = build_program(trace, ahead)
+    simulator = Simulator(config, memory_limit)
+    phases: list[tuple[Mark, Peaks]] = []
+    peak = dict.fromkeys(COUNTERS, 0)
+    busiest = 0  # the storage whose request led to the peak allocated, from 1
+    refused = None
+    done = 0
+    for mark, operations in order.phases:
+        peaks, highest, asked = phase(
+            simulator, operations, trace.sizes, trace.streams, peak["allocated"], look=look, first=done
+        )
+        busiest = highest or busiest
+        done += len(operations)
+        peak = {c: max(peak[c], peaks[c]) for c in COUNTERS}
+        phases.append((mark, peaks))
+        if asked:
+            request, allocated = trace.sizes[asked - 1], simulator.allocated
+            beside = _breakdown(trace, order, asked, allocated + request)
+            refused = Refused(mark, asked - 1, request, allocated, simulator.reserved, beside)
+            break
+    breakdown = _breakdown(trace, order, busiest, peak["allocated"])
+    return Prediction(tuple(phases), peak, breakdown, simulator.stats(), refused)
+
+
+def phase(
+    simulator: Simulator,
+    operations: Sequence[int],
+    sizes: Sequence[int] | Mapping[int, int],
+    streams: Sequence[int] | Mapping[int, int],
+    highest: int,
+    look: Look | None = None,
+    first: int = 0,
+    storages: int | None = None,
+) -> tuple[Peaks, int, int]:
+    """Replay a phase of a program: its peaks, the storage that took allocated highest above `highest`, and the one for
+    which there was no room; both from 1, 0 where there is none. `storages` are as many as `streams` unless given."""
+    for counter in COUNTERS:  # as torch.cuda.reset_peak_memory_stats does
+        setattr(simulator, f"peak_{counter}", getattr(simulator, counter))
+    storages, found, refused = len(streams) if storages is None else storages, 0, 0
+    malloc, free = simulator.malloc, simulator.free
+    operation = 0
+    try:
+        for number, operation in enumerate(operations, first):
+            if operation > 0:
+                if operation <= storages:
+                    malloc(operation - 1, sizes[operation - 1], streams[operation - 1])
+                    if simulator.allocated > highest:
+                        highest, found = simulator.allocated, operation
+                else:
+                    simulator.free_completed(operation - storages - 1)
+            elif operation >= -storages:
+                if operation:
+                    free(-operation - 1)
+                else:
+                    simulator.empty_cache()
+            else:
+                simulator.free_requested(-operation - storages - 1)
+            if look is not None:
+                look(number, simulator)
+    except OutOfMemory:
+        refused = operation
+    return {c: getattr(simulator, f"peak_{c}") for c in COUNTERS}, found, refused
+
+
+def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 0) -> HostPrediction:
+    """Host memory over time: pageable tensors as large as they are, page-locked ones from torch's host allocator.
+
+    `workers` bytes are taken from the first step on.
+
+    Its blocks are powers of two and are never given back, but serve the next request for one as large; but for those
+    above the two sizes that a setting may give (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
+    """
+    rounded, cached = (
+        math.inf if size is None else size << 20
+        for size in (config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb)
+    )
+    held = dict.fromkeys((*HOST_CATEGORIES, "rounding", "workers"), 0)
+    spare: Counter[int] = Counter()  # blocks by size
+    phases: list[tuple[Mark, int]] = []
+    peak, breakdown = 0, held.copy()
+    total = locked = pinned = start = 0
+    for mark in storages.marks:
+        if mark.step is not None and held["workers"] < workers:
+            held["workers"] = workers
+            total += workers
+        most = total
+        if total > peak:
+            peak, breakdown = total, held.copy()
+        for event in storages.events[start : mark.end]:
+            number, sign = abs(event) - 1, 1 if event > 0 else -1
+            size = storages.sizes[number]
+            held[storages.categories[number]] += sign * size
+            grown = sign * size
+            if storages.pinned[number]:
+                block = 1 << (size - 1).bit_length() if size <= min(rounded, cached) else size
+                grown = sign * block
+                if block <= cached and (event < 0 or spare[block]):
+                    spare[block] -= sign
+                    grown = 0
+                held["rounding"] += grown - sign * size
+                locked += grown
+                pinned = max(pinned, locked)
+            total += grown
+            most = max(most, total)
+            if total > peak:
+                peak, breakdown = total, held.copy()
+        phases.append((mark, most))
+        start = mark.end
+    return HostPrediction(tuple(phases), peak, breakdown, pinned)
+
+
+def _breakdown(trace: Trace, order: Program, busiest: int, allocated: int) -> dict[str, int]:
+    """What was alive when storage `busiest` (from 1) had been asked for, by category."""
+    alive = order.alive(busiest - 1) if busiest else ()
+    return parts(((trace.categories[number], trace.sizes[number]) for number in alive), allocated if busiest else 0)
+
+
+def parts(alive: Iterable[tuple[str, int]], allocated: int) -> dict[str, int]:
+    """Storages, each told by category and size, summed by category; with "rounding" that is `allocated`."""
+    held = dict.fromkeys((*CATEGORIES, "rounding"), 0)
+    for category, size in alive:
+        held[category] += size
+    held["rounding"] = allocated - sum(held.values())
+    return held

@@ -1,0 +1,85 @@
+"""One row of several ranks: which rank each column is of.
+
+Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
+the slowest rank's. What tells of the devices' health, of retries and of peaks that still rose is the worst of all,
+as one that waits makes all wait. Host memory is that of all together, and so is energy. Everything else is rank 0's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vramsweep.harness.rows.schema import COLUMNS
+
+Columns = dict[str, Any]
+GROUPS = {column.name: column.group for column in COLUMNS}
+
+
+def _every(lists: Sequence[list[Any]]) -> list[Any]:
+    return sorted({value for values in lists for value in values})
+
+
+def _in_turn(lists: Sequence[list[str]]) -> list[str]:
+    return list(dict.fromkeys(text for texts in lists for text in texts))
+
+
+# From the values that are known of all ranks.
+COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
+    **dict.fromkeys(("device_used_bytes", "device_baseline_bytes", "gpu_temperature_c", "gpu_power_w"), max),
+    **dict.fromkeys(("gpu_sm_clock_before_mhz", "gpu_sm_clock_mhz"), min),
+    **dict.fromkeys(("gpu_sm_clock_max_mhz", "skipped_steps", "alloc_retries", "alloc_ooms"), max),
+    **dict.fromkeys(("step_growth_bytes", "steps_s"), max),
+    **dict.fromkeys(("throttle_reasons", "foreign_processes"), _every),
+    "plateau": all,
+    "notes": _in_turn,
+}
+OF_WORST = ("gpu_name", "gpu_uuid")
+OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a loss of its own data; a node is one
+
+
+def worst_rank(ranks: Sequence[Columns]) -> int | None:
+    """The rank with the largest peak reserved; where that is not known of all, allocated; None where neither is."""
+    for name in ("peak_reserved_bytes", "peak_allocated_bytes"):
+        peaks = [columns.get(name) for columns in ranks]
+        known = [peak for peak in peaks if peak is not None]
+        if len(known) == len(peaks):
+            return peaks.index(max(known))
+    return None
+
+
+def over_ranks(ranks: Sequence[Columns]) -> Columns:
+    """The row's columns, from those of each rank in order."""
+    worst = worst_rank(ranks)
+    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].get("elapsed_s") or 0.0)
+    sources = {"memory": worst or 0, "speed": slowest}
+    row: Columns = {}
+    for name in ranks[0]:
+        source = sources.get(GROUPS.get(name, ""), 0)
+        if name in OF_WORST:
+            source = worst or 0
+        elif name in OF_FIRST:
+            source = 0
+        row[name] = ranks[source].get(name)
+        if GROUPS.get(name) == "host" and name not in OF_FIRST:
+            every = [columns.get(name) for columns in ranks]
+            row[name] = None if None in every else sum(every)
+        if name in COMBINED:
+            known = [columns[name] for columns in ranks if columns.get(name) is not None]
+            row[name] = COMBINED[name](known) if known else None
+            well = row[name] if name == "plateau" else not row[name]
+            if well and len(known) < len(ranks):  # as far as is known
+                row[name] = None
+        if name == "gpu_energy_j":  # each rank's is its card's, which several may share
+            cards = {columns.get("gpu_uuid") or rank: columns.get(name) for rank, columns in enumerate(ranks)}
+            row[name] = None if None in cards.values() else sum(cards.values())
+    fed = [sum(columns["step_tokens"]) for columns in ranks if columns.get("step_tokens")]
+    if len(fed) == len(ranks) > 1:  # each rank has lengths of its own
+        row["tokens_per_s"] = sum(fed) / row["elapsed_s"]
+    return row | {
+        "worst_rank": worst,
+        **{
+            f"rank_peak_{kind}_bytes": [columns.get(f"peak_{kind}_bytes") for columns in ranks]
+            for kind in ("allocated", "reserved", "active")
+        },
+    }

@@ -1,0 +1,80 @@
+"""What torch's out-of-memory error tells of a measured run: the request, what was held, and the phase it came from.
+
+Not covered: which outcome it is (harness/rows/outcome.py); predicted runs, whose replay knows all of it
+(predicted_row.py).
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from typing import Any
+
+import torch
+
+# c10/cuda/CUDACachingAllocator.cpp, format_size: two digits behind the point. And CUDAMallocAsyncAllocator.cpp's, which
+# names no cache, as that is the driver's.
+_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+_REQUEST = re.compile(rf"(?:Tried to allocate|Requested +:) {_SIZE}")
+_ALLOCATED = re.compile(rf"Currently allocated +: {_SIZE}|{_SIZE} is allocated by PyTorch")
+_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
+_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+# What follows the last backward pass, by function and place: predictions count all of it as the optimizer's. Every step
+# of a torch.optim.Optimizer comes through torch/optim/optimizer.py, whoever wrote it.
+_AFTER_BACKWARD = re.compile(
+    r"(/torch/optim/.*:\w+"
+    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
+    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
+    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
+)
+
+
+def oom_columns(error: BaseException) -> dict[str, Any]:
+    """The row's columns, as far as the error tells; nothing for an error of another kind."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return {}
+    text = str(error)
+    allocated, unallocated = _size(_ALLOCATED, text), _size(_UNALLOCATED, text)
+    return {
+        "oom_request_bytes": _size(_REQUEST, text),
+        "oom_allocated_bytes": allocated,
+        "oom_reserved_bytes": None if allocated is None or unallocated is None else allocated + unallocated,
+    }
+
+
+def card_memory(device: torch.device | None) -> list[int] | None:
+    """Free and all bytes of the card, as CUDA has them right after an error; None where it does not say, as after a
+    fault that ended its context (an illegal access, an assert): that is no want of memory, however full the card is."""
+    try:
+        return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
+    except Exception:  # the error that is told of is another
+        return None
+
+
+def describe_oom(error: BaseException, device: torch.device | None) -> dict[str, Any]:
+    """What a script's process says of the error that ended it; `device` is the one it trained on, if it came so far."""
+    kind, full = type(error), oom_columns(error)
+    said = {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error), "card_memory": card_memory(device)}
+    return said | ({"columns": full, "phase": phase(error)} if full else {})
+
+
+def phase(error: BaseException) -> str:
+    """The phase of a step that an error was raised in, by the functions that it came through, the outermost first.
+
+    A pass that checkpointing repeats in the backward phase is of that. The meter knows no better: it watches backward
+    passes in the probe step only, and memory runs out in the first. What a custom step does by itself after them is
+    called forward.
+    """
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if code.co_name in ("backward", "_engine_run_backward"):
+            return "backward"
+        if _AFTER_BACKWARD.search(f"{code.co_filename}:{code.co_name}"):
+            return "optimizer"
+    return "forward"
+
+
+def _size(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    number, unit = filter(None, found.groups()) if found else (None, "")
+    return None if number is None else round(float(number) * _UNITS[unit])

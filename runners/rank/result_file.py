@@ -1,0 +1,88 @@
+"""The file that a worker leaves for its parent: what was measured, or the error that ended the attempt.
+
+It is written aside and renamed, so whoever reads it finds a whole one, and may be written again with more in it:
+`complete` is false from the end of the measured steps until the worker has had its last word. Secrets that an error
+quotes, or a library's configuration holds, are left out (harness/files/redaction.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.files import redaction
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.process.worker_files import RESULT
+
+# Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
+ENDED_EARLY = 80
+FAILED = 1  # of a rank that raised before that, and has left its error
+TOLD = (FAILED, ENDED_EARLY)  # of a rank that has said why
+DONE = 81  # of a rank among several that came to its end; with 0 a rank may end in the middle (os._exit(0))
+
+
+class EndedEarly(Exception):
+    """Training failed after the measured steps, whose result is published; the text is a note for the row."""
+
+
+def write(folder: Path, result: Mapping[str, Any]) -> None:
+    """Make `result` the attempt's: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
+    _aside(folder, result).rename(folder / RESULT)
+
+
+def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
+    """A whole file beside it. Not synced: the parent reads it at once and syncs the row, which is what has to last."""
+    aside = folder / f"{RESULT}.{os.getpid()}"
+    aside.write_text(json.dumps(_without_secrets(result)))
+    return aside
+
+
+def _without_secrets(result: Mapping[str, Any]) -> dict[str, Any]:
+    known = worker_environment.secrets(os.environ)
+    found = dict(result)
+    if "error" in found:
+        found["error"] = redaction.redact(found["error"], known)
+    if "values" in found:
+        told = {name: redaction.redact(found["values"].get(name), known) for name in ("notes", "runner_config")}
+        found["values"] = {**found["values"], **{name: text for name, text in told.items() if text is not None}}
+    return found
+
+
+def error(folder: Path, told: Mapping[str, Any]) -> None:
+    """Leave the error that ended the attempt, unless something is there already.
+
+    A published result stands, and of several ranks the first to fail tells why: the others fail for its sake.
+    """
+    aside = _aside(folder, told)
+    try:
+        os.link(aside, folder / RESULT)
+    except FileExistsError:
+        pass
+    except OSError:  # a file system without hard links
+        if not (folder / RESULT).exists():
+            aside.rename(folder / RESULT)
+    aside.unlink(missing_ok=True)
+
+
+def values(folder: Path, columns: Mapping[str, Any], complete: bool) -> None:
+    """Publish the row's columns as far as they are known, unless a rank has had the last word."""
+    if not _settled(folder):
+        write(folder, {"values": columns, "complete": complete})
+
+
+def note(folder: Path, text: str) -> None:
+    """Add a note to the published columns, and let that be the last word; of several ranks the first one's."""
+    if _settled(folder):
+        return
+    columns = json.loads((folder / RESULT).read_bytes())["values"]
+    values(folder, columns | {"notes": [*(columns.get("notes") or ()), text]}, complete=True)
+
+
+def _settled(folder: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return bool(json.loads((folder / RESULT).read_bytes()).get("complete"))
+    return False

@@ -1,0 +1,160 @@
+"""One row of what the processes of a training have seen of themselves (observer.py), whoever started them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
+
+MIB = 1 << 20
+Seen = dict[str, Any]  # what one process had to say
+
+
+class AllocatorMismatch(RuntimeError):
+    """The allocator settings in force are not those that the trial asks for."""
+
+
+def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Columns:
+    """The row's columns, from what every rank of a training has seen; `told` are the settings that it is known to have.
+
+    Raises InvalidTrial where the script sets the allocator's variable itself or trains on another device than the
+    trial's, AllocatorMismatch where other settings than the trial's are in force.
+    """
+    own_words = changed(trial, trained)
+    if own_words:
+        raise InvalidTrial(own_words)
+    _require_device(trial, trained[0])
+    row = over_ranks([one["columns"] for one in trained])
+    for name in ("tokens_per_s", "samples_per_s"):  # each rank has its own, by its own clock; the slowest's counts
+        every = [_times(one["columns"], name) for one in trained]
+        row[name] = None if None in every else sum(filter(None, every)) / row["elapsed_s"]
+    notes = [*(row.get("notes") or ())]
+    row["world_size"] = len(trained)
+    if len(trained) != trial.world_size:
+        ranks = f"{len(trained)} rank{'s' * (len(trained) > 1)}"
+        notes.append(f"the training had {ranks}, where the trial has world_size={trial.world_size}")
+    notes += [*_shapes(trial, trained, row, told), *_shared(trained), *_largest(row)]
+    effective = None
+    if "backend" in trained[0]:
+        found = allocator_config.read_back(
+            allocator_config.parse(trial.allocator.conf), trained[0]["backend"], trained[0]["allocator_settings"]
+        )
+        if found.mismatch:
+            raise AllocatorMismatch(f"the allocator settings in force are not the trial's: {found.mismatch}")
+        effective = found.effective
+        notes += found.notes
+    return row | {"allocator_conf_effective": effective, "notes": notes or None}
+
+
+def _require_device(trial: Trial, one: Seen) -> None:
+    """Raise InvalidTrial where the training ran on another device than the trial's, whose bytes its own are not."""
+    found, asked = "cuda" if "backend" in one else "cpu", trial.device.name
+    if found == asked:
+        return
+    torch = one["columns"].get("torch_version")
+    lacks = found == "cpu" and torch is not None and one["columns"].get("cuda_version") is None
+    why = f" (its torch {torch} is built without CUDA)" if lacks else ""
+    raise InvalidTrial(
+        f"the script trained on device={found}{why}, and the trial has device={asked}: have it train there, or give "
+        f"device={found}"
+    )
+
+
+def _times(columns: Columns, name: str) -> float | None:
+    """How many there were in all, from how many a second."""
+    speed, elapsed = columns.get(name), columns["elapsed_s"]
+    return None if speed is None or elapsed is None else speed * elapsed
+
+
+def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:
+    """What to say where the script sets the allocator's variable itself."""
+    for one in seen:
+        for name, value in one["variables"].items():
+            return (
+                f"the script sets {name}={value or ''} itself, so allocator={trial.allocator.name} is not what it runs "
+                "with; take that line out, or give the setting as allocator=custom allocator.conf=..."
+            )
+    return None
+
+
+def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
+    """Fill in what the model was called with, where it is not told; and the tokens of a step where no call was seen but
+    they are told. Notes on what does not agree."""
+    first = trained[0]
+    shapes = [(batch, length) for batch, length in first["shapes"]] if first["shapes_known"] else []
+    batches = first["batches"][0] if len(first["batches"]) == 1 else None
+    if first["repeated"]:
+        return ["tokens/s is not known: the optimizer asks for the passes itself (a closure), as often as it likes"]
+    if not shapes:
+        return _told_tokens(trial, trained, row, told)
+    filled, other = called_with(shapes, trial, told)
+    if "grad_accum" not in told:
+        filled["grad_accum"] = batches
+    row |= filled
+    if other:
+        every = ", ".join(f"{b} x {n}" for b, n in shapes[:3]) + (", ..." if len(shapes) > 3 else "")
+        said = " and ".join(f"{name}={getattr(trial, name)}" for name in other)
+        return [
+            f"the model was called with {every} tokens (batch x length), where {said} is told; tokens/s counts what it "
+            "was called with"
+        ]
+    return []
+
+
+def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
+    """Fill in the speed from the length and batch that are told, as no call was seen. Notes on what it rests on."""
+    unseen = "no model was called with token ids"
+    if not {"seq_len", "micro_batch"} <= set(told):
+        return [f"tokens/s is not known: {unseen}, and {{seq_len}} and {{micro_batch}} are not told"]
+    batches, from_told = trained[0]["batches"], "length and batch"
+    if batches == [None] and "grad_accum" in told:
+        batches, from_told = [trial.grad_accum], "length, batch and accumulation"
+    if len(batches) != 1 or batches == [None]:
+        why = "how many batches a step has is not seen, or not always the same; tell it by {grad_accum}"
+        return [f"tokens/s is not known: {unseen}, and {why}"]
+    if row["elapsed_s"] is None:
+        return []  # nor is any speed, which has its note
+    samples = trial.micro_batch * batches[0] * len(trained) * len(row["step_times_s"])
+    row["samples_per_s"] = samples / row["elapsed_s"]
+    row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
+    return [f"tokens/s is of the {from_told} that are told: {unseen}"]
+
+
+def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collection[str]) -> tuple[Columns, list[str]]:
+    """Of the shapes (batch, length) that the model was called with: the columns that are not told and always the same,
+    and the settings that are told otherwise."""
+    both = {"seq_len", "micro_batch"} <= set(told)
+    if both and set(shapes) == {(trial.seq_len, trial.micro_batch)}:  # length first, as torch's own Transformer has it
+        return {}, []
+    batches, lengths = zip(*shapes, strict=True)
+    seen = {"micro_batch": set(batches), "seq_len": set(lengths)}
+    filled = {name: next(iter(values)) for name, values in seen.items() if name not in told and len(values) == 1}
+    return filled, [name for name, values in seen.items() if name in told and values != {getattr(trial, name)}]
+
+
+def _largest(row: Columns) -> list[str]:
+    """What of a whole job needs most, where that is not the steps."""
+    part = row.get("largest_part")
+    peaks = row.get("part_peak_allocated_bytes") or row.get("part_peak_reserved_bytes") or {}
+    steps = max((peaks[name] for name in ("first_step", "steps") if name in peaks), default=None)
+    if part in (None, "first_step", "steps") or not steps:
+        return []
+    return [f"of the whole job {part} needs most: {peaks[part] / MIB:,.1f} MiB, and the steps {steps / MIB:,.1f} MiB"]
+
+
+def _shared(trained: Sequence[Seen]) -> list[str]:
+    """A note where several ranks ran on one card: no counter of theirs sees the others."""
+    cards: dict[str, list[int]] = {}
+    for one in trained:
+        card = one["columns"].get("gpu_uuid")
+        if card is not None:  # the number says nothing: each rank may see cards of its own
+            cards.setdefault(card, []).append(one["rank"])
+    return [
+        f"ranks {' and '.join(map(str, ranks))} ran on the same card: each counter is of one process, and the card "
+        "held them all"
+        for ranks in cards.values()
+        if len(ranks) > 1
+    ]

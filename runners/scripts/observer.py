@@ -1,0 +1,499 @@
+"""Watches a training script that knows nothing of us, from inside its process: the same meter as our own runners use.
+
+Torch tells what the script does (torch_hooks.py). A step of the meter ends where the first forward pass after an
+optimizer step begins, so what comes between them (gradients set to None, schedulers, the next batch) is the earlier
+step's. Before the first of them model and optimizer are loaded. Of several modules those count whose parameters an
+optimizer steps: not a teacher, a transform of the data, or an evaluation between two steps.
+
+    import torch | the first forward | backward | optimizer.step | the next forward | ...
+    `start`      | load ends, step 0 | phase    |                | step 0 ends      |
+
+What is written lies in the attempt's folder: `seen-PID.json`, whenever there is more to say. Nothing is printed, and
+nothing that goes wrong here reaches the script.
+
+A model that is compiled as a function, or has no module at all, is seen by its backward passes only: its steps then
+end with optimizer.step. Top-level imports: the standard library and torch, whatever else the script's environment has.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vramsweep.runners.measure import model_description
+from vramsweep.runners.measure.compile_events import Compiler
+from vramsweep.runners.measure.peak_counters import SHARED
+from vramsweep.runners.measure.torch_hooks import TorchHooks
+from vramsweep.runners.scripts import import_constants
+from vramsweep.runners.scripts.observation_files import SEEN, WATCH
+from vramsweep.runners.scripts.token_volume import Volume
+
+if TYPE_CHECKING:
+    from vramsweep.runners.measure.rank_instruments import Gauges
+    from vramsweep.runners.measure.step_meter import Meter
+
+UNLOADED = (
+    "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
+)
+DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
+HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
+SETTLED = 3  # steps without a new model, after which calls of known ones' classes tell enough
+MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
+
+
+def start(folder: str) -> None:
+    """Watch this process from now on, and every process that is forked from it."""
+    cards = _cards()
+    imported = [] if cards else import_constants.constants_so_far()  # a card's counter does not see them
+    watch = Observer(Path(folder), imported)
+    if not cards:
+        watch.hooks.undo.append(import_constants.collect(imported))
+    watch.install()
+    os.register_at_fork(after_in_child=watch.forked)
+    atexit.register(watch.ended)
+
+
+class Observer:
+    """What is seen of one process; `folder` holds what is asked for, and gets what is said.
+
+    `imported` are the storages that count for nothing (rank_instruments.py).
+    """
+
+    def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
+        self.folder, self.imported = folder, imported
+        self.asked: dict[str, Any] = json.loads((folder / WATCH).read_text())
+        self._fresh()
+        self.hooks = TorchHooks(self)
+
+    def _fresh(self) -> None:
+        self.meter: Meter | None = None
+        self.gauges: Gauges | None = None
+        self.live: Any = None
+        self.problem: str | None = None
+        self.done = False  # nothing more is looked at
+        self.backwards = 0  # since the last step of an optimizer
+        self.stepped = False  # since the last forward pass began
+        self.forward_seen = False  # since the last step ended
+        self.settled = 0  # steps since a model came that was not known
+        self.trained = False  # a model in train() has had a backward pass
+        self.closures: int | None = None  # backward passes of an optimizer that is amid its step, of what it was given
+        self.late = False  # the meter began with a backward pass
+        self.elsewhere: set[int] = set()  # steps in which something else was done: evaluated, saved
+        self.counts = dict.fromkeys(("forwards", "backwards", "steps"), 0)
+        self.skips: int | None = 0  # optimizer steps that GradScaler left out for an overflow
+        self.volume = Volume()
+        self.modules: list[weakref.ref[torch.nn.Module]] = []  # that were called, whose gradients are wanted
+        self.optimizers: list[weakref.ref[Any]] = []
+        self.built: dict[str, Any] | None = None
+        self.place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.told: dict[str, Any] = {}
+
+    def forked(self) -> None:
+        """This is a child of the process that was watched: it has measured nothing yet."""
+        self._fresh()
+        self.hooks.fresh()
+        self.hooks.arm()
+
+    def install(self) -> None:
+        """Begin to watch. Of a whole job, on a CPU, count its tensors from here on."""
+        SHARED.install()
+        self.hooks.undo.append(SHARED.uninstall)
+        self.compiler = Compiler(ours=False)
+        if self.asked["job"] and not _cards():
+            from vramsweep.runners.measure.dispatch_modes import LiveBytes
+
+            self.live = LiveBytes(self.imported)
+            self.live.__enter__()
+            self.hooks.undo.append(lambda: self.live.__exit__(None, None, None))
+        self.hooks.install(self.asked["job"])
+
+    def uninstall(self) -> None:
+        """Leave the process as it was found."""
+        self.close()
+        self.hooks.uninstall()
+
+    def broke(self, error: Exception) -> None:
+        """What goes wrong here is kept, and nothing is looked at any more."""
+        self.problem = f"{type(error).__name__}: {error}"
+        self.close()
+        self.write()
+
+    # ---- what happens
+
+    def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        known = any(one() is module for one in self.modules)
+        if not known and not any(parameter.requires_grad for parameter in module.parameters()):
+            frozen = next(module.parameters(), None) is not None
+            if frozen and self.meter is not None and self.meter.step() is self.meter.count:
+                self.meter.count.uneven = True  # its pass has no backward pass
+            return  # a transform of the data; a teacher
+        if self.trained and not module.training:
+            self.evaluates(module)  # with gradients, that nobody asks for
+            return
+        self.hooks.disarm()
+        self.hooks.follow(type(module))
+        self.counts["forwards"] += 1
+        if not known:
+            self.settled = 0
+            self.modules.append(weakref.ref(module))
+        if self.meter is None and _device(list(module.parameters())).type == "cpu" and _cards():
+            return  # it may be moved yet: where the backward pass runs is where it trains
+        if self.meter is None:
+            self.begin(module)
+        elif self.stepped:
+            self.boundary()
+        elif self.asked["job"]:
+            self.part("steps" if self.meter.index else "first_step")
+        self.forward_seen = True
+        self.volume.forward(args, kwargs)
+
+    def forward_failed(self) -> None:
+        """What was called before it gets no backward pass either."""
+        self.volume.backward(over=False)
+
+    def backward_begins(self) -> None:
+        self.counts["backwards"] += 1
+        self.backwards += 1
+        if self.closures is not None:
+            self.closures += 1  # Lightning's is always there, and called once
+            if self.closures > 1:
+                self.volume.again()
+        if self.meter is None:  # of a model that is no module, or was on the host when it was called
+            self.late = True
+            self.begin(next((module for one in self.modules if (module := one()) is not None), None))
+        elif self.stepped:
+            self.boundary()
+
+    def backward_ended(self, over: bool) -> None:
+        if over and not self.trained:
+            self.trained = any(module.training for one in self.modules if (module := one()) is not None)
+        self.volume.backward(over)
+        if self.settled < SETTLED:
+            self.hooks.arm()
+
+    def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        self.closures = 0
+
+    def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        self.closures = None
+        if optimizer is not None and all(one() is not optimizer for one in self.optimizers):
+            self.optimizers.append(weakref.ref(optimizer))
+        if not self.backwards:  # DeepSpeed makes states so; and its third stage steps group by group
+            return
+        self.backwards = 0
+        self.counts["steps"] += 1
+        if self.meter is None:
+            return
+        self.stepped = True
+        if not self.forward_seen:
+            self.boundary()
+
+    def replays(self, *args: Any, **kwargs: Any) -> None:
+        if self.meter is not None:
+            self.meter.graphed = True
+
+    def scaler_stepped(self, scaler: Any) -> None:
+        if not scaler.is_enabled():
+            return
+        if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):
+            self.skips = None  # a fused step leaves itself out on the card, and says nothing
+        if self.backwards:  # no optimizer has stepped since
+            self.skips = None if self.skips is None else self.skips + 1
+            self.optimizer_stepped(None)
+
+    def begin(self, module: torch.nn.Module | None) -> None:
+        """Everything is loaded; the first step begins."""
+        from vramsweep.runners.measure import step_meter
+
+        held = [] if module is None else list(module.parameters())
+        moved = held and self.gauges is not None and self.gauges.device != _device(held)  # since a file was read
+        if moved:
+            self.gauges = None
+        asked = step_meter.MeterSpec(
+            self.asked["warmup_steps"],
+            self.asked["measured_steps"],
+            self.asked["record"],
+            precision=self.asked["precision"],
+            job=self.asked["job"],
+            fused_loss="liger_kernel" in sys.modules,
+        )
+        self.meter = step_meter.Meter(asked, self.folder, self.look(held), self.ranks()[0], self.publish)
+        self.meter.built(self.describe, lambda: self.skips)
+        self.write()  # a process that ends by os._exit says nothing later
+        self.volume.begin_step()
+        self.meter.step_begin()
+
+    def look(self, held: Sequence[torch.Tensor]) -> Gauges:
+        """The instruments, made when they are first needed, of where these tensors of the training are."""
+        from vramsweep.runners.measure.counters import HostMemory
+        from vramsweep.runners.measure.rank_instruments import Gauges
+
+        if self.gauges is None:
+            self.gauges = Gauges(_device(held), self.asked["worker"], self.imported, self.compiler)
+            if self.asked["job"]:
+                self.gauges.part = "load"
+                if isinstance(self.gauges.memory, HostMemory):
+                    self.gauges.memory.live = self.live
+        return self.gauges
+
+    # ---- the parts of a job
+
+    def part(self, name: str, optimizer: Any = None) -> None:
+        """From now on it is this part; before the card is touched there is none to tell apart."""
+        if self.gauges is None and not torch.cuda.is_initialized() and _cards():
+            return
+        gauges = self.look([] if optimizer is None else optimizer.param_groups[0]["params"])
+        if gauges.part != name:
+            gauges.enter(name)
+
+    def evaluates(self, module: torch.nn.Module) -> None:
+        """A module is called without gradients between two steps, which evaluates if it is the one that is trained."""
+        if self.meter is not None and self.unevaluated() and self.whole(module):
+            self.elsewhere.add(self.meter.index)
+            if self.asked["job"]:
+                self.part("evaluation")
+
+    def unevaluated(self) -> bool:
+        """Whether an evaluation would be news."""
+        if self.meter is None or self.gauges is None:
+            return False
+        return self.gauges.part != "evaluation" if self.asked["job"] else self.meter.index not in self.elsewhere
+
+    def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
+        """train(mode), which is also what eval() calls, of every module in turn; of some of them a script may call it
+        in every step, as for batch norms that are frozen."""
+        if not mode and self.gauges is not None and self.gauges.part != "evaluation":
+            self.evaluates(module)
+
+    def saves(self, *args: Any, **kwargs: Any) -> None:
+        """Something is written; before the first step that is nothing of the training's."""
+        if self.meter is not None:
+            self.elsewhere.add(self.meter.index)
+            if self.asked["job"]:
+                self.part("save")
+
+    def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
+        """Its state is taken: where that is divided among ranks, this is what gathers it."""
+        if self.whole(module):
+            self.saves()
+
+    def loads(self, *args: Any, **kwargs: Any) -> None:
+        """A file is read. Once there is an optimizer, that is a checkpoint to go on from."""
+        if self.meter is None:
+            every = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
+            if (optimizer := next(every, None)) is not None:
+                self.part("resume", optimizer)
+
+    def loads_state(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
+        """An optimizer gets a state, which accelerate also does with an empty one."""
+        if self.meter is None and isinstance(state, dict) and state.get("state"):
+            self.part("resume", optimizer)
+
+    def whole(self, module: Any) -> bool:
+        """Whether it has all the parameters of something that is trained."""
+        if self.meter is None:
+            return False
+        own = {id(parameter) for parameter in module.parameters()}
+        return any({id(parameter) for parameter in net.parameters()} <= own for net in self.nets())
+
+    def nets(self) -> list[torch.nn.Module]:
+        """The modules that are trained, as far as they are there: they hold something that an optimizer steps."""
+        alive = [module for one in self.modules if (module := one()) is not None]
+        groups = [group for one in self.optimizers if (optimizer := one()) for group in optimizer.param_groups]
+        stepped = {id(parameter) for group in groups for parameter in group["params"]}
+        found = [net for net in alive if any(id(parameter) in stepped for parameter in net.parameters())]
+        return found or alive[-1:]  # an optimizer may have copies: DeepSpeed's, FSDP's of its first kind
+
+    def boundary(self) -> None:
+        """A step has ended, and the next begins."""
+        meter = self.meter
+        assert meter is not None
+        if self.asked["job"]:  # what came in between is another part's
+            self.part("steps")
+        self.stepped = self.forward_seen = False
+        self.settled += 1
+        if self.built is None:
+            self.built = self.describe()
+        if meter.step() is meter.count:
+            meter.count.tokens = self.volume.tokens_of(-1)
+        meter.step_end()
+        if meter.asked.measured_steps is not None and meter.index == len(meter.plan):
+            self.finish(meter)
+            return
+        self.volume.begin_step()
+        meter.step_begin()
+
+    def publish(self, own: dict[str, Any]) -> dict[str, Any]:
+        """The measured steps are over."""
+        meter = self.meter
+        assert meter is not None
+        first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
+        steps = range(first, first + own["measured_steps"])
+        row = own | self.undisturbed(steps, own)
+        disturbed = meter.plan.index(meter.probe) in self.elsewhere and not self.each_time(steps)
+        for phase, unknown, why in (("optimizer", disturbed, DISTURBED), ("load", self.late, UNLOADED)):
+            if unknown:
+                row |= dict.fromkeys((f"{phase}_peak_allocated_bytes", f"{phase}_peak_reserved_bytes"))
+                row["notes"] = [*row["notes"], why]
+        self.told = {"columns": row, "complete": False}
+        self.write()
+        return row
+
+    def undisturbed(self, steps: Sequence[int], own: dict[str, Any]) -> dict[str, Any]:
+        """The speed of those of the steps in which the script did nothing else."""
+        from vramsweep.runners.measure import step_meter
+
+        clean = [step for step in steps if step not in self.elsewhere]
+        if own["elapsed_s"] is None or len(clean) == len(steps):
+            return self.volume.columns(clean, own["elapsed_s"])
+        what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
+        if self.each_time(steps):
+            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what}: it counts"]}
+        notes = [*own["notes"], f"{what}: their memory counts, and the speed is that of the others"]
+        times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
+        energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
+        return energy | step_meter.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}
+
+    def each_time(self, steps: Sequence[int]) -> bool:
+        """Whether what is done beside training belongs to its steps: the trained model is its own reference."""
+        return 2 * len(self.elsewhere.intersection(steps)) > len(steps)
+
+    def finish(self, meter: Meter) -> None:
+        """Every step that was asked for is over."""
+        self.told = {"columns": meter.columns(), "complete": True}
+        self.write()
+        self.close()
+        if self.asked["stop"]:
+            self.leave()
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        self.done = True
+        self.hooks.disarm()
+        if self.meter is not None:
+            with contextlib.suppress(Exception):
+                self.meter.abandon()
+
+    def leave(self) -> None:
+        """End this process as a trial's worker ends, once the other ranks have measured too: they may wait for us."""
+        gone = time.monotonic() + MEETING_S
+        while self.others_measure() and time.monotonic() < gone:
+            time.sleep(0.02)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        time.sleep(HELD_S)
+        os._exit(0)
+
+    def others_measure(self) -> bool:
+        """Whether other ranks of this training are still to come to their end."""
+        size = self.ranks()[1]
+        if size < 2:
+            return False
+        complete = 0
+        for path in self.folder.glob(SEEN.format("*")):
+            with contextlib.suppress(OSError, ValueError):
+                complete += bool(json.loads(path.read_text()).get("complete"))
+        return complete < size
+
+    def block_ended(self) -> None:
+        """The training is over. Its last step does not count: nothing says where it ended."""
+        if self.meter is not None and not self.done:
+            if self.asked["job"]:
+                self.meter.gauges.enter(None)
+            self.meter.finish()
+            if self.meter.row is not None:
+                self.told = {"columns": self.meter.columns(), "complete": True}
+        self.write()
+
+    def ended(self) -> None:
+        """The process comes to its end; what ended it is known if it was an exception."""
+        with contextlib.suppress(Exception):
+            error = getattr(sys, "last_value", None)  # set before any excepthook is called, the script's own included
+            if isinstance(error, BaseException):
+                from vramsweep.runners.rank import oom_details
+
+                self.told["error"] = oom_details.describe_oom(error, self.meter.gauges.device if self.meter else None)
+            if self.asked["job"]:
+                try:
+                    self.block_ended()
+                except Exception as problem:
+                    self.broke(problem)
+            self.done = True
+            self.told["ended"] = True
+            self.write()
+
+    # ---- what is said
+
+    def describe(self) -> dict[str, Any]:
+        """Columns of what was built, and of the environment that it runs in."""
+        if self.built is not None:
+            return self.built
+        optimizers = [optimizer for one in self.optimizers if (optimizer := one()) is not None]
+        return model_description.script(self.nets(), optimizers) | {
+            "torch_version": torch.__version__,
+            "transformers_version": getattr(sys.modules.get("transformers"), "__version__", None),
+            "cuda_version": torch.version.cuda,
+            "cpu_threads": torch.get_num_threads(),
+        }
+
+    def write(self) -> None:
+        """Say what is known by now."""
+        gauges = None if self.meter is None else self.meter.gauges
+        gpu = None if gauges is None or not gauges.cuda else gauges.device.index
+        said = {
+            "pid": os.getpid(),
+            "at": time.time(),
+            "rank": self.ranks()[0],
+            "world_size": self.ranks()[1],
+            "program": sys.argv[0] if sys.argv else None,
+            "problem": self.problem,
+            "ended": False,  # by itself, as far as Python knows
+            "variables": {n: os.environ.get(n) for n, v in self.asked["variables"].items() if os.environ.get(n) != v},
+            "index": None if self.meter is None else self.meter.index,
+            **self.counts,
+            **self.volume.said(),
+            **({} if gpu is None else {"card": gpu} | model_description.allocator()),
+            **self.told,
+        }
+        aside = self.file.with_suffix(".new")
+        aside.write_text(json.dumps(said))
+        aside.rename(self.file)
+
+    @property
+    def file(self) -> Path:
+        """Where this process says what it has seen."""
+        return self.folder / SEEN.format(os.getpid())
+
+    def ranks(self) -> tuple[int, int]:
+        """This process's rank in its training, and how many there are; also once the process group is gone."""
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            self.place = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return self.place
+
+
+def _device(held: Sequence[torch.Tensor]) -> torch.device:
+    """Where the training runs, which has these parameters."""
+    place = next((one.device for one in held if one.device.type in ("cpu", "cuda")), torch.device("cpu"))
+    if place.type == "cpu" and torch.cuda.is_initialized():  # parameters that are offloaded, or on no device
+        place = torch.device("cuda")
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _cards() -> int:
+    """How many cards the script may use. Asks NVML, where `is_available` asks the driver, after which no child that is
+    forked could use one."""
+    return torch.cuda.device_count()

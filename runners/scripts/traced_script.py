@@ -1,0 +1,333 @@
+"""A script of the user's own on a simulated card: its command's Python file, run here on fake tensors.
+
+What the observer sees of a script (observer.py) is what drives the trace. The script finds a card: `torch.cuda` says
+what the simulated one would, and what is put there is traced. A value that exists only on a card is nan where the
+script asks for it (`loss.item()`, to print it), and the row says so; one that decides something, a whole number or a
+truth, cannot be had. The script is left when the trace has its steps, so nothing is evaluated or saved.
+
+What it keeps in host memory has its values (traced_devices.py).
+
+Not covered: several processes (torchrun, accelerate launch), a Python that is not ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import importlib.util
+import inspect
+import json
+import runpy
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses import fake_tensor as fakes
+from torch.utils._python_dispatch import _disable_current_modes
+
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.process import interpreter
+from vramsweep.harness.rows.schema import COLUMNS
+from vramsweep.harness.spec import command_template
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.harness.spec.trial_parser import require_unchanged_files
+from vramsweep.runners.measure.patches import Replacement, patched
+from vramsweep.runners.scripts.observation_files import WATCH
+from vramsweep.runners.scripts.observed_row import called_with
+from vramsweep.runners.scripts.observer import Observer
+from vramsweep.runners.scripts.traced_devices import TwoMemories
+from vramsweep.runners.trace.known_values import KnownValues
+from vramsweep.runners.trace.step_tracer import Tracer
+
+TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
+MADE_UP = "the script asked {} for the value of a tensor, such as its loss: it was nan, which is not less than anything"
+LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak is theirs, not that of a longer one"
+CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a card is there when it is imported
+ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
+_TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
+_REFUSED = (
+    *(fakes.DataDependentOutputException, fakes.DynamicOutputShapeException),
+    *(fakes.UnsupportedFakeTensorException, fakes.UnsupportedOperatorException),
+)
+
+
+class _Over(BaseException):
+    """The trace has its steps; no `except Exception` of the script's may hold it up."""
+
+
+def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
+    """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial where it cannot be."""
+    if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
+        raise RuntimeError("a command has numbers in it, not symbols")
+    require_unchanged_files(trial)
+    output = (folder / command_template.OUTPUT).resolve()
+    output.mkdir(exist_ok=True)
+    asked = {"stop": True, "job": False, "precision": None}
+    (folder / WATCH).write_text(json.dumps(asked))
+    file, module, arguments = _python(trial, command_template.command_words(trial, str(output)))
+    for package in CARDLESS:
+        # one that is not installed, or is broken, is the script's to see
+        with contextlib.suppress(Exception), _disable_current_modes():
+            importlib.import_module(package)
+    known = meter.tracer.known = KnownValues()
+    values = _Values(known)
+    memories = TwoMemories(meter.tracer)
+    triton = _Triton(known)
+    observer = _Traced(folder, trial, meter, values, triton)
+    ended = "ended"
+    beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python has it, with -m or a file
+    replaced = (
+        *_card(trial, meter.tracer),
+        (argparse.ArgumentParser, "error", _refused),
+        *values.replacements(),
+        *memories.replacements(),
+        *triton.replacements(),
+        (sys, "argv", [file or module, *arguments]),
+        (sys, "path", [str(beside), *sys.path]),
+    )
+    with contextlib.ExitStack() as stack:
+        for function in _writing():
+            stack.enter_context(_left_out(function))
+        stack.enter_context(patched(replaced))
+        observer.install()
+        stack.callback(observer.uninstall)
+        stack.enter_context(memories)
+        try:
+            if file is not None:
+                runpy.run_path(file, run_name="__main__")
+            else:
+                runpy.run_module(str(module), run_name="__main__", alter_sys=True)
+        except _Over:
+            return
+        except SystemExit as end:
+            ended = "ended" if end.code is None else f"ended with {end.code!r}"
+        except (InvalidTrial, *_REFUSED):
+            raise  # trace_cache.py says what it is
+        except Exception as error:
+            what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error
+    if observer.problem is not None:
+        raise RuntimeError(observer.problem)
+    raise InvalidTrial(
+        f"cannot be simulated: the script {ended} after {observer.counts['steps']} optimizer steps, and a prediction "
+        f"takes {trial.steps() + 1}" + (f"; {values.note()}" if values.asked else "")
+    )
+
+
+class _Traced(Observer):
+    """Tells the trace's meter what it sees."""
+
+    def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton) -> None:
+        super().__init__(folder)
+        self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
+
+    def begin(self, module: torch.nn.Module | None) -> None:
+        self.meter = self.traced
+        self.traced.built(self.describe)
+        self.volume.begin_step()
+        self.traced.step_begin()
+
+    def boundary(self) -> None:
+        self.stepped = self.forward_seen = False
+        self.traced.step_end()
+        if self.traced.index == self.trial.steps():
+            raise _Over
+        self.volume.begin_step()
+        self.traced.step_begin()
+
+    def close(self) -> None:
+        self.done = True
+        self.hooks.disarm()
+
+    def write(self) -> None:
+        """The trace says it all."""
+
+    def describe(self) -> dict[str, Any]:
+        """What was built; and no estimate of speed that rests on what the command is not told."""
+        built = super().describe()
+        names = ("parameters", "trainable_parameters", "attention_effective", "optimizer_effective")
+        found = {name: built[name] for name in names if name in built}
+        told = command_template.placeholder_names(str(self.trial.runner.command))
+        shapes = {shape for step in self.volume.steps for shape in step}
+        seen = {shape for shape in shapes if shape is not None}
+        known = set() if None in shapes else seen
+        filled, other = called_with(known, self.trial, told) if known else ({}, [])
+        found |= filled
+        batches = {self.volume.batches_of(step) for step in range(len(self.volume.steps))}
+        if "precision" not in told or self.triton.launches:
+            found |= dict.fromkeys(ESTIMATES)
+        if (known, batches) != ({(self.trial.micro_batch, self.trial.seq_len)}, {self.trial.grad_accum}):
+            found |= dict.fromkeys(_TOKENS)
+        notes = [self.values.note()] if self.values.asked else []
+        if self.triton.launches:
+            notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
+        every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))
+        if other and len(known) == 1:
+            said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
+            notes.append(f"in the traced steps the model was called with {every} tokens, where {said} is told")
+        if len(shapes) > 1:
+            found |= {"step_growth_bytes": None, "plateau": None}
+            notes.append(LENGTHS.format(every))
+        return found | {"notes": notes or None}
+
+
+class _Triton:
+    """Launches of Triton kernels, which write into tensors that torch has made, and allocate none."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self.known, self.launches = known, 0
+
+    def replacements(self) -> Iterator[Replacement]:
+        """What is replaced of Triton, where it is installed: owner, name, stand-in."""
+        if importlib.util.find_spec("triton") is None:
+            return
+        from triton.runtime import autotuner, jit
+
+        for owner in (jit.JITFunction, autotuner.Autotuner):
+            yield owner, "run", self._launched
+
+    @property
+    def _launched(self) -> Any:
+        def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
+            self.launches += 1
+            self.known.lose((args, kwargs))
+
+        return run
+
+
+def _refused(parser: argparse.ArgumentParser, message: str) -> None:
+    raise InvalidTrial(f"{parser.prog} does not take these options: {message}")
+
+
+def _writing() -> Iterator[Any]:
+    """What a script is kept from: a checkpoint without values would overwrite its own."""
+    yield torch.save
+    if importlib.util.find_spec("safetensors") is not None:
+        import safetensors.torch
+
+        yield from (safetensors.torch.save_file, safetensors.torch.save)
+
+
+@contextlib.contextmanager
+def _left_out(function: Any) -> Iterator[None]:
+    """The function does nothing meanwhile, by whatever name and whenever a library has imported it."""
+    function = inspect.unwrap(function)
+    code, function.__code__ = function.__code__, _nothing.__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+
+
+def _nothing(*args: Any, **kwargs: Any) -> bytes:
+    return b""
+
+
+class _Values:
+    """Values of fake tensors that the script asks for: numbers with a point are nan."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self.known, self.asked = known, 0
+
+    def note(self) -> str:
+        """What to say of it."""
+        return MADE_UP.format("once" if self.asked == 1 else f"{self.asked} times")
+
+    def replacements(self) -> Iterator[Replacement]:
+        """What of torch.Tensor is replaced: owner, name, stand-in."""
+        for name in ("item", "__float__", "__format__"):
+            yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name), name == "__format__")
+        for name in ("isnan", "isinf"):  # the Trainer's, of every loss
+            yield torch, name, self._fine(getattr(torch, name))
+
+    def _fine(self, ask: Any) -> Any:
+        def value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(tensor, fakes.FakeTensor) and tensor.dim() == 0:
+                self.asked += 1
+                return False
+            return ask(tensor, *args, **kwargs)
+
+        return value
+
+    def _made_up(self, ask: Any, formats: bool) -> Any:
+        def value(tensor: torch.Tensor, *args: Any) -> Any:
+            made_up = isinstance(tensor, fakes.FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
+            if made_up and self.known.of(tensor) is None:
+                self.asked += 1
+                return format(float("nan"), *args) if formats else float("nan")
+            return ask(tensor, *args)
+
+        return value
+
+
+def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """The file or the module that the command runs, and its arguments. Raises InvalidTrial for another command."""
+    command = str(trial.runner.command)
+    if not Path(words[0]).name.startswith("python"):
+        raise InvalidTrial(
+            f"cannot be simulated: {words[0]} starts other processes; give the script itself (python train.py ...), or "
+            "measure on device=cuda"
+        )
+    if interpreter.interpreter_facts(command):
+        raise InvalidTrial(f"cannot be simulated: {words[0]} is not the Python that vramsweep runs in; use that one")
+    rest = list(words[1:])
+    while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+        if rest.pop(0) in ("-X", "-W") and rest:  # whose value is a word of its own
+            rest.pop(0)
+    if not rest or rest[0] == "-c" or rest == ["-m"]:
+        raise InvalidTrial("cannot be simulated: the command runs no Python file and no module")
+    if rest[0] == "-m":
+        return None, rest[1], rest[2:]
+    if not Path(rest[0]).is_file():
+        raise InvalidTrial(f"cannot be simulated: there is no file {rest[0]}")
+    return rest[0], None, rest[1:]
+
+
+def _card(trial: Trial, tracer: Tracer) -> Iterator[Replacement]:
+    """What torch.cuda says of the simulated card: owner, name, stand-in."""
+    card = trial.device.card
+    total = gpu_lookup.reported_bytes(card) or gpu_lookup.memory_limit(card)
+    properties = SimpleNamespace(
+        name=card.name,
+        total_memory=total,
+        major=card.capability[0],
+        minor=card.capability[1],
+        multi_processor_count=card.multiprocessors,
+    )
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": card.name,
+        "get_device_capability": card.capability,
+        "get_device_properties": properties,
+        "is_bf16_supported": card.capability >= (8, 0),
+        "set_device": None,
+    }
+    memory = {"mem_get_info": (total, total), "reset_peak_memory_stats": None, "memory_summary": ""}
+    random = dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all"))
+    modules = torch.cuda, torch.cuda.memory, torch.cuda.random
+    for owner, told in zip(modules, (answers | memory | random, memory, random), strict=True):
+        for name, answer in told.items():
+            yield owner, name, lambda *args, answer=answer, **kwargs: answer
+
+    def held(*args: Any, **kwargs: Any) -> int:
+        return tracer.live()
+
+    for owner in (torch.cuda, torch.cuda.memory):
+        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
+            yield owner, name, held
+        yield owner, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)
+    yield torch.cuda.memory, "empty_cache", torch.cuda.empty_cache  # the tracer's, which has it in the trace
+
+    def state(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset: nothing random on the card has a value
+
+    for owner in (torch.cuda, torch.cuda.random):
+        yield owner, "get_rng_state", state
+        yield owner, "get_rng_state_all", lambda *args, **kwargs: [state()]

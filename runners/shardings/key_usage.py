@@ -1,0 +1,40 @@
+"""A configuration that tells which of its keys a library has looked at: those that it ignores would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, KeysView, Mapping
+from typing import Any
+
+
+class KeyUsage(dict[str, Any]):
+    """A node of a configuration that remembers which keys were asked for; nodes in it do likewise."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__({k: KeyUsage(v) if isinstance(v, Mapping) else v for k, v in values.items()})
+        self.asked: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.asked.add(key)
+        return super().__getitem__(key)
+
+    def __contains__(self, key: object) -> bool:
+        self.asked.add(str(key))
+        return super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().get(key, default)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        self.asked.add(key)
+        return super().setdefault(key, default)
+
+    def keys(self) -> Any:
+        return _Keys(self)
+
+    def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
+        return super().__iter__()
+
+
+class _Keys(KeysView[str]):
+    """Keys of a node: `in` asks for one."""

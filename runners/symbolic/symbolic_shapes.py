@@ -1,0 +1,378 @@
+"""A trace by symbolic shapes: the runner's own code, run once on batches whose length and size are symbols.
+
+Sizes come out as expressions of the two, and every branch that the code takes on a size becomes a guard: where all of
+them hold, the code goes the same way. What no guard sees is a plain number of the trial that code used in place of a
+tensor's size; so a symbolic trace counts for nothing (`Candidate`) until `verified` has found it equal, event for
+event and size for size, to direct traces of other points.
+
+Not covered: how formulas are worked out (symbolic_trace.py), formulas fitted to traced points (piecewise_templates.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import sympy
+import torch
+import torch._refs
+from pydantic import TypeAdapter
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+from torch.utils._sympy import functions
+from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from transformers import Trainer
+
+from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure.patches import Replacement, patched
+from vramsweep.runners.model import build
+from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.trace.step_tracer import Trace, Tracer
+from vramsweep.runners.trace.storage_log import AS_WRITTEN, Mark, Storages, hint
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, put
+
+LARGEST = 1 << 24  # of a length or batch: that a size is below 2**63 is then no question
+# Numbers among the columns that are multiples of the batch; the runners hand it to libraries that take plain ones only.
+BATCHES = ("train_micro_batch_size_per_gpu", "train_batch_size", "per_device_train_batch_size")
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no symbolic trace, and why."""
+
+    __pydantic_config__ = AS_WRITTEN
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A symbolic trace that is not confirmed yet.
+
+    `collected` and `host_collected` are the numbers of storages that the garbage collector freed. When it runs is not
+    the traced code's doing, and symbols make it run at other times.
+    """
+
+    __pydantic_config__ = AS_WRITTEN
+    symbolic: SymbolicTrace
+    collected: frozenset[int]
+    host_collected: frozenset[int]
+
+
+def trace(trial: Trial, card: Gpu, folder: Path, runner: trace_cache.Runner) -> Candidate | Refused:
+    """Trace the trial with symbols in place of its length and batch; a 1 stays one.
+
+    It leaves the process as a direct trace does: DeepSpeed needs one of its own.
+    """
+    synthetic = trial.data == "synthetic" or length_distribution.has_varying_lengths(trial)
+    if not synthetic or trial.padding:
+        return Refused("how much of a batch is padding is no formula of its length")
+    try:
+        symbols = _Symbols(trial)
+        tracer = Tracer(card.capability, symbols.fake)
+        with _collections(tracer.trace) as collected, _inputs(trial, symbols):
+            traced, details = trace_cache.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
+        return Candidate(symbols.symbolic(traced, details), *map(frozenset, collected))
+    except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
+        first = str(error).strip().partition("\n")[0]
+        return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
+
+
+def to_plain(found: Candidate | Refused) -> dict[str, Any]:
+    """The same in values that JSON can say."""
+    values = asdict(found)
+    freed = {name: sorted(values[name]) for name in ("collected", "host_collected") if name in values}
+    return values | freed
+
+
+_FOUND: TypeAdapter[Candidate | Refused] = TypeAdapter(Candidate | Refused)
+
+
+def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
+    """What `to_plain` returned. Raises ValueError, KeyError or TypeError for anything else."""
+    found = _FOUND.validate_json(json.dumps(values))
+    if isinstance(found, Refused):
+        return found
+    symbolic = found.symbolic
+    template, formulas = symbolic.template, len(symbolic.formulas)
+    for text in (*symbolic.formulas, *symbolic.guards):
+        compiled(text)
+    trace_cache.check(template, sized=False)
+    numbers = [*symbolic.sizes, *symbolic.host, *(number for _, number in symbolic.varying)]
+    numbers += [number for _, flops, nbytes, launches, _ in symbolic.kernels for number in (flops, nbytes, launches)]
+    numbers += [number for _, number, _ in symbolic.collectives]
+    numbers += [number for _, _, number in symbolic.stepwise]
+    if not all(number < formulas for number in numbers):
+        raise ValueError("a number is that of no formula")
+    if (len(symbolic.sizes), len(symbolic.host)) != (len(template.categories), len(template.host.categories)):
+        raise ValueError("its storages have not one size each")
+    for storage, text, number in symbolic.stepwise:
+        if storage >= len(symbolic.sizes):
+            raise ValueError("a size that follows a number is that of no storage")
+        compiled(following(text, symbolic.formulas[number]))
+    for path, _ in symbolic.varying:
+        put(symbolic.details, path, 0)
+    return found
+
+
+def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any]]]) -> SymbolicTrace | Refused:
+    """The symbolic trace, if it gives all of these direct traces with their details; its events are theirs.
+
+    There must be two at least, which should be far apart, and differ in what divides their lengths. Raises ValueError
+    for fewer.
+    """
+    if len(direct) < 2:
+        raise ValueError("it takes direct traces of two points to confirm a symbolic one")
+    own, template = found.symbolic.template, next(iter(direct.values()))[0]
+    symbolic = replace(found.symbolic, template=template, basis="symbolic")
+    for point, (traced, details) in direct.items():
+        at = f"at seq_len {point.seq_len}, micro_batch {point.micro_batch}"
+        if not symbolic.holds(point):
+            return Refused(f"its guards do not hold {at}")
+        books = ((own, traced, found.collected), (own.host, traced.host, found.host_collected))
+        if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
+            return Refused(f"symbols led the code another way: its events differ from those traced {at}")
+        try:
+            what = difference(symbolic.at(point), (traced, details))
+        except ValueError as error:
+            return Refused(str(error))
+        if what is not None:
+            return Refused(f"its {what} differ from those traced {at}")
+    return symbolic
+
+
+def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ...]:
+    """Events, marks, notes and categories without what the garbage collector did."""
+    events, before = [], [0]
+    for event in storages.events:
+        if -event - 1 not in collected:
+            events.append(event)
+        before.append(len(events))
+    marks = [Mark(before[mark.end], mark.step, mark.phase) for mark in storages.marks]
+    notes = [(before[note[0]], *note[1:]) for note in storages.notes] if isinstance(storages, Trace) else []
+    return events, marks, notes, [c for i, c in enumerate(storages.categories) if i not in collected]
+
+
+class NotSerializable(Exception):
+    """What a formula cannot say."""
+
+
+class _Symbols:
+    """A symbol each for length and batch, unless it is 1, and what is made of them."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.env = ShapeEnv(
+            duck_shape=False, specialize_zero_one=True, allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False
+        )
+        self.fake = _Fake(shape_env=self.env, static_shapes=True, allow_non_fake_inputs=True)
+        self._trial, self._point = trial, Point(trial.seq_len, trial.micro_batch)
+        self._hints = {"seq_len": trial.seq_len, "micro_batch": trial.micro_batch}
+        self._names: dict[sympy.Symbol, str] = {}
+        self._values = [self._symbol(name, value) for name, value in self._hints.items()]
+
+    def _symbol(self, name: str, value: int) -> Any:
+        if value == 1:
+            return 1
+        source = ConstantSource(name)
+        symbol: Any = self.env.create_symbol(value, source, DimDynamic.DYNAMIC, constraint_dim=None)
+        self.env.var_to_range[symbol] = ValueRanges(2, LARGEST)  # as the guards say
+        self._names[symbol] = name
+        return self.env.create_symintnode(symbol, hint=value, source=source)
+
+    def trial(self) -> Trial:
+        """The trial as it is told to a target: what this makes of its numbers is a formula too."""
+        given = self._values if self._trial.runner.name == "custom" else [self._values[0], self._trial.micro_batch]
+        return self._trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
+
+    def batch(self, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of shape (micro_batch, seq_len) on the host."""
+        length, samples = self._values
+        with _disable_current_modes(), self.fake:
+            made = torch.empty_strided((samples, length), (length, 1), dtype=dtype)
+        made.copied = lambda: None  # type: ignore[attr-defined]
+        return made
+
+    def symbolic(self, traced: Trace, details: Mapping[str, Any]) -> SymbolicTrace:
+        """The trace with formulas. Raises NotSerializable."""
+        if self.env.replacements or self.env.deferred_runtime_asserts:
+            raise NotSerializable("the code uses a length or batch as a plain number: it is true of this one alone")
+        formulas: dict[str, int] = {}
+        texts: dict[Any, str] = {}
+
+        def number(value: Any) -> int:
+            expression = value.node.expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+            if expression not in texts:
+                texts[expression] = self._checked(sympy.expand(expression), value)
+            return formulas.setdefault(texts[expression], len(formulas))
+
+        sizes, host = tuple(map(number, traced.sizes)), tuple(map(number, traced.host.sizes))
+        kernels = tuple(
+            (work.kind, number(work.flops), number(work.nbytes), number(work.launches), count)
+            for work, count in traced.kernels
+        )
+        collectives = tuple((called.kind, number(called.nbytes), count) for called, count in traced.collectives)
+        stepwise = tuple((storage, text, number(of)) for storage, text, of in traced.stepwise)
+        varying = tuple((path, number(self._of_batch(value))) for path, value in _batches(details))
+        return SymbolicTrace(
+            replace(traced, sizes=[], kernels=[], collectives=[], stepwise=[], host=replace(traced.host, sizes=[])),
+            tuple(formulas), sizes, host, kernels, collectives, details, varying, self._guards(), "unconfirmed",
+            stepwise,
+        )  # fmt: skip
+
+    def _of_batch(self, value: int) -> Any:
+        times, rest = divmod(value, self._point.micro_batch)
+        return value if rest else times * self._values[1]
+
+    def _checked(self, expression: Any, value: Any) -> str:
+        text = written(expression, self._names)
+        if compiled(text)(self._point) != hint(value):
+            raise NotSerializable(f"{expression} is not {text}")
+        return text
+
+    def _guards(self) -> tuple[str, ...]:
+        texts = []
+        for name, value in self._hints.items():
+            texts += [f"{name} == 1"] if value == 1 else [f"{name} >= 2", f"{name} <= {LARGEST}"]
+        if self._trial.packing == "documents":  # how many there are is told by value, of the trial's own samples
+            documents = f"-(-seq_len // -(-seq_len // {build.DOCUMENTS}))"
+            texts.append(f"{documents} == {compiled(documents)(self._point)}")
+        for guard in self.env.guards:
+            if isinstance(guard.expr, sympy.Eq) and not guard.expr.has(functions.Mod, functions.FloorDiv):
+                raise NotSerializable(f"the code uses a size as a plain number: {written(guard.expr, self._names)}")
+            texts.append(self._checked(guard.expr, True))
+        return tuple(dict.fromkeys(texts))
+
+
+def _batches(details: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
+    """Where the details tell the batch, and what they say."""
+    for name in BATCHES:
+        config = details.get("runner_config")
+        if config is not None and name in config:
+            yield ("runner_config", name), config[name]
+
+
+class _Fake(FakeTensorMode):
+    """A batch on the host is a real tensor in a direct trace: each operator that sees it gets a fake copy of its own,
+    but for those that see it while a view of an earlier copy lives, which share its memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, self._copied, (args, kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not hasattr(tensor, "copied"):
+            return tensor
+        storage = tensor.copied()
+        with self, mock.patch.object(self, "cache_enabled", False):  # it would keep the storage
+            copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if storage is not None:
+                copy.set_(storage, 0, tensor.shape, tensor.stride())
+        tensor.copied = weakref.ref(copy.untyped_storage())
+        return copy
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The runner, which runs another trial than it is given."""
+
+    runner: trace_cache.Runner
+    trial: Trial
+
+    def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
+        self.runner.run(self.trial, device, meter, folder)
+
+
+def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManager[None]:
+    """Batches are symbolic, and operators that would ask for plain numbers do not."""
+    data, load = build.data, _BaseDataLoaderIter.__next__
+
+    def batch(self: build.Data, index: int, size: int) -> dict[str, torch.Tensor]:
+        rows = {key: symbols.batch(value.dtype) for key, value in self.samples[0].items()}
+        return {key: torch.stack([value])[0] for key, value in rows.items()}  # stacked, as samples are
+
+    def loaded(self: Any) -> Any:
+        return {key: symbols.batch(value.dtype) for key, value in load(self).items()}
+
+    def padded(fake: Any, func: Any, tensor: torch.Tensor, pad: list[int], value: float = 0) -> torch.Tensor:
+        with fake:
+            return torch._refs.constant_pad_nd(tensor, pad, value)
+
+    replaced: list[Replacement] = [(build, "data", lambda asked: data(trial))]
+    if trial.runner.name == "trainer":
+        replaced += [(_BaseDataLoaderIter, "__next__", loaded)]
+        replaced += [(Trainer, "floating_point_ops", lambda self, inputs: 0)]  # a number for its log
+    else:
+        replaced += [(build.Data, "batch", batch)]
+    return patched([*replaced, (fake_impls.op_implementations_dict, torch.ops.aten.constant_pad_nd.default, padded)])
+
+
+@contextlib.contextmanager
+def _collections(trace: Trace) -> Iterator[tuple[set[int], set[int]]]:
+    """The numbers of the storages that the garbage collector frees, on the card and on the host."""
+    books, starts = (trace, trace.host), [0, 0]
+    collected: tuple[set[int], set[int]] = (set(), set())
+
+    def collects(phase: str, info: Any) -> None:
+        for at, book in enumerate(books):
+            if phase == "start":
+                starts[at] = len(book.events)
+            else:
+                collected[at].update(-event - 1 for event in book.events[starts[at] :] if event < 0)
+
+    gc.callbacks.append(collects)
+    try:
+        yield collected
+    finally:
+        gc.callbacks.remove(collects)
+
+
+_BETWEEN = {
+    sympy.Add: " + ", sympy.Mul: " * ", sympy.And: " and ", sympy.Or: " or ", sympy.Mod: " % ",
+    functions.FloorDiv: " // ", functions.CleanDiv: " // ", functions.Mod: " % ", functions.PythonMod: " % ",
+    sympy.Eq: " == ", sympy.Ne: " != ", sympy.Lt: " < ", sympy.Le: " <= ", sympy.Gt: " > ", sympy.Ge: " >= ",
+}  # fmt: skip
+_CALLED = {functions.Max: "max", functions.Min: "min", sympy.Max: "max", sympy.Min: "min"}
+
+
+def written(expression: Any, names: Mapping[Any, str]) -> str:
+    """The formula that an expression is (symbolic_trace.py). Raises NotSerializable if there is none."""
+    if isinstance(expression, sympy.Integer):
+        return str(int(expression))
+    if expression in names:
+        return names[expression]
+    if isinstance(expression, functions.CeilToInt | functions.FloorToInt):
+        return written(_whole_division(expression), names)
+    kind, parts = type(expression), [written(part, names) for part in expression.args]
+    if kind in _CALLED:
+        return f"{_CALLED[kind]}({', '.join(parts)})"
+    parts = [part if part.isidentifier() or part.isdigit() else f"({part})" for part in parts]
+    if kind is sympy.Pow and parts[1].isdigit():
+        return " * ".join([parts[0]] * int(parts[1]))
+    if kind is sympy.Not:
+        return f"not {parts[0]}"
+    if kind in _BETWEEN:
+        return _BETWEEN[kind].join(parts)
+    raise NotSerializable(f"no formula says {expression}")
+
+
+def _whole_division(expression: Any) -> Any:
+    """What math.ceil or math.floor made of a true division of whole numbers, without one."""
+    (quotient,) = expression.args
+    if not isinstance(quotient, functions.IntTrueDiv):
+        raise NotSerializable(f"no formula says {expression}")
+    over, by = quotient.args
+    down = isinstance(expression, functions.FloorToInt)
+    return functions.FloorDiv(over, by) if down else -functions.FloorDiv(-over, by)

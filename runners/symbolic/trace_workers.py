@@ -1,0 +1,188 @@
+"""Processes that trace trials, and others that predict: forked from one that only coordinates, some at once.
+
+DeepSpeed keeps its process groups for one process, and what crashes or hangs must not take others along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.machine import host_memory
+from vramsweep.harness.process.waiting import readable
+from vramsweep.harness.process.worker_files import RESULT, STEPS
+from vramsweep.harness.spec import runner_table
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.rank import process_end, result_file
+from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.symbolic import piecewise_templates, symbolic_shapes
+from vramsweep.runners.trace.symbolic_trace import Point
+
+TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
+SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
+Job = tuple[Callable[[], int | None], float]  # what to do, for process_end.py, and the seconds that it may take
+
+
+@dataclass
+class Tracer:
+    """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces."""
+
+    folder: Path
+    deadline_s: float
+    asked: set[str] = field(default_factory=set)
+    traced: int = 0
+    of: int = 0
+
+    def trace(self, trials: Iterable[Trial]) -> None:
+        """See to it that they have been traced, as many at once as there is room for."""
+        self._run(list(self._untraced(trials)))
+
+    def kept(self, trials: Mapping[Point, Trial]) -> Mapping[Point, piecewise_templates.Traced]:
+        """The traces of those that can be traced."""
+        self.trace(trials.values())
+        there = {where: self.found(trial) for where, trial in trials.items() if self.place(trial).is_file()}
+        return {where: piecewise_templates.Traced(*found) for where, found in there.items() if found is not None}
+
+    def symbolic(
+        self, trial: Trial, beside: Iterable[Trial] = ()
+    ) -> symbolic_shapes.Candidate | symbolic_shapes.Refused | None:
+        """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
+        place = self.folder / f"{_key(trial)}-symbolic"
+        self._run([(partial(_trace_symbols, trial, place), self.deadline_s), *self._untraced(beside)])
+        try:
+            found = symbolic_shapes.from_plain(json.loads(read_content(place / SYMBOLIC, links=False)))
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            RecursionError,
+        ):  # it ended before, or somebody was at the file
+            return None
+        if isinstance(found, symbolic_shapes.Refused):
+            self.say(f"no symbolic trace: {found.reason}")
+        return found
+
+    def say(self, text: str) -> None:
+        """A line for the attempt's log."""
+        print(text, flush=True)
+
+    def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
+        """Its trace and the columns about what was built, if there is one."""
+        found = trace_cache.load_trace(trial, trial.device.card, self._traces())
+        if found is None and (key := _key(trial)) in self.asked and not (self.folder / key).exists():
+            self.asked.discard(key)  # it was there, and was not what had been written
+            self.trace([trial])
+            found = trace_cache.load_trace(trial, trial.device.card, self._traces())
+        return found
+
+    def refused(self, trial: Trial) -> dict[str, Any] | None:
+        """The error that says why it cannot be traced, if that is known."""
+        with contextlib.suppress(FileNotFoundError):
+            error: dict[str, Any] = json.loads(read_content(self.folder / _key(trial) / RESULT, links=False))
+            return error
+        return None
+
+    def place(self, trial: Trial) -> Path:
+        """The file that holds its trace, once it has been traced."""
+        return trace_cache.trace_path(trial, trial.device.card, self._traces())
+
+    def _traces(self) -> Path:
+        return self.folder.parents[2] / "traces"
+
+    def _trace(self, trial: Trial, place: Path) -> None:
+        place.mkdir()
+        runner = import_entry(runner_table.module(trial))
+        try:
+            trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+        except InvalidTrial as error:
+            result_file.error(place, process_end.error_result(error))
+
+    def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
+        """What traces those that have not been traced, or tried, before."""
+        for trial in trials:
+            key = _key(trial)
+            if key not in self.asked and not self.place(trial).is_file():
+                yield partial(self._trace, trial, self.folder / key), self.deadline_s
+            self.asked.add(key)
+
+    def _run(self, jobs: Sequence[Job]) -> None:
+        self._say(len(jobs))
+        for _ in forked(jobs, at_once()):
+            self.traced += 1
+            self._say(0)
+
+    def _say(self, more: int) -> None:
+        """Leave a record of how far it is, for the parent."""
+        self.of += more
+        with (self.folder / STEPS).open("a") as records:
+            records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
+
+
+def _trace_symbols(trial: Trial, place: Path) -> None:
+    place.mkdir()
+    runner = import_entry(runner_table.module(trial))
+    found = symbolic_shapes.trace(trial, trial.device.card, place, runner)
+    (place / SYMBOLIC).write_text(json.dumps(symbolic_shapes.to_plain(found)))
+
+
+def _key(trial: Trial) -> str:
+    return trace_cache.trace_key(trial, trial.device.card)
+
+
+def at_once() -> int:
+    """How many processes to have at work: as many as cores, if there is memory for each to trace."""
+    free = host_memory.memory_room().available
+    return max(1, min(len(os.sched_getaffinity(0)), free // TRACE_BYTES))
+
+
+def forked(jobs: Iterable[Job], together: int) -> Iterator[int]:
+    """Run each job in a process forked for it, `together` at once; yields its number when it has ended, however it did.
+
+    One that takes longer than it may is killed. Raises OSError if the system gives no process at all.
+    """
+    gc.collect()
+    gc.freeze()  # else the collector would copy in each of them every page that they share
+    waiting = deque(enumerate(jobs))
+    running: dict[int, tuple[int, int, float]] = {}  # by descriptor: number, process id, deadline
+    while waiting or running:
+        while waiting and len(running) < together:
+            number, (job, seconds) = waiting[0]
+            try:
+                pid = _fork(job)
+            except OSError:
+                if not running:
+                    raise
+                break
+            waiting.popleft()
+            running[os.pidfd_open(pid)] = number, pid, time.monotonic() + seconds
+        soonest = min(until for _, _, until in running.values())
+        ended = readable(running, max(0.0, soonest - time.monotonic()))
+        late = {one for one, (_, _, until) in running.items() if one not in ended and until <= time.monotonic()}
+        for descriptor in ended | late:
+            number, pid, _ = running.pop(descriptor)
+            if descriptor in late:
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            os.close(descriptor)
+            yield number
+
+
+def _fork(job: Callable[[], int | None]) -> int:
+    own = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        process_end.run_and_exit(job, own)
+    return pid

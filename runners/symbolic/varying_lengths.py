@@ -1,0 +1,498 @@
+"""device=simulated where lengths vary: every step of the protocol, each at its own length, through one allocator.
+
+A trace has three steps of one length. Here it is taken apart: loading, and the passes of each step (the optimizer's
+phase goes with the last): of the first step, which makes the optimizer's state, of the second, and of one that every
+further step is like. What a pass asks for and frees is told by position (the i-th request of this pass, the i-th of
+what the pass before has left), so that passes of any length follow each other, also of traces that differ (with padding
+or without, a length with a kernel of its own). Sizes come from a symbolic trace at the pass's own length, or from
+formulas or traces as for other predictions (trace_family.py).
+
+It is rank 0's batches that are followed. Not covered: the lengths (harness/spec/length_distribution.py), one length
+(predicted_row.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu, memory_limit
+from vramsweep.harness.messages.errors import EnvironmentFault
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure.step_meter import reached_plateau, step_growth
+from vramsweep.runners.predict import predicted_row
+from vramsweep.runners.predict.memory_timeline import Held
+from vramsweep.runners.predict.replay_trace import COUNTERS, Peaks, Prediction, Refused, parts, phase
+from vramsweep.runners.symbolic.trace_family import Curve, curve
+from vramsweep.runners.symbolic.trace_workers import Tracer
+from vramsweep.runners.trace.allocation_program import EMPTY_CACHE, build_program
+from vramsweep.runners.trace.cuda_allocations import cublas_workspace, fitted
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import Mark
+from vramsweep.runners.trace.symbolic_trace import Point
+
+STEPS = 3  # of a trace
+OTHERWISE = "cannot be predicted with lengths that vary: {}; give one length (data=synthetic), or measure it"
+UNTIMED = "no estimated times: lengths vary"
+
+
+@dataclass(frozen=True)
+class StepTemplate:
+    """What loading or a pass asks for and frees. `phases` are (phase, operations); with m own storages an operation is
+
+    n from 1 to m: ask for own storage n; -n: free it; -m - n: free `carried[n - 1]`; 0: empty the cache.
+
+    `storages[i]` is the trace's number of own storage i + 1, `kept` are those that outlive the pass, from 1. What was
+    there before is told as (age, position): made so many passes ago, the how-manieth of what that pass kept; age 0 is
+    of what was loaded.
+    """
+
+    phases: tuple[tuple[str, tuple[int, ...]], ...]
+    storages: tuple[int, ...]
+    carried: tuple[tuple[int, int], ...]
+    kept: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """A trace taken apart, its three steps and one that follows the third into their passes; `trace` is the one whose
+    numbers `storages` are."""
+
+    trace: Trace
+    load: StepTemplate
+    steps: tuple[tuple[StepTemplate, ...], ...]
+
+    def of(self, step: int, at: int) -> StepTemplate:
+        """The form of this pass of this step of a run."""
+        return self.steps[min(step, STEPS)][at]
+
+
+def forms(trace: Trace) -> Forms:
+    """Take a trace of three steps apart. Raises InvalidTrial where further steps cannot be like its third."""
+    parts: list[list[tuple[Mark, tuple[int, ...]]]] = []
+    for mark, operations in build_program(trace).phases:
+        before = parts[-1][-1][0] if parts else None
+        if before is None or before.step != mark.step or (before.phase, mark.phase) == ("backward", "forward"):
+            parts.append([])
+        parts[-1].append((mark, operations))
+    born: dict[int, tuple[int, int]] = {}  # by the trace's number: in which part (0: loading), which of it
+    kept: list[tuple[int, ...]] = []
+    found: list[StepTemplate] = []
+    for part, phases in enumerate(parts):
+        form = _form(phases, part, born, kept)
+        found.append(form)
+        kept.append(tuple(form.storages[n - 1] for n in form.kept))
+    passes, uneven = divmod(len(found) - 1, STEPS)
+    if uneven:
+        raise InvalidTrial(OTHERWISE.format("its steps do not have as many passes"))
+    load, *rest = found
+    first, second, third = (tuple(rest[step * passes : (step + 1) * passes]) for step in range(STEPS))
+    return Forms(trace, load, (first, second, third, _further(second, third)))
+
+
+def _further(second: tuple[StepTemplate, ...], third: tuple[StepTemplate, ...]) -> tuple[StepTemplate, ...]:
+    """The third step as it would follow itself. What the second kept for good (buckets that DistributedDataParallel
+    makes anew) the third does not make: there positions count only what goes with a later pass."""
+    before = len(second)
+    used: list[set[int]] = [set() for _ in second]
+    for at, form in enumerate((*second, *third)):
+        for age, position in form.carried:
+            if at >= before and not 0 < age <= at:
+                raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+            if age and 0 <= at - age < before:
+                used[at - age].add(position)
+    for part, (one, other) in enumerate(zip(second, third, strict=True)):
+        if one.kept == other.kept:
+            used[part] = set(range(len(one.kept)))
+        elif len(used[part]) != len(other.kept):
+            raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+    ranks = [{position: rank for rank, position in enumerate(sorted(positions))} for positions in used]
+
+    def where(at: int, age: int, position: int) -> tuple[int, int]:
+        part = before + at - age
+        return age, ranks[part][position] if part < before else position
+
+    return tuple(replace(form, carried=tuple(where(at, *one) for one in form.carried)) for at, form in enumerate(third))
+
+
+def _form(
+    phases: Sequence[tuple[Mark, tuple[int, ...]]], part: int, born: dict[int, tuple[int, int]],
+    kept: Sequence[tuple[int, ...]],
+) -> StepTemplate:  # fmt: skip
+    own: dict[int, int] = {}  # the trace's number, from 1: ours, from 1
+    for _, operations in phases:
+        for operation in operations:
+            if operation > 0:
+                own[operation] = len(own) + 1
+    alive, carried = dict.fromkeys(own), dict[tuple[int, int], int]()
+    done = []
+    for mark, operations in phases:
+        told = []
+        for operation in operations:
+            if operation > 0 or operation == EMPTY_CACHE:
+                told.append(own.get(operation, EMPTY_CACHE))
+            elif -operation in own:
+                del alive[-operation]
+                told.append(-own[-operation])
+            else:
+                of = born[-operation][0]
+                where = (0 if of == 0 else part - of, kept[of].index(-operation - 1))
+                told.append(-len(own) - carried.setdefault(where, len(carried) + 1))
+        done.append((mark.phase, tuple(told)))
+    born |= {number: (part, ours) for number, ours in own.items()}
+    storages = tuple(number - 1 for number in own)
+    return StepTemplate(tuple(done), storages, tuple(carried), tuple(own[number] for number in alive))
+
+
+@dataclass(frozen=True)
+class Sized:
+    """Loading, or one pass of a run: how it goes, and the size of each of its own storages."""
+
+    forms: Forms
+    form: StepTemplate
+    sizes: Sequence[int]
+
+
+@dataclass
+class TraceFamily:
+    """The traces of batches that all have padding, and of such that have none, at all lengths that occur."""
+
+    curves: Mapping[bool, Curve]
+    _forms: dict[int, tuple[Forms, length_distribution.Batch]] = field(default_factory=dict)
+    _traced: dict[tuple[bool, Point], tuple[Trace, str]] = field(default_factory=dict)
+
+    def load(self, trial: Trial, batch: length_distribution.Batch) -> Sized:
+        """Loading, which no batch changes. Raises InvalidTrial where it cannot be known."""
+        trace, sizes, _ = self._sizes(trial, batch)
+        apart = self.forms(trace, batch)
+        return self._own(trial, apart, apart.load, sizes)
+
+    def step(
+        self, trial: Trial, number: int, passes: Sequence[length_distribution.Batch]
+    ) -> tuple[list[Sized], set[str]]:
+        """The passes of a step of the trial, and what their sizes rest on. Raises InvalidTrial as `load`."""
+        done, rests = [], set()
+        for at, batch in enumerate(passes):
+            trace, sizes, basis = self._sizes(trial, batch)
+            apart = self.forms(trace, batch)
+            if len(apart.steps[0]) != len(passes):
+                raise InvalidTrial(OTHERWISE.format("the passes of a step cannot be told apart"))
+            done.append(self._own(trial, apart, apart.of(number, at), sizes))
+            rests.add(basis)
+        return done, rests
+
+    def details(self, trial: Trial, passes: Sequence[length_distribution.Batch]) -> tuple[Trace, dict[str, Any]]:
+        """The whole trace of the widest pass of a step, and the columns about what was built."""
+        widest = max(passes, key=lambda one: (one.width, one.padded))
+        where = Point(widest.width, widest.samples)
+        found = self.curves[widest.padded].at(representative_trial(trial, widest.padded, where))
+        if found is None:
+            raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+        return found[0], found[1]
+
+    def forms(self, trace: Trace, batch: length_distribution.Batch) -> Forms:
+        """The trace of a batch taken apart; those with the same events once."""
+        key = id(trace.events)
+        if key not in self._forms:
+            new = forms(trace)
+            for old, other in self._forms.values():
+                kept = [[[len(form.kept) for form in step] for step in one.steps] for one in (old, new)]
+                if old.load != new.load or kept[0] != kept[1]:
+                    odd = min(batch, other, key=lambda one: one.tokens)
+                    what = f"steps of {odd.samples} x {odd.width} tokens leave other things than others"
+                    raise InvalidTrial(OTHERWISE.format(f"{what} (try padding_to=8)"))
+            self._forms[key] = new, batch
+        return self._forms[key][0]
+
+    def _sizes(self, trial: Trial, batch: length_distribution.Batch) -> tuple[Trace, Sequence[int], str]:
+        """The template of a batch, the sizes of its storages, and what they rest on."""
+        padded, where = batch.padded, Point(batch.width, batch.samples)
+        known = self.curves[padded].formulas(where)
+        if known is not None:
+            return known.template, known.sizes_at(where), known.basis
+        if (padded, where) not in self._traced:
+            found = self.curves[padded].at(representative_trial(trial, padded, where))
+            if found is None:
+                raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+            self._traced[padded, where] = found[0], found[2]
+        trace, basis = self._traced[padded, where]
+        return trace, trace.sizes, basis
+
+    @staticmethod
+    def _own(trial: Trial, apart: Forms, form: StepTemplate, sizes: Sequence[int]) -> Sized:
+        workspace, categories = cublas_workspace(trial.device.card.capability), apart.trace.categories
+        own = [fitted(sizes[number], categories[number], workspace) for number in form.storages]
+        return Sized(apart, form, own)
+
+
+def representative_trial(trial: Trial, padded: bool, where: Point) -> Trial:
+    """A trial all of whose batches are of one shape: with padding in each, or with none."""
+    shape = {"seq_len": where.seq_len, "micro_batch": where.micro_batch}
+    return trial.model_copy(
+        update={**length_distribution.one_length_settings(padded), **shape, "seed": 0, "fingerprints": {}}
+    )
+
+
+def passes(trial: Trial) -> list[Sequence[length_distribution.Batch]]:
+    """Rank 0's micro-batches of every step of the protocol. Raises EnvironmentFault where the file of their lengths has
+    changed."""
+    every = length_distribution.batches(trial, length_distribution.protocol_steps(trial))
+    return [length_distribution.of_rank(step, 0, trial.world_size) for step in every]
+
+
+def family(trials: Collection[Trial], tracer: Tracer) -> TraceFamily:
+    """Trace what is needed to know all steps of these trials, which are alike but for lengths."""
+    wanted: dict[bool, set[Point]] = {False: set(), True: set()}
+    for trial in trials:
+        with suppress(EnvironmentFault):  # of its file; whoever predicts that trial is told
+            for batch in itertools.chain.from_iterable(passes(trial)):
+                wanted[batch.padded].add(Point(batch.width, batch.samples))
+    anyone = next(iter(trials))
+    curves = {}
+    for padded, points in wanted.items():
+        if points:
+            some = representative_trial(anyone, padded, min(points))
+            curves[padded] = curve(some, points, tracer)
+            curves[padded].trace([representative_trial(some, padded, where) for where in sorted(points)])
+    return TraceFamily(curves)
+
+
+def refused(trials: Collection[Trial], found: TraceFamily, tracer: Tracer) -> dict[str, Any] | None:
+    """The error that says why some batch of the trials cannot be traced, if one does."""
+    for trial in trials:
+        with suppress(EnvironmentFault):
+            for one in set(itertools.chain.from_iterable(passes(trial))):
+                error = tracer.refused(representative_trial(trial, one.padded, Point(one.width, one.samples)))
+                if error is not None:
+                    return error
+    return None
+
+
+@dataclass(frozen=True)
+class Run:
+    """All steps of a run replayed: `ends` are (allocated, reserved) at the end of each, in bytes."""
+
+    predicted: Prediction
+    ends: tuple[tuple[int, int], ...]
+    asked: Held | None
+
+
+def replay(
+    load: Sized, steps: Iterator[Sequence[Sized]], config: allocator_config.AllocatorConfig, limit: int | None
+) -> Run:
+    """Replay loading and all steps, one after the other, from an empty allocator."""
+    return _Replay(Simulator(config, limit)).run(load, steps)
+
+
+class _Replay:
+    """A replay under way, whose storages are numbered from 1 on as they come, `count` so far. `alive` are those that
+    outlive their pass, `kept` what loading has left, and each pass, the last one's last. Of a storage that is gone
+    nothing is remembered, as a run may have thousands of passes."""
+
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
+        self.count = 0
+        self.sizes: dict[int, int] = {}  # by number less 1, as are the two that follow
+        self.streams: dict[int, int] = {}
+        self.categories: dict[int, str] = {}
+        self.alive: set[int] = set()
+        self.kept: list[list[int]] = []
+        self.phases: list[tuple[Mark, Peaks]] = []
+        self.peak = dict.fromkeys(COUNTERS, 0)
+        self.breakdown = parts((), 0)
+        self.refused: tuple[Refused, Held] | None = None
+
+    def run(self, load: Sized, steps: Iterator[Sequence[Sized]]) -> Run:
+        ends: list[tuple[int, int]] = []
+        self._part(None, load)
+        for number, step in enumerate(steps):
+            for one in step:
+                if self.refused is None:
+                    self._part(number, one)
+            if self.refused is not None:
+                break
+            ends.append((self.simulator.allocated, self.simulator.reserved))
+        refused, asked = self.refused or (None, None)
+        done = Prediction(tuple(self.phases), self.peak, self.breakdown, self.simulator.stats(), refused)
+        return Run(done, tuple(ends), asked)
+
+    def _part(self, number: int | None, step: Sized) -> None:
+        """Replay a pass of a step, or loading."""
+        form, trace, before, first = step.form, step.forms.trace, self.peak["allocated"], self.count
+        carried = [self.kept[-age if age else 0][at] for age, at in form.carried]
+        names = [EMPTY_CACHE, *range(first + 1, first + len(form.storages) + 1), *carried]
+        self.count += len(form.storages)
+        self.sizes |= enumerate(step.sizes, first)
+        self.streams |= enumerate((trace.streams[own] for own in form.storages), first)
+        self.categories |= enumerate((trace.categories[own] for own in form.storages), first)
+        done: list[int] = []
+        busiest = 0
+        for name, told in form.phases:
+            operations = [names[one] if one > 0 else -names[-one] for one in told]
+            highest = self.peak["allocated"]
+            peaks, found, full = phase(
+                self.simulator, operations, self.sizes, self.streams, highest, storages=self.count
+            )
+            busiest = found or busiest
+            done += operations
+            self.peak = {c: max(self.peak[c], peaks[c]) for c in COUNTERS}
+            self.phases.append((Mark(0, number, name), peaks))  # type: ignore[arg-type]
+            if full:
+                self.refused = self._refuse(trace, form.storages[full - first - 1], self.phases[-1][0], full, done)
+                break
+        if self.peak["allocated"] > before:
+            self.breakdown = self._parts(done, busiest, self.peak["allocated"])
+        self.alive = self._after(done)
+        for gone in {*range(first + 1, self.count + 1), *carried} - self.alive:
+            del self.sizes[gone - 1], self.streams[gone - 1], self.categories[gone - 1]
+        self.kept.append([first + own for own in form.kept])
+
+    def _after(self, operations: Sequence[int], until: int | None = None) -> set[int]:
+        """What is alive once this pass has done these operations, or has asked for storage `until`."""
+        alive = self.alive.copy()
+        for operation in operations:
+            if operation > 0:
+                alive.add(operation)
+            else:
+                alive.discard(-operation)
+            if operation == until:
+                break
+        return alive
+
+    def _parts(self, operations: Sequence[int], until: int, allocated: int) -> dict[str, int]:
+        """What was alive when storage `until` had been asked for, by category; it sums to `allocated`."""
+        alive = self._after(operations, until)
+        return parts(((self.categories[one - 1], self.sizes[one - 1]) for one in alive), allocated)
+
+    def _refuse(
+        self, trace: Trace, number: int, mark: Mark, full: int, operations: Sequence[int]
+    ) -> tuple[Refused, Held]:
+        """Storage `full`, number `number` of the trace, for which there is no room."""
+        size, allocated = self.sizes[full - 1], self.simulator.allocated
+        beside = self._parts(operations, full, allocated + size)
+        module, operator = trace.makers[trace.origins[number]]
+        asked = Held(size, trace.categories[number], module, operator, mark.step, mark.phase)
+        return Refused(mark, number, size, allocated, self.simulator.reserved, beside), asked
+
+
+def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
+    """The trial's row, from every step of its protocol. Raises InvalidTrial where it cannot be predicted."""
+    config = allocator_config.parse(trial.allocator.conf)
+    card, every = trial.device.card, passes(trial)
+    rests: Counter[str] = Counter()
+
+    def steps(count: bool = False) -> Iterator[Sequence[Sized]]:
+        for number, own in enumerate(every):
+            step, bases = found.step(trial, number, own)
+            if count:
+                rests.update([" and ".join(sorted(bases))])
+            yield step
+
+    load = found.load(trial, every[0][0])
+    done = replay(load, steps(count=True), config, memory_limit(card))
+    widest = max(every, key=lambda step: max((one.tokens, one.padded) for one in step))
+    trace, details = found.details(trial, widest)
+    host = predicted_row.host_of(trial, trace)
+    about = predicted_row.static_columns(trial, _basis(rests), host)
+    predicted = done.predicted
+    if (text := predicted_row.host_refused(trial, host)) is not None:
+        return predicted_row.Predicted(
+            about, predicted.phases, predicted_row.SimulatedHostOutOfMemoryError(text, about)
+        )
+    if predicted.refused is not None and done.asked is not None:
+        whole = replay(load, steps(), replace(config, per_process_memory_fraction=1.0), None).predicted
+        about |= predicted_row.oom_columns(predicted.refused) | {
+            "unlimited_peak_reserved_bytes": whole.peak["reserved"]
+        }
+        text = predicted_row.refused_text(predicted.refused, done.asked, trial, whole)
+
+        def fits(gpu: Gpu) -> bool:
+            return replay(load, steps(), config, memory_limit(gpu)).predicted.refused is None
+
+        if enough := _smaller(card, math.ceil(whole.peak["reserved"] / config.per_process_memory_fraction), fits):
+            text += f" (giving memory back at its limit, {enough.name} is enough)"
+        at = predicted.refused.mark.step
+        if at is not None:
+            text += f"; that step's batch is {' + '.join(f'{one.samples} x {one.width}' for one in every[at])} tokens"
+        return predicted_row.Predicted(about, predicted.phases, predicted_row.SimulatedOutOfMemoryError(text, about))
+    return predicted_row.Predicted(_columns(trial, done, every) | details | _kernels(found, trial, every)
+                               | about | length_distribution.length_columns(trial) | _notes(trial, config, details),
+                               predicted.phases, None)  # fmt: skip
+
+
+def _smaller(card: Gpu, need: int, fits: Callable[[Gpu], bool]) -> Gpu | None:
+    """The smallest card that the run fits, of those too small for what it needs without a limit, by halving; None: it
+    fits none of them. They are at least of the generations that `need` is told for."""
+    least = max(card.capability, (8, 0))
+    alike = [replace(gpu, headroom_gib=card.headroom_gib) for gpu in reversed(GPUS) if gpu.capability >= least]
+    larger = sorted((gpu for gpu in alike if memory_limit(card) < memory_limit(gpu) < need), key=memory_limit)
+    at = bisect.bisect_left(larger, True, key=fits)
+    return larger[at] if at < len(larger) else None
+
+
+def _columns(trial: Trial, done: Run, every: Sequence[Sequence[length_distribution.Batch]]) -> dict[str, Any]:
+    """Memory columns as of a measured row: phases of the probe step, lists of the measured steps."""
+    probe, predicted = trial.protocol.warmup_steps, done.predicted
+    measured = range(probe + 1, len(every))
+    shown = [(mark, peaks) for mark, peaks in predicted.phases if mark.step in (None, probe)]
+    most = {c: dict.fromkeys(measured, 0) for c in ("allocated", "reserved")}
+    for mark, peaks in predicted.phases:
+        if mark.step is not None and mark.step in measured:
+            for counter, of_step in most.items():
+                of_step[mark.step] = max(of_step[mark.step], peaks[counter])
+    ends = [done.ends[step] for step in measured]
+    allocated, reserved = (list(values) for values in zip(*ends, strict=True))
+    grown = step_growth(allocated)
+    return predicted_row.columns(replace(predicted, phases=tuple(shown))) | {
+        **{f"step_peak_{counter}_bytes": list(of_step.values()) for counter, of_step in most.items()},
+        "step_allocated_bytes": allocated,
+        "step_reserved_bytes": reserved,
+        "step_tokens": [sum(one.tokens for one in every[step]) for step in measured],
+        "step_growth_bytes": grown,
+        "plateau": None
+        if (flat := reached_plateau(list(most["reserved"].values()))) is None
+        else flat and (grown or 0) <= 0,
+    }
+
+
+def _kernels(found: TraceFamily, trial: Trial, every: Sequence[Sequence[length_distribution.Batch]]) -> dict[str, Any]:
+    """Attention's kernels, of batches with padding and of those without."""
+    some = {one.padded: one for one in itertools.chain.from_iterable(every)}
+    seen = {kernel for one in some.values() for kernel in found.details(trial, [one])[1]["attention_kernels"] or ()}
+    return {"attention_kernels": sorted(seen) or None}
+
+
+def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapping[str, Any]) -> dict[str, Any]:
+    notes = [*(details.get("notes") or ()), *allocator_config.without_effect(config)]
+    return {"notes": [*notes, *predicted_row.ignored_settings(trial, details.get("differences") or ()), UNTIMED]}
+
+
+def _basis(rests: Counter[str]) -> str:
+    """What the sizes of the steps rest on."""
+    if len(rests) == 1:
+        return next(iter(rests))
+    return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())
+
+
+def run(trial: Trial, folder: Path) -> predicted_row.Predicted:
+    """Trace what the trial needs, each in a process of its own, and predict it. Raises InvalidTrial."""
+    torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
+    tracer = Tracer(folder, float("inf"))
+    found = family([trial], tracer)
+    error = refused([trial], found, tracer)
+    if error is not None:
+        raise InvalidTrial(json.loads(json.dumps(error))["error"]["message"])
+    return predict(trial, found)

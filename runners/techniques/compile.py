@@ -1,0 +1,15 @@
+"""torch.compile of the whole model, in place, in one of its modes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from vramsweep.harness.spec.trial import Trial
+
+
+def model(trial: Trial, net: Any, device: torch.device) -> Any:
+    """The model, whose forward and backward pass are compiled when they first run."""
+    net.compile(mode=trial.compile)
+    return net

@@ -1,0 +1,39 @@
+"""DeepSpeed's own Adam, with decoupled weight decay: FusedAdam on the card, DeepSpeedCPUAdam for offloaded state.
+
+What a ds config's `"optimizer": {"type": "AdamW"}` gives. Both are compiled on first use, by nvcc or a C++ compiler.
+Where they are simulated only the compiled part is left out: FusedAdam's own Python code makes the state (fused_adam.py,
+`step`: two tensors like the parameter) and calls a kernel that has no temporaries; CPUAdam's state is in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.op_builder import FusedAdamBuilder
+
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.techniques.kernel_stubs import fused
+
+
+def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """The class and its mode."""
+    if trial.optimizer == "deepspeed_fused_adam":
+        return FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
+    return DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
+
+
+def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """FusedAdam finds its kernel compiled, or one that does nothing."""
+
+    def kernel(chunk: int, skip: torch.Tensor, lists: list[list[torch.Tensor]], *settings: Any) -> None:
+        gradients, *changed = lists
+        fused(gradients, [tensor for each in changed for tensor in each])
+
+    compiled = SimpleNamespace(multi_tensor_adam=kernel)
+    simulated = trial.device.name == "simulated"
+    return patched([(FusedAdamBuilder, "load", lambda *args, **kwargs: compiled)] if simulated else [])

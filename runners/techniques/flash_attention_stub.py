@@ -1,0 +1,200 @@
+"""What stands in for flash-attn 2 where only memory and time are traced: its functions, for transformers' own code.
+
+transformers calls flash_attn_func, or flash_attn_varlen_func for samples without their padding and for documents, from
+`modeling_flash_attention_utils`; `stands_in` gives it these. The tensors are those of flash-attn 2.8
+(csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd; flash_attn/flash_attn_interface.py:
+FlashAttnFunc, FlashAttnVarlenFunc), which from 2.3 on allocates the same: no copies for shared heads in the forward
+pass, and dK and dV of every head, then summed, in the backward pass.
+
+Not covered: the partial results of sequences that are split over a card's processors (set_params_splitkv), which
+happens where batch, heads and length are too small to fill it; FLASH_ATTENTION_DETERMINISTIC.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import modeling_flash_attention_utils as utils
+
+from vramsweep.harness.spec.trial import InvalidTrial
+from vramsweep.runners.measure.dispatch_modes import FORMULAS
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.trace.sdpa_kernels import accumulated_width
+
+# Where transformers keeps the functions that it has found.
+STATE = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
+         "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn")  # fmt: skip
+_library = torch.library.Library("vramsweep", "FRAGMENT")
+_FORWARD = "(Tensor query, Tensor key, Tensor value, bool is_causal, SymInt sequences) -> (Tensor, Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, Tensor(a!) dq, Tensor(b!) dk, "
+    "Tensor(c!) dv, bool is_causal, SymInt sequences) -> ()"
+)
+
+
+def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) -> tuple[torch.Tensor, ...]:
+    """The output, the logarithms of the sums of exponentials, the generator's state."""
+    *rows, heads, _ = query.shape
+    of_each_head = (rows[0], heads, rows[1]) if len(rows) == 2 else (heads, *rows)
+    lse = query.new_empty(of_each_head, dtype=torch.float32)
+    return torch.empty_like(query), lse, query.new_empty(2, dtype=torch.int64)
+
+
+def _pairs(query: Any, sequences: int) -> int:
+    """FLOPs of one product of queries with keys: 2 for each of the pairs of a sequence, all taken as equally long."""
+    *rows, heads, width = query.shape
+    tokens = math.prod(rows)
+    flops: int = 2 * heads * width * tokens * tokens // sequences
+    return flops
+
+
+def _forward_flops(query: Any, key: Any, value: Any, is_causal: bool, sequences: int, out_val: Any = None) -> int:
+    return 2 * _pairs(query, sequences)
+
+
+def _backward_flops(grad: Any, query: Any, *rest: Any, out_val: Any = None) -> int:
+    return 5 * _pairs(query, rest[-1])
+
+
+for _name, _schema, _kernel, _flops in (
+    ("flash_forward", _FORWARD, _forward, _forward_flops),
+    ("flash_backward", _BACKWARD, lambda *args: None, _backward_flops),
+):
+    _library.define(f"{_name}{_schema}")
+    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    FORMULAS[getattr(torch.ops.vramsweep, _name)] = _flops
+_ops = torch.ops.vramsweep
+
+
+class _Attention(torch.autograd.Function):
+    """Both functions; `sequences` is how many there are in (tokens, heads, width), None for (batch, length, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, sequences: int | None) -> torch.Tensor:
+        width = query.size(-1)
+        query, key, value = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value))
+        query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, key, value))
+        out, lse, state = _ops.flash_forward(query, key, value, causal, sequences or query.size(0))
+        ctx.save_for_backward(query, key, value, out, lse, state)
+        ctx.causal, ctx.sequences = causal, sequences
+        found: torch.Tensor = out[..., :width]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        query, key, value, out, lse, _ = ctx.saved_tensors
+        dq, dk, dv = (torch.empty_like(t) for t in (query, key, value))
+        width = grad.size(-1)
+        if width % 8:
+            grad = F.pad(grad, (0, -width % 8))
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        heads, shared, padded = query.size(-2), key.size(-2), query.size(-1)
+        rows = scratch_rows(query.shape[:-2], ctx.sequences)
+        sums = query.new_empty((heads, rows), dtype=torch.float32)
+        accumulated = query.new_empty((rows, heads, accumulated_width(padded)), dtype=torch.float32)
+        every = (*key.shape[:-2], heads, padded)
+        of_heads = [key.new_empty(every) for _ in range(2)] if shared != heads else [dk, dv]
+        _ops.flash_backward(
+            grad, query, key, value, out, lse, dq, *of_heads, ctx.causal, ctx.sequences or query.size(0)
+        )
+        if shared != heads:
+            for whole, part in zip(of_heads, (dk, dv), strict=True):
+                torch.sum(whole.view(*key.shape[:-2], shared, heads // shared, padded), -2, out=part)
+        del sums, accumulated, of_heads
+        return dq[..., :width], dk[..., :width], dv[..., :width], None, None
+
+
+def scratch_rows(shape: Any, sequences: int | None = None) -> int:
+    """Rows of the backward kernels' accumulators: lengths rounded up to 128, or 128 more for each sequence."""
+    if sequences is not None:
+        packed: int = shape[0] + 128 * sequences
+        return packed
+    batch, length = shape
+    rows: int = batch * -(-length // 128) * 128
+    return rows
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> torch.Tensor:
+    """flash_attn.flash_attn_func, of tensors of shape (batch, length, heads, width)."""
+    _refuse(q, k, v)
+    found: torch.Tensor = _Attention.apply(q, k, v, causal, None)
+    return found
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> torch.Tensor:
+    """flash_attn.flash_attn_varlen_func, of tensors of shape (tokens, heads, width)."""
+    _refuse(q, k, v)
+    found: torch.Tensor = _Attention.apply(q, k, v, causal, cu_seqlens_q.numel() - 1)
+    return found
+
+
+def _refuse(*tensors: torch.Tensor) -> None:
+    """What mha_fwd checks."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
+        raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
+    if tensors[0].size(-1) > 256:
+        raise InvalidTrial("attention=flash_attention_2 takes heads of at most 256; use attention=sdpa")
+
+
+@contextlib.contextmanager
+def stands_in() -> Iterator[None]:
+    """transformers finds these functions in the place of flash-attn's, installed or not."""
+    package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
+    for function in (flash_attn_func, flash_attn_varlen_func):
+        setattr(package, function.__name__, function)
+    package.flash_attn_with_kvcache = None  # type: ignore[attr-defined] # of inference
+    padding.pad_input, padding.unpad_input = utils._pad_input, utils._unpad_input  # type: ignore[attr-defined]
+    found = [(sys.modules, "flash_attn", package), (sys.modules, "flash_attn.bert_padding", padding)]
+    with patched((utils, name, None) for name in STATE if hasattr(utils, name)):
+        with patched([*found, (utils, "is_flash_attn_2_available", lambda: True)]):
+            utils.lazy_import_flash_attention("flash_attention_2")  # which keeps what it finds
+        yield
+
+
+def call(net: torch.nn.Module) -> None:
+    """Let the model's layers call flash_attention_2. Raises InvalidTrial for one that transformers has none for."""
+    known = getattr(net, "_supports_flash_attn", getattr(net, "_supports_flash_attn_2", False))
+    if not known:
+        raise InvalidTrial(f"attention=flash_attention_2: transformers has none for {type(net).__name__}; use sdpa")
+    for module in net.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "_attn_implementation"):
+            config._attn_implementation = "flash_attention_2"

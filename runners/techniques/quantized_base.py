@@ -1,0 +1,92 @@
+"""Frozen weights of few bits: what the ways of quantising share, measured and simulated.
+
+A model with random weights is built without any first, and filled layer by layer, as `from_pretrained` does: only one
+layer's weights are ever there in half precision. What a quantised model then gets is the recipe of peft's guide to
+quantisation: its weights are frozen and, but for GPTQ, what is not quantised is cast to fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.trace.fake_placement import weightless
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+Layer = Callable[[int, int, bool], nn.Module]  # of (in, out, bias)
+
+
+def dtype(trial: Trial) -> torch.dtype:
+    """Of the weights before they are quantised, and of the arithmetic."""
+    return DTYPES.get(trial.precision, torch.float32)
+
+
+def skeleton(make: Callable[[torch.dtype], Any], dtype: torch.dtype) -> Any:
+    """The model with its parameters on device meta."""
+    with weightless():
+        return make(dtype)
+
+
+def linear_layers(net: Any) -> dict[str, nn.Module]:
+    """The layers that are quantised: linear ones but the output layer and what shares its weights.
+
+    transformers/quantizers/base.py: get_keys_to_not_convert, for models whose last parameter is the output layer's or
+    a norm's.
+    """
+    output = net.get_output_embeddings()
+    return {
+        name: module
+        for name, module in net.named_modules()
+        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and module is not output
+    }
+
+
+def replace(net: Any, layer: Layer) -> None:
+    """Put a layer without values in the place of each linear one."""
+    for name, module in linear_layers(net).items():
+        weight = module.weight
+        assert isinstance(weight, torch.Tensor)
+        leaving, entering = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape
+        net.set_submodule(name, layer(entering, leaving, module.bias is not None))
+
+
+def fill(
+    net: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    quantize: Callable[[nn.Module, str, torch.Tensor], nn.Parameter | None],
+) -> None:
+    """Give the parameters on device meta random values, one by one; `quantize` makes its own of some of them.
+
+    It is given a layer, the name of its parameter and values for it in `dtype`, and returns None for those that stay.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}  # shared parameters stay so
+    for module in net.modules():
+        for name, empty in list(module.named_parameters(recurse=False)):
+            if not empty.is_meta:
+                continue
+            if empty not in made:
+                values = torch.empty(empty.shape, dtype=dtype, device=device)
+                if empty.dim() > 1:
+                    values.normal_(0, 0.02)
+                else:
+                    values.fill_(0 if name.endswith("bias") else 1)
+                own = quantize(module, name, values)
+                made[empty] = nn.Parameter(values, empty.requires_grad) if own is None else own
+                del values, own
+            setattr(module, name, made[empty])
+
+
+def prepare(net: Any) -> None:
+    """peft/utils/other.py: prepare_model_for_kbit_training, without checkpointing, which is an axis of its own."""
+    for parameter in net.parameters():
+        parameter.requires_grad = False
+    for parameter in net.parameters():
+        if parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.to(torch.float32)
+    torch.cuda.empty_cache()

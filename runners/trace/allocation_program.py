@@ -1,0 +1,158 @@
+"""What a trace asks of the allocator, in order, sizes apart: the same for every length, so it is worked out once.
+
+Here it is settled when a block that another stream uses comes back (stream_lag.py).
+
+A step asks for what the one before asked for, but a replay cannot leave it out: after two steps the allocator does not
+stand where it stood after one (the small blocks of a batch lie elsewhere, and reserved may have grown).
+
+`growth` is what each step leaves behind: what is allocated at its end beyond what was at the end of the one before. Not
+covered: that of measured runs, whose counters know how much but not of what (harness/rows/quality_flags.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.storage_log import Mark
+from vramsweep.runners.trace.stream_lag import Ahead
+
+EMPTY_CACHE = 0
+MIB = 1 << 20
+FEWEST = 3  # steps: the first makes the optimizer's state, so the next two are what is compared
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Program:
+    """`phases` are the operations of each phase, in order. With S storages, an operation is a number:
+
+    0 empties the cache; n > 0 asks for storage n - 1, or, beyond S, tells that no stream uses storage n - S - 1 any
+    more; n < 0 frees storage -n - 1, or, beyond -S, lets go of storage -n - S - 1, which another stream still uses.
+    Storage i exists from operation `born[i]` to before `gone[i]`, over all phases.
+    """
+
+    phases: tuple[tuple[Mark, tuple[int, ...]], ...]
+    born: IntArray
+    gone: IntArray
+
+    def alive(self, number: int) -> list[int]:
+        """The storages that the program holds when it has asked for this one."""
+        at = self.born[number]
+        return [int(n) for n in np.flatnonzero((self.born <= at) & (at < self.gone))]
+
+
+def build_program(trace: Trace, ahead: bool = False) -> Program:
+    """The trace's program; with `ahead`, of a host that waits only where it must (stream_lag.py).
+
+    Traces that share their lists of events, as those made from one symbolic trace do, share it too.
+    """
+    return _program(_Same(trace), ahead)
+
+
+class _Same:
+    """A trace as far as its program goes, equal to another by identity of the lists."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self._lists = (id(trace.events), id(trace.marks), id(trace.notes), id(trace.streams))
+
+    def __hash__(self) -> int:
+        return hash(self._lists)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._lists == other._lists
+
+
+@lru_cache(maxsize=16)  # it holds the trace, so that no other list can get the same identity
+def _program(same: _Same, ahead: bool) -> Program:
+    trace = same.trace
+    operations = list(_operations(trace, Ahead(trace.notes if ahead else ())))
+    return Program(tuple(zip(trace.marks, operations, strict=True)), *_lives(operations, len(trace.streams)))
+
+
+def _lives(operations: Sequence[Sequence[int]], storages: int) -> tuple[IntArray, IntArray]:
+    born, gone = np.full(storages, np.iinfo(np.int64).max), np.full(storages, np.iinfo(np.int64).max)
+    for at, operation in enumerate(itertools.chain.from_iterable(operations)):
+        if 0 < operation <= storages:
+            born[operation - 1] = at
+        elif operation < 0:
+            gone[(-operation - 1) % storages] = at
+    return born, gone
+
+
+def _operations(trace: Trace, host: Ahead) -> Iterator[tuple[int, ...]]:
+    storages, start = len(trace.streams), 0
+    for mark in trace.marks:
+        found: list[int] = []
+        for index in range(start, mark.end):
+            event = trace.events[index]
+            host.advance(index)
+            if event < 0:
+                found.append(event - storages if host.freed(-event - 1) else event)
+            elif event == 0:
+                found.append(EMPTY_CACHE)
+            else:
+                found += [storages + number + 1 for number in host.returned()]
+                found.append(event)
+        yield tuple(found)
+        start = mark.end
+
+
+@dataclass(frozen=True)
+class Growth:
+    """`bytes` more are held after the last step than after the one before (fewer, where it is negative): what has grown
+    most is of storages that `operator` of `module` asked for in `phase`."""
+
+    bytes: int
+    module: str
+    operator: str
+    phase: str
+
+    def note(self) -> str | None:
+        """A note for the row; None where nothing is left behind."""
+        if self.bytes <= 0:
+            return None
+        who = " ".join(filter(None, (self.module, self.operator)))
+        more = f"{self.bytes / MIB:,.1f} MiB" if self.bytes >= MIB else f"{self.bytes:,} bytes"
+        return f"memory leaks: each step leaves {more} more allocated than the one before, most by {who} ({self.phase})"
+
+
+def growth(trace: Trace) -> Growth | None:
+    """What the last step leaves beyond the one before; None where too few steps were traced."""
+    order = build_program(trace)
+    ends = _ends(order)
+    if len(ends) < FEWEST:
+        return None
+    sizes = np.asarray(trace.sizes, dtype=np.int64)
+    before, after = (np.flatnonzero((order.born < end) & (order.gone >= end)) for end in ends[-2:])
+    if not after.size:
+        return Growth(-int(sizes[before].sum()), "", "", "")
+    kinds = _by_maker(trace, order, after)
+    kinds.subtract(_by_maker(trace, order, before))
+    [((origin, phase), _)] = kinds.most_common(1)
+    return Growth(int(sizes[after].sum() - sizes[before].sum()), *trace.makers[origin], phase)
+
+
+def _ends(order: Program) -> list[int]:
+    """How many operations there are until the end of each step."""
+    ends = itertools.accumulate(len(operations) for _, operations in order.phases)
+    steps = {mark.step: end for (mark, _), end in zip(order.phases, ends, strict=True) if mark.step is not None}
+    return [steps[step] for step in sorted(steps)]
+
+
+def _by_maker(trace: Trace, order: Program, storages: IntArray) -> Counter[tuple[int, str]]:
+    """Bytes of the storages by who asked for them (its number) and in which phase."""
+    ends = np.cumsum([len(operations) for _, operations in order.phases])
+    phases = np.searchsorted(ends, order.born[storages], side="right")
+    found: Counter[tuple[int, str]] = Counter()
+    for storage, phase in zip(storages, phases, strict=True):
+        found[trace.origins[storage], order.phases[phase][0].phase] += trace.sizes[storage]
+    return found

@@ -1,0 +1,168 @@
+"""What CUDA's operators ask of the allocator where the same operators on fake tensors ask otherwise: what comes beside
+their outputs, in which order, and what is done in place.
+
+Seen beside the recordings of a card (docs/h100.md), and in the code that each is cited with.
+
+Not covered: which operators run (cuda_emulation.py, sdpa_kernels.py), the record of what they ask for (step_tracer.py).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.spec.version_differences import LT_WORKSPACES, installed_is
+from vramsweep.runners.trace import sdpa_kernels
+
+aten = torch.ops.aten
+KIB = 1 << 10
+WORKSPACES = "workspaces"  # a category of storages
+MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
+# Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
+LAST_FIRST = {aten.native_dropout.default}
+# Outputs that are in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] in aten)
+ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
+# Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
+IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
+ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
+# Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
+IN_PLACE = {
+    aten.scatter_add.default: aten.scatter_add_.default,
+    aten.index_add.default: aten.index_add_.default,
+    aten.index_put.default: aten.index_put_.default,
+}
+# Of each handle and stream of cuBLASLt, where it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
+LT_WORKSPACE = 1024 * KIB
+# What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
+# the tensor, torch's of the tensor and of its storage.
+UNHELD = (3, 4, 2)
+SUMMED_IN_FP32 = (torch.float16, torch.bfloat16, torch.float32)
+MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
+# Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
+AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
+use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
+LT_APART = installed_is(LT_WORKSPACES)
+
+
+class Stepwise(NamedTuple):
+    """A size that follows a number in steps and with bounds: `text` is a formula (symbolic_trace.py) with {} for
+    `of`."""
+
+    size: Any
+    text: str
+    of: Any
+
+
+def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
+    """What an operator allocates for itself once its outputs are there: sizes in bytes or `Stepwise`, and `Freed` where
+    it gives one of them back before the next. What is left it gives back as it ends, the last first.
+
+    Softmax's backward pass multiplies the gradient with the output (softmax_backward_cuda_out in
+    aten/native/cuda/SoftMax.cu). Attention's own softmax looks for rows that are masked as a whole (_safe_softmax in
+    aten/native/transformers/attention.cpp).
+    """
+    if func is aten._safe_softmax.default:
+        return [args[0].numel(), args[0].numel() // args[0].size(-1), 4]
+    if func is aten._softmax_backward_data.default:
+        return [args[0].numel() * args[0].element_size()]
+    if func is aten.sum.dim_IntList:
+        return _of_a_sum(args[0], args[1], capability)
+    return sdpa_kernels.scratch(func, args)
+
+
+def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[Stepwise]:
+    """Of a sum over all but the last dimension, as of a bias's gradient: partial sums of blocks that share an output,
+    and their semaphores; of size 0 where the rows are too few for that.
+
+    setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
+    H200's 378 sums are a test's. Not covered: sums over the first of several dimensions, which are as a rule the few
+    samples of a batch; dtypes that are summed in more than 4 bytes; more than 2 GiB, which is summed in parts; that
+    cards differ in their multiprocessors, which bounds the largest, and that nothing is taken at that very bound.
+    Where the columns are a length, each length has a formula of its own.
+    """
+    if tensor.dim() < 2 or tensor.dtype not in SUMMED_IN_FP32 or not dims or not tensor.is_contiguous():
+        return []
+    # no numel(), which takes sizes for plain numbers; and no branch on the rows, which would divide lengths
+    rows, columns = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    if sorted(d % tensor.dim() for d in dims) != list(range(tensor.dim() - 1)):
+        return []
+    if not isinstance(columns, int) or not columns:
+        return []
+    vector = next(n for n in (4, 2, 1) if columns % n == 0)
+    threads, across = 512 // vector, columns // vector
+    most_wide = min(threads, 1 << (across.bit_length() - 1))
+    high = threads // min(most_wide, 32)  # of rows enough
+    wide = min(most_wide, threads // high)
+    grid = -(-across // wide)
+    blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
+    if grid > blocks:
+        return []
+    least, most, each = torch.sym_min, torch.sym_max, -(-rows // high)
+    enough = least(1, each // MOST_EACH)
+    shared = most(least(-(-blocks // grid), -(-each // 16)), -(-each // MOST_EACH))
+    partial = 4 * columns * wide * vector
+    text = f"-(-{{}} // {high})"
+    if_enough = f"min(1, {text} // {MOST_EACH})"
+    together = f"max(min({-(-blocks // grid)}, -(-({text}) // 16)), -(-({text}) // {MOST_EACH}))"
+    return [
+        Stepwise(enough * shared * partial, f"{if_enough} * {together} * {partial}", rows),
+        Stepwise(enough * 4 * grid, f"{if_enough} * {4 * grid}", rows),
+    ]
+
+
+def cublas_workspace(capability: Capability) -> int:
+    """Bytes that torch allocates for each cuBLAS handle and stream (at::cuda::getChosenWorkspaceSize)."""
+    return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
+
+
+def fitted(size: int, category: str, workspace: int) -> int:
+    """The size of a storage on a card whose cuBLAS handles have workspaces of this size; cuBLASLt's are the same.
+
+    No card's is as large as cuBLASLt's, so the size says which it is.
+    """
+    return workspace if category == WORKSPACES and size != LT_WORKSPACE else size
+
+
+def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Callable[[], Any] | None) -> Any:
+    """The operator that a card runs: in place where autograd works so on plain tensors, and not on fake ones.
+
+    `zeros` gives what the operator before has returned, if these were fresh zeros.
+    """
+    if func in IN_PLACE and zeros is not None and args[0] is zeros() and in_backward():
+        return IN_PLACE[func]
+    if func is aten.add.Tensor and not kwargs and _accumulates(args):
+        return aten.add_.Tensor
+    return func
+
+
+def _accumulates(args: tuple[Any, ...]) -> bool:
+    """Whether autograd's engine adds two gradients of one tensor: in place where nobody else holds the first, and out
+    of place where that is a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
+    if not in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
+        return False
+    if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:
+        return False
+    if not torch._prims_common.is_non_overlapping_and_dense_or_false(args[0]):
+        return False
+    held = (sys.getrefcount(args[0]), use_count(args[0]), torch._C._storage_Use_Count(args[0].untyped_storage()._cdata))
+    return held == UNHELD
+
+
+def through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
+    """Whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
+    if operator is not aten.addmm.default:
+        return False
+    bias, _, right = tensors[:3]
+    fits = bias.dim() == 1 and bias.is_contiguous() and bias.shape[0] == right.shape[1]
+    return bool(fits and right.shape[0] > 1 and right.shape[1] > 1)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine is at work in this thread."""
+    return torch._C._current_graph_task_id() != -1

@@ -1,0 +1,340 @@
+"""CUDA's behaviour on fake CPU tensors: which operators run, in which dtype, on a card of a given generation.
+
+A CPU build of torch casts, attends, drops out and steps its optimizers in another way than CUDA does, and each of
+these changes memory. `behave` puts CUDA's ways in place while a step is traced, for any model, without a compiler:
+
+- autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
+- scaled_dot_product_attention: the kernel that the card would pick (sdpa_kernels.py);
+- dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
+- optimizers and gradient clipping: the foreach path, which is the default on CUDA;
+- GradScaler steps without looking at its found-inf flag, whose value does not exist;
+- `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device;
+- a device that the program names "cuda" is the CPU, where the fake tensors are.
+
+Not covered: the allocator, and what is traced (step_tracer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.runners.measure.patches import Replacement, patched
+from vramsweep.runners.trace import fake_placement
+from vramsweep.runners.trace.sdpa_kernels import KERNELS, Attention, chosen_kernel
+
+aten = torch.ops.aten
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+Kernels = Iterable[tuple[str, Callable[..., Any]]]
+
+# CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
+# fmt: off
+LOWER = frozenset((
+    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
+    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
+    "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
+    "linalg_vecdot", "linalg_multi_dot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
+    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
+    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
+))
+PROMOTE = frozenset((
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "tensordot",
+    "scatter_add", "vdot",
+))
+FP32_OUTPUT = frozenset((
+    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
+    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
+))
+# fmt: on
+
+
+@contextlib.contextmanager
+def behave(capability: Capability) -> Iterator[set[str]]:
+    """CUDA's behaviour on a card of this compute capability, for CPU tensors, until the context is left.
+
+    Yields the names of the attention kernels that have run: flash, efficient, math, cudnn.
+    """
+    casts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    attended: set[str] = set()
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability, attended))):
+                for name, kernel in kernels:
+                    library.impl(name, kernel, key)
+        with patched(_replacements(casts)), CudaIsHere():
+            yield attended
+    finally:
+        library._destroy()
+
+
+class CudaIsHere(TorchFunctionMode):
+    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
+
+    What DeepSpeed names "cpu", makes empty where it names no device, and makes beside a tensor that is there, is in
+    host memory (fake_placement.py).
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.pin_memory:
+            return fake_placement.pinned(args[0]) if args[0].is_meta else args[0]
+        if func is torch.Tensor.cuda:
+            return args[0].to("cpu") if args[0].is_meta else args[0]
+        if func is _SET_DATA and args[0].device != args[1].device:
+            return move(args[0], args[1].detach())
+        host = "cpu"
+        made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        # to the host without waiting: page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
+        unwaited = func is torch.Tensor.to and bool(kwargs.get("non_blocking")) and not args[0].is_meta
+        if unwaited and any(
+            isinstance(v, torch.device) and v == fake_placement.HOST for v in (*args[1:], *kwargs.values())
+        ):
+            made = fake_placement.on_host(pinned=True)
+        if _caller().startswith("deepspeed."):
+            host = "meta"
+            if func is torch.Tensor.cpu:
+                func, args = torch.Tensor.to, (args[0], "cpu")
+            if func is torch.empty and kwargs.get("device") is None:
+                kwargs["device"] = "cpu"
+            named = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
+            if "meta" in named:  # it only wants to remember a shape
+                made = fake_placement.without_memory()
+            elif "cpu" in named or fake_placement.HOST in named:
+                made = fake_placement.on_host(pinned=unwaited or bool(kwargs.pop("pin_memory", False)))
+        with made:
+            return func(*(_placed(v, host) for v in args), **{k: _placed(v, host) for k, v in kwargs.items()})
+
+
+def _caller() -> str:
+    """The module that called a torch function, looked for past a mode above ours, as `with device` is one."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__") == "torch.utils._device":
+        frame = frame.f_back
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
+
+
+def move(old: torch.Tensor, new: torch.Tensor) -> None:
+    """Give a fake tensor the memory of another, which is in another place: to torch, another kind of tensor."""
+    here: Any = old
+    there: Any = new.requires_grad_(old.requires_grad)
+    torch._C._swap_tensor_impl(old, new)
+    here.fake_device, there.fake_device = there.fake_device, here.fake_device
+
+
+def _placed(value: Any, host: str) -> Any:
+    if isinstance(value, str):
+        return "cpu" if value.partition(":")[0] == "cuda" else host if value == "cpu" else value
+    return torch.device("cpu") if isinstance(value, torch.device) and value.type == "cuda" else value
+
+
+def _registered(key: str) -> set[str]:
+    names = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return {name.removeprefix("aten::") for name in names if name.startswith("aten::")}
+
+
+def _autocast(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Kernels:
+    """CUDA's autocast kernels; operators that only the CPU casts fall through. `casts` holds the cast weights."""
+    cuda = _registered("AutocastCUDA")
+    for name in sorted(cuda):
+        yield name, _autocast_kernel(name, casts)
+    for name in sorted(_registered("AutocastCPU") - cuda):
+        yield name, torch.library.fallthrough_kernel
+
+
+def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., Any]:
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    places = [argument.name for argument in operator._schema.arguments]
+    at = places.index("dtype") if name in FP32_OUTPUT and "dtype" in places else None
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        lower = torch.get_autocast_dtype("cpu")
+        if at is not None and _castable(args[0]):
+            if len(args) > at:
+                args = (*args[:at], args[at] or torch.float32, *args[at + 1 :])
+            elif kwargs.get("dtype") is None:
+                kwargs["dtype"] = torch.float32
+        elif name in LOWER:
+            args, kwargs = cast_all(args, kwargs, lower)
+        elif name in PROMOTE:
+            dtypes = {x.dtype for x in tree_leaves((args, kwargs)) if _castable(x)}
+            args, kwargs = cast_all(args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
+        elif at is None:
+            args, kwargs = cast_all(args, kwargs, torch.float32)
+        with torch._C._ExcludeDispatchKeyGuard(key):
+            return operator(*args, **kwargs)
+
+    def cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+        """The last argument first: they are cast within a call's parentheses, which gcc evaluates from the right.
+
+        aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; its builds for Linux are gcc's.
+        """
+        named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in reversed(in_order(kwargs))}
+        return tuple(tree_map(lambda x: cast(x, dtype), value) for value in reversed(args))[::-1], named
+
+    def in_order(kwargs: Any) -> list[str]:
+        return sorted(kwargs, key=places.index)
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if not _castable(value) or value.dtype is dtype:
+            return value
+        weight = dtype is not torch.float32 and value.dtype is torch.float32 and value.requires_grad and value.is_leaf
+        if not (weight and torch.is_autocast_cache_enabled()) or value._is_view():
+            return value.to(dtype)
+        if id(value) not in casts:
+            casts[id(value)] = (value, value.to(dtype))
+        return casts[id(value)][1]
+
+    return kernel
+
+
+def _castable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float64
+
+
+def _fused(capability: Capability, attended: set[str]) -> Kernels:
+    """Composite operators that CUDA serves with one kernel."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        asked = Attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        kernel = chosen_kernel(asked, capability)
+        attended.add(kernel)
+        return KERNELS[kernel](asked)
+
+    def dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+        if p == 0 or not train or input.numel() == 0:
+            return input
+        if p == 1:
+            return input * torch.zeros((), dtype=input.dtype)
+        dropped: torch.Tensor = aten.native_dropout(input, p, train)[0]
+        return dropped
+
+    yield "scaled_dot_product_attention", attention
+    yield "dropout", dropout
+    if hasattr(aten, "_fused_rms_norm"):  # since torch 2.9
+
+        def rms_norm(
+            input: torch.Tensor,
+            normalized_shape: list[int],
+            weight: torch.Tensor | None = None,
+            eps: float | None = None,
+        ) -> torch.Tensor:
+            normed: torch.Tensor = aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+            return normed
+
+        yield "rms_norm", rms_norm
+
+
+def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Replacement]:
+    """Attributes of torch's (and transformers') Python code that ask for a CUDA device: owner, name, stand-in."""
+    autocast = torch.amp.autocast_mode.autocast
+    enter = autocast.__init__
+    clear = torch.clear_autocast_cache
+    enabled = torch.is_autocast_enabled
+
+    def autocast_on_cpu(self: Any, device_type: str, dtype: Any = None, *args: Any, **kwargs: Any) -> None:
+        dtype = torch.float16 if dtype is None and device_type == "cuda" else dtype
+        enter(self, "cpu" if device_type == "cuda" else device_type, dtype, *args, **kwargs)
+
+    def is_autocast_enabled(device_type: str = "cuda") -> bool:
+        return enabled("cpu" if device_type == "cuda" else device_type)
+
+    def clear_casts() -> None:
+        casts.clear()
+        clear()
+
+    def step(self: Any, optimizer: Any, optimizer_state: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step(*args, **kwargs)
+
+    swap_tensors = torch.utils.swap_tensors
+
+    def swap(old: torch.Tensor, new: torch.Tensor) -> None:
+        """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
+        if isinstance(old, DTensor):
+            swap_tensors(old, new)
+        elif old.device == new.device:
+            old.data = new.data
+        else:
+            move(old, new)
+
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_here(*args: Any, **kwargs: Any) -> Any:
+        """A function mode steps aside for `backward`, but hooks in the backward pass name devices too."""
+        with CudaIsHere():
+            return run_backward(*args, **kwargs)
+
+    def devices() -> list[str]:
+        return ["cpu", "cuda"]
+
+    load = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+
+    def load_on_host(self: Any) -> Any:
+        """A loader shuffles and collates on the host, with values."""
+        with _disable_current_modes():
+            return load(self)
+
+    iterator = torch.utils.data.DataLoader._get_iterator
+
+    def without_workers(self: Any) -> Any:
+        """What a loader's workers take is known without them (harness/machine/host_memory.py), and fake tensors cannot
+        be forked."""
+        self.num_workers = 0
+        return iterator(self)
+
+    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def shapes_outside(self: Any, schema: Any) -> Any:
+        """DTensor learns an operator's shapes on fake tensors of its own, of the whole shape; they take no memory."""
+        with _disable_current_modes():
+            return shapes(self, schema)
+
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
+    yield torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", load_on_host
+    yield torch.utils.data.DataLoader, "_get_iterator", without_workers
+    yield autocast, "__init__", autocast_on_cpu
+    yield torch, "clear_autocast_cache", clear_casts
+    yield torch.cuda, "set_device", lambda device: None
+    yield torch, "is_autocast_enabled", is_autocast_enabled
+    yield torch.autograd, "_engine_run_backward", run_backward_here
+    yield torch.Tensor, "record_stream", lambda tensor, stream: None
+    yield torch.utils, "swap_tensors", swap
+    yield torch.amp.GradScaler, "_maybe_opt_step", step
+    for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
+        yield owner, "_get_foreach_kernels_supported_devices", devices
+        yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
+    for name in ("_lazy_init", "synchronize", "reset_peak_memory_stats"):
+        yield torch.cuda, name, lambda *args, **kwargs: None
+    # imported here, as a cold worker would import it only once the model is built, and then keep the original
+    masks = importlib.import_module("transformers.masking_utils")
+    if hasattr(masks, "find_packed_sequence_indices"):
+        # it asks for the values of the positions; a custom target's are taken as not packed, mask_facts.py knows the
+        # others'
+        yield masks, "find_packed_sequence_indices", lambda position_ids: None

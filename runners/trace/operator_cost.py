@@ -1,0 +1,192 @@
+"""What one operator of a traced step asks of the card: FLOPs, bytes moved, kernel launches.
+
+FLOPs are those of matrix products, convolutions and attention (runners/measure/dispatch_modes.py has the formulas);
+attention that the kernel knows to be causal skips half of its products. Bytes are what the operator's tensors hold,
+inputs read once and outputs written once, an expanded tensor as what is stored of it: the least that a kernel can move.
+An operator that makes no new tensor and changes none is a view and costs nothing. Each other one is taken to be one
+kernel, but those over lists of tensors, which launch as many as their lists need.
+
+Not covered: arithmetic that is no matrix product, which moving its tensors outlasts; operators that launch several
+kernels (sorting in the backward pass of an embedding); copies between host and card.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+
+from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.hardware.interconnects import Collective
+from vramsweep.harness.hardware.roofline import ATTENTION, UNKNOWN, Work
+from vramsweep.runners.measure.dispatch_modes import FORMULAS
+
+# fmt: off
+FREE = frozenset(("device", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
+                  "resize_", "set_"))
+# The changed tensor is not read.
+OVERWRITING = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_copy_",
+                         "_foreach_zero_"))
+# The first tensor is touched only where the others point, so for no more bytes than they hold.
+SPARSE = frozenset(("embedding", "gather", "index", "index_select", "take", "nll_loss_forward", "index_put_",
+                    "index_add_", "index_copy_", "scatter_", "scatter_add_"))
+# fmt: on
+KINDS = {
+    torch.float32: "fp32",
+    torch.float16: "half",
+    torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+
+# What names of fused attention operators have in them: torch's, and flash-attn's (techniques/flash_attention_stub.py).
+FUSED_ATTENTION = ("attention", "flash")
+
+# A multi-tensor kernel takes chunks of 65,536 elements, at most 320 of them and as many tensors as its arguments hold,
+# by the number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
+FUSED = ("_fused_ada", "_fused_sgd")
+MULTI_TENSOR = ("_foreach_", "_amp_foreach_", *FUSED)
+CHUNK = 65_536
+MOST_CHUNKS = 320
+MOST_TENSORS = (110, 64, 48, 36, 30)
+
+
+def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
+    """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
+    if _launches_nothing(func) or func.namespace in C10D:  # interconnects.py has the time of those
+        return None
+    name = _name(func)
+    given = _unique((*args, *kwargs.values()))
+    changed = _unique([args[at] if isinstance(at, int) else kwargs.get(at) for at in _mutated(func, len(args))])
+    if name.startswith(FUSED) and kwargs.get("grad_scale") is None:  # else it writes the gradients too, unscaled
+        for key in _unique(args[1]):
+            changed.pop(key, None)
+    held = {tensor.untyped_storage()._cdata for tensor in given.values()}
+    made = {key: t for key, t in _unique((out,)).items() if t.untyped_storage()._cdata not in held}
+    if not made and not changed:
+        return None
+    read = {} if name.endswith("_like") or name.startswith("new_") else dict(given)
+    if name == "fused":  # techniques/kernel_stubs.py: its last list is only written
+        read = {key: tensor for key, tensor in read.items() if key not in _unique(args[2])}
+    if name in OVERWRITING:
+        read = {key: tensor for key, tensor in read.items() if key not in changed}
+    if name == "nll_loss_backward":  # the log-probabilities are there for their shape
+        read.pop(id(args[1]))
+    moved = [nbytes(tensor) for group in (read, changed, made) for tensor in group.values()]
+    if name in SPARSE:
+        whole = nbytes(args[0])
+        times = 1 + (id(args[0]) in changed)
+        rest = sum(moved) - times * whole
+        moved = [rest, times * torch.sym_min(whole, rest)]
+    kind, flops = _arithmetic(func, args, kwargs, out, given, capability)
+    return Work(kind, flops, sum(moved), _launches(name, args, out))
+
+
+# c10d's operators: the kind of each, and which argument holds the whole of what is moved.
+COLLECTIVES = {
+    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), ("all_reduce", 0)),
+    "all_reduce": ("all_reduce", 0),  # of DTensor, in a namespace of its own: norms
+    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_coalesced_"), ("all_gather", 0)),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), ("reduce_scatter", 1)),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "broadcast_": ("broadcast", 0),
+    "reduce_": ("reduce", 0),
+    **dict.fromkeys(("alltoall_", "alltoall_base_"), ("all_to_all", 0)),
+}
+C10D = ("c10d", "_c10d_functional")
+
+
+def collective(func: Any, args: Any) -> Collective | None:
+    """The call to the other ranks that an operator of `C10D` is; None for one that moves nothing (barriers, waiting).
+
+    Any other has a kind that nobody has a formula for.
+    """
+    name = _name(func)
+    if name in ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"):
+        return None
+    kind, at = COLLECTIVES.get(name, (name, 0))
+    return Collective(kind, sum(map(nbytes, _unique((args[at],)).values())))
+
+
+def nbytes(tensor: torch.Tensor) -> int:
+    """Bytes of the different elements of a tensor: a dimension of stride 0 is stored once."""
+    stored = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+    least: int = torch.sym_min(stored * tensor.element_size(), tensor.untyped_storage().nbytes())
+    return least
+
+
+def _unique(values: Any) -> dict[int, torch.Tensor]:
+    """The tensors in nested lists, each once, by identity."""
+    found: dict[int, torch.Tensor] = {}
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided:
+                found[id(value)] = value
+        elif isinstance(value, (list, tuple)):
+            found |= _unique(value)
+    return found
+
+
+def _arithmetic(
+    func: Any, args: Any, kwargs: Any, out: Any, given: dict[int, torch.Tensor], capability: Capability
+) -> tuple[str, int]:
+    """Kind and number of the FLOPs; kind unknown where the operator's formula does not fit the call.
+
+    The memory-efficient attention kernel makes fp32 products of three tf32 ones where there are tf32 tensor cores
+    (cutlass's OpMultiplyAddFastF32), whatever allow_tf32 says.
+    """
+    formula = FORMULAS.get(func._overloadpacket)
+    if formula is None:
+        return "", 0
+    try:
+        counted: Any = formula(*args, **kwargs, out_val=out)
+        flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
+    except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
+        return UNKNOWN, 1
+    dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)
+    kind = KINDS.get(dtype, str(dtype)) if dtype else ""
+    at = _position(func, "is_causal")
+    causal = at is not None and (args[at] if at < len(args) else kwargs.get("is_causal", False))
+    if kind == "fp32" and capability >= (8, 0) and "efficient_attention" in _name(func):
+        kind = "3xtf32"
+    if any(word in _name(func) for word in FUSED_ATTENTION):
+        kind = ATTENTION + kind
+    return kind, flops // 2 if causal else flops
+
+
+def _launches(name: str, args: Any, out: Any) -> int:
+    if not name.startswith(MULTI_TENSOR):
+        return 1
+    lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) and isinstance(arg[0], torch.Tensor)]
+    depth = len(lists) + (isinstance(out, (list, tuple)) and not name.endswith("_"))
+    chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in lists[0])
+    most = MOST_TENSORS[min(depth, len(MOST_TENSORS)) - 1]
+    return int(max(math.ceil(len(lists[0]) / most), math.ceil(chunks / MOST_CHUNKS)))
+
+
+@functools.cache
+def _name(func: Any) -> str:
+    return str(func._schema.name).rpartition("::")[2]
+
+
+@functools.cache
+def _launches_nothing(func: Any) -> bool:
+    """Views, whose schemas say that they alias and do not write, and operators that only make or set up tensors."""
+    aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
+    return _name(func) in FREE or bool(aliases and not any(alias.is_write for alias in aliases))
+
+
+@functools.cache
+def _position(func: Any, argument: str) -> int | None:
+    return next((i for i, a in enumerate(func._schema.arguments) if a.name == argument), None)
+
+
+@functools.cache
+def _mutated(func: Any, given: int) -> tuple[int | str, ...]:
+    """The arguments that the operator changes, by position where `given` positional ones reach them, else by name."""
+    arguments = enumerate(func._schema.arguments)
+    changed = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return tuple(i if i < given else name for i, name in changed)

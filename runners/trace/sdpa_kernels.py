@@ -1,0 +1,253 @@
+"""scaled_dot_product_attention as a card serves it: which kernel, what that makes of a mask, what it takes for itself.
+
+The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp); an H200's choice in
+390 calls is a test's. Not covered: how it takes the place of the CPU's (cuda_emulation.py), flash-attn's own kernels
+(techniques/flash_attention_stub.py), that cards of 8.6, 8.9 and 12.x train without flash attention where heads are 193
+to 224 wide, or wider and with dropout, and that cuDNN takes no single key and, by torch's deterministic mode, nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.spec.version_differences import ANY_DROPOUT, FLASH_FIRST, installed_is
+
+aten = torch.ops.aten
+MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
+CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what _cudnn_scratch says (seen: cuDNN 9.19, an H200)
+CUDNN_FIRST = not installed_is(FLASH_FIRST)  # of wheels for CUDA 13, and 12.9: others bring an earlier cuDNN
+IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
+
+
+class Attention(NamedTuple):
+    """A call of scaled_dot_product_attention: (batch, heads, length, width)."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    dropout: float
+    causal: bool
+    scale: float | None
+    gqa: bool
+
+    @property
+    def width(self) -> int:
+        return self.query.size(-1)
+
+    @property
+    def half(self) -> bool:
+        return self.query.dtype in (torch.float16, torch.bfloat16)
+
+    def fits_none(self) -> str | None:
+        """Why no fused kernel can serve the call; None if one might."""
+        tensors = (self.query, self.key, self.value)
+        if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
+            return "it needs query, key and value of four dimensions and one dtype"
+        if any(other.size(n) != self.query.size(n) for other in tensors[1:] for n in ((0,) if self.gqa else (0, 1))):
+            return "it needs query, key and value of as many samples and, without enable_gqa, of as many heads"
+        if self.mask is not None and self.mask.requires_grad:
+            return "the mask requires a gradient"
+        return None
+
+
+def chosen_kernel(asked: Attention, capability: Capability) -> str:
+    """The kernel that runs on the card: the first of torch's order that is switched on and lacks nothing.
+
+    Raises RuntimeError, as torch does, where there is none.
+    """
+    cudnn = ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks)
+    others = (
+        ("flash", torch._C._get_flash_sdp_enabled(), _flash_lacks),
+        ("efficient", torch._C._get_mem_efficient_sdp_enabled(), _efficient_lacks),
+        ("math", torch._C._get_math_sdp_enabled(), lambda asked, capability: None),
+    )
+    order = (cudnn, *others) if prefers_cudnn(capability) else (*others, cudnn)
+    reasons = []
+    for name, enabled, lacks in order:
+        if enabled and (reason := lacks(asked, capability)) is None:
+            return name
+        if enabled:
+            reasons.append(f"{name}: {reason}")
+    raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
+
+
+def prefers_cudnn(capability: Capability) -> bool:
+    """Whether cuDNN's kernel comes first: on Hopper and data centres' Blackwell (check_prefer_cudnn_attention)."""
+    return CUDNN_FIRST and capability[0] in (9, 10)
+
+
+def widest_cudnn(capability: Capability) -> int:
+    """The widest heads of cuDNN's kernel: what an H200 served, elsewhere torch's limit (check_cudnn_tensor_shapes)."""
+    return 256 if capability[0] == 9 else 128
+
+
+def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_flash_attention"""
+    if capability < (8, 0):
+        return "it needs compute capability 8.0"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    if asked.mask is not None:
+        return "it takes no mask"
+    if not asked.width == asked.value.size(-1) <= 256:
+        return "it takes heads of one width of at most 256"
+    return asked.fits_none()
+
+
+def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_mem_efficient_attention"""
+    modern = capability >= (8, 0)
+    if asked.gqa:
+        return "it takes no shared heads"
+    if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
+        return f"it does not take {asked.query.dtype} on this card"
+    multiple = 16 // asked.query.element_size() if modern else 4
+    if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
+        return f"it takes heads of a width that {multiple} divides"
+    return asked.fits_none()
+
+
+def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
+    """can_use_cudnn_attention"""
+    if capability < (8, 0):
+        return "it needs compute capability 8.0"
+    if not asked.half:
+        return f"it takes fp16 and bf16, not {asked.query.dtype}"
+    widest, most = max(asked.width, asked.value.size(-1)), widest_cudnn(capability)
+    if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
+        return f"it takes heads of a width of at most {most} that 8 divides"
+    if IN_SIXTEENTHS and asked.dropout * 16 % 1:
+        return f"it takes dropout in sixteenths, not {asked.dropout}"
+    return asked.fits_none()
+
+
+def _flash(asked: Attention) -> torch.Tensor:
+    width = asked.width
+    scale = 1 / math.sqrt(width) if asked.scale is None else asked.scale
+    padded = (F.pad(t, (0, -width % 8)) if width % 8 else t for t in asked[:3])
+    out: torch.Tensor = aten._scaled_dot_product_flash_attention(*padded, asked.dropout, asked.causal, scale=scale)[0]
+    return out[..., :width] if width % 8 else out
+
+
+def _efficient(asked: Attention) -> torch.Tensor:
+    bias = None if asked.mask is None else _bias(asked.mask, asked.query, asked.key)
+    out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
+        *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
+    )[0]
+    return out
+
+
+def _cudnn(asked: Attention) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_cudnn_attention(
+        *asked[:3], _added(asked), _saves(asked), asked.dropout, asked.causal, False, scale=asked.scale
+    )[0]
+    return out
+
+
+def _math(asked: Attention) -> torch.Tensor:
+    out: torch.Tensor = aten._scaled_dot_product_attention_math(
+        *asked[:3], _added(asked), asked.dropout, asked.causal, None, scale=asked.scale, enable_gqa=asked.gqa
+    )[0]
+    return out
+
+
+KERNELS = {"flash": _flash, "efficient": _efficient, "cudnn": _cudnn, "math": _math}
+
+
+def _saves(asked: Attention) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in asked[:3])
+
+
+class Freed(NamedTuple):
+    """In a list of what an operator allocates for itself: the one that it gives back here, counted from 0."""
+
+    which: int
+
+
+def scratch(func: Any, args: Any) -> list[Any]:
+    """What a kernel of attention allocates for itself: sizes in bytes, and `Freed`."""
+    if func is aten._scaled_dot_product_flash_attention_backward.default:
+        return _flash_scratch(args)
+    if func is aten._scaled_dot_product_efficient_attention_backward.default:
+        return _efficient_scratch(args)
+    if func is aten._scaled_dot_product_cudnn_attention.default:
+        return [CUDNN_SCRATCH]
+    if func is aten._scaled_dot_product_cudnn_attention_backward.default:
+        return _cudnn_scratch(args)
+    return []
+
+
+def _flash_scratch(args: Any) -> list[Any]:
+    """The rows' sums and the gradient of the query in fp32, for lengths rounded up to 128, and dK and dV of every head
+    where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    rows = batch * heads * -(-length // 128) * 128
+    every = batch * heads * key.size(2) * width * key.element_size()
+    return [4 * rows, 4 * rows * accumulated_width(width), *([every] * 2 if key.size(1) != heads else [])]
+
+
+def _cudnn_scratch(args: Any) -> list[Any]:
+    """In one, the rows' sums and the gradient of the query in fp32, and dK and dV of every head where heads are shared:
+    what cuDNN 9.19 asked for on an H200 in 180 calls (results/reference/h200-141gb/operators.json)."""
+    query, key = args[1], args[2]
+    batch, heads, length, width = query.shape
+    every = batch * heads * key.size(2) * width * key.element_size()
+    shared = 2 * every if key.size(1) != heads else 0
+    return [4 * batch * heads * length * (width + 1) + shared + CUDNN_SCRATCH]
+
+
+def _efficient_scratch(args: Any) -> list[Any]:
+    """The gradient with samples' tokens together, if it is not so; the rows' sums, in fp32 from a product of their own;
+    and tiles of the gradient of the query in fp32, each with 16 bytes of locks, of 64 columns and 64 or 128 rows.
+
+    _efficient_attention_backward in aten/native/transformers/cuda/attention_backward.cu; workspace_elements_gq in
+    mem_eff_attention/kernel_backward.h. Not there: dK and dV where halves are wider than 128.
+    """
+    grad, query, _, value = args[:4]
+    batch, heads, length, width = query.shape
+    wide = value.size(-1)
+    high = 64 if max(width, wide) <= 64 else 128
+    tiles = batch * heads * -(-length // high) * -(-width // 64) * (4 * 64 * high + 16)
+    rows = 4 * batch * heads * length
+    own = [] if grad.transpose(1, 2).is_contiguous() else [grad.numel() * grad.element_size()]
+    if query.dtype is not torch.float32:
+        return [*own, rows, tiles, Freed(len(own))]
+    at = len(own)
+    return [*own, rows * wide, rows, rows, Freed(at + 1), Freed(at), tiles, Freed(at + 2)]
+
+
+def accumulated_width(width: int) -> int:
+    """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
+    multiple = 32 if width <= 128 else 64
+    return -(-width // multiple) * multiple
+
+
+def _added(asked: Attention) -> torch.Tensor | None:
+    mask = asked.mask
+    return _additive(mask, asked.query.dtype) if mask is not None and mask.dtype is torch.bool else mask
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
+
+    Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
+    """
+    if mask.dtype is torch.bool:
+        mask = _additive(mask, query.dtype)
+    rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
+    if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
+        columns = mask.size(-1)
+        mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
+    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))

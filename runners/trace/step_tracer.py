@@ -1,0 +1,404 @@
+"""The ordered stream of allocations and frees of a training run on a GPU that is not there.
+
+`Tracer` is a dispatch mode over FakeTensorMode: it notes each storage when an operator first returns it and again when
+it dies, as CUDA's caching allocator would be asked. A fake tensor stands for one in GPU memory, or in host memory where
+fake_placement.py says so, whose storages are a list of their own. Real tensors stay outside: one-element constants
+(`torch.tensor(0.0)`, the optimizer's step counters) are computed with for real, larger ones (batches) become fake,
+"copied to the GPU", in the first operator that sees them. All sizes are in bytes.
+
+Not covered: CUDA's choice of operators (cuda_emulation.py), replaying the stream (replay_trace.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from types import FrameType
+from typing import Any, Literal
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_map
+
+from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.hardware.interconnects import Collective
+from vramsweep.harness.hardware.roofline import Work
+from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes
+from vramsweep.runners.measure.patches import patched
+from vramsweep.runners.trace import cuda_allocations, fake_placement
+from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
+from vramsweep.runners.trace.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
+from vramsweep.runners.trace.operator_cost import C10D, collective, work
+from vramsweep.runners.trace.sdpa_kernels import Freed, prefers_cudnn, widest_cudnn
+from vramsweep.runners.trace.storage_log import HostStorages, Mark, MemoryLog, Number, Phase, Storages, of_host
+from vramsweep.runners.trace.storage_origins import Maker, Origins
+from vramsweep.runners.trace.stream_lag import Note
+
+Place = Literal["card", "host"]
+# They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
+FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
+
+
+@dataclass
+class Trace(Storages):
+    """Those in GPU memory, of `CATEGORIES`, and beside them the host's. Event 0 is `torch.cuda.empty_cache`.
+
+    `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
+    `kernels` are the operators of the last step in order, `collectives` its calls to other ranks, each with how often
+    it ran.
+    `origins[i]` says where in `makers` to find what asked for storage i: the module's path (of a parameter: its name),
+    the operator (storage_origins.py).
+    `notes` say what the streams do, where blocks are freed that another stream still uses (stream_lag.py).
+    `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
+    """
+
+    streams: list[Number] = field(default_factory=list)
+    origins: list[Number] = field(default_factory=list)
+    makers: list[Maker] = field(default_factory=list)
+    kernels: list[tuple[Work, Number]] = field(default_factory=list)
+    collectives: list[tuple[Collective, Number]] = field(default_factory=list)
+    host: HostStorages = field(default_factory=HostStorages)
+    notes: list[Note] = field(default_factory=list)
+    stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
+
+
+def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:
+    """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
+
+    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask, and, where
+    attention may be `cudnn`'s, whether that comes first and how wide its heads may be.
+    """
+    return capability >= (8, 0), *((prefers_cudnn(capability), widest_cudnn(capability)) if cudnn else ())
+
+
+def on(trace: Trace, capability: Capability) -> Trace:
+    """The trace of a card of the same generation, as one of this compute capability has it: with its own workspaces.
+
+    Events, marks and notes are the same lists.
+    """
+    size = cuda_allocations.cublas_workspace(capability)
+    sizes = [cuda_allocations.fitted(s, c, size) for s, c in zip(trace.sizes, trace.categories, strict=True)]
+    return replace(trace, sizes=sizes)
+
+
+class Tracer(TorchDispatchMode):
+    """Records storages from entry to exit; `record` is a context manager that enters all that is needed.
+
+    `fake` makes the tensors; where their shapes are symbolic, so are sizes (symbolic_shapes.py).
+    """
+
+    def __init__(self, capability: Capability, fake: FakeTensorMode | None = None) -> None:
+        super().__init__()
+        self._fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
+        self.trace = Trace()
+        self.in_step = False
+        self.in_last_step = False
+        self._capability = capability
+        self._workspace = cuda_allocations.cublas_workspace(capability)
+        # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
+        self._handles: set[tuple[bool, bool]] = set()
+        self._operator: Any = None
+        self._origins = Origins()
+        self._makers: dict[Maker, int] = {}
+        self._card = MemoryLog(self.trace, self._note_request)
+        self._host = MemoryLog(
+            self.trace.host, lambda: self.trace.host.pinned.append(fake_placement.current_placement() == "pinned")
+        )
+        self._books = (self._card, self._host)
+        self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
+        self._aside = MemoryLog(Storages(), lambda: None)  # of those parameters, which are fake and on the host
+        self._placing: Place | None = None
+        self._parameters: list[torch.Tensor] = []
+        self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
+        self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
+        self.noting = False  # whether what the streams do matters: somebody calls record_stream
+        # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
+        self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[None]:
+        """Trace everything that runs inside."""
+        collects = gc.isenabled()
+        gc.disable()
+        gc.freeze()  # what is there already need not be looked through at every mark
+        hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
+        emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0))])
+        try:
+            with emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
+                yield
+        finally:
+            hook.remove()
+            gc.unfreeze()
+            if collects:
+                gc.enable()
+            self.trace.categories = self._card.close()
+            self.trace.makers = list(self._makers)
+            self.trace.host.categories = of_host(self.trace.host, self._host.close())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if sharded(types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is torch.ops.prim.device.default and self.known is None and isinstance(args[0], FakeTensor):
+            self._operator, self._zeros = func, None
+            return args[0].device  # torch's C++ asks at every operator
+        if func in cuda_allocations.IN_PARTS:
+            with self:
+                return cuda_allocations.IN_PARTS[func](*args, **kwargs)
+        self._operator = func
+        func = cuda_allocations.as_run(func, args, kwargs, self._zeros)
+        tensors = list(_tensors((*args, *kwargs.values())))
+        valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
+        if func is torch.ops.aten._local_scalar_dense.default and any(valueless):
+            self.note("join", self.stream(torch.cpu.current_stream()))
+            asked = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
+            if asked is not UNKNOWN:
+                return asked
+            if not self.in_step or _framework_asks():
+                return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
+        elif tensors and not any(valueless) and (self.known is not None or all(t.numel() <= 1 for t in tensors)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            self.know("communication", tensors)
+        if func.namespace in C10D and self.in_last_step and (called := collective(func, args)) is not None:
+            self.trace.collectives.append((called, 1))
+        value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
+        if value is not UNKNOWN and func in ASKS:
+            out = tree_map(self._as_fake, value)
+        elif self.known is not None and func in INDEXING:
+            with self:
+                at = self.known.by_place(args[1])
+            out = func(*args, **kwargs) if at is None else func(args[0], at, *args[2:], **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        if self.known is not None:
+            self.known.keep(out, value)
+        with torch._C.DisableTorchFunction():  # it only looks at tensors: other modes need not see it
+            self._note_operator(func, args, kwargs, tensors, out)
+        return out
+
+    def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
+        """Note what an operator that ran has allocated, asked of the card and sent."""
+        on_host = cuda_allocations.ON_HOST.get(func, ())
+        made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
+        for tensor in reversed(made) if func in cuda_allocations.LAST_FIRST else made:
+            self._track(tensor, tensors)
+        if func in cuda_allocations.MATMULS:  # whose output is there when the handle is asked for
+            self._operator = "cuBLAS workspace"
+            self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
+        on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])
+        if on_card and (own := cuda_allocations.scratch(func, args, self._capability)):
+            self._operator = f"{_known_as(func)} (scratch)"
+            taken = zip(self._card.borrow(own), (one for one in own if not isinstance(one, Freed)), strict=True)
+            self.trace.stepwise += [(number, *one[1:]) for number, one in taken if isinstance(one, Stepwise)]
+        if func.namespace == "c10d":
+            self._collective(args, tensors)
+        if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+            self.trace.kernels.append((asked, 1))
+        self._zeros = weakref.ref(out) if func in cuda_allocations.ZEROS else None
+
+    def built(self) -> None:
+        """Model and optimizer exist: what is alive now is the model."""
+        for book in self._books:
+            book.known["buffers"] = set(book.numbers.values())
+        # type() first: a lazy module's __class__ may import on being asked
+        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
+        self.know("parameters", self._parameters)
+        self.mark(None, "load")
+
+    def mark(self, step: int | None, phase: Phase) -> None:
+        """A phase ends here. Reference cycles are collected now, as when Python would hangs on all it did before."""
+        gc.collect()
+        if step is not None and phase == "optimizer":  # as a loop does that reads its loss (stream_lag.py)
+            for stream in self.streams():
+                self.note("join", stream)
+        if step is not None and self._card.kept.marks[-1].step is None:
+            self._name_parameters()
+        if phase == "backward":
+            held = self.held()
+            self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
+            grads = [p.grad for p in self._parameters if p.grad is not None]
+            self.know("gradients", [*grads, *held.get("gradients", [])])
+            for book in self._books:
+                buckets = {n for t in held.get("communication", []) if (n := book.number(t)) is not None}
+                book.known["communication"] |= buckets
+                for name in ("gradients", "buffers"):
+                    book.known[name] -= buckets
+        for book in self._books:
+            book.kept.marks.append(Mark(len(book.kept.events), step, phase))
+
+    def _name_parameters(self) -> None:
+        """What was loaded for one parameter goes by its name; several may share a storage."""
+        users: dict[int, set[str]] = {}
+        for name, parameter in self._origins.parameters():
+            if (number := self._card.number(parameter)) is not None and number in self._card.known["parameters"]:
+                users.setdefault(number, set()).add(name)
+        makers = list(self._makers)
+        for number, names in users.items():
+            path, operator = makers[self.trace.origins[number]]
+            if not path and len(names) == 1:
+                self.trace.origins[number] = self._maker((names.pop(), operator))
+
+    def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """These are of the category."""
+        found = list(tensors)
+        for book in self._books:
+            book.know(category, found)
+
+    def note(self, kind: str, a: int, b: int = 0) -> None:
+        """Something about streams happens between two events of the trace."""
+        if self.noting:
+            self.trace.notes.append((len(self.trace.events), kind, a, b))
+
+    def room(self) -> int:
+        """Bytes on the card between what is allocated now and the most that was so far."""
+        return self._card.room()
+
+    def stream(self, stream: Any) -> int:
+        """The number of a stream, or of whatever else does work in an order of its own."""
+        return self._streams.setdefault(stream, len(self._streams))
+
+    def streams(self) -> list[int]:
+        """The numbers of all of them."""
+        return list(self._streams.values())
+
+    def used(self, tensor: torch.Tensor, stream: int) -> None:
+        """`record_stream`: once freed, the tensor's block waits for what this stream has to do until then."""
+        number = self._card.number(tensor)
+        if number is not None and self.trace.streams[number] != stream:
+            self.note("use", number, stream)
+
+    def _collective(self, args: Any, tensors: list[torch.Tensor]) -> None:
+        """NCCL has a stream for each group of ranks. It waits for the current one, which goes on when it is told to."""
+        if not self.noting:
+            return
+        group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
+        name = None if group is None else torch.distributed.ProcessGroup.unbox(group).group_name
+        current, nccl = self.stream(torch.cpu.current_stream()), self.stream(("nccl", name))
+        self.note("wait", nccl, current)
+        for tensor in tensors:
+            self.used(tensor, nccl)
+        self.note("wait", current, nccl)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        for state in optimizer.state.values():
+            self.know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
+        for group in optimizer.param_groups:  # of half precision's master weights; the model's own count as such
+            self.know("optimizer_state", group["params"])
+            self.know("gradients", [p.grad for p in group["params"] if p.grad is not None])
+
+    def _handle(self, through_lt: bool) -> None:
+        """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good; so does the
+        one of cuBLASLt, where that is apart."""
+        backward = cuda_allocations.in_backward()
+        wanted = [(False, self._workspace)] + [(True, cuda_allocations.LT_WORKSPACE)] * through_lt
+        for lt, size in wanted:
+            if (backward, lt) not in self._handles:
+                self._handles.add((backward, lt))
+                self._card.known[WORKSPACES].add(self._card.allocate(size))
+
+    def _note_request(self) -> None:
+        operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
+        maker = self._origins.maker(operator)
+        self.trace.origins.append(self._maker(maker))
+        self.trace.streams.append(self.stream(torch.cpu.current_stream()))
+
+    def _maker(self, maker: Maker) -> int:
+        return self._makers.setdefault(maker, len(self._makers))
+
+    def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return
+        if self.known is not None and tensor.device.type != "meta":
+            storage = tensor.untyped_storage()
+            if not any(storage._cdata in book.numbers for book in (self._card, self._aside)):
+                (self._aside if self._made_on_host(inputs) else self._card).hold(storage)
+        elif tensor.device.type != "meta":
+            self._card.hold(tensor.untyped_storage())
+        elif fake_placement.current_placement() in ("pageable", "pinned") or (
+            fake_placement.current_placement() is None and any(map(self.holds, inputs))
+        ):
+            self._host.hold(tensor.untyped_storage())
+
+    def _as_fake(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
+
+    def _made_on_host(self, inputs: list[torch.Tensor]) -> bool:
+        if self._placing is not None:
+            return self._placing == "host"
+        fakes = [tensor for tensor in inputs if isinstance(tensor, FakeTensor)]
+        return bool(fakes) and all(map(self.on_host, fakes))
+
+    def on_host(self, tensor: torch.Tensor) -> bool:
+        """Whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
+        return self._aside.number(tensor) is not None
+
+    @contextlib.contextmanager
+    def placing(self, place: Place) -> Iterator[None]:
+        """What a script makes inside is in this memory."""
+        before, self._placing = self._placing, place
+        try:
+            yield
+        finally:
+            self._placing = before
+
+    def live(self) -> int:
+        """Bytes that are allocated on the card now, unrounded."""
+        return sum(self.trace.sizes[number] for number in self._card.numbers.values())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it has memory, here or on the host."""
+        return any(book.number(tensor) is not None for book in self._books)
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
+        self._operator = "Storage.resize_"
+        book = self._host if storage._cdata in self._host.numbers else self._card
+        if storage._cdata in book.numbers:
+            book.release(storage._cdata)
+        book.hold(storage)
+        number = book.numbers.get(storage._cdata)
+        if number is not None:
+            book.known["communication"].add(number)
+
+
+def active() -> Tracer | None:
+    """The tracer that records at this moment, if one does."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Tracer)), None)
+
+
+def _known_as(operator: Any) -> str:
+    """As people write it: aten.mm, whichever overload."""
+    return "" if operator is None else str(operator.overloadpacket)
+
+
+def _framework_asks() -> bool:
+    """Whether the code of one of `FRAMEWORKS` wants a value, not the model's or the user's."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = f"{frame.f_globals.get('__name__')}."
+        if module.startswith(FRAMEWORKS):
+            return True
+        if not module.startswith(("torch.", "vramsweep.runners.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,174 @@
+"""The record of one memory: which storages were asked for and freed, in which order, and what each was for.
+
+Not covered: what asks for them (step_tracer.py), and where an allocator puts them (replay_trace.py).
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple
+
+import torch
+from pydantic import ConfigDict, Field
+from torch._subclasses.fake_tensor import FakeTensor
+
+from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
+from vramsweep.runners.trace.sdpa_kernels import Freed
+
+Phase = Literal["load", "forward", "backward", "optimizer"]
+CATEGORIES = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer_state",
+    "activations",
+    "communication",
+    "temporaries",
+    WORKSPACES,
+)
+HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
+Number = Annotated[int, Field(ge=0, lt=1 << 63)]  # in what is read from a file (trace_cache.py)
+AS_WRITTEN = ConfigDict(strict=True, extra="forbid")
+
+
+class Mark(NamedTuple):
+    """The end of a phase: events before `end` and after the mark before belong to it. `step` is None while loading."""
+
+    end: Number
+    step: Number | None
+    phase: Phase
+
+
+@dataclass
+class Storages:
+    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
+
+    __pydantic_config__ = AS_WRITTEN
+    sizes: list[Number] = field(default_factory=list)
+    categories: list[str] = field(default_factory=list)
+    events: list[int] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+
+
+@dataclass
+class HostStorages(Storages):
+    """Those in host memory, of `HOST_CATEGORIES`; `pinned[i]`: page-locked. What is "loading" does not outlive it."""
+
+    pinned: list[bool] = field(default_factory=list)
+
+
+class MemoryLog:
+    """Keeps the record of one memory: which storages are in it now, and what each was for."""
+
+    def __init__(self, kept: Storages, asked: Callable[[], None]) -> None:
+        self.kept = kept
+        self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
+        self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
+        self._asked = asked  # called for each new storage, to note what else is to be known of it
+        self._references: dict[int, weakref.ref[Any]] = {}
+        self._closed = False
+
+    def allocate(self, size: int) -> int:
+        """Note a request; the storage's number."""
+        number = len(self.kept.sizes)
+        self.kept.sizes.append(size)
+        self._asked()
+        self.kept.events.append(number + 1)
+        return number
+
+    def borrow(self, sizes: list[Any]) -> list[int]:
+        """Note what an operator allocates for itself and gives back (`cuda_allocations.scratch`); the storages'
+        numbers."""
+        taken: list[int] = []
+        given: list[int] = []
+        for size in sizes:
+            if isinstance(size, Freed):
+                given.append(taken[size.which])
+                self.kept.events.append(-(given[-1] + 1))
+            else:
+                taken.append(self.allocate(size.size if isinstance(size, Stepwise) else size))
+        self.kept.events += [-(number + 1) for number in reversed(taken) if number not in given]
+        return taken
+
+    def room(self) -> int:
+        """Bytes between what is there now and the most that was there so far."""
+        there = most = 0
+        for event in self.kept.events:
+            if event:
+                there += hint(self.kept.sizes[abs(event) - 1]) * (1 if event > 0 else -1)
+                most = max(most, there)
+        return most - there
+
+    def hold(self, storage: torch.UntypedStorage) -> None:
+        """Note a storage if it is new and has a size, and later its death."""
+        key = storage._cdata
+        if key in self.numbers or not storage.nbytes():
+            return
+        self.numbers[key] = self.allocate(storage.nbytes())
+        self._references[key] = weakref.ref(storage, functools.partial(self.release, key))
+
+    def release(self, key: int, _reference: Any = None) -> None:
+        """Note that the storage of this address is gone."""
+        number = self.numbers.pop(key)
+        del self._references[key]
+        if not self._closed:
+            self.kept.events.append(-(number + 1))
+
+    def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """These are of the category, as far as they are in this memory."""
+        self.known[category] |= {n for t in tensors if (n := self.number(t)) is not None}
+
+    def number(self, tensor: torch.Tensor) -> int | None:
+        """Of the storage of this rank's part of it; None if it is not in this memory."""
+        tensor = local_part(tensor)
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+            return None
+        return self.numbers.get(tensor.untyped_storage()._cdata)
+
+    def close(self) -> list[str]:
+        """Nothing dies any more. The category of each storage; an activation is made in a forward phase and outlives
+        it."""
+        self._closed = True
+        categories = ["temporaries"] * len(self.kept.sizes)
+        made: dict[int, Mark] = {}
+        start = 0
+        for mark in self.kept.marks:
+            for event in self.kept.events[start : mark.end]:
+                if event > 0:
+                    made[event - 1] = mark
+                elif event < 0:
+                    made.pop(-event - 1, None)
+            for number, origin in made.items():
+                if origin is mark and mark.phase == "forward":
+                    categories[number] = "activations"
+            start = mark.end
+        for name in ("communication", "buffers", "optimizer_state", "gradients", "parameters", WORKSPACES):
+            for number in self.known[name]:
+                categories[number] = name
+        return categories
+
+
+def hint(value: Any) -> Any:
+    """A number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
+    return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
+    part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
+    return part
+
+
+def of_host(storages: HostStorages, categories: list[str]) -> list[str]:
+    """What host memory was for: there a temporary of the first phase belongs to loading."""
+    loaded = {event for event in storages.events[: storages.marks[0].end] if event > 0} if storages.marks else set()
+
+    def of(number: int, name: str) -> str:
+        if name in HOST_CATEGORIES:
+            return name
+        return "loading" if name == "temporaries" and number + 1 in loaded else "other"
+
+    return [of(number, name) for number, name in enumerate(categories)]

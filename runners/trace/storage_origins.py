@@ -1,0 +1,130 @@
+"""Whose storage it is: the module in whose forward pass an operator runs, or whose operator a backward pass undoes.
+
+Forward, hooks on every module keep a stack of paths. A backward pass gets no hooks, which would change its graph: each
+autograd node has a sequence number, and the numbers at which modules were entered and left say whose it is. A path is
+the one in named_modules of the outermost module, without what only wraps it; the outermost module itself goes by the
+name of its class, and code outside every module by "".
+
+Not covered: what is done with it (step_tracer.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+Maker = tuple[str, str]  # the module's path, the operator
+# Classes, each with the package of its code, whose only child is the module that they stand for.
+WRAPPERS = {
+    ("torch", "DistributedDataParallel"),
+    ("torch", "FullyShardedDataParallel"),
+    ("torch", "ActivationWrapper"),
+    ("torch", "OptimizedModule"),
+    ("deepspeed", "DeepSpeedEngine"),
+    ("peft", "PeftModel"),
+    ("peft", "BaseTuner"),
+}
+OPTIMIZER = "optimizer"
+
+
+class Origins:
+    """`maker` says who asks for memory now; true inside `watch`."""
+
+    def __init__(self) -> None:
+        self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
+        self._owners: dict[int, ref[torch.nn.Module]] = {}  # by the parameter's id
+        self._stack: list[tuple[int, str, int]] = []  # the module's id, its path, the backward pass that it runs in
+        self._numbers: list[int] = [0]  # from this sequence number on,
+        self._makers: list[str] = [""]  # nodes are this module's
+        self._optimizers = 0
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[None]:
+        """Look at modules and optimizers."""
+        hooks = [
+            register_module_forward_pre_hook(lambda module, args: self._entered(module)),
+            register_module_forward_hook(lambda module, args, result: self._left(module), always_call=True),
+            register_optimizer_step_pre_hook(lambda *args: self._stepping(1)),
+            register_optimizer_step_post_hook(lambda *args: self._stepping(-1)),
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def maker(self, operator: str) -> Maker:
+        """Of a storage that this operator asks for now."""
+        task = torch._C._current_graph_task_id()
+        if self._stack and self._stack[-1][2] == task:
+            return self._stack[-1][1], operator if task == -1 else f"{operator} (recomputed)"
+        if task != -1:
+            return self._of_node(torch._C._current_autograd_node()), f"{operator} (backward)"
+        return OPTIMIZER if self._optimizers else "", operator
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Those of the modules seen so far, each with its name; where it has several, the first."""
+        seen: set[int] = set()
+        for module, path in self._paths.items():
+            for name, parameter in module.named_parameters(recurse=False):
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield f"{path}.{name}", parameter
+
+    def _of_node(self, node: Any) -> str:
+        if node is None:  # a hook between two nodes
+            return ""
+        if node.name().endswith("AccumulateGrad"):
+            owner = self._owners.get(id(node.variable), lambda: None)()
+            known = owner is not None and any(own is node.variable for own in owner.parameters(recurse=False))
+            return self._paths[owner] if owner is not None and known else ""
+        return self._makers[bisect_right(self._numbers, node._sequence_nr()) - 1]
+
+    def _entered(self, module: torch.nn.Module) -> None:
+        if module not in self._paths:
+            if self._stack:  # it is nobody's child: kept in a list, or made on the way
+                self._paths[module] = f"{self._stack[-1][1]}.{type(module).__name__}"
+            else:
+                self._paths.update(paths := _named(module))
+                self._owners |= {id(p): ref(owner) for owner in paths for p in owner.parameters(recurse=False)}
+        self._stack.append((id(module), self._paths[module], torch._C._current_graph_task_id()))
+        self._noted()
+
+    def _left(self, module: torch.nn.Module) -> None:
+        while self._stack and self._stack.pop()[0] != id(module):
+            pass  # an exception ended it before its hooks could run
+        self._noted()
+
+    def _noted(self) -> None:
+        number, path = torch._C._autograd._get_sequence_nr(), self._stack[-1][1] if self._stack else ""
+        if number == self._numbers[-1]:
+            self._makers[-1] = path
+        elif number > self._numbers[-1]:  # each thread counts for itself
+            self._numbers.append(number)
+            self._makers.append(path)
+
+    def _stepping(self, change: int) -> None:
+        self._optimizers += change
+
+
+def _named(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
+    """The paths of a module and all below it; what is wrapped has its wrapper's."""
+    found: dict[torch.nn.Module, str] = {}
+
+    def name(one: torch.nn.Module, path: str, outermost: bool) -> None:
+        if one in found:
+            return
+        found[one] = type(one).__name__ if outermost else path
+        wrapper = any((kind.__module__.partition(".")[0], kind.__name__) in WRAPPERS for kind in type(one).__mro__)
+        for child_name, child in one.named_children():
+            name(child, path if wrapper else f"{path}.{child_name}" if path else child_name, outermost and wrapper)
+
+    name(module, "", True)
+    return found

@@ -1,0 +1,74 @@
+"""The key-value cache while a model of transformers trains, and what checkpointing makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.cache_utils import DynamicLayer
+from transformers.models.gpt_bigcode.modeling_gpt_bigcode import GPTBigCodeBlock, GPTBigCodeModel
+
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure.patches import Replacement
+
+
+def left_on(trial: Trial) -> Iterator[Replacement]:
+    """The Trainer leaves it as the model's configuration has it: on, for most."""
+    original = Trainer.__init__
+
+    def init(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
+        config: Any = getattr(model, "config", None)
+        chosen = getattr(config, "use_cache", None)
+        original(self, model, *args, **kwargs)
+        if chosen is not None:
+            config.use_cache = chosen
+
+    yield Trainer, "__init__", init
+
+
+def of_references(trial: Trial) -> Iterator[Replacement]:
+    """It refers to the keys and values of a layer as they were made, where the installed one copies them."""
+
+    def update(self: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys, self.values, self.is_initialized = key, value, True
+        return key, value
+
+    yield DynamicLayer, "update", update
+
+
+def of_views(trial: Trial) -> Iterator[Replacement]:
+    """GPTBigCode's is a list of slices of what each layer's c_attn made, so it keeps the queries too: as long as the
+    model's output is kept, and with checkpointing no less than without. None where the model's configuration has no
+    cache and nobody asked for one."""
+    begin, original = GPTBigCodeModel.__init__, GPTBigCodeModel.forward
+
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, config, *args, **kwargs)
+        self._earlier_cache = config.use_cache or trial.use_cache == "on"  # before the installed Trainer sets it
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self._earlier_cache:
+            return original(self, *args, **kwargs)
+        kept: list[torch.Tensor] = []
+        hooks = [
+            block.attn.c_attn.register_forward_hook(lambda _module, _inputs, made: kept.append(made))
+            for block in self.h
+        ]
+        try:
+            found = original(self, *args, **kwargs | {"use_cache": False})
+        finally:
+            for hook in hooks:
+                hook.remove()
+        found.past_key_values = kept
+        return found
+
+    yield GPTBigCodeModel, "__init__", init
+    yield GPTBigCodeModel, "forward", forward
+
+
+def nothing_checkpointed(trial: Trial) -> Iterator[Replacement]:
+    """GPTBigCode's layers do not heed it."""
+    never = property(lambda _: False, lambda _, asked: None)
+    yield GPTBigCodeBlock, "gradient_checkpointing", never

@@ -1,0 +1,5 @@
+"""The child process: spec in, ranks forked, result out; and servers that answer many questions in one process.
+
+In: a folder with a spec. Out: a result file in it.
+It must not outlive its parent.
+"""

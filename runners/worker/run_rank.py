@@ -1,0 +1,153 @@
+"""One rank of one attempt: device, read-back of the allocator's settings, the runner, and the columns it yields; or the
+trial predicted."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.errors import EnvironmentFault
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.process.worker_files import STEPS
+from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure import model_description
+from vramsweep.runners.measure.rank_instruments import Gauges
+from vramsweep.runners.measure.step_meter import Meter, meter_spec
+from vramsweep.runners.model import apply_techniques, build
+from vramsweep.runners.predict import predicted_row, trace_cache
+from vramsweep.runners.rank import oom_details, result_file
+from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
+from vramsweep.runners.rank.entry_modules import import_entry
+
+
+class AllocatorMismatch(RuntimeError):
+    """The allocator settings in force are not those that the trial asked for."""
+
+
+def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
+    """Train and measure, or predict; the columns on rank 0, None on the others.
+
+    Raises what training raises until the measured steps are over, and result.EndedEarly from then on.
+    """
+    runner = import_entry(runner_table.module(trial))
+    if trial.device.name == "simulated":
+        return predict(trial, folder, runner)
+    rank = int(os.environ.get("RANK", "0"))
+    if trial.world_size > 1:  # a forked rank's library read the variable long ago
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
+    device = _device(trial)
+    build.prepare(trial)
+
+    def publish(own: Columns) -> Columns:
+        row = over_ranks(_gathered(trial, own))
+        if told:
+            row["notes"] = [*(row.get("notes") or ()), *told]
+        if rank == 0:
+            result_file.values(folder, row | about, complete=False)
+        if trial.world_size > 1:
+            torch.distributed.barrier()  # no rank goes on, and perhaps fails, before the result is there
+        return row
+
+    gauges = Gauges(device)
+    if trial.protocol.job:
+        gauges.begin_job(counted=trial.compile == "none")
+    meter = Meter(meter_spec(trial), folder, gauges, rank, publish)
+    effective, told = effective_allocator(trial) if device.type == "cuda" else (None, [])
+    about = {
+        "environment": worker_environment.recorded_variables(os.environ),
+        "allocator_conf_effective": effective,
+        "cuda_version": torch.version.cuda,
+        "torch_version": torch.__version__,
+        "cpu_threads": torch.get_num_threads(),
+        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+    }
+    try:
+        with apply_techniques.around(trial, device):
+            runner.run(trial, device, meter, folder)
+        meter.gauges.synchronize()
+        if trial.world_size > 1:
+            torch.distributed.barrier()  # a rank that is gone takes along what collectives of others still wait for
+    except Exception as error:
+        if meter.row is None:
+            full = oom_details.oom_columns(error)
+            if full:
+                meter.stopped(oom_details.phase(error))
+            error.columns = about | meter.seen() | full  # type: ignore[attr-defined] # others may be why memory ran out
+            error.card_memory = oom_details.card_memory(device)  # type: ignore[attr-defined]
+            raise
+        text = meter.failed(error)
+        if trial.world_size > 1:
+            text = f"rank {rank}: {text}"
+        if rank == 0:
+            result_file.values(folder, meter.columns() | about, complete=False)
+        raise result_file.EndedEarly(text) from error
+    columns = meter.columns()
+    return columns | about if rank == 0 else None
+
+
+def _device(trial: Trial) -> torch.device:
+    """The rank's device, not touched yet: the meter first reads what is in use there."""
+    if trial.device.name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise EnvironmentFault("torch sees no CUDA device; `vramsweep doctor` tells more, or use device=cpu")
+    rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if rank >= visible > 0:
+        raise InvalidTrial(f"world_size {trial.world_size} needs as many GPUs, and torch sees {visible} here; lower it")
+    return torch.device("cuda", rank)
+
+
+def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
+    """The settings that took effect, canonical, as torch reports them, and notes: what it does not report, what of them
+    does nothing.
+
+    Raises AllocatorMismatch where a reported one is not what the trial asks for.
+    """
+    torch.cuda.init()
+    told = model_description.allocator()
+    asked_for = allocator_config.parse(trial.allocator.conf)
+    found = allocator_config.read_back(asked_for, told["backend"], told["allocator_settings"])
+    if found.mismatch:
+        raise AllocatorMismatch(found.mismatch)
+    return found.effective, found.notes
+
+
+def _gathered(trial: Trial, own: Columns) -> list[Columns]:
+    """The columns of every rank."""
+    if trial.world_size == 1:
+        return [own]
+    every: list[Any] = [None] * trial.world_size
+    torch.distributed.all_gather_object(every, own)
+    return every
+
+
+def predict(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
+    """Predict the trial's memory and estimate its speed, whether its samples' lengths vary or not; the row's columns.
+
+    Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
+    memory is full before that, InvalidTrial for a step that cannot be traced.
+    """
+    if length_distribution.has_varying_lengths(trial):
+        from vramsweep.runners.symbolic import varying_lengths  # not in every fork server: it brings scipy, and threads
+
+        predicted = varying_lengths.run(trial, folder)
+    else:
+        trace, details = trace_cache.load_or_trace(
+            trial, trial.device.card, folder, runner, folder.parents[2] / "traces"
+        )
+        predicted = predicted_row.predict(trial, trace, details)
+    # as a worker leaves its steps: the last phase of the replay is where memory ran out
+    lines = [json.dumps(predicted_row.record(*phase)) for phase in predicted.phases]
+    (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
+    if predicted.error is not None:
+        raise predicted.error
+    return predicted.columns

@@ -1,0 +1,153 @@
+"""The warm way: a process that has imported everything, never touches the GPU, and forks a worker for each request.
+
+Requests come by a socket, each with a pipe for what is told of its worker (the messages:
+harness/process/fork_server.py). It runs no tensor operation: a process that has started OpenMP's threads cannot be
+forked safely, and one that has initialised CUDA cannot be forked at all, so before the first request it says whether
+its imports did (cuda_driver.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import json
+import os
+import select
+import socket
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.machine import machine
+from vramsweep.harness.process.worker_files import LOGS, LONGEST_MESSAGE
+from vramsweep.runners.measure import cuda_driver
+from vramsweep.runners.measure.patches import Replacement, patched
+from vramsweep.runners.rank import process_end
+from vramsweep.runners.worker import worker
+
+
+def main(runner: str, requests: int, replies: int, parent: int) -> None:
+    """Serve until the parent closes its end of the socket of requests, or dies."""
+    process_end.die_with_parent(parent)
+    for descriptor in (requests, replies):  # what the imports start must not hold them open
+        os.set_inheritable(descriptor, False)
+    with _asked_without_cuda():
+        worker.preload(runner)
+    gc.collect()
+    gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
+    _say(replies, "ready", unclean=cuda_driver.unclean())
+    os.close(replies)
+    with socket.socket(fileno=requests) as asked:
+        _serve(asked)
+
+
+def _serve(asked: socket.socket) -> None:
+    """Fork workers as they are asked for, and tell of their ends; any number may run at a time."""
+    own = os.getpid()
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe that is told of it
+    poll = select.poll()
+    poll.register(asked, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready in running:
+                poll.unregister(ready)
+                pid, pipe = running.pop(ready)
+                _, status = os.waitpid(pid, 0)
+                _say(pipe, "ended", status=status)
+                os.close(pipe)
+                os.close(ready)
+                continue
+            request, pipes, _, _ = socket.recv_fds(asked, LONGEST_MESSAGE, 1)
+            if not request:
+                return
+            (pipe,) = pipes
+            os.set_inheritable(pipe, False)
+            if _given_up(pipe):
+                os.close(pipe)
+                continue
+            try:
+                pid = os.fork()
+            except OSError as error:
+                _say(pipe, "refused", why=str(error))
+                os.close(pipe)
+                continue
+            if pid == 0:
+                asked.close()
+                for descriptor in (pipe, *running, *(other for _, other in running.values())):
+                    os.close(descriptor)
+                _become_worker(own, **json.loads(request))
+            descriptor = os.pidfd_open(pid)
+            running[descriptor] = pid, pipe
+            poll.register(descriptor, select.POLLIN)
+            _say(pipe, "forked", pid=pid)
+
+
+@contextlib.contextmanager
+def _asked_without_cuda() -> Iterator[None]:
+    """NVML says what a card's compute capability is: torch would initialise CUDA to tell.
+
+    bitsandbytes asks while it is imported (cuda_specs.py), which transformers.Trainer does by way of peft; so does
+    torchao (prototype/mx_formats/kernels.py, by torch.utils._triton.has_triton), which transformers' models import.
+    """
+    try:
+        import torch
+    except ModuleNotFoundError:  # its workers will say so
+        yield
+        return
+    known = [card.capability for card in machine.visible_gpus(os.environ)]
+
+    def capability(device: Any) -> tuple[int, int] | None:
+        """None where it is not known. Without a device it is the current one's, the first: nobody chose another yet."""
+        index = device if isinstance(device, int) else getattr(device, "idx", getattr(device, "index", None))
+        index = 0 if device is None else index
+        return known[index] if isinstance(index, int) and 0 <= index < len(known) else None
+
+    ask = torch.cuda.get_device_capability
+    replaced: list[Replacement] = [
+        (torch.cuda, "get_device_capability", lambda device=None: capability(device) or ask(device))
+    ]
+    if importlib.util.find_spec("torchao") is not None:
+        from torch._dynamo.device_interface import CudaInterface
+
+        properties = CudaInterface.Worker.get_device_properties
+
+        def asked(device: Any = None) -> Any:
+            found = capability(torch.device(device) if isinstance(device, str) else device)
+            return properties(device) if found is None else types.SimpleNamespace(major=found[0], minor=found[1])
+
+        replaced.append((CudaInterface.Worker, "get_device_properties", staticmethod(asked)))
+    with patched(replaced):
+        yield
+
+
+def _given_up(pipe: int) -> bool:
+    """Whether nobody reads any more what would be told of a worker."""
+    poll = select.poll()
+    poll.register(pipe, 0)
+    return bool(poll.poll(0))
+
+
+def _say(pipe: int, event: str, **more: object) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the launcher does not wait for it any more
+        os.write(pipe, json.dumps({"event": event, **more}).encode() + b"\n")
+
+
+def _become_worker(parent: int, attempt: str, environ: dict[str, str]) -> None:
+    status = 1
+    try:
+        os.environ.update(environ)
+        for name, descriptor in zip(LOGS, (1, 2), strict=True):
+            log = os.open(Path(attempt) / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(log, descriptor)
+            os.close(log)
+        os.setsid()
+        status = worker.main(Path(attempt), parent)
+    finally:
+        process_end.exit_now(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:5]))

@@ -1,0 +1,157 @@
+"""Figures of rows whose parts are known, and what all figures promise: of which rows, from where on, on which axis."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import synthetic
+
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.figures import figure_table, layout
+from vramsweep.analysis.figures.allocators import compared
+from vramsweep.analysis.figures.composition import OF_PEAK, composition
+from vramsweep.analysis.figures.memory import by_length
+from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.figures.steps import steps
+from vramsweep.analysis.figures.style import View
+from vramsweep.analysis.model.fit import fit_table
+from vramsweep.analysis.report.content import collect
+from vramsweep.harness.rows.schema import Row
+
+pytestmark = pytest.mark.deterministic
+
+GIB = 2**30
+LENGTHS = (512, 1024, 2048, 4096)
+NOT_TIMED = dict.fromkeys(("tokens_per_s", "step_times_s", "step_median_s", "step_iqr_s", "mfu", "gpu_name"))
+
+
+def predicted(**over: Any) -> list[Row]:
+    """Simulated rows for an L4 that know their parts."""
+    made = synthetic.sweep(device="simulated", simulated_gpu="l4-24gb", **({"lengths": LENGTHS, "repeats": 1} | over))
+    for row in made:
+        row.update(NOT_TIMED)
+        if row["outcome"] == "ok":
+            parts = dict.fromkeys(OF_PEAK, 0) | {"parameters": GIB, "optimizer_state": GIB}
+            parts |= {"activations": row["peak_allocated_bytes"] - 2 * GIB}
+            row.update({OF_PEAK[part]: size for part, size in parts.items()})
+    return made
+
+
+def view(rows: list[Row], **over: Any) -> View:
+    table = synthetic.table(rows)
+    return View(table, groups(table), **over)
+
+
+def seen(figure: Figure, **what: Any) -> list[Any]:
+    """The traces that are there before anybody chose."""
+    return [
+        trace
+        for trace in figure.plot.data
+        if trace.visible is not False and all(getattr(trace, key) == value for key, value in what.items())
+    ]
+
+
+def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
+    rows = predicted(batches=(1,), allocators=("default",))
+    (figure,) = composition(view(rows, predicted=True))
+    areas = [trace for trace in seen(figure) if trace.stackgroup]
+    assert [area.name for area in areas] == ["weights", "optimizer state", "activations", "reserved beyond"]
+    assert list(areas[0].x) == list(LENGTHS)
+    total = sum(np.asarray(area.y, dtype=float) for area in areas) * GIB
+    assert np.allclose(total, [row["peak_reserved_bytes"] for row in rows])
+    assert "backward from 1,024 on (strip)" in figure.caption
+
+
+def test_one_configuration_is_shown_and_the_others_wait_to_be_chosen() -> None:
+    known = view(predicted(batches=(1, 2)), predicted=True)
+    first = known.groups[2]
+    (figure,) = composition(View(known.table, [first, *known.groups[:2]], predicted=True))
+    shown, every = ({json.dumps(t.meta["settings"]) for t in some if t.stackgroup}
+                    for some in (seen(figure), figure.plot.data))  # fmt: skip
+    assert shown == {json.dumps({key: str(value) for key, value in first.settings.items()})} and len(every) == 3
+    assert f"Of {first.label}, one of 3 configurations." in figure.caption
+
+
+@pytest.mark.slow
+def test_measured_peaks_are_points_over_the_predicted_stack() -> None:
+    simulated = predicted(batches=(1,), allocators=("default",))
+    ran = synthetic.curve(LENGTHS, repeats=2, gpu_name="NVIDIA L4", flags=[])
+    table = from_frame(pd.DataFrame([*simulated, *ran]), "test")
+    content = collect(table)
+    figure = content.figures[0]  # the main one, though more rows were measured
+    assert figure.name.startswith("composition")
+    points = {trace.name: trace for trace in figure.plot.data if str(trace.name).startswith("measured")}
+    for name in ("allocated", "reserved"):
+        drawn = points[f"measured {name}"]
+        assert sorted(np.asarray(drawn.y, dtype=float) * GIB) == sorted(row[f"peak_{name}_bytes"] for row in ran)
+    assert "Points: 8 measured rows" in figure.caption
+    assert figure.source.startswith("Measured and predicted on")
+    tile = content.card.dominates
+    assert tile.basis == "predicted" and tile.value.startswith("Activations") and "measured are" in tile.about
+
+
+def test_without_parts_nothing_is_divided_and_the_phases_lead() -> None:
+    rows = synthetic.curve(LENGTHS)
+    known = view(rows)
+    assert composition(known, Beside(known.table)) == []
+    assert figure_table.draw([("measured", known)])[0].name == "memory_by_phase"
+
+
+@pytest.mark.slow
+def test_a_card_s_limit_is_a_line_and_what_ran_out_of_memory_crosses_on_it() -> None:
+    rows = predicted(batches=(4,), allocators=("default",), lengths=(512, 1024, 2048, 3072, 4096))
+    (figure,) = composition(view(rows, predicted=True))
+    (cross,) = seen(figure, name="out of memory")
+    assert list(cross.x) == [4096]
+    names = [note.text for note in figure.plot.layout.annotations if note.name == "limit"]
+    assert "l4-24gb" in names
+
+    table = synthetic.table(rows)
+    found = groups(table)
+    (figure,) = by_length(View(table, found, fits=fit_table(table, found=found)[0], predicted=True))
+    (cross,) = seen(figure, name="out of memory")
+    assert list(cross.x) == [4096] and "Crosses: 1 ran out of memory, the shortest at 4,096 tokens." in figure.caption
+    strip = [trace for trace in seen(figure, yaxis="y2") if trace.mode == "markers"]
+    assert strip and figure.plot.layout.yaxis2.tickvals[1] == 0  # residuals, around zero
+
+
+def test_allocators_stand_on_zero_and_the_default_first() -> None:
+    known = view(synthetic.sweep(LENGTHS, (1,), repeats=1))
+    last_first = sorted(known.groups, key=lambda group: group.settings["allocator"] == "default")
+    (figure,) = compared(View(known.table, last_first))
+    bars = [trace for trace in figure.plot.data if trace.base is None]
+    assert [bar.name for bar in bars] == ["default", "expandable"]
+    assert figure.plot.layout.yaxis.rangemode == "tozero"
+    assert figure.caption.startswith("Against default: expandable reserves ")
+    marks = [trace for trace in figure.plot.data if trace.base is not None]
+    for mark, bar in zip(marks, bars, strict=True):
+        top = np.asarray(mark.base, dtype=float) + np.asarray(mark.y, dtype=float)
+        assert mark.offsetgroup == bar.offsetgroup and (top < np.asarray(bar.y, dtype=float)).all()
+
+
+@pytest.mark.parametrize(("measured", "drawn"), [(4, False), (5, True)])
+def test_a_plateau_is_seen_from_five_steps_on(measured: int, drawn: bool) -> None:
+    rows = synthetic.curve(LENGTHS)
+    for row in rows:
+        row["step_peak_reserved_bytes"] = (row["step_peak_reserved_bytes"] or [])[:measured]
+    assert ("plateau" in [figure.name for figure in steps(view(rows))]) is drawn
+
+
+@pytest.mark.slow
+def test_every_figure_says_what_it_is_of_wherever_it_stands() -> None:
+    rows = [*predicted(batches=(1, 2)), *synthetic.sweep(LENGTHS, (1, 2), repeats=1, gpu_name="NVIDIA L4")]
+    for figure in collect(synthetic.table(rows)).figures:
+        assert " rows" in figure.source and "torch 0.0" in figure.source, figure.name
+        json.dumps(layout.on_phone(figure))  # plain data, for the page
+        for alone in (layout.page(figure), layout.column(figure)):
+            small = [note for note in alone.layout.annotations if note.name == "source"]
+            told = " ".join(str(small[0].text).replace("<br>", " ").split())
+            assert told == " ".join(figure.source.split()), figure.name
+            words = "".join(str(alone.layout.title.text).replace("<br>", "").split())
+            assert "".join(figure.title.replace("&", "&amp;").split()) in words, figure.name

@@ -1,0 +1,221 @@
+"""The folder for a paper: tables that a real LaTeX sets, figures whose words are all on the page, and again from it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+from conftest import Cli
+
+from vramsweep.analysis.cli import main
+from vramsweep.analysis.data import markup
+from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.report import latex, requirements_file
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
+EVIL = r"[5] * 50 % & $x$_\input{y} #1 {~^} 语言"
+
+
+def needs(program: str) -> str:
+    found = shutil.which(program)
+    if found is None:
+        pytest.skip(f"{NEEDS[program]} is not here")
+    return found
+
+
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A paper of measured and predicted rows, with a name that other languages read."""
+    lengths = (128, 256, 512, 1024, 2048)
+    predicted = {"simulated_gpu": "l4-24gb", "gpu_name": None, "unproven": ["adapter=lora"]}
+    rows = [
+        *synthetic.sweep(lengths, (1, 2)),
+        *synthetic.sweep(lengths, (1,), allocators=(EVIL,), flags=["wide_spread"]),
+        *synthetic.sweep(lengths, (1,), device="simulated", **predicted),
+    ]
+    for number, row in enumerate(rows):
+        row["trial_id"] = f"{row['trial_id']}-{number}"
+    folder = synthetic.write(tmp_path_factory.mktemp("paper") / "sweep", rows)
+    assert main(["paper", str(folder)]) == 0
+    return folder / "paper"
+
+
+def compiled(folder: Path, name: str) -> str:
+    """The log of LaTeX's second run."""
+    line = [needs("pdflatex"), "-interaction=nonstopmode", "-halt-on-error", "-no-shell-escape", name]
+    for _ in range(2):
+        done = subprocess.run(line, cwd=folder, capture_output=True, encoding="utf-8", errors="replace", check=False)
+        assert done.returncode == 0, done.stdout[-2000:]
+    return (folder / Path(name).with_suffix(".log")).read_text(encoding="utf-8", errors="replace")
+
+
+def complaints(log: str) -> list[str]:
+    return [line for line in log.splitlines() if re.search(r"Overfull|undefined|multiply|^!", line)]
+
+
+@pytest.mark.slow
+def test_a_real_latex_sets_every_table_and_figure_and_nothing_sticks_out(paper: Path) -> None:
+    example = (paper / "example.tex").read_text()
+    tables = [f"tables/{file.stem}" for file in (paper / "tables").glob("*.tex")]
+    figures = [f"figures/{file.stem}" for file in (paper / "figures").glob("*.csv" if CHROMIUM else "*.tex")]
+    assert len(tables) >= 8
+    assert set(re.findall(r"\\input\{\\vramsweeppath/((?:tables|figures)/.*?)\}", example)) == {*tables, *figures}
+    assert complaints(compiled(paper, "example.tex")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here to draw figures")
+def test_every_word_of_a_figure_is_on_its_page_and_its_small_print_says_what_it_is_of(paper: Path) -> None:
+    figures = sorted((paper / "figures").glob("*.pdf"))
+    assert len(figures) >= 8
+    for figure in figures:
+        made = subprocess.run([needs("pdftotext"), "-bbox", figure, "-"], capture_output=True, text=True, check=True)
+        page = re.search(r'<page width="([\d.]+)" height="([\d.]+)">', made.stdout)
+        assert page is not None and float(page[1]) == pytest.approx(3.5 * 72, abs=0.1)
+        pattern = r'xMin="(.*?)" yMin="(.*?)" xMax="(.*?)" yMax="(.*?)">(.*?)<'
+        found = re.findall(pattern, made.stdout)
+        words = [(float(x0), float(y0), float(x1), float(y1), word) for x0, y0, x1, y1, word in found]
+        right, bottom = float(page[1]) + 0.5, float(page[2]) + 1
+        assert [one for one in words if one[0] < 0 or one[1] < -1 or one[2] > right or one[3] > bottom] == [], figure
+        assert overlapping(words) == [], figure.name
+        text = " ".join(word for *_, word in words)
+        assert re.search(r"(Measured|Predicted|Measured and predicted) (on|for) .* · torch 0.0 · .* rows?\b", text)
+
+
+def overlapping(words: Sequence[tuple[float, float, float, float, str]]) -> list[str]:
+    """Pairs of words (left, top, right, bottom in points, text) that cover each other by more than their edges."""
+    found = []
+    for one, other in itertools.combinations(words, 2):
+        across = min(one[2], other[2]) - max(one[0], other[0])
+        down = min(one[3], other[3]) - max(one[1], other[1])
+        if across > 1.5 and down > 0.35 * min(one[3] - one[1], other[3] - other[1]):
+            found.append(f"{one[4]} and {other[4]}")
+    return found
+
+
+@pytest.mark.slow
+def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_say_so(tmp_path: Path) -> None:
+    long = "a_name_that_has_no_end/" * 3
+    wide = pd.DataFrame({f"column {n}": [long, "x" * 60] for n in range(9)})
+    lines = [(f"{EVIL} {n}", f"{n * 1.5:,.1f}", f"{n * 1000:,} ± {n + 1}", f"{n} to {n * 12345:,}") for n in range(90)]
+    numbers = pd.DataFrame(lines, columns=["name", "size (GiB)", "speed", "range"])
+    numbers.loc[89, "range"] = "–"
+    numbers["mixed"] = ["–", "1 GiB", *["2 MiB"] * 88]
+    made = {}
+    for name, frame in (("wide", wide), ("numbers", numbers)):
+        table = latex.Table(name, f"{name} {EVIL}", tuple(latex.columns(frame)))
+        made[name] = latex.latex(table, f"tab:{name}")
+        (tmp_path / f"{name}.tex").write_text(made[name], encoding="utf-8")
+    assert "Left out for want of room, and in wide.csv: column" in made["wide"]
+    assert "more lines are in numbers.csv" in made["numbers"]
+    assert r"(\unit{\gibi\byte})" in made["numbers"] and "88000 +- 89" not in made["numbers"]
+    example = latex.render("example.tex.j2", prefix="x", tables=[], figures=[], methods="")
+    own = example.replace(r"\input{\vramsweeppath/methods}", r"\input{wide}\input{numbers}")
+    (tmp_path / "own.tex").write_text(own, encoding="utf-8")
+    assert complaints(compiled(tmp_path, "own.tex")) == []
+
+
+def test_tables_escape_what_their_language_reads() -> None:
+    frame = pd.DataFrame({"name": ["a_b & 50 % | x"], "GiB": ["1.5"]})
+    assert r"a\_b \& 50 \% \textbar{} x & 1.5 \\" in latex.latex(latex.Table("t", "", (*latex.columns(frame),)), "t")
+    assert r"a_b & 50 % \| x | 1.5" in markup.markdown(frame)
+    assert "---:" in markup.markdown(frame)
+
+
+@pytest.mark.parametrize(
+    ("cells", "unit", "kind", "made"),
+    [
+        (["1,024", "–", "-3.5"], "", "numbers", ("1024", "–", "-3.5")),
+        (["1.5 GiB", "20.25 GiB"], "GiB", "numbers", ("1.5", "20.25")),
+        (["12 ± 3", "–"], "", "numbers", ("12 +- 3", "–")),
+        (["1 to 2,000"], "", "text", ("1 to 2,000",)),
+        (["1 GiB", "2 MiB"], "", "text", ("1 GiB", "2 MiB")),
+        (["12 ran", "x"], "", "text", ("12 ran", "x")),
+    ],
+)
+def test_a_column_of_numbers_in_one_unit_is_set_as_numbers(
+    cells: list[str], unit: str, kind: str, made: tuple[str, ...]
+) -> None:
+    (found,) = latex.columns(pd.DataFrame({"size": cells}))
+    assert (found.unit, found.kind, found.cells) == (unit, kind, made)
+
+
+@pytest.mark.slow
+def test_the_folder_is_made_again_byte_for_byte_and_digests_tell_what_differs(
+    paper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(paper, moved)
+    monkeypatch.chdir(moved)
+    monkeypatch.setenv("BROWSER_PATH", "none")
+    cli.run(*json.loads((moved / "environment.json").read_text())["command"], "--out", "again")
+    assert (moved / "again" / "SHA256SUMS").read_text() == (paper / "SHA256SUMS").read_text()
+    tables = {str(file.relative_to(paper)) for file in (paper / "tables").iterdir()}
+    figures = {str(file.relative_to(paper)) for file in (paper / "figures").glob("*.csv")}
+    named = {line.split(maxsplit=1)[1] for line in (paper / "SHA256SUMS").read_text().splitlines()}
+    assert {*tables, *figures, "methods.tex", "rows/journal.jsonl"} <= named
+
+    def check() -> tuple[int, str]:
+        done = subprocess.run(
+            ["sha256sum", "--check", "--quiet", "SHA256SUMS"], capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stdout
+
+    assert check() == (0, "")
+    (moved / "tables" / "fits_predicted.md").write_text("| other |\n")
+    assert check() == (1, "tables/fits_predicted.md: FAILED\n")
+
+
+@pytest.mark.slow
+def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
+    predicted = (paper / "tables" / "settings_predicted.tex").read_text()
+    assert r"Predicted, not measured, for l4-24gb" in predicted and "unproven: adapter=lora" in predicted
+    measured = next((paper / "tables").glob("settings_measured*.tex")).read_text()
+    assert "Measured on" in measured and "flagged: wide spread" in measured and r"\toprule" in measured
+    assert "Unproven, as no card has been seen to run it as predicted: adapter=lora." in (
+        paper / "methods.txt"
+    ).read_text(encoding="utf-8")
+    assert json.loads((paper / "environment.json").read_text())["coverage"]["ok"] > 40
+    readme = (paper / "README.md").read_text(encoding="utf-8")
+    for file in (paper / "tables").glob("*.tex"):
+        assert f"`tables/{file.name}`" in readme
+
+
+@pytest.mark.slow
+def test_what_is_the_users_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    monkeypatch.setenv("BROWSER_PATH", "none")
+    rows = synthetic.write(tmp_path / "sweep", synthetic.curve((128,)))
+    mine = {name: tmp_path / "out" / name for name in ("README.md", "figures/own.pdf", "tables/own.tex", "rows/own")}
+    for file in mine.values():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    for verb in ("paper", "report"):
+        said = cli.refuse(verb, rows, "--out", tmp_path / "out")
+        assert re.search("holds README.md, figures, rows and 1 more, and no list .*\n.*--out", said)
+    shutil.move(tmp_path / "out", tmp_path / "before")
+    for _ in range(2):
+        cli.run("paper", rows, "--out", tmp_path / "out")
+        shutil.copytree(tmp_path / "before", tmp_path / "out", dirs_exist_ok=True)
+    assert all(file.read_text() == "mine" for file in mine.values())
+    assert (tmp_path / "out" / "README.md.kept").read_text() == "mine"
+    cli.run("report", rows, "--images", "none")
+    (rows / "report.html").write_text("mine")
+    cli.run("report", rows / "rows.csv", "--images", "none")  # beside the rows that it reads
+    assert (rows / "report.html.kept").read_text() == "mine"
+
+
+def test_a_version_that_is_none_is_no_line_that_pip_reads() -> None:
+    rows = synthetic.sweep((128,), (1,), repeats=1, torch_version="2.4.0\n--index-url=http://evil.example", seed=1)
+    text = requirements_file.text(from_frame(pd.DataFrame(rows), "x").frame)
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert lines and all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!_-]+", line) for line in lines)
+    assert not any(line.startswith("torch==") for line in lines)

@@ -1,0 +1,188 @@
+"""What findings and figures say of reserve at the peak, of allocators along length, of misses and of open intervals."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import numpy as np
+import pytest
+import synthetic
+
+from vramsweep.analysis.data.groups import groups
+from vramsweep.analysis.figures.frontier import frontier_chart
+from vramsweep.analysis.figures.line_chart import unallocated
+from vramsweep.analysis.figures.memory import by_length
+from vramsweep.analysis.figures.style import View, names
+from vramsweep.analysis.figures.throughput import throughput
+from vramsweep.analysis.figures.tradeoffs import pareto
+from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model.fit import Fit, Prediction, fit_table
+from vramsweep.analysis.model.memory_frontier import frontier
+from vramsweep.analysis.report import findings
+from vramsweep.harness.rows.schema import Row
+
+pytestmark = [pytest.mark.slow, pytest.mark.deterministic]
+
+
+def known(made: list[Row]) -> View:
+    table = synthetic.table(made)
+    found = groups(table)
+    fits = fit_table(table, found=found)[0]
+    return View(table, found, fits=fits, limits=frontier(table, fits=fits, found=found))
+
+
+def finding(made: list[Row], start: str) -> str:
+    table = synthetic.table(made)
+    return next(text for text in findings.findings(table, groups(table), []) if text.startswith(start))
+
+
+def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps() -> None:
+    said = finding(synthetic.sweep(batches=(1, 2), lengths=(1024, 2048, 4096), repeats=1), "Most reserved")
+    assert said == (  # peak 13.44 GiB, of which 15 % and 128 MiB more are reserved; 3 GiB stay between steps
+        "Most reserved beyond allocated at the peak: 2.14 GiB, 14 % of reserved, at 4,096 tokens, batch 2 (default), "
+        "in the backward phase. Between steps, when activations are freed, 12.58 GiB are cached."
+    )
+
+
+def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said() -> None:
+    made = synthetic.sweep(batches=(1,), allocators=("default",), foreign="somewhere", peak_allocated_bytes=None)
+    made = [{**row, "reserved_unallocated_bytes": None, "backward_peak_allocated_bytes": None} for row in made]
+    said = finding(made, "Most reserved")
+    assert said.startswith("Most reserved beyond active (allocated is not known) at the peak: 2.1")
+    assert "Between steps" not in said
+    (figure,) = unallocated(known(made))
+    assert figure.name == "reserved_unallocated"
+    assert "Allocated is not known of these rows: active stands in for it." in figure.caption
+    assert figure.plot.layout.yaxis.title.text == "reserved − active (GiB)"
+
+
+def test_a_resident_set_is_no_reserve() -> None:
+    made = synthetic.sweep(batches=(1,), device="cpu", memory_source="cpu_tensors_and_rss")
+    view = known(made)
+    assert not [text for text in findings.findings(view.table, view.groups, []) if "Most reserved" in text]
+    assert unallocated(view) == []
+
+
+def test_the_figure_of_reserve_is_of_the_peak() -> None:
+    made = synthetic.sweep(batches=(1,), repeats=1)
+    (figure,) = unallocated(known(made))
+    of_row = {row["trial_id"]: row for row in made}
+    for _, drawn in figure.data.iterrows():
+        row = of_row[drawn["trial_id"]]
+        assert drawn["beyond_bytes"] == row["peak_reserved_bytes"] - row["peak_allocated_bytes"]
+
+
+def test_allocators_are_compared_along_length() -> None:
+    said = finding(synthetic.sweep(batches=(1,)), "Allocator expandable against default")
+    assert "peak reserved SMALLER (smaller in 10 of 10 pairs; geometric mean -11.05 %); the gap grows by " in said
+    assert "at 128 tokens to -1.75 GiB (-11.20 %) at 8,192 tokens. Its speed: SAME (" in said
+    said = finding(synthetic.sweep(batches=(1,), lengths=(128, 256)), "Allocator expandable against default")
+    assert "the gap" not in said
+    assert "(smaller in 2 of 2 pairs; geometric mean -10.93 %, -400.0 MiB)" in said
+
+
+def test_two_verdicts_that_turn_at_one_place_are_said_once() -> None:
+    made = synthetic.sweep(batches=(1,), lengths=range(64, 1025, 64), repeats=1, allocators=("default", "expandable"))
+    for row in made:
+        more = 1.1 if (row["allocator"] == "default") == (row["seq_len"] > 512) else 1.0
+        row["peak_reserved_bytes"] = int(row["peak_allocated_bytes"] * more) // 2**21 * 2**21
+    said = finding(made, "Allocator expandable against default")
+    assert said.count("512 and 576") == 1
+    assert "SMALLER from about 576 tokens on" in said
+
+
+def test_no_speed_no_verdict_on_it() -> None:
+    made = synthetic.sweep(batches=(1,), device="simulated", tokens_per_s=None, step_median_s=None)
+    assert "speed" not in finding(made, "Allocator")
+
+
+def test_throughput_marks_what_its_fit_misses() -> None:
+    made = synthetic.curve(range(128, 4097, 128))
+    view = known(made)
+    (figure,) = throughput(view)
+    inside = figure.data[~figure.data["outside"]]
+    assert len(inside) >= 29
+    for row in made:
+        if row["seq_len"] in (1024, 2048):
+            row |= {"step_median_s": row["step_median_s"] * 1.25, "tokens_per_s": row["tokens_per_s"] / 1.25}
+        if row["seq_len"] == 3072:
+            row |= {"step_median_s": row["step_median_s"] * 1.5, "tokens_per_s": row["tokens_per_s"] / 1.5}
+    (figure,) = throughput(replace(known(made), fits=view.fits))
+    assert set(figure.data.loc[figure.data["outside"], "seq_len"]) >= {1024, 2048, 3072}
+    number = int(figure.data["outside"].sum())
+    assert f"Open markers: {number} of 32 lie outside the fit's 95 % interval for a new run, of which about 2" in (
+        figure.caption
+    )
+    assert "% slower than fitted, at 3,072 tokens; others at 1,024, 2,048" in figure.caption
+    marks = [trace.marker.symbol for trace in figure.plot.data if trace.mode == "markers"]
+    assert marks == ["circle", "circle-open"]
+
+
+def test_captions_say_what_lines_rest_on() -> None:
+    made = synthetic.sweep(batches=(1,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192))
+    view = known(made)
+    (figure,) = by_length(view)
+    assert "which rests on the peak of each phase, over batch and length together; bands" in figure.caption
+    assert set(figure.data["rests_on"].dropna()) == {"phases"}
+    mixed = [replace(fit, basis="points") if fit.metric.limited else fit for fit in view.fits]
+    (figure,) = by_length(replace(view, fits=mixed))
+    assert "together (peak allocated), or on these points alone (peak reserved)" in figure.caption
+
+
+class _Endless(Fit):
+    """A fit whose upper end nothing bounds beyond 1,000 tokens, and is not known at all before."""
+
+    def predict(self, x: Array) -> Prediction:
+        found = super().predict(x)
+        open_ended = np.where(x > 1000, np.inf, np.nan)
+        return replace(found, high=open_ended, new_high=open_ended)
+
+
+def test_bands_without_an_end_stop_outside_the_figure() -> None:
+    view = known(synthetic.sweep(batches=(1,), allocators=("default",)))
+    fits = [_Endless(**{one.name: getattr(fit, one.name) for one in fields(Fit)}) for fit in view.fits]
+    for draw in (by_length, throughput):
+        (figure,) = draw(replace(view, fits=fits))
+        low, high = figure.plot.layout.yaxis.range
+        bands = [np.asarray(trace.y, dtype=float) for trace in figure.plot.data if trace.fill == "toself"]
+        assert bands
+        for band in bands:
+            assert np.isfinite(band).all()
+            assert band.min() >= 2 * low - high and band.max() <= 2 * high - low
+
+
+def test_a_frontier_is_solid_as_far_as_rows_ran_and_marked_beyond() -> None:
+    made = synthetic.sweep(batches=(1, 4), allocators=("default",))
+    view = known(made)
+    (figure,) = frontier_chart(view)
+    bars = [trace for trace in figure.plot.data if trace.type == "bar"]
+    ran = {row["micro_batch"]: row["seq_len"] for row in made if row["outcome"] == "ok"}  # lengths rise
+    proven = {trace.meta["settings"]["micro_batch"]: trace.x[0] for trace in bars if not trace.marker.pattern.shape}
+    assert proven["4"] == ran[4] and proven["1"] == ran[1]
+    ticks = [trace.x[0] for trace in figure.plot.data if trace.type == "scatter" and trace.mode == "markers"]
+    assert ticks and all(np.isfinite(ticks))
+    assert figure.plot.layout.xaxis.range[0] == 0
+    assert not figure.plot.layout.yaxis.title.text
+
+
+def test_a_frontier_without_an_upper_end_ends() -> None:
+    made = synthetic.sweep(batches=(1,), lengths=(1024, 1536, 2048, 3072))
+    hidden = [{key: None if "_peak_" in key and "reserved" not in key else v for key, v in r.items()} for r in made]
+    (figure,) = frontier_chart(known(hidden))
+    for trace in figure.plot.data:
+        assert np.isfinite(np.asarray(trace.x, dtype=float)).all()
+
+
+def test_groups_of_one_label_stay_apart() -> None:
+    made: list[Row] = []
+    for model, precision in (("a · b", "c"), ("a · b", "d"), ("a", "b · c")):
+        mine = synthetic.curve((512, 1024, 2048, 4096), model=model, precision=precision)
+        made += [{**row, "trial_id": f"{model}{precision}{row['trial_id']}"} for row in mine]
+    view = known(made)
+    found = view.groups
+    assert sorted(group.label for group in found) == ["a · b · c", "a · b · c", "a · b · d"]
+    assert len({group.id for group in found}) == 3
+    assert sorted(names(found)) == ["a · b · c (1)", "a · b · c (2)", "a · b · d"]
+    (trade,), (speed,) = pareto(view), throughput(view)
+    assert len(trade.data) == 3
+    assert len(speed.data) == len(made)

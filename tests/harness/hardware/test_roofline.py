@@ -1,0 +1,47 @@
+"""The roofline: each kernel takes what bounds it, and an unknown peak gives no estimate."""
+
+from __future__ import annotations
+
+import pytest
+
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.hardware.roofline import ATTENTION, LAUNCH_S, Work, estimate, total_flops
+
+H100, T4 = gpu_lookup.gpu_named("h100-80gb"), gpu_lookup.gpu_named("t4-16gb")
+
+
+def test_each_kernel_counts_for_what_bounds_it() -> None:
+    kernels = [
+        (Work("bf16", 10**12, 10**6, 1), 2),  # a large matrix product
+        (Work(f"{ATTENTION}bf16", 10**12, 10**6, 1), 5),  # fused attention over a long sequence
+        (Work(f"{ATTENTION}bf16", 10**6, 10**9, 1), 1),  # and over a short one, which moves more than it multiplies
+        (Work("", 0, 10**9, 1), 3),  # moves a gigabyte
+        (Work("", 0, 512, 1), 100),  # tiny
+        (Work("", 0, 1024, 40), 1),  # tiny, but 40 launches
+    ]
+    found = estimate(kernels, H100, tf32=False)
+    assert found is not None
+    assert found.compute_s == pytest.approx(2 * 10**12 / 989.4e12)
+    assert found.attention_s == pytest.approx(5 * 10**12 / 989.4e12)
+    assert found.memory_s == pytest.approx(4 * 10**9 / 3.35e12)
+    assert found.launch_s == pytest.approx(140 * LAUNCH_S)
+    assert found.step_s == pytest.approx(found.compute_s + found.attention_s + found.memory_s + found.launch_s)
+    assert total_flops(kernels) == 7 * 10**12 + 10**6
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu", "tf32", "peak"),
+    [
+        ("fp32", H100, False, 67e12),
+        ("fp32", H100, True, 494.7e12),
+        ("fp32", T4, True, 8.1e12),  # has no tf32: asking for it changes nothing
+        ("3xtf32", H100, False, 494.7e12 / 3),
+        (f"{ATTENTION}3xtf32", H100, False, 494.7e12 / 3),
+        ("half", T4, False, 65e12),
+        ("bf16", T4, False, None),
+        ("float8_e4m3fn", H100, False, None),
+    ],
+)
+def test_peaks_by_kind(kind: str, gpu: gpu_lookup.Gpu, tf32: bool, peak: float | None) -> None:
+    found = estimate([(Work(kind, 10**15, 1, 1), 1)], gpu, tf32)
+    assert (found and found.step_s) == (None if peak is None else pytest.approx(10**15 / peak))

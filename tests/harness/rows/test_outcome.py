@@ -1,0 +1,107 @@
+"""Evidence to outcome, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from vramsweep.harness.rows import outcome as outcomes
+from vramsweep.harness.rows.outcome import Evidence, classify, is_answer, is_same_failure, is_verdict, runs_again
+from vramsweep.harness.rows.schema import Outcome
+
+
+def failed(kind: str, message: str) -> Evidence:
+    return Evidence(exit_code=1, result={"error": {"type": kind, "message": message}})
+
+
+CASES = [
+    (Evidence(exit_code=0, result={"values": {}}), "ok", False, ""),
+    (failed("torch.OutOfMemoryError", "CUDA out of memory. Tried"), "oom", False, "Tried"),
+    (failed("vramsweep.runners.predict.predicted_row.SimulatedHostOutOfMemoryError", "few"), "host_oom", False, "few"),
+    (failed("vramsweep.harness.messages.errors.EnvironmentFault", "no device"), "environment", True, "no device"),
+    (failed("builtins.MemoryError", ""), "host_oom", False, "MemoryError"),
+    (failed("torch.AcceleratorError", "CUDA error: an illegal memory access"), "cuda_error", True, "illegal"),
+    (failed("vramsweep.harness.spec.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
+    (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
+    (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
+    (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
+    (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
+    (replace(failed("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed. "), host_oom_kills=1),
+     "host_oom", False, "by the kernel"),
+    # another rank's collective failed for it
+    (replace(failed("RuntimeError", "Connection closed by peer"), exit_code=-9, host_oom_kills=1, rank=1),
+     "host_oom", False, "rank 1 killed by the kernel"),
+    (Evidence(exit_code=-11, host_oom_kills=1), "crash", True, "SIGSEGV"),
+    (Evidence(exit_code=3), "crash", True, "exit status 3"),
+    (Evidence(exit_code=None), "crash", True, "template"),
+    (Evidence(exit_code=0), "bad_result", True, "without a result"),
+    (Evidence(exit_code=0, result_error="result.json cannot be read"), "bad_result", True, "cannot be read"),
+    (Evidence(foreign=(7, 8)), "contended", True, "pid 7, 8"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("evidence", "outcome", "again", "reason"), CASES)
+def test_evidence(evidence: Evidence, outcome: str, again: bool, reason: str) -> None:
+    kind, text = classify(evidence)
+    assert kind == outcome
+    assert outcomes.is_retryable(kind, evidence) is again
+    assert (text is None) == (outcome == "ok")
+    assert reason in (text or "")
+    assert "\n" not in (text or "")
+
+
+def test_a_result_from_a_worker_that_was_killed_afterwards_is_not_ok() -> None:
+    assert classify(Evidence(exit_code=-6, result={"values": {}}))[0] == "crash"
+
+
+def test_every_outcome_has_its_line() -> None:
+    assert sorted(kind.outcome for kind in outcomes.OUTCOMES) == sorted(Outcome)
+
+
+def test_what_answers_and_what_runs_again() -> None:
+    def names(test: object) -> str:
+        return " ".join(o for o in Outcome if test(o))  # type: ignore[operator]
+
+    assert names(is_answer) == "ok oom host_oom invalid skipped"
+    assert names(lambda o: runs_again(o, asked=False)) == "contended environment skipped"
+    assert names(lambda o: runs_again(o, asked=True)) == (
+        "timeout crash cuda_error contended invalid bad_result environment skipped"
+    )
+    assert names(lambda o: not is_verdict(o)) == "contended environment"
+
+
+def test_a_failure_is_the_same_whatever_numbers_it_names() -> None:
+    assert is_same_failure(("crash", "no room at 0x7f01 for 12 bytes"), ("crash", "no room at 0xbeef for 7 bytes"))
+    assert not is_same_failure(("crash", "no room"), ("timeout", "no room"))
+    assert not is_same_failure(("crash", "no room"), ("crash", None))
+
+
+def test_an_outcome_of_a_later_version_is_a_failure_that_may_be_asked_for_again() -> None:
+    assert not is_answer("preempted")
+    assert is_verdict("preempted")
+    assert [runs_again("preempted", asked) for asked in (False, True)] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("how", "remarked"),
+    [
+        ({"exit_code": 0}, None),
+        ({"exit_code": -9}, "killed by SIGKILL"),
+        ({"exit_code": -9, "host_oom_kills": 1}, "host memory"),
+        ({"exit_code": None}, "template"),
+        ({"expired": True, "deadline_s": 60}, "no end within 60 s"),
+    ],
+)
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_published_measurement_stands_whatever_becomes_of_its_worker(
+    how: dict[str, Any], remarked: str | None, complete: bool
+) -> None:
+    evidence = Evidence(**how, result={"values": {"peak_allocated_bytes": 1}, "complete": complete})
+    assert classify(evidence) == ("ok", None)
+    said = outcomes.describe_end(evidence)
+    if remarked is None:
+        assert said is None
+    else:
+        assert said and said.startswith("ended after the measured steps") and remarked in said

@@ -1,0 +1,48 @@
+"""The schema of rows."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, Outcome, RowError, complete_row
+
+
+def test_a_row_has_every_column_and_null_for_the_unknown() -> None:
+    row = complete_row({"trial_id": "x", "outcome": "ok"})
+    assert list(row) == [column.name for column in COLUMNS]
+    assert row["peak_allocated_bytes"] is None
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_names_are_unique_and_units_are_in_them() -> None:
+    assert len(BY_NAME) == len(COLUMNS)
+    for column in COLUMNS:
+        assert (column.unit == "B") == column.name.endswith("_bytes"), column.name
+        if column.unit == "s":
+            assert column.name.endswith("_s"), column.name
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"colour": 1}, "unknown column colour"),
+        ({"seq_len": "long"}, "seq_len holds 'long'"),
+        ({"seq_len": True}, "seq_len holds True"),
+        ({"terminal": 1}, "terminal holds 1"),
+        ({"outcome": "fine"}, "outcome 'fine' is none of"),
+    ],
+)
+def test_what_does_not_fit_is_refused(values: dict[str, object], text: str) -> None:
+    with pytest.raises(RowError, match=text):
+        complete_row(values)
+
+
+def test_a_whole_number_is_a_float() -> None:
+    assert complete_row({"elapsed_s": 3})["elapsed_s"] == 3
+
+
+def test_outcomes_are_the_design_s() -> None:
+    names = "ok oom host_oom timeout crash cuda_error contended invalid bad_result environment skipped"
+    assert [str(o) for o in Outcome] == names.split()

@@ -1,0 +1,181 @@
+"""What a sweep shows while it runs: names by what varies, a region on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+from conftest import on_terminal, tiny
+
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.rows.schema import Row, complete_row
+from vramsweep.harness.sweep import plan, progress
+from vramsweep.harness.sweep.budget import Expected
+from vramsweep.harness.sweep.labels import Labels, describe_common
+from vramsweep.harness.sweep.plan import Planned
+from vramsweep.harness.sweep.progress import Lines, Progress, Region
+from vramsweep.harness.verbs import plan_summary
+
+CARDS = ("h100-80gb", "a100-80gb", "l4-24gb", "rtx4090-24gb", "t4-16gb")
+
+
+def planned(*values: dict[str, Any], repeats: int = 1) -> list[Planned]:
+    return [item for of_one in plan.expand_trials(values, repeats) for item in of_one]
+
+
+def labels(*values: dict[str, Any], repeats: int = 1) -> list[str]:
+    items = planned(*values, repeats=repeats)
+    named = Labels(items)
+    return [named(item) for item in items]
+
+
+def row(item: Planned, outcome: str = "ok", **over: Any) -> Row:
+    return complete_row({"trial_id": item.trial_id, "outcome": outcome, "terminal": True, "attempt": 1} | over)
+
+
+def text(region: Region, width: int) -> list[str]:
+    console = Console(width=width, force_terminal=False)
+    with console.capture() as captured:
+        console.print(region.drawn())
+    return captured.get().splitlines()
+
+
+def simulated(card: str, **over: Any) -> dict[str, Any]:
+    return tiny(device={"name": "simulated", "gpu": card}, **over)
+
+
+def test_trials_are_called_by_what_varies() -> None:
+    assert labels(*(simulated(card) for card in CARDS)) == list(CARDS)
+    both = [tiny(checkpointing=c, optimizer=o) for c in ("none", "full") for o in ("adamw_torch", "sgd")]
+    assert labels(*both)[1:3] == ["checkpointing=none · optimizer=sgd", "checkpointing=full · optimizer=adamw_torch"]
+    assert labels(tiny(grad_accum=1), tiny(grad_accum=4)) == ["grad_accum=1", "grad_accum=4"]
+    stages = [tiny(runner={"name": "deepspeed"}, sharding=s, world_size=2, device={"name": "cuda"})
+              for s in ("zero1", "zero3")]  # fmt: skip
+    assert labels(*stages) == ["zero1", "zero3"]
+    command = {"name": "script", "command": "python x.py --lr {lr} --l {seq_len}"}
+    options = [tiny(runner=command | {"options": {"lr": lr}}, seq_len=n) for lr in ("1e-4", "1e-5") for n in (8, 16)]
+    assert labels(*options)[-1] == "lr=1e-5 · seq 16"
+    assert labels(tiny(), repeats=2) == ["repeat 0", "repeat 1"]
+    assert labels(tiny()) == ["tiny · torch · seq 32 · batch 2 · fp32"]
+
+
+def test_a_name_stands_for_its_part_unless_two_share_it() -> None:
+    split = [{"name": f"split_{n}", "conf": f"max_split_size_mb:{n}"} for n in (32, 64)]
+    assert labels(*(tiny(allocator=one) for one in split)) == ["split_32", "split_64"]
+    same = [tiny(allocator=one | {"name": "custom"}) for one in split]
+    assert labels(*same) == ["allocator.conf=max_split_size_mb:32", "allocator.conf=max_split_size_mb:64"]
+
+
+def test_of_many_axes_defaults_go_without_saying_and_no_two_trials_are_called_alike() -> None:
+    grid = [tiny(checkpointing=c, grad_accum=g, attention=a, seq_len=n) for c in ("none", "full") for g in (1, 2)
+            for a in ("sdpa", "eager") for n in (8, 16)]  # fmt: skip
+    named = labels(*grid)
+    assert named[0] == "seq 8" and len(set(named)) == len(grid)
+    assert set(next(one for one in named if one.count(" · ") == 3).split(" · ")) == {
+        "grad_accum=2", "attention=eager", "checkpointing=full", "seq 8"}  # fmt: skip
+
+
+def test_what_cannot_run_varies_in_what_was_asked_alone() -> None:
+    assert labels(tiny(seq_len=8), tiny(seq_len=0)) == ["seq 8", "seq 0"]
+    items = planned(tiny(seq_len=8), tiny(seq_len=16), tiny(seq_len=0), tiny(seq_len=0, precision="bf16"))
+    assert describe_common(items) == "tiny · torch · cpu · batch 2 · protocol=brief"
+    (one, other) = (
+        plan_summary.refused(items),
+        plan_summary.lines(items, [items[0].trial_id], lambda _: Expected(3.0, "")),
+    )
+    assert list(map(len, one.values())) == [2]
+    assert [(line.label, dict(line.ranges), dict(line.states)) for line in other] == [
+        ("fp32", {"seq_len": "8, 16"}, {"to do": 1, "finished": 1})
+    ]
+
+
+@pytest.mark.parametrize("width", [100, 80, 60])
+def test_the_region_fits_its_terminal(width: int) -> None:
+    items = planned(
+        *(simulated(card, precision=p, seq_len=n) for card in CARDS for p in ("fp32", "bf16") for n in (8, 16))
+    )
+    region = Region(len(items), items, Console(width=width))
+    sizes: dict[str, Any] = {"peak_allocated_bytes": 5 << 30, "peak_reserved_bytes": 6 << 30, "tokens_per_s": 1234.5}
+    for item in items[:7]:
+        Progress.show(region, row(item, **sizes), item)
+    region.starts(items[8])
+    region.note("finishing what runs")
+    lines = text(region, width)
+    assert max(map(len, lines)) <= width and len(lines) <= 10
+    shown = " ".join(" ".join(lines).split())
+    assert "7/20" in shown and "7 ok · 0 oom · 0 failed" in shown and "finishing what runs" in shown
+    assert f"▸ {region.label(items[8])} · 0:00" in shown
+
+
+def test_what_is_not_known_and_what_is_only_estimated() -> None:
+    (item,) = planned(tiny())
+    known: dict[str, Any] = {"peak_allocated_bytes": 5 << 20, "peak_reserved_bytes": 6 << 20}
+    assert progress.describe_result(row(item, "oom", reason="full", **known)) == "full"
+    assert progress.describe_result(row(item, estimated_tokens_per_s=7000.0)) == "memory unknown, ≤ 7,000 tokens/s"
+    measured = row(item, tokens_per_s=1234.5, estimated_tokens_per_s=1.0, **known)
+    assert progress.describe_result(measured) == "5.0 MiB allocated, 6.0 MiB reserved, 1,234 tokens/s"
+    assert progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"}).count("MiB") == 1
+
+
+def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    items = planned(*(simulated(card) for card in CARDS))
+    lines = Lines(5, items)
+    for item in items[:2]:
+        lines.show(row(item, peak_allocated_bytes=3 << 20, peak_reserved_bytes=4 << 20), item)
+    told = capsys.readouterr().out.splitlines()
+    assert [one.partition(" · oom 0 ")[0] for one in told] == [
+        f"[{n}/5] ok        {card} · 3.0 MiB allocated, 4.0 MiB reserved" for n, card in enumerate(CARDS[:2], 1)
+    ]
+    few = Lines(progress.MANY, items)
+    few.show(row(items[0], "crash", reason="killed by signal 9"), items[0])
+    for _ in range(9):
+        few.show(row(items[1]), items[1])
+    few.tracing(1, 3)
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("[1/50] crash     h100-80gb · killed by signal 9 · oom 0 · failed 1")
+    assert told[1].startswith("[5/50] oom 0 · failed 1")
+    assert told[2].startswith("[10/50]") and told[3:] == ["tracing 1 of 3 points"]
+    Lines(progress.MANY, planned(tiny())).show(row(items[0]), items[0])  # what is measured has a line each
+    assert capsys.readouterr().out.startswith("[1/50] ok ")
+
+
+def test_a_file_is_no_terminal_whatever_colours_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert Console().is_terminal and not Console().redraws
+    assert isinstance(progress.choose_progress(3), Lines)
+
+
+SWEEP = """
+import os, sys, time
+from vramsweep.harness.messages import terminal
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep.progress import choose_progress
+sys.path.insert(0, "tests")
+from conftest import tiny
+items = [item for of_one in plan.expand_trials([tiny(seq_len=n) for n in (8, 16)], 1) for item in of_one]
+with terminal.escaped():
+    region = choose_progress(2, items)
+    region.began("2 trials")
+    region.starts(items[0])
+    region.show({"outcome": "crash", "reason": "killed by signal 9"}, items[0])
+    region.starts(items[1])
+    time.sleep(1.2)
+    if sys.argv[1] == "killed":
+        os.kill(os.getpid(), 9)
+    region.show({"outcome": "ok"}, items[1])
+    region.close()
+    print("the report")
+"""
+
+
+@pytest.mark.slow
+def test_a_region_goes_when_the_sweep_is_over_and_a_killed_one_leaves_the_cursor() -> None:
+    code, said = on_terminal(SWEEP, "ends")
+    assert code == 0 and "\x1b[2K" in said  # it was drawn, and wiped
+    assert "▸ seq 16 · 0:01" in said and "crash     seq 8 · killed by signal 9" in said
+    tail = said[said.rindex("\x1b[2K") :]
+    assert "2 of 2 in 0:0" in tail and "1 failed · 1 ok" in tail and tail.rstrip().endswith("the report")
+    killed, left = on_terminal(SWEEP, "killed")
+    assert killed == -signal.SIGKILL and "▸ seq 16" in left
+    assert "\x1b[?25l" not in said + left  # hidden, it would have to be shown again

@@ -1,0 +1,234 @@
+"""`advise`: rows become options, what is said of them, and mistakes."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SETTINGS, Cli, cases, tiny
+from rich.console import Console
+
+from vramsweep.harness.search import secant_search
+from vramsweep.harness.search.advice_search import Advice, Option, search
+from vramsweep.harness.search.memory_savings import REMEDIES
+from vramsweep.harness.spec import trial_parser
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.verbs import advise
+
+pytestmark = pytest.mark.deterministic
+
+MIB = 1 << 20
+FULL = next(one for one in REMEDIES if one.words == "checkpointing=full")
+SGD = next(one for one in REMEDIES if one.words == "optimizer=sgd")
+PURE = next(one for one in REMEDIES if one.words == "precision=bf16_pure")
+
+
+def planned(**over: Any) -> plan.Planned:
+    [[found]] = plan.expand_trials([tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over)], 1)
+    return found
+
+
+class Stub:
+    """What `show` asks of Asked."""
+
+    most = 1024
+
+    def __init__(self, **over: Any) -> None:
+        self.base = planned(**over)
+        assert self.base.trial is not None
+        self.trial = self.base.trial
+
+
+def said(found: Advice, axis: str | None = None, reached: Any = (), given: Any = (), **over: Any) -> str:
+    out = StringIO()
+    advise.show(Stub(**over), found, axis, reached, given, Console(file=out, width=140))  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def found(limit: int = 3000 * MIB) -> Advice:
+    sizes = {(): (4000, 1e-5), ("checkpointing=full",): (2500, 1.3e-5), ("optimizer=sgd",): (2000, 0.9e-5),
+             ("checkpointing=full", "optimizer=sgd"): (500, 1.2e-5)}  # fmt: skip
+
+    def predict(taken: Any) -> list[Option]:
+        options = []
+        for remedies in taken:
+            need, seconds = sizes.get(tuple(one.words for one in remedies), (None, None))
+            reason = None if need else "precision bf16_pure needs a newer card"
+            options.append(Option(remedies, need and need * MIB, seconds, reason))
+        return options
+
+    return search([FULL, SGD, PURE], predict, limit)
+
+
+def test_rows_become_options() -> None:
+    item = planned(seq_len=100, micro_batch=2, grad_accum=5)
+    ok = {"outcome": "ok", "peak_reserved_bytes": 7, "peak_reserved_most_bytes": None, "estimated_step_s": 2.0,
+          "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
+    assert advise.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
+    assert advise.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    assert advise.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
+    assert advise.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
+    full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
+    assert advise.option((), item, full) == Option((), 11, None, full=True)
+    host = {"outcome": "host_oom", "unlimited_peak_reserved_bytes": 11, "reason": "a node's 64 GiB are too few"}
+    assert advise.option((), item, host) == Option((), 11, None, host["reason"], full=True)
+    assert advise.option((), item, host | {"unlimited_peak_reserved_bytes": None}).full
+    crash = advise.option((), item, {"outcome": "crash", "reason": "it broke"})
+    assert (crash.need, crash.reason) == (None, "it broke")
+    invalid = plan.Planned("x", {}, None, "needs compute capability 8.0")
+    assert advise.option((), invalid, None).reason == "needs compute capability 8.0"
+
+
+@pytest.mark.parametrize(("calibrated", "ratio"), [(4.0, None), (None, 0.5)])
+def test_times_are_of_the_kind_that_the_run_as_it_is_has(
+    calibrated: float | None, ratio: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(todo: Any, *_: Any) -> tuple[dict[str, Any], int]:
+        base = {"outcome": "ok", "peak_reserved_bytes": 7, "estimated_step_s": 2.0, "calibrated_step_s": calibrated}
+        other = base | {"estimated_step_s": 1.0, "calibrated_step_s": None}
+        return {item.trial_id: other if item.trial.checkpointing == "full" else base for item in todo}, 0
+
+    monkeypatch.setattr(advise.run_trials, "run", rows)
+    settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
+    asked = advise.AdviceRequest(planned(), settings, tmp_path, None)  # type: ignore[arg-type] # no worker is started
+    [base] = asked.predict([()])
+    [full] = asked.predict([(FULL,)])
+    assert base.seconds and (full.seconds and full.seconds / base.seconds) == ratio
+
+
+def test_what_is_said() -> None:
+    text = said(found(), given=["model=tiny", "results=elsewhere", "seq_len=32", "device.gpu=t4-16gb"])
+    assert "does not fit: 4,000 MiB, 1,000 too many" in text
+    assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
+    alone, _, together = text.partition("What fits and nothing beats in both")
+    assert alone.index("optimizer=sgd") < alone.index("checkpointing=full")  # ranked by what they save
+    assert "+1,500" in alone and "x 1.30" in alone and "SGD without momentum" in alone
+    assert "checkpointing=full optimizer=sgd" in together
+    assert "Recommended: checkpointing=full (the same result)" in text  # SGD is faster, and another training
+    # for the card that is there
+    assert "vramsweep sweep model=tiny seq_len=32 checkpointing=full device=cuda\n" in text
+    assert "Not tried" not in text
+
+
+def test_what_cannot_be_met_names_the_nearest() -> None:
+    text = said(found(limit=300 * MIB))
+    assert "Nothing fits. The nearest is checkpointing=full optimizer=sgd: 500 MiB, 200 too many" in text
+    assert "Recommended" not in text
+
+
+def test_what_was_not_tried_is_said_of_what_is_left_out_too() -> None:
+    def predict(taken: Any) -> list[Option]:
+        return [Option(one, None if PURE in one else 100 * MIB, 1e-5, "no" if PURE in one else None) for one in taken]
+
+    some = search([FULL, SGD, PURE], predict, 1000 * MIB, most=0)
+    assert (some.space, len(some.tried)) == (5, 4)
+    assert "Not tried: 1 of 5 combinations" in said(some)
+
+
+@pytest.mark.parametrize("need", [500 * MIB, None])
+def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> None:
+    """Which of the card would have room for."""
+
+    def predict(taken: Any) -> list[Option]:
+        why = "a node's 64 GiB are too few"
+        fits = {SGD: Option((SGD,), 300 * MIB, 1e-5)}
+        return [fits[SGD] if SGD in one else Option(one, need, 1e-5, why, full=True) for one in taken]
+
+    found = search([FULL, SGD], predict, 1000 * MIB)
+    text = said(found)
+    assert "does not fit: a node's 64 GiB are too few" in text and "cannot be predicted" not in text
+    assert "Recommended: optimizer=sgd" in text
+    nothing = said(search([FULL], predict, 1000 * MIB))
+    assert ("The nearest is as it is: a node's" if need else "nothing is known to fit") in nothing
+
+
+def test_how_far_a_run_gets_ends_where_a_node_is_full() -> None:
+    assert Option((), 5, 1.0, "the node", full=True).beyond(9) is None  # counts as too much
+    assert Option((), 15, 1.0, full=True).beyond(9) == 15 and Option((), 5, 1.0).beyond(9) == 5
+
+
+def test_a_model_that_cannot_be_traced_has_its_states() -> None:
+    nothing = search([FULL], lambda taken: [Option(one, None, None, "an operator has no fake") for one in taken], 99)
+    text = said(nothing)
+    parameters = trial_parser.parse(tiny()).model.parameters
+    assert "cannot be predicted: an operator has no fake" in text
+    assert f"{parameters:,} parameters, 16 bytes each" in text
+    assert "nothing can be said without measuring" in said(nothing, model={"parameters": None})
+
+
+def test_goals_of_length_say_how_far_each_gets() -> None:
+    advice = found()
+    by = {tuple(one.words for one in option.remedies): option for option in advice.tried}
+    reached = [advise.ReachedLimit(by[()], 700), advise.ReachedLimit(by["checkpointing=full",], 900),
+               advise.ReachedLimit(by["checkpointing=full", "optimizer=sgd"], 900),
+               advise.ReachedLimit(by["optimizer=sgd",], None)]  # fmt: skip
+    text = said(advice, "seq_len", reached, ["model=tiny", "seq_len=32"])
+    assert "Recommended: checkpointing=full (the same result)" in text  # as far as with SGD
+    assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full device=cuda" in text
+    assert advise.best([advise.ReachedLimit(by[()], None)]) is None
+
+
+def test_a_goal_changes_less_of_the_result_before_it_goes_further() -> None:
+    rounding = next(one for one in REMEDIES if one.words == "loss=chunked")
+
+    def got(taken: tuple[Any, ...], value: int | None) -> advise.ReachedLimit:
+        return advise.ReachedLimit(Option(taken, 1, None), value)
+
+    reached = [got((), 6), got((FULL,), 18), got((rounding,), 100), got((SGD,), 150), got((PURE,), None)]
+    assert advise.best(reached) == reached[2]  # rounding at most
+    assert advise.best([got((), None), got((PURE,), 7), got((SGD,), 9)]) == got((PURE,), 7)
+    assert advise.best([got((), 6), got((FULL,), 6)]) == got((), 6)
+
+
+@pytest.mark.parametrize(("typed", "message"), cases("advise_mistakes"))
+@pytest.mark.usefixtures("here")
+def test_mistakes_are_explained(typed: str, message: str, cli: Cli) -> None:
+    assert message in cli.refuse("advise", *typed.split())
+
+
+WORDS = (
+    "model=tiny",
+    "precision=fp32",
+    "seq_len=512",
+    "micro_batch=16",
+    "device.memory_gib=0.9",
+    "device.capability=8.6",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_a_goal_s_answer_fits_and_the_next_does_not(cli: Cli) -> None:
+    goal = ["--goal", "largest-batch", "--accept", "same", "--most", "3"]
+    found = cli.json("advise", *WORDS, "gpu=l4-24gb", *goal)
+    by = {" ".join(one["change"]): one["largest"] for one in found["micro_batch"]}
+    assert 0 < by[""] < max(by.values()) and {one["result"] for one in found["micro_batch"]} == {"the same result"}
+    chosen = found["recommended"]
+    assert max(by.values()) == by[" ".join(chosen["change"])]
+    rest = [word for word in WORDS if not word.startswith("micro_batch")]
+    for batch, fits in ((by[""], True), (secant_search.grid_next(by[""]), False)):
+        (direct,) = cli.json("explain", *rest, "device.gpu=l4-24gb", f"micro_batch={batch}")
+        assert (direct["explanation"]["refused"] is None) == fits
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_what_is_recommended_fits_when_it_is_predicted_by_itself(cli: Cli) -> None:
+    """A card so small that the tiny model needs help; the same command again asks nothing anew."""
+    command = ["advise", *WORDS, "--most", "2", "--accept", "precision", "--json"]
+    first = cli.run(*command)
+    advice = json.loads(first.out)
+    chosen = advice["recommended"]
+    assert not advice["as_it_is"]["fits"] and chosen["fits"]
+    settings = [one for change in chosen["change"] for one in change.split()]
+    taken = {one.partition("=")[0] for one in settings}
+    rest = [word for word in WORDS if word.partition("=")[0] not in taken]
+    (direct,) = cli.json("explain", *rest, *settings)
+    assert direct["explanation"]["refused"] is None
+    assert direct["explanation"]["peak_reserved"] == chosen["reserved_bytes"] <= advice["memory_limit_bytes"]
+    again = cli.run(*command)
+    assert json.loads(again.out)["recommended"] == chosen
+    assert "[1/" in first.err and "[1/" not in again.err

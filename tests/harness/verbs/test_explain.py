@@ -1,0 +1,162 @@
+"""`explain`: what is said of an explanation, its sums, and of mistakes."""
+
+from __future__ import annotations
+
+import json
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Cli, refusal, tiny
+from rich.console import Console
+
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec import trial_parser
+from vramsweep.harness.verbs import explain
+
+pytestmark = pytest.mark.deterministic
+
+MIB = 1 << 20
+
+
+def parts(**mib: float) -> dict[str, int]:
+    names = ("parameters", "buffers", "gradients", "optimizer_state", "activations", "communication", "temporaries",
+             "workspaces", "rounding")  # fmt: skip
+    return {name: int(mib.get(name, 0) * MIB) for name in names}
+
+
+def moment(step: int | None, phase: str, **mib: float) -> dict[str, Any]:
+    held = parts(**mib)
+    return {"step": step, "phase": phase, "allocated": sum(held.values()), "reserved": sum(held.values()) + 64 * MIB,
+            "parts": held}  # fmt: skip
+
+
+def held(size: int, module: str, operator: str) -> dict[str, Any]:
+    return {"bytes": size, "category": "activations", "module": module, "operator": operator, "step": 2,
+            "phase": "forward"}  # fmt: skip
+
+
+def answer(**over: Any) -> dict[str, Any]:
+    backward = moment(2, "backward", parameters=400, optimizer_state=800, activations=3000, temporaries=0.01)
+    made = {
+        "phases": [moment(None, "load", parameters=400), moment(2, "forward", parameters=400, optimizer_state=800,
+                   activations=2500), backward],
+        "peak": backward,
+        "peak_reserved": backward["reserved"],
+        "peak_reserved_most": None,
+        "host_refused": None,
+        "most": parts(parameters=400, gradients=400, optimizer_state=800, activations=3000, temporaries=7),
+        "largest": [{"held": held(125 * MIB, "model.layers.*.mlp", "aten.mm"), "count": 24}],
+        "rest": 0,
+        "rest_count": 0,
+        "refused": None,
+        "asked": None,
+    }  # fmt: skip
+    return made | over
+
+
+def said(found: dict[str, Any], width: int = 100, **over: Any) -> str:
+    chosen = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "t4-16gb"}, **over))
+    out = StringIO()
+    explain.show(chosen, found, Console(file=out, width=width))
+    return out.getvalue()
+
+
+def test_from_the_states_to_the_card_it_adds_up() -> None:
+    found = dict(explain.to_card(answer()))
+    states = 1600 * MIB
+    assert found["states"] == states
+    assert found["states_not_there_at_the_peak"] == -400 * MIB  # gradients
+    upto = list(found).index("peak_allocated")
+    assert sum(list(found.values())[:upto]) == found["peak_allocated"] == answer()["peak"]["allocated"]
+    assert found["peak_allocated"] + found["reserved_beyond_allocated"] == found["peak_reserved"]
+    assert found["device"] == found["peak_reserved"] + CONTEXT_BYTES == found["unknown"] + states
+
+
+def test_what_is_printed_of_a_run_that_fits() -> None:
+    text = said(answer())
+    assert "fits: 4,264 of 14,144 MiB reserved at most, 30%" in text
+    assert "24 x 125" in text and "model.layers.*.mlp aten.mm" in text
+    assert "<0.1" in text  # ten kilobytes are not nothing
+    assert "communication" not in text  # nothing of it anywhere
+    assert "does not fit" not in text and "ran out" not in text
+    assert "is earlier" not in text
+
+
+def test_a_peak_of_an_earlier_step_is_pointed_out() -> None:
+    first = moment(0, "optimizer", parameters=400, temporaries=5000)
+    text = said(answer(peak=first, peak_reserved=first["reserved"]))
+    assert "The run's peak, 5,400 MiB, is earlier, in the optimizer phase of step 0." in text
+
+
+def test_what_is_printed_where_memory_ran_out() -> None:
+    request = held(5000 * MIB, "lm_head", "aten.mm")
+    refused = {"mark": {"step": 2, "phase": "forward", "end": 9}, "storage": 7, "request": 5000 * MIB,
+               "allocated": 9400 * MIB, "reserved": 9500 * MIB,
+               "parts": parts(parameters=400, activations=14000)}  # fmt: skip
+    text = " ".join(said(answer(refused=refused, asked=request), width=120).split())
+    assert "does not fit: in the forward phase of step 2 5,000 MiB are asked for (activations by lm_head by" in text
+    assert "9,400 are held and 9,500 of 14,144 reserved" in text
+    assert "asked for when it ran out" in text
+    assert "14,400" in text  # what was held and what was asked for
+
+
+def test_names_are_no_markup() -> None:
+    odd = {"held": held(MIB, "model[red]", "aten.[bold]mm"), "count": 1}
+    assert "model[red] aten.[bold]mm" in said(answer(largest=[odd]))
+
+
+@pytest.mark.parametrize(
+    ("over", "line"),
+    [
+        ({}, "= what nvidia-smi shows, about, at most 5,032"),
+        ({"sharding": "ddp", "world_size": 2}, "at most; not in it: NCCL's buffers 5,032"),
+        ({"optimizer": "paged_adamw_8bit"}, "at most; not in it: pages of paged_adamw_8bit 5,032"),
+    ],
+)
+def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], line: str) -> None:
+    assert line in " ".join(said(answer(), 120, **over).split())
+
+
+def test_the_host_and_the_allocator_s_share_decide_too() -> None:
+    text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
+    assert "does not fit the host: a node's 8 GiB of host memory are too few" in text
+    ahead = said(answer(peak_reserved_most=3 * answer()["peak_reserved"]))
+    assert "as far as the host runs ahead" in ahead
+    half = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},
+                            allocator={"name": "half", "conf": "per_process_memory_fraction:0.5"}))  # fmt: skip
+    plain = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"}))
+    assert half.memory_limit() == plain.memory_limit() // 2 > 10 << 30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "explain what?"),
+        (["model=tiny", "seq_len=32", "device=cpu"], "explain is of a predicted step: leave device=cpu out"),
+        (["-m", "model=tiny", "seq_len=32,64"], "explain takes one trial, and these are 2"),
+        (["no-such-folder"], "cannot read no-such-folder"),
+    ],
+)
+def test_mistakes_are_explained(words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
+        explain.main(words)
+
+
+def test_a_folder_without_predictions_has_nothing_to_explain(tmp_path: Path) -> None:
+    row = {"trial_id": "a", "terminal": True, "device": "cuda", "outcome": "ok", "model": "m", "runner": "torch",
+           "peak_reserved_bytes": 5, "trial": {}}  # fmt: skip
+    (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
+    assert "has no predicted row; name a trial" in refusal(UserError, explain.main, [str(tmp_path)])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_one_trial_by_its_settings(cli: Cli) -> None:
+    (found,) = cli.json("explain", "model=tiny", "seq_len=32", "device.gpu=t4-16gb")
+    assert found["about"]["gpu"] == "t4-16gb"
+    card = found["from_states_to_card"]
+    assert card["peak_reserved"] == found["explanation"]["peak_reserved"] < found["memory_limit_bytes"]
+    assert card["states"] > 0 and card["device"] == card["states"] + card["unknown"]

@@ -1,0 +1,194 @@
+"""`vramsweep predict`: its ranges, its mistakes, and what it shows; planning thousands of trials."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TARGETS, Cli, cases, tiny
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.utils import create_automatic_config_search_path
+from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
+
+from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.rows import journal
+from vramsweep.harness.rows.schema import complete_row
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.verbs import predict, sweep_command
+
+pytestmark = pytest.mark.deterministic
+
+
+@pytest.mark.parametrize(("word", "spelled"), cases("ranges"))
+def test_ranges_in_hydra_s_spelling(word: str, spelled: str) -> None:
+    assert predict.words([word]) == ["-m", "device=simulated", spelled]
+
+
+def test_the_device_may_be_said() -> None:
+    assert predict.words(["device=simulated", "device.gpu=h200"]) == ["-m", "device=simulated", "device.gpu=h200"]
+
+
+@pytest.mark.parametrize(("typed", "parts"), cases("predict_mistakes"))
+def test_mistakes_are_one_line(typed: str, parts: str, here: Path, cli: Cli) -> None:
+    model = [] if typed.startswith("model") else ["model=tiny"]
+    (line,) = cli.refuse("predict", *model, *typed.split()).splitlines()
+    assert line.startswith("vramsweep: ")
+    for part in parts.split(" | "):
+        assert part in line
+    assert not list(here.rglob("journal.jsonl"))
+
+
+@pytest.mark.slow
+def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
+    words = ["model=tiny", "device.gpu=t4-16gb", "seq_len=8..16..8,4096", "micro_batch=400", "report=false"]
+    words += ["runner=deepspeed", "runner.zero_stage=3", "precision=fp16", "allocator=default,expandable"]
+    said = cli.run("predict", *words)
+    folder = here / "results" / "tiny-deepspeed-predicted"
+    rows, _ = journal.read(folder)
+    assert {(row["device"], row["sharding"], row["simulated_gpu"]) for row in rows} == {
+        ("simulated", "zero3", "t4-16gb")
+    }
+    assert sorted((row["seq_len"], row["outcome"]) for row in rows) == [
+        *[(length, "ok") for length in (8, 8, 16, 16)],
+        *[(4096, "oom")] * 2,
+    ]
+    table = [line for line in said.out.splitlines() if "t4-16gb" in line and line[0] != "["]  # which is progress
+    for name, line in zip(("default", "expandable"), table, strict=True):
+        fits = next(row for row in rows if row["allocator"] == name and row["seq_len"] == 16)
+        peaks = f"16: {fits['peak_allocated_bytes'] / 2**20:,.0f} / {fits['peak_reserved_bytes'] / 2**20:,.0f}"
+        for text in (name, "8 to 4,096", peaks, "4,096", "3 traced"):
+            assert text in line, line
+    assert "tracing 0 of " in said.out
+    assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
+    before = (folder / journal.NAME).read_bytes()
+    assert "6 finished before, 0 to do" in cli.run("predict", *words).out
+    assert (folder / journal.NAME).read_bytes() == before
+
+
+@pytest.mark.slow
+def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(tmp_path: Path, cli: Cli) -> None:
+    target = f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4"
+    words = ["predict", "--largest", "seq_len", "--json", "runner=custom", target, f"results={tmp_path}"]
+    said = cli.run(*words, "model=tiny", "seq_len=3..5", status=1)
+    (found,) = json.loads(said.out)
+    assert (found["all_up_to"], found["largest"], found["looked_at"], found["unanswered"]) == (4, 4, 2, 1)
+    assert "1 of 3 values of seq_len that were asked for have no answer" in said.err
+    (found,) = json.loads(cli.run(*words, "model=tiny", "seq_len=5..6", status=1).out)
+    assert (found["largest"], found["looked_at"], found["trace_basis"]) == (None, 0, None)
+
+
+def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "attempts").write_text("")
+    words = ["--largest", "seq_len", "model=tiny", "seq_len=1..4", f"results={tmp_path}", "name=taken"]
+    (line,) = cli.refuse("predict", *words).splitlines()
+    assert line.startswith("vramsweep: cannot write under")
+
+
+def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = {"trial_id": "a", "outcome": "ok", "trial": tiny(), "peak_reserved_bytes": 3 << 20}
+    full = {"trial_id": "b", "outcome": "oom", "trial": tiny(), "unlimited_peak_reserved_bytes": 9 << 20}
+    failed = {"trial_id": "c", "outcome": "crash", "trial": tiny(), "reason": "my own mistake"}
+    rows = [complete_row(row) for row in (fits, full, failed)]
+    assert predict.beyond(rows[:2], None) == predict.beyond(rows[:2], 9 << 20) == 0
+    assert capsys.readouterr().err == ""
+    assert predict.beyond(rows, 4 << 20) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("1 of 3 reserve more than 4 MiB, of 1 of 3 it is not known") and said.endswith(": 9 MiB\n")
+    assert predict.beyond(rows, 9 << 20) == 1
+    assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
+
+
+def test_configurations_are_told_apart_by_what_differs() -> None:
+    values = [
+        tiny(seq_len=length, allocator=allocator, sharding=sharding, device={"name": "simulated", "gpu": "h200"})
+        for length in (8, 16)
+        for allocator in ({"name": "default", "conf": ""}, {"name": "gc", "conf": "garbage_collection_threshold:0.8"})
+        for sharding in ("none", "ddp")
+    ]
+    planned = plan.order_trials(plan.expand_trials(values, 1))
+    rows = [complete_row(plan.axes(p) | {"outcome": "ok"}) for p in planned]
+    names, groups = predict.configurations(rows)
+    assert sorted(names) == ["allocator", "device.gpu", "sharding"]
+    assert len(groups) == 4
+    assert all(len(of_one) == 2 for of_one in groups.values())
+
+
+# planning
+
+
+def by_hydra(*overrides: str) -> dict[str, Any]:
+    """The configuration as Hydra composes it for this very job."""
+    loader = ConfigLoaderImpl(create_automatic_config_search_path(None, None, str(CONF)))
+    config = loader.load_configuration("config", list(overrides), RunMode.RUN)
+    with open_dict(config):
+        del config["hydra"]
+    values = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(values, dict)
+    return {str(key): value for key, value in values.items()}
+
+
+TWO: dict[str, tuple[Any, ...]] = {"model": ("tiny", "gpt2"), "precision": ("bf16", "fp32")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rest", "axes"),
+    [
+        (["model=tiny"], {"seq_len": (8, 16), "micro_batch": (1, 3), "allocator": ("default", "expandable")}),
+        (["model=tiny", "runner=deepspeed", "world_size=2"], {"micro_batch": (1, 2), "precision": ("bf16", "fp16")}),
+        (["model=tiny", "runner=trainer", "+runner.options.logging_steps=${seq_len}"], {"seq_len": (8, 16)}),
+        (["model=tiny", "grad_accum=${micro_batch}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
+        (["model=tiny", "lora_r=${oc.select:seq_len}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
+        (["model=tiny", "allocator=custom", "allocator.conf='max_split_size_mb:64'"], {"seq_len": (8, 16)}),
+        (["seq_len=8"], {"runner": ("torch", "trainer"), "allocator": ("default", "gc", "expandable")} | TWO),
+        # these meddle with each other
+        (["runner=torch", "seq_len=8"], {"+model.config.attn_pdrop": (0.1, 0.2), "allocator": ("default", "gc")} | TWO),
+        (["model=tiny", "protocol=seed"], {"seq_len": (8, "512"), "protocol.measured_steps": (1, 2)}),
+    ],
+)
+def test_what_is_planned_is_what_hydra_composes(rest: list[str], axes: dict[str, tuple[Any, ...]], cli: Cli) -> None:
+    words = [*rest, "device=simulated"]
+    swept = [f"{key}={','.join(map(str, values))}" for key, values in axes.items()]
+    trials = cli.json("plan", "-m", *words, *swept, "predict=false")["trials"]
+    found = {one["trial_id"]: one["trial"] for one in trials}
+    points = itertools.product(*axes.values())
+    jobs = [[f"{key}={value}" for key, value in zip(axes, point, strict=True)] for point in points]
+    expected = plan.expand_trials([by_hydra(*words, *job) for job in jobs], 1)
+    assert found == {p.trial_id: p.resolved for (p,) in expected}
+    assert len(found) == len(jobs)
+
+
+@pytest.mark.slow
+def test_lengths_share_one_configuration_unless_something_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+
+    def counted(jobs: Any, whole: bool = True) -> list[None]:
+        counts.append((len(jobs), len({id(config) for config, _ in jobs})))
+        return [None] * len(jobs)
+
+    monkeypatch.setattr(sweep_command, "launch", counted)
+    words = ["-m", "model=tiny", "device=simulated", "seq_len=range(1,65)", "micro_batch=1,2", "allocator=default,gc"]
+    sweep_command.main(words)
+    sweep_command.main([*words, "grad_accum=${micro_batch}"])
+    assert counts == [(256, 2), (256, 256)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("more", "loads"), [([], 12), (["+model.config.attn_pdrop=0.1,0.2"], 24)])
+def test_hydra_composes_a_combination_of_options_once(
+    more: list[str], loads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    load = ConfigLoaderImpl.load_sweep_config
+    monkeypatch.setattr(
+        ConfigLoaderImpl, "load_sweep_config", lambda self, *words: counts.append(words) or load(self, *words)
+    )
+    monkeypatch.setattr(sweep_command, "launch", lambda jobs, whole=True: [None] * len(jobs))
+    groups = ["model=tiny,gpt2", "allocator=default,gc,expandable", "precision=bf16,fp32"]
+    sweep_command.main(["-m", "device=simulated", "seq_len=range(1,65)", *groups, *more])
+    assert len(counts) == loads

@@ -1,0 +1,441 @@
+"""The instruments, in this process: counters, FLOPs, boundaries."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import TARGETS, refusal, tiny
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.flop_counter import flop_registry
+
+from vramsweep.harness.spec import trial as trials
+from vramsweep.runners.loops import custom, hf_trainer, torch_loop
+from vramsweep.runners.measure import dispatch_modes, rank_instruments, step_meter
+from vramsweep.runners.measure.counters import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
+from vramsweep.runners.measure.dispatch_modes import FlopCount, LiveBytes
+from vramsweep.runners.measure.rank_instruments import Gauges
+from vramsweep.runners.measure.step_meter import Meter, alone, meter_spec, reached_plateau, step_growth
+
+CPU = torch.device("cpu")
+
+
+def test_a_rank_that_comes_late_to_the_measured_steps_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_instruments, "MEETING_S", 0.1)
+    found = []
+    for others in (0, 1):
+        torch.distributed.init_process_group("fake", rank=0, world_size=2, store=torch.distributed.HashStore())
+        torch.distributed.distributed_c10d._get_default_store().add(rank_instruments.MET, others)
+        found.append(rank_instruments.meet_ranks())
+        torch.distributed.destroy_process_group()
+    assert found == [["the ranks did not begin the measured steps together: one came more than 0.1 s later"], []]
+
+
+def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
+    held = torch.zeros(1000)
+    with LiveBytes() as live:
+        start = live.live
+        assert start >= 4000
+        a = torch.zeros(1 << 20, dtype=torch.uint8)
+        view = a[: 1 << 19]
+        assert live.live - start == 1 << 20
+        b = a + 1
+        assert live.live - start == 2 << 20
+        del a
+        assert live.live - start == 2 << 20  # the view keeps it
+        del view, b
+        assert live.live == start
+        assert live.take() - start == 2 << 20
+        assert live.take() == start
+    assert held.numel() == 1000
+
+
+def test_live_bytes_sees_gradients_that_only_the_parameter_holds() -> None:
+    weight = torch.ones(1 << 16, requires_grad=True)
+    weight.square().sum().backward()
+    with LiveBytes() as live:
+        before = live.live
+        weight.grad = None
+        assert before - live.live == 4 << 16
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_flops_of_attention_do_not_depend_on_its_kernel(fused: bool) -> None:
+    q, k, v = (torch.randn(2, 3, 64, 16, requires_grad=True) for _ in range(3))
+    backend = torch.nn.attention.SDPBackend.FLASH_ATTENTION if fused else torch.nn.attention.SDPBackend.MATH
+    with torch.nn.attention.sdpa_kernel(backend), FlopCount() as count:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        forward = count.total
+        out.sum().backward()
+    assert forward == 2 * 2 * (2 * 3 * 64 * 64 * 16)
+    recomputed = forward // 2 if fused else 0  # the fused backward computes the scores again
+    assert count.total - forward == 2 * forward + recomputed
+
+
+def test_flops_of_attention_count_every_head_of_the_query_also_where_they_share_keys() -> None:
+    totals = []
+    for heads in (1, 4):
+        q = torch.randn(2, 4, 64, 16, requires_grad=True)
+        k, v = (torch.randn(2, heads, 64, 16, requires_grad=True) for _ in range(2))
+        with FlopCount() as count:
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).sum().backward()
+        totals.append(count.total)
+    assert totals[0] == totals[1]
+
+
+def test_boundaries_ignore_the_backward_within_a_backward() -> None:
+    seen: list[str] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        return x.square()
+
+    x = torch.ones(4, requires_grad=True)
+    original = torch.autograd.backward
+    with backward_boundaries(lambda: seen.append("in"), lambda: seen.append("out")):
+        for _ in range(2):
+            torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True).sum().backward()
+    assert seen == ["in", "out", "in", "out"]
+    assert torch.autograd.backward is original
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        ([5, 5, 5, 5], 0),
+        ([5, 9, 13], 4),
+        ([5, 9, 9, 13], 0),  # not every step
+        ([5, 9, 7, 11], -2),
+        ([5, 9], None),
+        ([], None),
+        ([5, None, 9], None),
+    ],
+)
+def test_growth(held: list[int | None], expected: int | None) -> None:
+    assert step_growth(held) == expected
+
+
+@pytest.mark.parametrize(
+    ("reserved", "expected"),
+    [([5, 5, 5, 5], True), ([5, 6, 6, 6], True), ([5, 5, 5, 6], False), ([5], None), ([], None), ([5, None], None)],
+)
+def test_plateau(reserved: list[int | None], expected: bool | None) -> None:
+    assert reached_plateau(reserved) is expected
+
+
+def test_the_driver_s_allocator_fills_three_counters_and_the_rest_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("allocated", "active", "requested", "reserved", "inactive_split")
+    stats: dict[str, Any] = {f"{n}_bytes": {"all": {"peak": 7, "current": 3}} for n in names}
+    stats |= {"num_alloc_retries": 0, "num_ooms": 0}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+    memory = CudaMemory(torch.device("cuda", 0))
+    assert memory.take() == {"allocated": 7, "active": 7, "requested": None, "reserved": 7, "inactive_split": None}
+    assert memory.summary() == {"reserved_unallocated_bytes": 0, "alloc_retries": None, "alloc_ooms": None}
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    memory = CudaMemory(torch.device("cuda", 0))
+    assert memory.take()["requested"] == 7
+    assert memory.summary()["alloc_retries"] == 0
+
+
+def metered(folder: Path, *publish: Any, **over: Any) -> tuple[trials.Trial, Meter]:
+    """The tiny trial, and the meter of its rank."""
+    trial = trials.Trial.model_validate(tiny(**over))
+    return trial, Meter(meter_spec(trial), folder, Gauges(CPU), 0, *publish)
+
+
+def drive(folder: Path, describe: Callable[[], dict[str, Any]] = dict, **over: Any) -> dict[str, Any]:
+    trial, meter = metered(folder, **over)
+    weight = torch.ones(1 << 18, requires_grad=True)
+    meter.built(describe)
+    for _ in range(trial.steps()):
+        meter.step_begin()
+        for _ in range(trial.grad_accum):
+            loss = (weight * weight).sum()
+            loss.backward()
+        weight.grad = None
+        meter.step_end(loss)
+    return meter.columns()
+
+
+@pytest.mark.slow
+def test_phases_of_a_step_with_accumulation(tmp_path: Path) -> None:
+    one, four = (drive(tmp_path, grad_accum=n) for n in (1, 4))
+    mib = 1 << 20
+    loss = 4  # bytes: in the forward phase the loss is alive beside the weight and its square
+    assert one["forward_peak_allocated_bytes"] == one["optimizer_peak_allocated_bytes"] + loss
+    # while it accumulates, the gradient of the micro-step before is alive in the forward phase
+    assert four["forward_peak_allocated_bytes"] - one["forward_peak_allocated_bytes"] == mib
+    assert four["backward_peak_allocated_bytes"] - one["backward_peak_allocated_bytes"] == mib
+    assert one["peak_allocated_bytes"] == one["backward_peak_allocated_bytes"]
+
+
+def of(function: str, folder: Path, **over: Any) -> dict[str, Any]:
+    """A row of one of the targets in tests/targets/backward.py."""
+    trial, meter = metered(folder, runner=target(function), **over)
+    custom.run(trial, CPU, meter, folder)
+    return meter.columns()
+
+
+def target(function: str) -> dict[str, str]:
+    return {"name": "custom", "target": f"{TARGETS / 'backward.py'}:{function}"}
+
+
+TOKENS = 2 * 32  # what the tiny trial counts a step
+FORWARD = 2 * 8 * (16 * 32 + 32 * 4)  # that MLP's two products
+BACKWARD = 2 * 8 * (16 * 32 + 2 * 32 * 4)  # two of the last one; nobody wants the inputs' gradient
+
+
+@pytest.mark.parametrize("function", ["backward", "by_grad"])
+def test_flops_and_phases_do_not_depend_on_who_starts_the_backward_pass(tmp_path: Path, function: str) -> None:
+    row = of(function, tmp_path)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD) / TOKENS
+    assert row["notes"] is None
+    known = [row[f"{phase}_peak_allocated_bytes"] for phase in ("forward", "backward", "optimizer")]
+    assert None not in known
+    assert max(known) == row["peak_allocated_bytes"]
+
+
+def test_gradients_by_hand_leave_model_flops_and_phases_unknown(tmp_path: Path) -> None:
+    row = of("by_hand", tmp_path)
+    assert row["model_flops_per_token"] is None
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD) / TOKENS
+    assert {
+        row[f"{p}_peak_{c}_bytes"] for p in ("forward", "backward", "optimizer") for c in ("allocated", "reserved")
+    } == {None}
+    assert row["peak_allocated_bytes"] is not None
+    assert len(row["notes"]) == 2 and all("no backward pass" in note for note in row["notes"])
+
+
+def test_an_operator_without_a_formula_leaves_flops_unknown_and_is_named(tmp_path: Path) -> None:
+    row = of("by_operator", tmp_path)
+    assert row["model_flops_per_token"] is row["hardware_flops_per_token"] is None
+    (note,) = row["notes"]
+    assert "vramsweep_tests::twice_product" in note and "register_flop_formula" in note
+
+
+def test_a_formula_that_the_user_registers_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, step, batches = custom.load(f"{TARGETS / 'backward.py'}:by_operator")(None)
+    packet = torch.ops.vramsweep_tests.twice_product
+    monkeypatch.setitem(flop_registry, packet, lambda a, b, *_, **__: 2 * a.shape[0] * a.shape[1] * b.shape[1])
+    with FlopCount() as count:
+        step(batches(0))
+    assert (count.total, count.uncounted) == (3 * FORWARD, set())  # its formula makes the inputs' gradient, too
+
+
+def test_products_of_the_optimizer_are_hardware_flops_only(tmp_path: Path) -> None:
+    row = of("multiplying_update", tmp_path)
+    update = 2 * 2 * (16 * 32 * 32 + 32 * 4 * 4)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] == (FORWARD + BACKWARD + update) / TOKENS
+    row = of("operator_in_the_update", tmp_path)
+    assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
+    assert row["hardware_flops_per_token"] is None
+    assert row["notes"][0].startswith("hardware FLOPs are not known: no formula for vramsweep_tests::twice_product")
+
+
+@pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])
+def test_flash_attention_s_own_kernels_leave_flops_unknown(tmp_path: Path, attention: str) -> None:
+    row = drive(tmp_path, describe=lambda: {"attention_effective": attention})
+    assert row["model_flops_per_token"] is row["hardware_flops_per_token"] is None
+    assert attention in row["notes"][0]
+
+
+def test_flops_of_products_also_of_those_that_torch_s_registry_lacks() -> None:
+    matrix, vector, stack = torch.randn(6, 5), torch.randn(5), torch.randn(3, 6, 5)
+    linear = torch.nn.Linear(32, 16)
+    cases = [
+        (lambda: matrix @ vector, 2 * 6 * 5),
+        (lambda: vector @ vector, 2 * 5),
+        (lambda: torch.addmv(torch.randn(6), matrix, vector), 2 * 6 * 5),
+        (lambda: torch.randn(6, 7).addmm_(matrix, torch.randn(5, 7)), 2 * 6 * 5 * 7),
+        (lambda: torch.addbmm(torch.randn(6, 7), stack, torch.randn(3, 5, 7)), 2 * 3 * 6 * 5 * 7),
+        (lambda: linear(torch.randn(8, 32, requires_grad=True)).sum().backward(), 3 * 2 * 8 * 32 * 16),
+    ]
+    for compute, expected in cases:
+        with FlopCount() as count:
+            compute()
+        assert (count.total, count.uncounted) == (expected, set())
+
+
+def test_flops_of_a_mixture_of_experts_grouped_product() -> None:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    tokens = torch.randn(32, 16, dtype=torch.bfloat16, requires_grad=True)
+    experts = torch.randn(4, 16, 24, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32)
+    with FlopCount() as count:
+        out = torch.nn.functional.grouped_mm(tokens, experts, offs=ends)
+        assert count.total == 2 * 32 * 16 * 24  # each token goes through one expert
+        out.square().sum().backward()
+    assert (count.total, count.uncounted) == (3 * 2 * 32 * 16 * 24, set())
+
+
+def test_a_product_for_which_nobody_has_a_formula_is_named() -> None:
+    layer = torch.nn.LSTM(4, 4)
+    with FlopCount() as count:
+        layer(torch.randn(2, 1, 4))
+    assert count.uncounted or count.total >= 2 * 2 * 8 * 16  # of a CPU with a fused kernel, or step by step
+
+
+def test_the_plan_has_as_many_steps_as_the_trial() -> None:
+    for over in ({}, {"record": True}, {"protocol": {"name": "x", "warmup_steps": 3, "measured_steps": 5}}):
+        trial, meter = metered(Path("/tmp"), **over)
+        assert len(meter.plan) == trial.steps()
+
+
+def test_the_result_is_published_when_the_last_measured_step_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[dict[str, Any]] = []
+    trial, meter = metered(tmp_path, lambda own: published.append(own) or alone(own), runner=target("backward"))
+    begin = meter.step_begin
+
+    def watched() -> None:
+        assert bool(published) == (meter.index >= trial.steps() - 1)
+        begin()
+
+    monkeypatch.setattr(meter, "step_begin", watched)
+    custom.run(trial, CPU, meter, tmp_path)
+    assert len(published) == 1
+    assert published[0]["optimizer_effective"] == "SGD" and published[0]["measured_steps"] == 2
+    complete = {k: v for k, v in meter.columns().items() if k in published[0] and k not in ("steps_s", "notes")}
+    assert complete == {k: v for k, v in published[0].items() if k in complete}
+
+
+def test_training_that_ends_too_soon_says_so(tmp_path: Path) -> None:
+    _, meter = metered(tmp_path)
+    meter.built(dict)
+    meter.step_begin()
+    meter.step_end()
+    assert "after 1 of 5 steps" in refusal(RuntimeError, meter.columns)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "own", "expected"),
+    [
+        (set(), {5}, {5}, []),
+        (set(), {5, 6, 9}, {5, 6}, [9]),  # a sibling rank's process on our card is ours
+        ({4}, {4, 5}, {5}, [4]),  # it was there, unseen by the parent
+        (set(), set(), set(), None),  # a container that lists nobody, not even us
+        (set(), {70001}, set(), []),  # host's numbers: the new one is ours
+        ({70001}, {70001, 70002}, set(), [70001]),
+        (set(), {70001, 70002}, set(), [70001, 70002]),  # one of the two is not
+        (None, None, set(), None),
+        (None, {70001}, set(), None),
+    ],
+)
+def test_foreign_processes(before: Any, after: Any, own: set[int], expected: list[int] | None) -> None:
+    assert foreign(before, after, own) == expected
+
+
+@pytest.mark.slow
+def test_ours_are_the_session_and_its_children() -> None:
+    """Asked in a session of its own, as a worker is: what started it is then foreign wherever the tests run."""
+    asked = """
+import os, subprocess, sys
+from vramsweep.runners.measure.counters import ours
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
+found = ours([os.getpid(), child.pid, os.getppid(), 1 << 30])
+print(found == {os.getpid(), child.pid}, found)
+child.communicate(b"\\n")
+"""
+    told = subprocess.run([sys.executable, "-c", asked], start_new_session=True, capture_output=True, text=True)
+    assert told.stdout.startswith("True"), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [2.0**14, 2.0**26, 2.0**60])
+def test_updates_that_the_scaler_skips_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float
+) -> None:
+    """Of the measured steps only, against what the optimizer itself was asked to do."""
+    monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=start))
+    trial, meter = metered(tmp_path, precision="fp16", protocol={"warmup_steps": 2, "measured_steps": 12})
+    updated: set[int] = set()
+    hook = register_optimizer_step_post_hook(lambda *_: updated.add(meter.index))
+    try:
+        torch_loop.run(trial, CPU, meter, tmp_path)
+    finally:
+        hook.remove()
+    skipped = set(range(3, 15)) - updated
+    assert meter.columns()["skipped_steps"] == len(skipped)
+    if start == 2.0**26:
+        assert 0 < len(skipped) < 12
+    else:
+        assert len(skipped) == (0 if start == 2.0**14 else 12)
+
+
+@pytest.mark.slow
+def test_the_trainer_s_scaler_is_asked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithScaler(hf_trainer._Trainer):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)  # Accelerate leaves fp16 off on a CPU; the scaled loss overflows 11 times
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=0.9)
+            self.accelerator.native_amp, self.accelerator.scaler = True, scaler
+
+    monkeypatch.setattr(hf_trainer, "_Trainer", WithScaler)
+    trial, meter = metered(tmp_path, runner={"name": "trainer"})
+    hf_trainer.run(trial, CPU, meter, tmp_path)
+    assert meter.columns()["skipped_steps"] == 2
+
+
+def test_a_scale_that_may_have_grown_does_not_tell_how_often_it_shrank() -> None:
+    scaler = torch.amp.GradScaler("cpu", growth_interval=10)
+    assert scaler_skips(scaler, 9)() == 0
+    assert scaler_skips(scaler, 10)() is None
+    assert scaler_skips(torch.amp.GradScaler("cpu", enabled=False), 10)() == 0
+    assert scaler_skips(torch.amp.GradScaler("cpu", init_scale=float("inf")), 9)() is None
+
+
+@pytest.mark.slow
+def test_a_recorded_step_comes_last_and_is_dumped_before_the_history_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **kw: calls.append(kw.get("enabled", "on")))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", calls.append)
+    plain = drive(tmp_path)
+    assert calls == []
+    recorded = drive(tmp_path, record=True)
+    assert calls == ["on", str(tmp_path / "recording.pickle"), None]
+    assert recorded["measured_steps"] == plain["measured_steps"]
+    assert recorded["peak_allocated_bytes"] == plain["peak_allocated_bytes"]
+
+
+def test_a_loss_that_is_no_number_is_unknown() -> None:
+    assert step_meter._finite(torch.tensor(float("nan"))) is None
+    assert step_meter._finite(torch.tensor(2.5)) == 2.5
+    assert step_meter._finite(None) is None
+
+
+def test_the_resident_peak_is_the_kernels_whenever_it_is_asked() -> None:
+    process = Process(begun=True)
+    for size in (1, 64 << 20, 1, 192 << 20, 1):
+        block = b"1" * size  # touched, so resident
+        found = process.resident_peak()
+        known = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None and known is not None
+        assert 0 <= int(known[1]) * 1024 - found < 1 << 20  # pages of this very test
+        del block
+
+
+@pytest.mark.parametrize("name", ["mm", "bmm", "addmm", "baddbmm"])
+def test_products_with_a_dtype_for_their_output_are_counted(name: str) -> None:
+    """`addmm.dtype`, which only a card has: Liger's fused loss adds up its gradients with it. 2 m n k, by shapes."""
+    left, right = torch.empty(4, 8, device="meta"), torch.empty(8, 16, device="meta")
+    if name.endswith("bmm"):
+        left, right = left.expand(3, 4, 8), right.expand(3, 8, 16)
+    bias = [torch.empty(16, device="meta")] * name.startswith(("add", "badd"))
+    formula = dispatch_modes.FORMULAS[getattr(torch.ops.aten, name)]
+    flops = 2 * 4 * 8 * 16 * (3 if name.endswith("bmm") else 1)
+    assert formula(*bias, left, right, torch.float32, out_val=None) == flops
+    assert formula(*bias, left, right, out_val=None) == flops

@@ -1,0 +1,314 @@
+"""How commands end, and what their rows say of it: first from what is left of them, then with real ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import BIN, PYTHON, command
+from conftest import Run
+
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.rows import outcome
+from vramsweep.harness.rows.outcome import Evidence
+from vramsweep.harness.spec import trial
+from vramsweep.runners.rank import process_end, result_file
+from vramsweep.runners.scripts import exit_diagnosis, launch_command
+
+FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
+OOM = {"type": "torch.OutOfMemoryError", "message": FULL}
+CUDA = {"type": "builtins.RuntimeError", "message": "CUDA error: probe failed"}
+OLD = "RuntimeError: the script's Python is 3.9.18, and it can be watched from 3.11 on"
+ARGPARSE = "usage: t.py [-h]\nt.py: error: unrecognized arguments: --length 3\n"
+TORCHRUN = """\
+E1123 22:35:13 31306 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {0}) local_rank: 0
+Traceback (most recent call last):
+  File "/bin/torchrun", line 8, in <module>
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+  rank      : 0 (local_rank: 0)
+  exitcode  : {0} (pid: 2)
+============================================================
+"""
+CHILD = {"type": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "message": "\n=====\nt.py FAILED"}
+JOB = {"protocol": {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}}
+LAUNCHER = {"pid": 1, "program": "/bin/torchrun", "error": CHILD, "at": 9.0}
+
+
+def seen(**over: Any) -> dict[str, Any]:
+    """What a process leaves that has imported torch and ended well."""
+    said: dict[str, Any] = {"pid": 1, "at": 1.0, "rank": 0, "world_size": 1, "program": "t.py", "problem": None}
+    said |= {"ended": True, "variables": {}, "index": None, "forwards": 0, "backwards": 0, "steps": 0}
+    return said | over
+
+
+def row_of(
+    folder: Path, code: int, *every: dict[str, Any], log: str = "", problem: str = "", begun: int = 0, job: bool = False
+) -> tuple[str, str | None]:
+    """Outcome and reason of a command whose own process is the first, and of whose steps so many are recorded."""
+    (folder / "stderr.log").write_text(log)
+    if problem:
+        (folder / "problem-7.txt").write_text(problem)
+    (folder / "steps.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(begun)))
+    values = trial.Trial.model_validate(command("PYTHON t.py", **(JOB if job else {})))
+    one = exit_diagnosis.End(values, folder, ["python", "t.py"], 1, code, sorted(every, key=lambda one: one["at"]))
+    with pytest.raises((trial.InvalidTrial, RuntimeError)) as caught:
+        exit_diagnosis.explain(one)
+    return outcome.classify(Evidence(exit_code=1, result=process_end.error_result(caught.value)))
+
+
+TRAINED = {"forwards": 2, "backwards": 2, "steps": 2}
+ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, str]]] = {
+    "an error beside a tool's old Python": (
+        1, [seen(error=OOM, **TRAINED)], {"problem": OLD}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
+    "an old Python alone": (1, [], {"problem": OLD}, ("invalid", f"the script cannot be watched: {OLD[14:]}")),
+    "an old Python's tool beside a training that is too short": (
+        0, [seen(**TRAINED)], {"problem": OLD}, ("invalid", "t.py ended after 2 optimizer steps, and protocol=brief")),
+    "a helper's error that the script survives": (
+        1, [seen(pid=2, error=CUDA), seen(at=2.0)], {"log": "RuntimeError: CUDA error: probe failed\nno data here"},
+        ("crash", "ended with exit status 1; its last words: no data here")),
+    "a shell's child": (1, [seen(pid=2, error=OOM)], {}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
+    "a rank's while it loads": (
+        1, [seen(pid=2, error=OOM), seen(**LAUNCHER)], {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
+    "a rank's that another outlived": (
+        1, [seen(pid=2, error=OOM, world_size=2, rank=1), seen(pid=3, at=2.0, world_size=2), seen(**LAUNCHER)],
+        {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
+    "a rank's last words": (
+        1, [seen(pid=2), seen(**LAUNCHER)], {"log": "no file data.txt\n" + TORCHRUN.format(1)},
+        ("crash", "ended with exit status 1; its last words: no file data.txt")),
+    "more ranks than cards": (
+        1, [seen(error=OOM | {"message": "CUDA error: invalid device ordinal"}, world_size=2)], {},
+        ("invalid", "the training has 2 ranks, and world_size=1 is how many cards it is given: give world_size=2")),
+    "ranks that share a card": (
+        1, [seen(error=OOM | {"message": "Duplicate GPU detected : rank 0 and rank 1"}, world_size=2)], {},
+        ("invalid", "the training has 2 ranks, and world_size=1 is how many cards it is given: give world_size=2")),
+    "words that only sound like an option's": (
+        1, [], {"log": "Missing checkpoint: model.pt"},
+        ("crash", "ended with exit status 1; its last words: Missing checkpoint: model.pt")),
+    "a compiler's words": (
+        2, [], {"log": "a.c:1: error: expected ;"}, ("crash", "ended with exit status 2; its last words: a.c:1")),
+    "argparse": (
+        2, [], {"log": ARGPARSE},
+        ("invalid", "t.py does not take these options: t.py: error: unrecognized arguments: --length 3")),
+    "click": (
+        2, [], {"log": "Usage: t.py [OPTIONS]\nTry 't.py --help' for help.\n\nError: Missing option '--x'.\n"},
+        ("invalid", "t.py does not take these options: Error: Missing option '--x'.")),
+    "typer": (
+        2, [], {"log": "Usage: t.py [OPTIONS]\n╭─ Error ──╮\n│ No such option: --len    │\n╰───╯\n"},
+        ("invalid", "t.py does not take these options: No such option: --len")),
+    "a whole job that leaves by os._exit(0)": (
+        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 100, "log": "bye"},
+        ("crash", "t.py ended by os._exit, or by a signal that its parent kept to itself, after 100 or more optimizer "
+         "steps: what it took could not be told; let it return, or end by sys.exit; its last words: bye")),
+    "one that does so too early": (
+        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 4},
+        ("invalid", "t.py ended after 4 optimizer steps, and protocol=job takes 5")),
+    "a rank that was never started": (
+        0, [seen(forwards=99, backwards=99, steps=99, world_size=2)], {},
+        ("invalid", "t.py ended after 99 optimizer steps, and trained on 1 of its 2 ranks (WORLD_SIZE): a row takes")),
+    "transformers' parser": (
+        1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
+        ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDS)
+def test_each_end_has_its_cause(case: str, tmp_path: Path) -> None:
+    code, every, left, (kind, reason) = ENDS[case]
+    found, said = row_of(tmp_path, code, *every, **left)
+    assert (found, (said or "")[: len(reason)]) == (kind, reason), said
+
+
+def hooked(tmp_path: Path, code: str, version: str) -> str:
+    """What the hook says of a process that imports a torch of this version."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
+    environ = launch_command.environment(tmp_path) | {"PYTHONPATH": f"{launch_command.HOOK}{os.pathsep}{tmp_path}"}
+    done = subprocess.run([PYTHON, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    return "".join(path.read_text() for path in tmp_path.glob("problem-*.txt"))
+
+
+def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
+    hook = launch_command.HOOK / "sitecustomize.py"
+    code = "import sys; sys.version_info = (3, 8, 1); sys.path.insert(0, sys.argv[1]); import sitecustomize"
+    environ = os.environ | {"VRAMSWEEP_ATTEMPT": str(tmp_path)}
+    words = [PYTHON, "-I", "-S", "-c", code, str(hook.parent)]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (problem,) = tmp_path.glob("problem-*.txt")
+    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, and it can be watched from 3.11 on"
+
+
+OLD_FINDER = """
+import sys, warnings
+warnings.simplefilter("ignore")
+sys.meta_path.insert(1, type("Old", (), {"find_module": lambda *told: None})())
+import torch
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "version", "said"),
+    [
+        ("import torch", "2.5.1+cu121", "the script's torch is 2.5.1+cu121, and it can be watched from 2.6 on"),
+        ("import torch", "2.6.0a0+git", None),
+        (OLD_FINDER, "1.0", "the script's torch is 1.0, and it can be watched from 2.6 on"),  # is passed over
+    ],
+)
+def test_a_torch_that_is_too_old_is_said(tmp_path: Path, code: str, version: str, said: str | None) -> None:
+    found = hooked(tmp_path, code, version)
+    assert found == f"RuntimeError: {said}" if said else "watched from" not in found
+
+
+def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "a:1")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    asked = launch_command._observer_request(trial.Trial.model_validate(command("PYTHON t.py")))["variables"]
+    assert set(asked) == set(worker_environment.ALLOCATOR)
+    assert (asked["PYTORCH_CUDA_ALLOC_CONF"], asked["PYTORCH_ALLOC_CONF"]) == ("a:1", None)
+
+
+LEAVES = """
+import json, os, pathlib, sys, time
+folder = pathlib.Path(os.environ["VRAMSWEEP_ATTEMPT"])
+aside = folder / "seen.new"
+aside.write_text(json.dumps(json.loads(pathlib.Path("said.json").read_text()) | {"pid": os.getpid()}))
+aside.rename(folder / f"seen-{os.getpid()}.json")
+time.sleep(float(sys.argv[1]))
+pathlib.Path("after.txt").touch()
+"""
+BROKE = {"problem": "TypeError: probe failed", "ended": False} | TRAINED
+SHORT = {"elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 50.0, "samples_per_s": 1.0, "notes": None}
+MEASURED = {"shapes": [[1, 50]], "shapes_known": True, "repeated": False, "batches": [1], "complete": False}
+MEASURED |= {"columns": SHORT}
+
+
+def left(folder: Path, seconds: float, said: dict[str, Any], **over: Any) -> str:
+    """What becomes of a command that leaves this of its one process, then goes on for so long."""
+    (folder / "attempt").mkdir()
+    (folder / "t.py").write_text(LEAVES)
+    (folder / "said.json").write_text(json.dumps(said))
+    (folder / "attempt" / "stderr.log").touch()
+    values = trial.Trial.model_validate(command(f"PYTHON t.py {seconds}", **over))
+    with pytest.raises((exit_diagnosis.ScriptError, result_file.EndedEarly)) as caught:
+        launch_command.run(values, folder / "attempt")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("over", [{}, JOB], ids=["ordinary", "job"])
+def test_a_training_that_cannot_be_watched_any_further_is_ended(here: Path, over: dict[str, Any]) -> None:
+    assert left(here, 60, seen(**BROKE), **over) == (
+        "the script could not be watched any further: TypeError: probe failed"
+    )
+
+
+def test_what_was_measured_before_that_is_kept(here: Path) -> None:
+    assert left(here, 60, seen(**BROKE, **MEASURED)) == (
+        "the step that counts FLOPs is missing: after the measured steps the script could not be watched any further: "
+        "TypeError: probe failed"
+    )
+    values = json.loads((here / "attempt" / "result.json").read_text())["values"]
+    assert (values["tokens_per_s"], values["seq_len"]) == (50.0, 50)
+
+
+def test_a_command_that_is_to_run_to_its_end_does(here: Path) -> None:
+    assert "could not be watched" in left(here, 0.4, seen(**BROKE), runner={"stop": False})
+    assert (here / "after.txt").exists()
+
+
+def test_a_training_is_over_once_no_rank_has_more_to_tell() -> None:
+    def ranks(*every: dict[str, Any]) -> set[int]:
+        return launch_command._finished_processes(
+            [seen(pid=n, rank=n, world_size=2, **one) for n, one in enumerate(every)], job=False
+        )
+
+    going = TRAINED | {"ended": False}
+    whole = going | MEASURED | {"complete": True}
+    assert ranks(going | MEASURED, whole) == set()
+    assert ranks(BROKE | MEASURED, whole) == {0, 1}
+    assert ranks(BROKE | MEASURED, going) == set()  # the other may come so far
+    assert ranks(BROKE, whole) == {0}
+    assert ranks(BROKE | {"ended": True}, going) == set()  # an earlier training's
+    assert ranks(BROKE | dict.fromkeys(TRAINED, 0), going) == set()  # it trains nothing
+
+
+LOOP = """
+import os, sys, torch
+w = torch.nn.Linear(8, 8)
+o = torch.optim.SGD(w.parameters(), lr=0.1)
+for step in range(9):
+    w(torch.randn(2, 8)).sum().backward(); o.step(); o.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_the_whole_command_ends_once_it_is_measured(run_sweep: Run, here: Path) -> None:
+    Path("t.py").write_text(LOOP)
+    (row,) = run_sweep(command("bash -c 'PYTHON t.py; sleep 8; echo after > after.txt'"))
+    assert row["outcome"] == "ok" and not any("after the measured steps" in note for note in row["notes"])
+    assert not Path("after.txt").exists()
+
+
+@pytest.mark.slow
+def test_a_job_that_leaves_and_a_training_that_breaks_what_watches_it(run_sweep: Run, here: Path) -> None:
+    Path("left.py").write_text(f"{LOOP}os._exit(0)")
+    Path("broke.py").write_text(LOOP.replace("w =", "torch.cuda.device_count = None; w =").replace("(9)", "(10**9)"))
+    left, broke = run_sweep(command("PYTHON left.py", **JOB), command("PYTHON broke.py"))
+    assert left["outcome"] == broke["outcome"] == "crash"
+    assert left["reason"].endswith(
+        "left.py ended by os._exit, or by a signal that its parent kept to itself, after 8 or more optimizer steps: "
+        "what it took could not be told; let it return, or end by sys.exit"
+    )
+    assert "the script could not be watched any further: TypeError: " in broke["reason"]
+
+
+@pytest.mark.slow
+def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(run_sweep: Run, here: Path) -> None:
+    Path("t.py").write_text(f"import os, sys; os.chdir('/'); open(sys.argv[1] + '/x', 'w').close()\n{LOOP}")
+    (row,) = run_sweep(command("PYTHON t.py {output_dir}"))
+    assert row["outcome"] == "ok", row["reason"]
+    assert len(list(here.glob("t/attempts/*/1/output/x"))) == 1
+
+
+HYDRA = f"""
+import hydra, torch
+@hydra.main(version_base=None, config_path=None)
+def main(config):
+    torch.nn.Linear(2, 2)(torch.randn(2, 2))
+    raise torch.OutOfMemoryError({FULL!r})
+main()
+"""
+HELPER = """
+import subprocess, sys, torch
+subprocess.run([sys.executable, "-c", "import torch; raise RuntimeError('CUDA error: probe failed')"])
+sys.exit("no data here")
+"""
+ARGUMENTS = "import argparse, torch; argparse.ArgumentParser().parse_args()"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("words", "code", "kind", "reason"),
+    [
+        ("PYTHON t.py", HYDRA, "oom", f"torch.OutOfMemoryError: {FULL}"),
+        ("PYTHON t.py x=1", HYDRA, "invalid", "t.py does not take these options: hydra.errors.ConfigCompositionExcept"),
+        ("PYTHON t.py", HELPER, "crash", "ended with exit status 1; its last words: no data here"),
+        (f"{BIN}/torchrun t.py --length 3", ARGUMENTS, "invalid", "t.py does not take these options: t.py: error: unr"),
+        (f"{BIN}/accelerate launch --cpu t.py --length 3", ARGUMENTS, "invalid", "t.py does not take these options: "),
+    ],
+)
+def test_a_failing_command_says_its_own_cause(
+    run_sweep: Run, here: Path, monkeypatch: pytest.MonkeyPatch, words: str, code: str, kind: str, reason: str
+) -> None:
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+    Path("t.py").write_text(code)
+    (row,) = run_sweep(command(words))
+    assert (row["outcome"], row["reason"][: len(reason)]) == (kind, reason), row["reason"]
+    if kind == "oom":
+        assert json.loads(next(here.glob("t/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1

@@ -1,0 +1,262 @@
+"""Scripts on a simulated card, traced in this process: what they ask of torch, load and save is as on a real one."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import commands
+import pytest
+import torch
+from conftest import Run
+from torch import nn
+from traces import signed as requests
+
+from vramsweep.harness.spec import trial_parser
+from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.scripts import import_constants, traced_script
+from vramsweep.runners.trace.step_tracer import Trace
+
+pytestmark = pytest.mark.deterministic
+
+Traced = Callable[..., Trace]
+HALF_GIB = 1 << 29
+NET = "nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64))"
+LOOP = """
+import sys
+import torch
+from torch import nn
+
+{before}
+net = {net}
+{loaded}
+net.to("cuda")
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for step in range(9):
+    net(torch.zeros(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {after}
+"""
+
+
+def net() -> nn.Module:
+    """NET."""
+    return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64))
+
+
+def command(words: str) -> dict[str, Any]:
+    return commands.command(words, device={"name": "simulated", "gpu": "l4-24gb"})
+
+
+@pytest.fixture
+def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Traced:
+    """Traces LOOP with its places filled."""
+    monkeypatch.setattr(traced_script, "CARDLESS", ())  # takes seconds, and no script here uses it
+
+    def run(before: str = "", loaded: str = "", after: str = "") -> Trace:
+        script = tmp_path / "loop.py"
+        script.write_text(LOOP.format(before=before, net=NET, loaded=loaded, after=after))
+        chosen = trial_parser.parse(command(f"PYTHON {script}"))
+        return trace_cache.trace_trial(chosen, chosen.device.card, tmp_path, traced_script)[0]
+
+    return run
+
+
+def test_the_cache_is_emptied_where_the_script_does(traced: Traced) -> None:
+    plain, emptied = traced(), traced(after="torch.cuda.empty_cache(); torch.cuda.memory.empty_cache()")
+    assert plain.events.count(0) == 0 and emptied.events.count(0) == 6
+    assert requests(emptied) == requests(plain)
+
+
+def test_what_else_is_asked_of_the_card(traced: Traced) -> None:
+    asked = """torch.cuda.random.set_rng_state_all(torch.cuda.get_rng_state_all())
+    torch.cuda.set_rng_state(torch.cuda.random.get_rng_state())
+    assert torch.cuda.memory.memory_allocated() == torch.cuda.memory_allocated() > 0
+    assert torch.zeros(8, pin_memory=True).to("cuda").is_cuda"""
+    assert set(requests(traced(after=asked))) - {32, -32} == set(requests(traced()))
+
+
+# ---- the host's memory
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        'torch.zeros(1 << 26, dtype=torch.int64, device="cuda")',
+        'torch.full((1 << 14, 1 << 13), float("-inf"), device="cuda")',
+        'torch.arange(1 << 14, device="cuda")[None] <= torch.arange(1 << 15, device="cuda")[:, None]',
+        'nn.Parameter(torch.empty(1 << 27)).to("cuda")',
+    ],
+)
+def test_what_is_large_takes_no_memory_here(traced: Traced, made: str) -> None:
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    except OSError:
+        pytest.skip("this kernel does not tell a process's peak")
+    before = _resident("VmRSS")
+    trace = traced(before=f"large = {made}")
+    assert HALF_GIB in trace.sizes
+    assert _resident("VmHWM") - before < HALF_GIB // 4
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"^{name}:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+# ---- files
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """States of NET, and data, as a training left them; `old.pt` is in the format of torch before 1.6."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    layers = net()
+    state = layers.state_dict()
+    torch.save(state, tmp_path / "state.pt")
+    torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    torch.save(dict(layers.named_parameters()), tmp_path / "parameters.pt")
+    torch.save(layers, tmp_path / "module.pt")
+    safetensors.save_file(state, tmp_path / "state.safetensors")
+    data = {"ids": torch.arange(60).view(3, 20), "count": torch.tensor(7)}
+    torch.save(data, tmp_path / "data.pt")
+    torch.save(data, tmp_path / "old_data.pt", _use_new_zipfile_serialization=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        'net.load_state_dict(torch.load("{}/state.pt"))',
+        'net.load_state_dict(torch.load("{}/state.pt", map_location="cpu", mmap=True), assign=True)',
+        'net.load_state_dict(torch.load(open("{}/state.pt", "rb"), lambda storage, location: storage))',
+        'net.load_state_dict(torch.load("{}/old.pt"))',
+        'net.load_state_dict(torch.load("{}/parameters.pt"), strict=False)',
+        'net = torch.load("{}/module.pt", weights_only=False)',
+        'import safetensors.torch; net.load_state_dict(safetensors.torch.load_file("{}/state.safetensors"))',
+    ],
+)
+def test_weights_from_a_file_are_on_the_card_once(traced: Traced, checkpoint: Path, loaded: str) -> None:
+    assert requests(traced(loaded=loaded.format(checkpoint))) == requests(traced())
+
+
+def test_what_is_loaded_to_the_card_is_there(traced: Traced, checkpoint: Path) -> None:
+    loaded = f'state = torch.load("{checkpoint}/parameters.pt", "cuda"); net.load_state_dict(state, strict=False)'
+    sizes = [value.nbytes for value in net().parameters()]
+    plain, twice = traced(), traced(loaded=loaded)
+    assert requests(twice) == [*sizes, *requests(plain)]
+    moved = f'net = torch.load("{checkpoint}/module.pt", torch.device("cuda"), weights_only=False)'
+    assert sorted(requests(traced(loaded=moved))) == sorted(requests(plain))
+
+
+@pytest.mark.parametrize(("name", "place"), [("data.pt", "None"), ("data.pt", '"cuda"'), ("old_data.pt", '"cuda"')])
+def test_data_from_a_file_has_its_values(traced: Traced, checkpoint: Path, name: str, place: str) -> None:
+    before = f"""data = torch.load("{checkpoint}/{name}", {place})
+assert data["ids"].is_cuda == ({place} == "cuda")
+assert data["count"].item() == 7 and data["ids"].to("cuda")[1].tolist() == list(range(20, 40))"""
+    traced(before=before)
+
+
+def test_a_checkpoint_is_not_written_and_hinders_nothing(traced: Traced, tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    library = types.ModuleType("saves_by_its_own_name")  # imported before the script runs, as transformers is
+    library.save_file, library.save = safetensors.save_file, torch.save  # type: ignore[attr-defined]
+    sys.modules[library.__name__] = library
+    before = f"""import saves_by_its_own_name as library
+import safetensors.torch
+out = "{tmp_path}/" """
+    after = """safetensors.torch.save_model(net, out + "model")
+    library.save_file({"bias": net[0].bias}, out + "bias")
+    library.save(net, out + "net")
+    assert safetensors.torch.save({"bias": net[0].bias}) == b"" """
+    try:
+        saved = traced(before=before, after=after)
+    finally:
+        del sys.modules[library.__name__]
+    assert {path.name for path in tmp_path.iterdir()} == {"loop.py", "output", "watch.json"}
+    assert requests(saved) == requests(traced())
+    safetensors.save_file({"a": torch.ones(2)}, tmp_path / "afterwards")
+    assert safetensors.load_file(tmp_path / "afterwards")["a"].tolist() == [1, 1]
+
+
+def test_tensors_have_an_address_where_they_share_memory(traced: Traced) -> None:
+    after = """first, other = net[0].weight, net[1].weight
+    assert first.data_ptr() == first.detach().data_ptr() == first.untyped_storage().data_ptr() != other.data_ptr()
+    assert first[1].data_ptr() - first.data_ptr() == 64 * 4
+    assert torch.zeros(0, device="cuda").data_ptr() == 0 and torch.zeros(3).data_ptr() % 4 == 0"""
+    traced(after=after)
+
+
+SAVES = """
+import sys
+import torch
+from accelerate import Accelerator
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+accelerator = Accelerator()
+config = Qwen2Config(
+    vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)
+model = Qwen2ForCausalLM(config)
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+for step in range(9):
+    ids = torch.randint(0, 512, (2, 32), device=accelerator.device)
+    accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if sys.argv[1] == "save":
+        accelerator.save_state(sys.argv[2] + "/state")
+        accelerator.save_model(model, sys.argv[2] + "/weights")
+        model.save_pretrained(sys.argv[2] + "/model")
+"""
+
+
+@pytest.mark.slow
+def test_checkpoints_of_libraries_hinder_no_prediction(run_sweep: Run, tmp_path: Path) -> None:
+    script = tmp_path / "saves.py"
+    script.write_text(SAVES)
+    clm = (
+        f"{sys.executable} {commands.SCRIPTS}/clm.py --report_to none --max_steps 100 --save_steps 2 "
+        f"--output_dir {tmp_path}/trainer --save_strategy"
+    )
+    loop = f"{sys.executable} {script}"
+    saved, plain, trainer, without = run_sweep(
+        command(f"{loop} save {tmp_path}/loop"), command(f"{loop} leave"), command(f"{clm} steps"), command(f"{clm} no")
+    )
+    assert [row["reason"] for row in (saved, plain, trainer, without)] == [None] * 4
+    for one, other in ((saved, plain), (trainer, without)):
+        assert one["peak_allocated_bytes"] == other["peak_allocated_bytes"]
+        assert one["parameters"] == other["parameters"]
+    written = {path.suffix for path in tmp_path.rglob("*") if path.is_file() and tmp_path / "t" not in path.parents}
+    assert (tmp_path / "loop" / "model").is_dir() and written <= {".py", ".json", ".md"}
+
+
+# ---- imports, which a script makes all the time
+
+
+def test_an_import_that_finds_no_library_costs_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "parts_of_a_script"
+    package.mkdir()
+    (package / "__init__.py").write_text("def ask():\n    from .sub import X\n    from . import sub\n    return X\n")
+    (package / "sub.py").write_text("X = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    looks: list[str] = []
+    monkeypatch.setattr(import_constants, "_library", lambda root: bool(looks.append(root)))
+    end = import_constants.collect([])
+    try:
+        import parts_of_a_script as parts  # type: ignore[import-not-found]
+
+        assert [parts.ask() for _ in range(3)] == [1, 1, 1]
+        for _ in range(3):
+            with pytest.raises(ModuleNotFoundError):
+                import not_installed_anywhere  # type: ignore[import-not-found]  # noqa: F401
+    finally:
+        end()
+    assert looks == ["parts_of_a_script", "not_installed_anywhere"]

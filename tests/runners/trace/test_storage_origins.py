@@ -1,0 +1,143 @@
+"""Every storage of a trace names the module and the operator that asked for it, and no trace changes for it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from traces import traced, traced_once
+
+from vramsweep.runners.trace.step_tracer import Trace, Tracer
+from vramsweep.runners.trace.storage_origins import Origins
+
+pytestmark = pytest.mark.deterministic
+
+
+def made(trace: Trace) -> Counter[tuple[str, str]]:
+    return Counter(trace.makers[origin] for origin in trace.origins)
+
+
+class Block(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
+class Net(torch.nn.Module):
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        self.blocks, self.how = torch.nn.ModuleList(Block() for _ in range(2)), how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.how == "reentrant") if self.how else block(x)
+        return x.exp()
+
+
+def of_net(how: str = "", wrap: Any = lambda net: net) -> Counter[tuple[str, str]]:
+    tracer = Tracer((8, 0))
+    with tracer.record():
+        net = wrap(Net(how))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        tracer.built()
+        net(torch.randn(8, 64, requires_grad=True)).sum().backward()
+        optimizer.step()
+        tracer.mark(0, "optimizer")
+    return made(tracer.trace)
+
+
+def test_modules_backward_optimizer_and_parameters_are_named() -> None:
+    found = of_net()
+    for number in (0, 1):
+        for name in ("up", "down"):
+            path = f"blocks.{number}.{name}"
+            assert found[path, "aten.addmm"] == 1
+            assert found[path, "aten.mm (backward)"] == 2
+            assert found[f"{path}.weight", "aten.empty"] == 1
+        assert found[f"blocks.{number}", "aten.relu"] == 1
+        assert found[f"blocks.{number}", "aten.threshold_backward (backward)"] == 1
+    assert found["Net", "aten.exp"] == 1
+    assert found["", "aten.sum"] == 1
+    assert found["", "aten.ones_like"] == 1  # the loss's own gradient, which torch.autograd.backward makes
+    assert found["optimizer", "aten.clone"] == 8
+    assert found["blocks.0.up", "cuBLAS workspace"] == 1
+    assert found["blocks.1.down", "cuBLAS workspace (backward)"] == 1
+
+
+@pytest.mark.parametrize("how", ["reentrant", "not"])
+def test_what_is_recomputed_belongs_to_its_module(how: str) -> None:
+    found = of_net(how)
+    for number in (0, 1):
+        path = f"blocks.{number}.up"
+        assert found[path, "aten.addmm"] == found[path, "aten.addmm (recomputed)"] == 1
+        assert found[path, "aten.mm (backward)"] == 2
+        assert found[f"blocks.{number}", "aten.relu (recomputed)"] == 1
+        assert found[f"blocks.{number}", "aten.threshold_backward (backward)"] == 1
+
+
+def test_what_only_wraps_has_no_name() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    class Outer(torch.nn.Module):
+        def __init__(self, net: Net) -> None:
+            super().__init__()
+            self.module = net
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.module(x)
+
+    def wrap(net: Net) -> torch.nn.Module:
+        net.blocks[0] = checkpoint_wrapper(net.blocks[0])
+        return net
+
+    assert of_net(wrap=wrap)["blocks.0.up", "aten.addmm"] == 1
+    assert of_net(wrap=Outer)["module.blocks.0.up", "aten.addmm"] == 1  # the user's own module keeps its name
+
+
+def test_a_module_that_fails_leaves_nothing_behind() -> None:
+    class Failing(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no")
+
+    origins, net = Origins(), torch.nn.Sequential(torch.nn.Linear(4, 4), Failing())
+    with origins.watch():
+        with pytest.raises(ValueError, match="no"):
+            net(torch.ones(1, 4))
+        assert origins.maker("aten.mm") == ("", "aten.mm")
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+    assert not torch.nn.modules.module._global_forward_hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("over", [{"checkpointing": "full"}, {"precision": "fp16", "grad_accum": 2}])
+def test_a_trace_is_the_same_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: Any) -> None:
+    named = traced(tmp_path, **over)
+    monkeypatch.setattr("vramsweep.runners.trace.storage_origins.register_module_forward_pre_hook", _no_hook)
+    monkeypatch.setattr("vramsweep.runners.trace.storage_origins.register_module_forward_hook", _no_hook)
+    plain = traced(tmp_path, **over)
+    assert len({path for path, _ in named.makers}) > 30 > len({path for path, _ in plain.makers})
+    for part in ("events", "sizes", "categories", "streams", "marks", "kernels", "notes", "host"):
+        assert getattr(named, part) == getattr(plain, part)
+
+
+def _no_hook(*_: Any, **__: Any) -> Any:
+    class Nothing:
+        def remove(self) -> None: ...
+
+    return Nothing()
+
+
+def test_a_large_share_of_a_step_has_a_module() -> None:
+    trace = traced_once()
+    steps = {event - 1 for event in trace.events[trace.marks[0].end :] if event > 0}
+    nameless = [n for n in steps if not trace.makers[trace.origins[n]][0]]
+    assert sum(trace.sizes[n] for n in nameless) < 0.01 * sum(trace.sizes[n] for n in steps)
+    assert ("model.layers.1.self_attn.q_proj", "aten.mm (backward)") in trace.makers
+    assert ("model.embed_tokens.weight", "aten.empty") in trace.makers  # one tensor, also the head's

@@ -1,0 +1,228 @@
+"""Many predictions in one attempt, as its worker makes them: processes, deadlines, families."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from conftest import ROOT, TARGETS, tiny
+from traces import A100, SIMULATED
+
+from vramsweep.harness.process.worker_files import PREDICTIONS, SPEC
+from vramsweep.harness.spec import trial, trial_parser
+from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.symbolic import trace_family, trace_workers
+from vramsweep.runners.worker import batch_server, worker
+
+
+def parsed(**over: Any) -> trial.Trial:
+    return trial_parser.parse(tiny(device=SIMULATED, **over))
+
+
+@pytest.mark.parametrize(
+    ("over", "same_family"),
+    [
+        ({"seq_len": 48}, True),
+        ({"micro_batch": 3}, True),
+        ({"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, True),
+        ({"grad_accum": 2}, False),
+        ({"precision": "bf16"}, False),
+        ({"model": {"config": {"vocab_size": 1024}}}, False),
+        ({"checkpointing": "full"}, False),
+    ],
+)
+def test_a_family_is_what_length_and_batch_leave_of_a_trace_s_key(over: dict[str, Any], same_family: bool) -> None:
+    one, other = parsed(), parsed(**over)
+    assert (trace_cache.family_key(one, A100) == trace_cache.family_key(other, A100)) is same_family
+    points = trace_family.point(one) != trace_family.point(other)
+    assert (trace_cache.trace_key(one, A100) == trace_cache.trace_key(other, A100)) is (same_family and not points)
+
+
+@pytest.mark.slow
+def test_jobs_run_so_many_at_a_time_and_late_and_dying_ones_do_not_stop_the_others(tmp_path: Path) -> None:
+    def leaves(name: str, seconds: float = 0.0) -> Callable[[], None]:
+        def job() -> None:
+            began = time.monotonic()
+            time.sleep(seconds)
+            (tmp_path / name).write_text(json.dumps([began, time.monotonic()]))
+
+        return job
+
+    def dies() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def raises() -> None:
+        raise SystemExit("not today")
+
+    jobs: list[trace_workers.Job] = [
+        (leaves("late", 60), 0.5),
+        (dies, 60),
+        (raises, 60),
+        *((leaves(f"good{n}", 0.2), 60) for n in range(4)),
+    ]
+    began = time.monotonic()
+    assert sorted(trace_workers.forked(jobs, 2)) == list(range(7))
+    assert time.monotonic() - began < 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"good{n}" for n in range(4)]
+    spans = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+    most = max(sum(begin <= at < end for begin, end in spans) for at, _ in spans)
+    assert most <= 2
+
+
+@pytest.mark.slow
+def test_no_process_at_all_is_an_error_and_one_too_few_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork, refusals = os.fork, [True, False, True, False]
+
+    def refusing() -> int:
+        if refusals and refusals.pop():
+            raise BlockingIOError("Resource temporarily unavailable")
+        return fork()
+
+    monkeypatch.setattr(os, "fork", refusing)
+    assert list(trace_workers.forked([(lambda: time.sleep(0.2), 60.0)] * 2, 2)) == [0, 1]
+    refusals[:] = [True]
+    with pytest.raises(BlockingIOError):
+        list(trace_workers.forked([(lambda: None, 60.0)], 2))
+
+
+def test_at_once_leaves_each_process_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    for free, processes in ((5 << 30, 5), (1 << 20, 1)):
+        room = trace_workers.host_memory.Room(8 << 30, free)
+        monkeypatch.setattr(trace_workers.host_memory, "memory_room", lambda room=room: room)
+        assert trace_workers.at_once() == processes
+
+
+def answers(folder: Path) -> dict[str, dict[str, Any]]:
+    lines = [line for path in folder.glob(PREDICTIONS) for line in path.read_text().splitlines()]
+    found = {answer["trial_id"]: answer for answer in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[str, dict[str, Any]]:
+    """Answers by the trials' numbers, of the worker in a process of its own."""
+    folder.mkdir(parents=True)
+    trials = [
+        {"trial_id": str(n), "trial": trial_parser.parse(v).model_dump(mode="json")} for n, v in enumerate(values)
+    ]
+    (folder / "spec.json").write_text(json.dumps({"trials": trials, "timeout_s": timeout_s}))
+    own = os.getpid()
+    list(trace_workers.forked([(lambda: worker.main(folder, own), 300.0)], 1))
+    return answers(folder)
+
+
+OPENMP = """
+import sys
+import torch
+from pathlib import Path
+sys.path[:0] = sys.argv[1:4]
+from test_batch_server import parsed
+from vramsweep.runners.symbolic import trace_workers
+torch.set_num_threads(2)
+torch.ones(1 << 22).to(torch.int32)  # as samples are made: this process has another thread now
+chosen = parsed(seq_len=2048, micro_batch=64, padding=0.5)
+torch.set_num_threads(1)  # as worker.main does before it forks
+folder = Path(sys.argv[4]) / "attempts" / "shared" / "1"
+folder.mkdir(parents=True)
+coordinator = trace_workers.Tracer(folder, 60)
+coordinator.trace([chosen])
+print(coordinator.found(chosen) is not None)
+"""
+
+
+def test_what_makes_predictions_together_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It forks, and OpenMP's threads are not there after a fork."""
+
+    def tells(folder: Path, spec: dict[str, Any]) -> int:
+        return (folder / "threads").write_text(str(torch.get_num_threads()))
+
+    monkeypatch.setattr(batch_server, "main", tells)
+    (tmp_path / SPEC).write_text(json.dumps({"trials": []}))
+    own = os.getpid()
+
+    def job() -> None:
+        torch.set_num_threads(2)
+        worker.main(tmp_path, own)
+
+    list(trace_workers.forked([(job, 60.0)], 1))
+    assert (tmp_path / "threads").read_text() == "1"
+
+
+@pytest.mark.slow
+def test_traces_do_not_wait_for_threads_that_are_not_there_after_a_fork(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    words = [sys.executable, "-c", OPENMP, str(here), str(ROOT / "tests"), str(here.parent), str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT, timeout=170)
+    assert done.stdout.splitlines()[-1:] == ["True"], done.stderr
+
+
+@pytest.mark.slow
+def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault(name: str, **over: Any) -> dict[str, Any]:
+        runner = {"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:{name}"}
+        return tiny(device=SIMULATED, runner=runner, **over)
+
+    folder = tmp_path / "t" / "attempts" / "shared" / "1"
+    killed = [fault("killed_at_48", seq_len=length) for length in (32, 48)]
+    expandable = {"name": "expandable", "conf": "expandable_segments:True"}
+    fine = [fault("fine"), fault("fine", allocator=expandable)]
+    found = run(folder, *killed, fault("hangs"), fault("asks_for_a_value"), *fine, timeout_s=10)
+    assert sorted(found) == ["0", "3", "4", "5"]
+    assert found["3"]["result"]["error"]["type"] == "vramsweep.harness.spec.trial.InvalidTrial"
+    assert ".item()" in found["3"]["result"]["error"]["message"]
+    for number in "045":
+        assert found[number]["result"]["values"]["peak_allocated_bytes"] > 0
+        assert found[number]["result"]["values"]["trace_basis"] == "traced"
+        assert found[number]["duration_s"] > 0
+    assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
+
+
+def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one length the trial's own attempt tells more."""
+    refuse = mock.Mock(side_effect=trial.InvalidTrial("not this one"))
+    monkeypatch.setattr(batch_server, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
+    monkeypatch.setattr(batch_server.predicted_row, "predict", refuse)
+    for name, stand_in in {"family": mock.Mock(), "refused": lambda *_: None, "predict": refuse}.items():
+        monkeypatch.setattr(batch_server.varying_lengths, name, stand_in)
+    tracer, files = mock.Mock(refused=lambda _: None), (tmp_path / PREDICTIONS.replace("*", n) for n in "12")
+    batch_server._predict_family({"one": parsed()}, tracer, files, 60)
+    batch_server._predict_lengths({"many": parsed(data="lengths:lognormal(9,1)")}, tracer, files, 60)
+    (found,) = answers(tmp_path).items()
+    assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
+
+
+IMPORTED = """
+import os, sys
+import torch
+before = len(os.listdir("/proc/self/task"))
+from vramsweep.runners.worker import worker
+worker.preload(sys.argv[1])
+print(len(os.listdir("/proc/self/task")) - before, "pandas" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("runner", "threads"), [("torch", 1), ("custom", 1), ("script", 0)])
+def test_a_fork_server_imports_no_more_than_its_trials_need(runner: str, threads: int) -> None:
+    """Threads of its own change in which order it and its workers end, and what a fork finds.
+
+    transformers' models bring one; what predicts runs of varying lengths would bring more, and pandas.
+    """
+    command = [sys.executable, "-c", IMPORTED, runner]
+    environ = os.environ | {"DS_ACCELERATOR": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environ)
+    started, pandas = done.stdout.splitlines()[-1].split()
+    assert int(started) <= threads and pandas == "False"
