@@ -101,7 +101,7 @@ test: $(READY)  ## run the tests, in three minutes: the pure core and one path p
 
 # tests/unchanged.py leaves out what depends on code and packages alone and passed with those of now.
 test-all: $(READY) $(TECHNIQUES) test  ## and the long ones: wheel, ranks, browser, libraries; ALL=1: also what has not changed since
-	$(PY) -m pytest -m 'not gpu and slow' -n 2 --dist worksteal -rs --unchanged=$(if $(filter-out 0,$(ALL)),keep,skip)
+	$(PY) -m pytest -m 'not gpu and slow' -n 2 --dist worksteal -rs --durations=20 --unchanged=$(if $(filter-out 0,$(ALL)),keep,skip)
 
 lint: $(READY)  ## ruff and mypy --strict
 	$(PY) -m ruff format --check .

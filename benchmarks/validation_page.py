@@ -202,7 +202,7 @@ def main(readings: Path, out: Path, figure: Path) -> None:
     write_page(made, out, figure)
     plot = draw_errors(made.readings)
     if plot is None:
-        raise UserError("no memory was predicted, so there is nothing to draw")
+        raise UserError(f"no memory was predicted: {out} is written, {figure}, which it links, is not")
     draw_one(Picture(plot, figure, scale=2))
 
 

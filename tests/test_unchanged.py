@@ -61,20 +61,17 @@ def test_public_data_count_for_those_who_read_them(monkeypatch: pytest.MonkeyPat
     """Results are the same beside a checkout that has none."""
     fits = ROOT / "tests/analysis/model/test_fit.py"  # by benchmarks/fit_cover.py
     found = []
-    for place in (ROOT.parent / "shared" / "data", tmp_path):
+    for place in ("../shared/data", str(tmp_path)):
         (tmp_path / "more.csv").write_text("1")
         monkeypatch.setattr(unchanged, "SHARED", place)
-        unchanged.hash_inputs.cache_clear()
-        found.append((unchanged.hash_inputs(TRACING), unchanged.hash_inputs(fits)))
-    monkeypatch.undo()
-    unchanged.hash_inputs.cache_clear()
+        found.append([unchanged.hash_inputs.__wrapped__(path) for path in (TRACING, fits)])
     assert found[0][0] == found[1][0] and found[0][1] != found[1][1]
 
 
 def test_what_passed_is_left_out_until_its_inputs_change_or_it_fails(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of slow deterministic tests, one of which fails, a slow one and a quick one."""
+    """Of slow deterministic tests, one fails and one is named by a place; a slow one and a quick one."""
     monkeypatch.setattr(unchanged, "ROOT", pytester.path)
     monkeypatch.setattr(unchanged, "KEPT", pytester.path / "passed.json")
     for name in ("hash_folders", "hash_machine"):
@@ -88,6 +85,10 @@ def test_what_passed_is_left_out_until_its_inputs_change_or_it_fails(
         def test_traced(right): assert right and "FAILS" not in os.environ
         @pytest.mark.slow
         def test_slow(): pass
+        @pytest.mark.slow
+        @pytest.mark.deterministic
+        @pytest.mark.parametrize("place", [0], ids=[os.getcwd()])
+        def test_by_place(place): pass
         @pytest.mark.deterministic
         def test_quick(): pass
     """
@@ -104,15 +105,15 @@ def test_what_passed_is_left_out_until_its_inputs_change_or_it_fails(
         counts = pytester.inline_run(f"--unchanged={how}", "-p", "no:cacheprovider").countoutcomes()
         return counts[0], counts[1], counts[2]
 
-    assert run("skip") == (3, 0, 1)
+    assert run("skip") == (4, 0, 1)
     ((results,),) = [list(found.values()) for found in json.loads((pytester.path / "passed.json").read_text()).values()]
     assert results == ["test_traced[True]"]
-    assert run("skip") == (2, 0, 1)
-    assert run("run") == run("keep") == (3, 0, 1)
+    assert run("skip") == (3, 0, 1)
+    assert run("run") == run("keep") == (4, 0, 1)
     monkeypatch.setenv("FAILS", "1")
-    assert run("keep") == (2, 0, 2)  # what was kept and fails is forgotten
+    assert run("keep") == (3, 0, 2)  # what was kept and fails is forgotten
     monkeypatch.delenv("FAILS")
+    assert run("skip") == (4, 0, 1)
     assert run("skip") == (3, 0, 1)
-    assert run("skip") == (2, 0, 1)
     path.write_text(path.read_text().replace("assert right", "assert right is True"))
-    assert run("skip") == (3, 0, 1)
+    assert run("skip") == (4, 0, 1)

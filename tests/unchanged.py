@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import shutil
@@ -32,7 +33,7 @@ PRODUCT = ("harness", "runners", "vramsweep", "hydra_plugins")
 ANALYSIS = ("analysis",)
 # Read at run time, by tests or by the product: each file counts, whoever reads it.
 DATA = ("conf", "benchmarks", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
-SHARED = ROOT.parent / "shared" / "data"  # public data beside a checkout, of which some tests read what is there
+SHARED = "../shared/data"  # public data that may be beside a checkout, of which some tests read what is there
 UNPINNED = ("triton", "flash-attn", "gptqmodel", "peft", "bitsandbytes", "torchao", "liger-kernel")
 DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that lead to the whole product
 LENGTH = 16  # hexadecimal digits of a hash
@@ -64,14 +65,14 @@ def hash_folders(*names: str) -> str:
         place = ROOT / name
         for path in sorted([place] if place.is_file() else place.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts and path != KEPT:
-                found.update(f"{path.relative_to(ROOT)} {hash_file(path)}\n".encode())
+                found.update(f"{name} {path.relative_to(place)} {hash_file(path)}\n".encode())
     return found.hexdigest()
 
 
 @cache
 def hash_machine() -> str:
     """Hash the platform, its C++ compiler, and the versions of what constraints.txt pins and of UNPINNED."""
-    compiler = shutil.which("c++")
+    compiler = shutil.which(os.environ.get("CXX", "g++"))  # as torch chooses it
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if compiler else ""
     texts = [platform.system(), platform.machine(), *platform.python_version_tuple()[:2], version.partition("\n")[0]]
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
@@ -79,11 +80,6 @@ def hash_machine() -> str:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             texts.append(f"{name}=={importlib.metadata.version(name)}")
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
-
-
-def sizes_shared() -> list[str]:
-    """Return what SHARED holds, with sizes: too much to read; nothing where it is not beside the checkout."""
-    return sorted(f"{path.name} {path.stat().st_size}" for path in SHARED.rglob("*") if path.is_file())
 
 
 @cache
@@ -143,7 +139,7 @@ def hash_inputs(path: Path) -> str:
         hash_folders(*PRODUCT, *(ANALYSIS if reaches_analysis(path) else ())),
         hash_folders(*DATA),
         hash_machine(),
-        *(sizes_shared() if reaches_shared(path) else ()),
+        hash_folders(*((SHARED,) if reaches_shared(path) else ())),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:LENGTH]
 

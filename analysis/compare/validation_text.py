@@ -48,7 +48,7 @@ def format_validation(made: Validation) -> str:
         for reason, count in counts.head(MOST).items():
             console.print(f"  {count:,}: {reason}", highlight=False)
         if (more := len(counts) - MOST) > 0:
-            console.print(f"  and {more} more reasons: --json")
+            console.print(f"  and {more} more reasons: in readings.json, or with --json", highlight=False)
     if len(wrong):
         console.print(f"{_count_readings(wrong)} were left out as mistaken.")
     return stream.getvalue().rstrip()

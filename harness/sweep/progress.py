@@ -88,7 +88,7 @@ class Progress:
 
 
 class Lines(Progress):
-    """For a log: a line for each finished trial; of many predictions one for each tenth, failure and tracing."""
+    """For a log: a line for each finished trial, of many predictions for each tenth and failure; one for tracing."""
 
     tenths = 0
     traced = -1
@@ -105,7 +105,7 @@ class Lines(Progress):
     def tracing(self, done: int, of: int) -> None:
         """Print it where more than before are to be traced."""
         super().tracing(done, of)
-        if self.many and done < of and of > self.traced:
+        if done < of and of > self.traced:
             self.traced = of
             print(f"tracing {done} of {of} points", flush=True)
 

@@ -202,7 +202,7 @@ def test_text_page_and_figure(
     assert validation_page.draw_errors(made.readings[made.readings["error"].isna()]) is None
     lacking = [reading(run=str(n), predicted=None, reason=f"because {n}") for n in range(validation_text.MOST + 2)]
     text = validation_text.format_validation(validation.Validation(errors(*lacking), {}, [], {}))
-    assert "and 2 more reasons: --json" in text
+    assert "and 2 more reasons: in readings.json" in text
     monkeypatch.setattr(validation_page, "draw_one", mock.Mock(side_effect=UserError("no browser")))
     assert refusal(UserError, validation_page.main, path, tmp_path / "b.md", tmp_path / "b.png") == "no browser"
     assert (tmp_path / "b.md").exists()  # the page does not wait for a figure that cannot be drawn

@@ -191,8 +191,7 @@ def made(config: str, *sizes: int, limit: int | None = None) -> tuple[Simulator,
 
 
 @pytest.mark.parametrize(
-    ("size", "segment"),
-    [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)],
+    ("size", "segment"), [(1, 2), (MIB, 2), (MIB + 1, 20), (10 * MIB - 512, 20), (10 * MIB, 10), (11 * MIB, 12)]
 )
 def test_segment_sizes(size, segment):
     _, events = made("", size)

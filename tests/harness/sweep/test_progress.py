@@ -121,10 +121,11 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
 def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
     items = planned(*(simulated(card) for card in CARDS))
     lines = Lines(5, items)
+    lines.tracing(0, 3)
     for item in items[:2]:
         lines.show(row(item, peak_allocated_bytes=3 << 20, peak_reserved_bytes=4 << 20), item)
     told = capsys.readouterr().out.splitlines()
-    assert [one.partition(" · oom 0 ")[0] for one in told] == [
+    assert [one.partition(" · oom 0 ")[0] for one in told] == ["tracing 0 of 3 points"] + [
         f"[{n}/5] ok        {card} · 3.0 MiB allocated, 4.0 MiB reserved" for n, card in enumerate(CARDS[:2], 1)
     ]
     few = Lines(progress.MANY, items)

@@ -94,14 +94,7 @@ def test_retries_have_a_limit_and_back_off(tmp_path: Path) -> None:
     assert [r["terminal"] for r in rows] == [False, False, False, True]
 
 
-@pytest.mark.parametrize(
-    "evidence",
-    [
-        OOM,
-        Evidence(expired=True, deadline_s=1),
-        error("ValueError", "deterministic"),
-    ],
-)
+@pytest.mark.parametrize("evidence", [OOM, Evidence(expired=True, deadline_s=1), error("ValueError", "deterministic")])
 def test_what_would_only_happen_again_is_not_retried(tmp_path: Path, evidence: Evidence) -> None:
     row, slept, rows = run_fake(tmp_path, [evidence], retries=3)
     assert row["terminal"]

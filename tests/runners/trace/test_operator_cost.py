@@ -63,8 +63,7 @@ def test_an_embedding_reads_the_rows_that_it_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "kernel"),
-    [(torch.bfloat16, "bf16", "flash"), (torch.float32, "3xtf32", "efficient")],
+    ("dtype", "kind", "kernel"), [(torch.bfloat16, "bf16", "flash"), (torch.float32, "3xtf32", "efficient")]
 )
 def test_attention_is_one_kernel_and_the_causal_one_half_of_it(dtype: torch.dtype, kind: str, kernel: str) -> None:
     batch, heads, length, width = 2, 4, 128, 64

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from conftest import ROOT, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from traces import A100, SIMULATED, traced_once
+from traces import A100, SIMULATED, small, trace_trial, traced_once
 
 from vramsweep.harness.allocator.config import parse
 from vramsweep.harness.hardware import gpu_lookup
@@ -274,3 +274,19 @@ def test_gradients_are_added_in_place_where_autograd_does_so(held: bool) -> None
     with Tracer((9, 0)).record():
         traced = added_in_place(held, lambda tensor: tensor.untyped_storage()._cdata)
     assert traced == real == (not held)
+
+
+def test_the_device_that_is_answered_at_once_is_torch_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracer's shortcut, beside what the operator itself says."""
+    answered, real = list[tuple[torch.device, torch.device]](), Tracer.__torch_dispatch__
+
+    def dispatch(self: Tracer, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = real(self, func, types, args, kwargs)
+        if func is torch.ops.prim.device.default:
+            answered.append((out, func(*args)))
+        return out
+
+    monkeypatch.setattr(Tracer, "__torch_dispatch__", dispatch)
+    trace_trial(small(), tmp_path)
+    assert len(answered) > 1_000
+    assert all(at_once == own for at_once, own in answered)
