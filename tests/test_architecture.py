@@ -238,6 +238,7 @@ def test_what_the_tables_name_is_there() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.deterministic
 def test_the_scripts_of_benchmarks_know_the_registry() -> None:
     """They run by hand, so a renamed runner or template would be noticed on the day that they are needed."""
     for path in sorted((ROOT / "benchmarks").glob("*.py")):

@@ -57,6 +57,7 @@ def trap(folder: Path) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.deterministic
 @pytest.mark.timeout(900)
 def test_no_verb_imports_anything_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -64,9 +65,8 @@ def test_no_verb_imports_anything_from_the_current_folder(
     folder, out = tmp_path / "theirs", tmp_path / "out"
     assert front_door.main(["predict", *PREDICTED, f"results={tmp_path}", "name=theirs", "report=false"]) == 0
     out.mkdir()
-    (out / "mine.py").write_text(
-        (TARGETS.parent / "torture" / "misbehave.py").read_text() + "\nimport beside\n"
-    )  # a neighbour is importable
+    mine = (TARGETS.parent / "torture" / "misbehave.py").read_text() + "\nimport beside\n"  # a neighbour is importable
+    (out / "mine.py").write_text(mine)
     for name, text in (("case.yaml", CASE), ("train.py", TRAIN), ("beside.py", "")):
         (out / name).write_text(text)
     marker = trap(folder)

@@ -37,6 +37,7 @@ def table(*rows: Row) -> Table:
     return synthetic.table(rows)
 
 
+pytestmark = pytest.mark.deterministic
 JOBS = (job(32, 11), job(64, 11, 6), job(128, 5, 6))
 
 

@@ -22,6 +22,7 @@ from vramsweep.analysis.report.content import collect
 from vramsweep.harness.rows.schema import Row, complete_row
 from vramsweep.harness.sweep import plan
 
+pytestmark = pytest.mark.deterministic
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 
 

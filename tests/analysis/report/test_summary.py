@@ -11,6 +11,7 @@ from conftest import Cli
 from vramsweep.analysis.report.summary import Summary, summary, text
 from vramsweep.harness.rows.schema import Row
 
+pytestmark = pytest.mark.deterministic
 GIB = 2**30
 
 

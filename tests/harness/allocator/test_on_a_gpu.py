@@ -28,6 +28,7 @@ from vramsweep.runners.predict import predicted_row, trace_cache
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
 
+pytestmark = pytest.mark.deterministic
 MIB = 1 << 20
 FOLDER = ROOT / "results" / "reference" / "h100-80gb"
 ROWS: list[Row] = card_page.read(FOLDER / "rows.jsonl")

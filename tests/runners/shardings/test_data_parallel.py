@@ -74,12 +74,8 @@ def test_what_has_no_memory_yet_takes_none_while_it_is_divided(tmp_path: Path, o
 @pytest.mark.slow
 def test_offloaded_parameters_train_on_real_ranks(run_sweep: Run) -> None:
     cpu = {"device": {"name": "cpu"}, "world_size": 2, "offload_param": True}
-    rows = run_sweep(
-        under_trainer("fsdp1", **cpu),
-        under_trainer("fsdp2", **cpu),
-        tiny(sharding="fsdp1", **cpu),
-        tiny(sharding="fsdp2", **cpu),
-    )
+    ways = ("fsdp1", "fsdp2")
+    rows = run_sweep(*(under_trainer(one, **cpu) for one in ways), *(tiny(sharding=one, **cpu) for one in ways))
     assert [row["outcome"] for row in rows] == ["ok"] * 4, [row["reason"] for row in rows]
     assert {row["parameters"] for row in rows} == {PARAMETERS}
 
@@ -103,6 +99,7 @@ TOLERANCES = {
 
 
 @pytest.mark.slow
+@pytest.mark.deterministic
 @pytest.mark.timeout(900)
 def test_real_ranks_hold_what_is_predicted() -> None:
     """At rest and in each phase; token ids and counters apart.
