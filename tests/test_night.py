@@ -38,6 +38,7 @@ def rows(folder: Path) -> list[journal.Row]:
 
 
 @pytest.mark.slow
+@pytest.mark.deterministic
 def test_a_disturbed_night_with_eight_slots_ends_as_a_quiet_one(tmp_path: Path) -> None:
     assert night(tmp_path / "quiet").wait(300) == 0
     disturbed = tmp_path / "disturbed"

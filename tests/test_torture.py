@@ -11,6 +11,7 @@ from torture.faults import FAULTS, Fault, Missing
 
 
 @pytest.mark.slow
+@pytest.mark.deterministic
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.short], ids=lambda fault: fault.name)
 def test_no_row_is_lost_or_doubled_nobody_is_left_and_the_sweep_goes_on(fault: Fault, tmp_path: Path) -> None:
     try:

@@ -1,11 +1,11 @@
 """Results that are kept: which slow tests need not run again, because nothing that they depend on has changed.
 
-A test marked `deterministic` depends on code, data and packages alone: it traces, replays, or compares tensors of
-libraries on the CPU. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the tests that
-passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the product (of
-analysis/ only where the file or a helper reaches it), DATA, the platform, its compiler and the installed versions;
-comments and docstrings are none. `make test-all` leaves out what passed with the same inputs and keeps what passes now;
-`make test-all ALL=1` runs everything.
+A test marked `deterministic` depends on code, data and packages alone: it traces, replays, compares tensors on the CPU,
+or is torture of a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
+tests that passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the
+product (of analysis/ only where the file or a helper reaches it), DATA, the platform, its compiler and the installed
+versions; comments and docstrings are none. `make test-all` leaves out what passed with the same inputs and keeps what
+passes now; `make test-all ALL=1` runs everything.
 """
 
 from __future__ import annotations
