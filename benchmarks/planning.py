@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.rows import journal
 from vramsweep.harness.sweep import plan, row_builder, run_trials
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.verbs import sweep_command
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -58,10 +58,9 @@ def measured(grid: list[str]) -> dict[str, float]:
             timed(seconds, plan, "expand_trials"),
             timed(seconds, plan, "order_trials"),
         ):
-            whole, (planned, settings) = clocked(lambda: sweep_command.resolve(words))
-        compose = whole - seconds.pop("settings") - sum(seconds.values())
-        folder = sweep_command.folder()
-        assert folder is not None
+            whole, asked = clocked(lambda: compose.resolve(words))
+        composed = whole - seconds.pop("settings") - sum(seconds.values())
+        planned, settings, folder = asked.trials, asked.settings, asked.folder
         assert settings is not None
         with journal.Journal(folder) as own:
             own.extend(row(item, folder.name) for item in planned)
@@ -69,7 +68,7 @@ def measured(grid: list[str]) -> dict[str, float]:
         skip, left = clocked(
             lambda: plan.pending_trials(planned, run_trials.finished_rows(rows, planned, False)[0], False)
         )
-        write, _ = clocked(lambda: run_trials._write_plan(folder, planned, settings, "a run", set()))
+        write, _ = clocked(lambda: run_trials._write_plan(folder, planned, settings, "a run", set(), words))
         assert (len(rows), unreadable, left) == (len(planned), 0, [])
         command = [sys.executable, "-m", "vramsweep", "sweep", *words]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -79,7 +78,7 @@ def measured(grid: list[str]) -> dict[str, float]:
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {
         "trials": len(planned),
-        "compose_s": compose,
+        "compose_s": composed,
         "check_and_name_s": seconds["expand_trials"],
         "order_s": seconds["order_trials"],
         "read_journal_s": read,

@@ -17,13 +17,13 @@ from test_hydra import planned
 from hydra_plugins.vramsweep import adaptive
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.inferred import of_inferred
+from vramsweep.harness.config import compose
 from vramsweep.harness.files import inferred_points
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
-from vramsweep.harness.sweep import run_trials
-from vramsweep.harness.verbs import sweep_command
+from vramsweep.harness.sweep import run_trials, session
 
 ADAPTIVE = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cpu", "precision=fp32", "protocol=brief")
 
@@ -66,7 +66,7 @@ def test_adaptive_falls_into_configurations_and_plans_its_first_round(here: Path
     assert len(trials) == 12  # so few are all asked for
     first = planned(cli, *ADAPTIVE, "seq_len=range(8,2049,8)")
     assert len(first) == 9
-    every, _ = sweep_command.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words))
+    every = compose.resolve([word for word in ADAPTIVE if "sweeper" not in word] + list(words)).trials
     own = adaptive.configurations(every)
     assert [len(of_one) for of_one in own] == [4, 4]
     assert all(len({every[n].resolved["seed"] for n in of_one}) == 1 for of_one in own)
@@ -108,7 +108,7 @@ def measured(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> Measured:
     """Sweep with that launcher: what is printed, the terminal rows, and what was inferred."""
 
     def run(*words: str, failing: tuple[int, ...] = ()) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
-        monkeypatch.setattr(sweep_command, "Launcher", type("Own", (Measuring,), {"failing": failing}))
+        monkeypatch.setattr(session, "Launcher", type("Own", (Measuring,), {"failing": failing}))
         out = cli.run("sweep", *ADAPTIVE, "report=false", "name=t", *words, status=int(bool(failing))).out
         place = here / "results" / "t"
         return out, list(journal.terminal(journal.read(place)[0]).values()), inferred_points.read(place)
@@ -146,17 +146,16 @@ def test_adaptive_takes_a_preset_s_lengths(measured: Measured) -> None:
 @pytest.mark.slow
 def test_adaptive_predicts_for_a_card_first_in_a_folder_beside(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", "model=tiny", "device=cuda", "seq_len=64,128,192,256", "precision=fp32", "protocol=brief"]
-    every, settings = sweep_command.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
-    assert settings is not None
-    monkeypatch.setattr(sweep_command, "_session", sweep_command.Session(here / "out" / "night", settings))
-    grid = adaptive.predicted_grid(every, settings)
+    asked = compose.resolve([*words, "predict=l4-24gb", "results=out", "name=night"])
+    assert asked.settings is not None
+    grid = adaptive.predicted_grid(asked.trials, asked)
     assert grid.fits is not None and grid.fits.all()
     assert set(grid.phase or ()) <= {"load", "forward", "backward", "optimizer"}
     rows = journal.terminal(journal.read(here / "out" / "night-predicted")[0])
     assert {row["device"] for row in rows.values()} == {"simulated"} and len(rows) == 4
     assert sorted(grid.predicted["peak_allocated_bytes"]) == sorted(r["peak_allocated_bytes"] for r in rows.values())
-    off = dataclasses.replace(settings, predict=False)
-    assert not adaptive.predicted_grid(every, off).predicted
+    off = dataclasses.replace(asked, settings=dataclasses.replace(asked.settings, predict=False))
+    assert not adaptive.predicted_grid(asked.trials, off).predicted
 
 
 CARD = machine.Gpu(0, "NVIDIA L4", "GPU-1", "580", 23 << 30, 0, ())
@@ -195,7 +194,7 @@ def one_card(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_fits(
     here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.setattr(sweep_command, "Launcher", OnACard)
+    monkeypatch.setattr(session, "Launcher", OnACard)
     assert "predicting 128 points for l4-24gb" in cli.run("sweep", *ON_CARD).err
     folder = here / "results" / "t"
     measured = journal.terminal(journal.read(folder)[0]).values()
@@ -220,7 +219,7 @@ def test_adaptive_on_a_card_measures_few_beside_its_predictions_and_finds_what_f
 def test_adaptive_goes_on_without_predictions_where_a_target_cannot_be_traced(
     here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
-    monkeypatch.setattr(sweep_command, "Launcher", Measuring)
+    monkeypatch.setattr(session, "Launcher", Measuring)
     own = (*ON_CARD[:-1], "runner=custom", f"runner.target={TARGETS / 'simulated_faults.py'}:raises_beyond_4")
     said = cli.run("sweep", *own, "seq_len=range(16,1025,16)")
     lines = inferred_points.read(here / "results" / "t")

@@ -34,7 +34,7 @@ harness/rows | one row per attempt, and the journal | h/messages h/files h/hardw
 harness/machine | this machine as it is now | h/messages h/spec h/rows
 harness/process | one attempt as an isolated process | h/messages h/files h/rows h/machine r/worker
 harness/sweep | planned trials to journalled rows | h/messages h/files h/hardware h/spec h/rows h/machine h/process
-harness/config | Hydra in and out | h/messages h/files h/hardware h/spec h/rows h/process h/sweep
+harness/config | Hydra in and out | h/messages h/files h/hardware h/spec h/rows h/machine h/process h/sweep
 harness/search | pure searches | -
 harness/verbs | a module for each verb | h/messages h/files h/hardware h/allocator h/spec h/rows h/machine h/process
     h/sweep h/config h/search r/worker
@@ -144,7 +144,7 @@ def imported(path: Path) -> set[str]:
     return names
 
 
-HYDRA = ("verbs/sweep_command", "config/overrides", "config/resolve_config")
+HYDRA = ("config/compose", "config/overrides", "config/resolve_config")
 PURE = [
     *(ROOT / "harness" / "search").glob("*.py"), *(ROOT / "harness" / "hardware").glob("*.py"),
     *(ROOT / "harness" / f"{name}.py" for name in (

@@ -16,14 +16,15 @@ from conftest import ROOT, TARGETS, Cli, tiny
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
+from vramsweep.harness.config import compose
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import COLUMNS
 from vramsweep.harness.spec import trial
-from vramsweep.harness.sweep import plan, sweep_status
-from vramsweep.harness.verbs import plan_preview, sweep_command
+from vramsweep.harness.sweep import plan, session, sweep_status
+from vramsweep.harness.verbs import plan_preview, run_words
 
 # A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
 # taken with float(), a trial told failed if that raises, and a study that ends with an error when it is told NaN.
@@ -59,9 +60,9 @@ class Sweep(Sweeper):
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    sweep_command.detect.cache_clear()
+    compose.detect.cache_clear()
     yield
-    sweep_command.detect.cache_clear()
+    compose.detect.cache_clear()
 
 
 @pytest.fixture
@@ -110,13 +111,13 @@ def test_auto_takes_cuda_when_there_is_one(monkeypatch: pytest.MonkeyPatch, cli:
     for cards, build, device in (([card], "13.0", "cuda"), ([], "13.0", "simulated"), ([card], None, "simulated")):
         monkeypatch.setattr(machine, "torch_cuda", lambda build=build: build)
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, cards=cards: cards)
-        sweep_command.detect.cache_clear()
+        compose.detect.cache_clear()
         said = cli.run("plan", "-m", "model=tiny", "sweep=auto", "device=auto", "predict=false")
         assert f"tiny-torch-{device}" in said.out
         assert ("cuda_malloc_async" in said.out) == (device == "cuda")
         assert len(said.err.splitlines()) == (device == "simulated")
         assert cli.run("plan", "model=tiny", "device=cpu").err == ""
-    sweep_command.detect.cache_clear()
+    compose.detect.cache_clear()
 
 
 @pytest.mark.slow
@@ -213,7 +214,7 @@ def test_the_report_is_written_once_after_the_last_batch(
     sweeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(sweep_command.run_trials, "report", written.append)
+    monkeypatch.setattr(run_words.run_trials, "report", written.append)
     made: list[Launcher] = []
 
     class Counted(Launcher):
@@ -221,7 +222,7 @@ def test_the_report_is_written_once_after_the_last_batch(
             made.append(self)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(sweep_command, "Launcher", Counted)
+    monkeypatch.setattr(session, "Launcher", Counted)
     batches = [[["seq_len=5000"]], [["seq_len=16", "protocol=brief"]]]
     ended, told = sweeper(batches, "report=true", "objective=peak_allocated_bytes")
     assert (ended, told[0]) == (0, None)
@@ -248,10 +249,10 @@ def test_our_own_sweeper_in_batches(here: Path, cli: Cli) -> None:
 
 def test_the_objective_of_repeats_is_their_median_and_unknown_if_one_has_none() -> None:
     rows = [{"x": 1.0}, {"x": 9.0}, {"x": 2.0}]
-    assert sweep_command._answer(rows, "x") == 2.0
-    assert sweep_command._answer([*rows, {"x": None}], "x") is None
-    assert sweep_command._answer([*rows, None], "x") is None
-    assert sweep_command._answer(rows, None) == rows[0]
+    assert session.answer_of(rows, "x") == 2.0
+    assert session.answer_of([*rows, {"x": None}], "x") is None
+    assert session.answer_of([*rows, None], "x") is None
+    assert session.answer_of(rows, None) == rows[0]
     assert {"peak_reserved_bytes", "tokens_per_s", "mfu"} <= set(plan.OBJECTIVES)
     assert not {"outcome", "plateau", "step_times_s"} & set(plan.OBJECTIVES)
     assert len(plan.OBJECTIVES) < len(COLUMNS)

@@ -11,9 +11,10 @@ import pytest
 from conftest import ROOT, Cli
 from test_hydra import planned
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
-from vramsweep.harness.verbs import cli, sweep_command
+from vramsweep.harness.verbs import cli
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
 CASES = """# @package _global_
@@ -143,9 +144,10 @@ def test_every_preset_can_be_planned(file: Path, here: Path, cli: Cli) -> None:
 @pytest.mark.parametrize("name", [file.stem for file in OURS if "cases:" in file.read_text()])
 def test_our_presets_of_cases_can_be_measured_too(name: str) -> None:
     """Words of the simulated device that a preset has give way with it; its answer has its name, if it asks."""
-    planned, settings = sweep_command.resolve([f"sweep={name}", "device=cuda"])
+    asked = compose.resolve([f"sweep={name}", "device=cuda"])
+    planned, settings = asked.trials, asked.settings
     assert settings is not None and settings.answer == ("claims" if name == "claims" else None)
     assert len(planned) > 5 and not [one.reason for one in planned if one.reason and "device." in one.reason]
-    predicted, _ = sweep_command.resolve([f"sweep={name}"])
+    predicted = compose.resolve([f"sweep={name}"]).trials
     reasons = [str(one.reason) for one in predicted if one.trial is None]
     assert len(predicted) >= len(planned) and all(reason.startswith("compile=") for reason in reasons)

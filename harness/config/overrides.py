@@ -1,7 +1,7 @@
 """The words of a command line, between the user and Hydra: read, in today's names, refused where Hydra would take them
 otherwise than they are meant, and its errors in words that say what is allowed.
 
-Not covered: what is made of them (sweep_command.py), what is said to a mistyped word (suggestions.py).
+Not covered: what is made of them (compose.py), what is said to a mistyped word (suggestions.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The sweep: from planned trials to rows in the journal. Skip what is done, run, append, report progress.
 
-The parent is the only writer of the journal. Not covered: the command line (sweep_command.py), what is planned
+The parent is the only writer of the journal. Not covered: the command line (harness/config/compose.py), what is planned
 (plan.py).
 """
 
@@ -56,13 +56,15 @@ def run(
     earlier: Sequence[Planned] = (),
     launcher: Launcher | None = None,
     began_s: float | None = None,
+    command: Sequence[str] = (),
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
     Of a shard, only its share of them. `earlier` are the trials of the same command's batches before this one: they
     stay in the folder's plan. `launcher` is theirs too, with its templates; without one it is made, and ended, here.
-    `began_s`: when the command began, by time.monotonic(), from where the budget counts; without it, now. The status of
-    a sweep that its budget has stopped is that of the trials which ran. Raises Interrupted and UserError.
+    `began_s`: when the command began, by time.monotonic(), from where the budget counts; without it, now. `command`:
+    the words that the folder's plan keeps. The status of a sweep that its budget has stopped is that of the trials
+    which ran. Raises Interrupted and UserError.
     """
     budget, interrupts = Budget(settings, began_s=began_s), Interrupts(folder / LOG)
     refuse_links(folder)
@@ -74,7 +76,7 @@ def run(
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
             shards.refuse_other_division(folder, shard)
             whole = [*earlier, *planned]
-            mine = _resumed(share, settings, folder, journal, whole, launcher, interrupts, budget)
+            mine = _resumed(share, settings, folder, journal, whole, launcher, interrupts, budget, command)
     except OSError as error:
         what = f"cannot write under {folder}: {error_reason(error)}"
         if not is_write_error(error):
@@ -126,6 +128,7 @@ def _resumed(
     launcher: Launcher,
     interrupts: Interrupts,
     budget: Budget,
+    command: Sequence[str],
 ) -> dict[str, Row]:
     """Run what the journals have no answer for; the row that counts for each trial, by id; `whole`: the sweep's."""
     rows, unreadable = read(folder)
@@ -137,7 +140,7 @@ def _resumed(
         dominators = OomDominance(finished_rows(rows, whole, settings.any_system)[0].values())
         todo = oom_dominance.order([p for p in todo if not _still_skipped(p, mine, dominators)])
     _end_leftovers(folder, launcher.run)
-    _write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned})
+    _write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned}, command)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     progress = choose_progress(len(todo), whole)
     part = f"shard {settings.shard}: " if settings.shard else ""
@@ -403,13 +406,20 @@ def _end_leftovers(folder: Path, run: str) -> None:
         print(f"{folder}: the sweep before was killed and had left processes behind, {came}", file=sys.stderr)
 
 
-def _write_plan(folder: Path, planned: Sequence[Planned], settings: Settings, run: str, own: Collection[str]) -> None:
+def _write_plan(
+    folder: Path,
+    planned: Sequence[Planned],
+    settings: Settings,
+    run: str,
+    own: Collection[str],
+    command: Sequence[str],
+) -> None:
     """What `status` holds the journal against: the trials, which of them are this command's own, and the system that
     each would be measured on; which answer the report begins with; and the mark of the processes that are started."""
     systems = _systems(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {
-        "command": sys.argv[1:],
+        "command": list(command),
         "started_at": row_builder.now(),
         "id_version": ID_VERSION,
         "trials": list(systems),

@@ -19,6 +19,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
@@ -41,7 +42,8 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import plan, run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import sweep_command, trace_query
+from vramsweep.harness.sweep.session import refuse_invalid
+from vramsweep.harness.verbs import trace_query
 from vramsweep.harness.verbs.predict_largest import MOST_BATCH
 
 MIB = 1 << 20
@@ -91,27 +93,25 @@ def main(argv: Sequence[str]) -> int:
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
         raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which card")
-
-    def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
-        if len(planned) != 1:
-            raise UserError(f"advise takes one trial, and these are {len(planned)}; give each setting one value")
-        axis = GOALS[options.goal]
-        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            asked = AdviceRequest(planned[0], settings, folder, launcher, axis)
-            level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
-            found, reached = ask_predictions(asked, level, options.most)
-        said = [word for word in given if word.partition("=")[0] != "device"]
-        if options.json:
-            print(json.dumps(record(asked, found, axis, reached)))
-        else:
-            show(asked, found, axis, reached, said, Console(markup=True))
-        return 0 if (best(reached) if axis else found.recommended) else 1
-
     named = any(word.partition("=")[0] == "device" for word in given)
-    front = sweep_command.VerbAdapter("advice", instead=instead)
-    return sweep_command.main(
-        [*([] if named else ["device=simulated"]), *trace_query.spelled(given)], front=front, verb="advise"
-    )
+    asked_for = [*([] if named else ["device=simulated"]), *trace_query.spelled(given)]
+    axis = GOALS[options.goal]
+    level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
+    with compose.resolve(asked_for, "advise", suffix="advice") as session:
+        if session.settings is None:
+            return 0
+        refuse_invalid(p.reason for p in session.trials)
+        if len(session.trials) != 1:
+            raise UserError(f"advise takes one trial, and these are {len(session.trials)}; give each setting one value")
+        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
+            asked = AdviceRequest(session.trials[0], session.settings, session.folder, session.start(), axis)
+            found, reached = ask_predictions(asked, level, options.most)
+    said = [word for word in given if word.partition("=")[0] != "device"]
+    if options.json:
+        print(json.dumps(record(asked, found, axis, reached)))
+    else:
+        show(asked, found, axis, reached, said, Console(markup=True))
+    return 0 if (best(reached) if axis else found.recommended) else 1
 
 
 class AdviceRequest:

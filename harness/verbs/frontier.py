@@ -29,7 +29,8 @@ from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.sweep.run_trials import reject_too_many_ranks
+from vramsweep.harness.sweep.run_trials import refuse_links, reject_too_many_ranks
+from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.verbs import plan_preview, predict_largest
 
 NOT_STARTED = Probe("failed", "not started, as the budget has no time for it")
@@ -102,6 +103,30 @@ def check(settings: Settings) -> None:
         raise UserError("objective= is for sweepers that optimise; sweep=frontier looks for the edge of memory: null")
     if settings.repeats != 1:
         raise UserError(f"repeats={settings.repeats}: sweep=frontier tries a value once; allowed is repeats=1")
+
+
+def prepare_searches(
+    session: Session, configs: Sequence[Mapping[str, Any]], axis: str, values: Sequence[int]
+) -> list[SearchPlan]:
+    """Return what is known of each configuration before its first trial, for a sweeper that looks for edges.
+
+    Edges are predicted where the trials are to run; a plan says what would be tried without. Raises UserError.
+    """
+    _, settings = session.first_trials(configs)
+    check(settings)
+    if settings.action != "run":
+        return plan_search(configs, settings, axis, values, session.folder, None)
+    refuse_links(session.folder)
+    return plan_search(configs, settings, axis, values, session.folder, session.start())
+
+
+def report_searches(session: Session, searches: Sequence[Search], axis: str) -> None:
+    """Show the edges that a sweeper has found, or note what it would try."""
+    settings = session.settings
+    if settings is not None and settings.action == "run":
+        session.status = max(session.status, show(searches, axis, settings.output == "json"))
+    elif settings is not None and settings.action == "plan":
+        session.notes.append(announced(searches, axis))
 
 
 def plan_search(

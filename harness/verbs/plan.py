@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.argument_parser import Parser, settings_parser
-from vramsweep.harness.verbs import sweep_command
+from vramsweep.harness.sweep.session import refuse_invalid
+from vramsweep.harness.verbs import plan_preview
 
 
 def parser() -> Parser:
@@ -15,4 +17,10 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep plan`; return the exit status."""
-    return sweep_command.main(argv, action="plan")
+    asked = compose.resolve(argv, "plan", action="plan")
+    if asked.settings is not None:
+        plan_preview.show(asked.trials, asked.settings, asked.folder)
+        if asked.settings.output != "json":
+            print("".join(f"{line}\n" for line in asked.notes), end="")
+        refuse_invalid(p.reason for p in asked.trials)
+    return 0

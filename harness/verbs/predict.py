@@ -1,6 +1,6 @@
 """`vramsweep predict`: a sweep of predictions, with ranges of lengths and batches, a bar, and a table of what fits.
 
-Everything else is a sweep's: its words (sweep_command.py), its rows and folder (run_trials.py), how they are made
+Everything else is a sweep's: its words (run_words.py), its rows and folder (run_trials.py), how they are made
 (batch_prediction.py).
 """
 
@@ -11,22 +11,21 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from pydantic import BaseModel
 from rich.table import Table
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.labels import flatten
-from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import predict_largest, sweep_command
+from vramsweep.harness.sweep.session import refuse_invalid
+from vramsweep.harness.verbs import predict_largest, run_words
 
 MIB = 1 << 20
 DETAILS = """\
@@ -69,13 +68,12 @@ def main(argv: Sequence[str]) -> int:
         return _largest(rest, options.largest, options.every, options.json)
     if options.every or options.json:
         raise UserError("--every and --json are for --largest; rows are in the results folder")
-
-    def closing(rows: Sequence[Row]) -> int:
-        show(rows)
-        return beyond(rows, most)
-
-    front = sweep_command.VerbAdapter("predicted", closing)
-    return sweep_command.main(words(rest), front=front, verb="predict")
+    swept = run_words.sweep_words(words(rest), "predict", "predicted")
+    rows = list(swept.rows.values())
+    show(rows)
+    status = beyond(rows, most)
+    run_words.write_report(swept)
+    return max(swept.status, status)
 
 
 def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
@@ -85,14 +83,12 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         if word.partition("=")[0] == axis:
             values = _values(word)
     first = f"{axis}={values[0] if values else 1}"
-
-    def instead(planned: Sequence[Planned], settings: Settings, folder: Path, launcher: Launcher) -> int:
-        found = predict_largest.find(planned, settings, folder, launcher, axis, values, every)
-        return predict_largest.show(found, axis, as_json)
-
-    return sweep_command.main(
-        words([*others, first]), front=sweep_command.VerbAdapter("predicted", instead=instead), verb="predict"
-    )
+    with compose.resolve(words([*others, first]), "predict", suffix="predicted") as asked:
+        if asked.settings is None:
+            return 0
+        refuse_invalid(p.reason for p in asked.trials)
+        found = predict_largest.find(asked.trials, asked.settings, asked.folder, asked.start(), axis, values, every)
+    return predict_largest.show(found, axis, as_json)
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:

@@ -1,6 +1,6 @@
 """`vramsweep run ... -- COMMAND`: a sweep of a command of the user's own, as runner=script.
 
-Everything else is a sweep's: its words (sweep_command.py), its rows and folder (run_trials.py). Not covered: what
+Everything else is a sweep's: its words (run_words.py), its rows and folder (run_trials.py). Not covered: what
 placeholders mean (command_template.py), how the command is run and watched (runners/scripts/launch_command.py,
 runners/scripts/observer.py).
 """
@@ -13,9 +13,8 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
 
-from vramsweep.harness.config import overrides
+from vramsweep.harness.config import compose, overrides
 from vramsweep.harness.config.reproduce_command import value
 from vramsweep.harness.files import redaction
 from vramsweep.harness.messages.argument_parser import Parser
@@ -23,8 +22,8 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.verbs import sweep_command
+from vramsweep.harness.sweep.session import Session
+from vramsweep.harness.verbs import run_words
 
 DETAILS = """\
 Every combination of the settings before -- is a trial of it. A {name} in the command is a setting
@@ -65,8 +64,8 @@ def main(argv: Sequence[str]) -> int:
     given = words(rest, command)
     if options.dry_run:
         with tempfile.TemporaryDirectory() as place:  # which Hydra writes to, whatever it is asked
-            return _show(sweep_command.resolve([*given, f"hydra.sweep.dir={value(place)}"], verb="run")[0])
-    return sweep_command.main(given, front=sweep_command.VerbAdapter(), verb="run")
+            return _show(compose.resolve([*given, f"hydra.sweep.dir={value(place)}"], "run"))
+    return run_words.run_sweep(given, "run")
 
 
 def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
@@ -83,7 +82,7 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
     own = told - ours
     found = [_option(word) if name in own else word for word, name in zip(before, given, strict=True)]
     if "device" not in given:
-        device = "cuda" if sweep_command.detect() == "cuda" else "cpu"
+        device = "cuda" if compose.detect() == "cuda" else "cpu"
         if device == "cpu":
             print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
         found.append(f"device={device}")
@@ -143,9 +142,9 @@ def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
     return words[:at], True, words[at + 1 :]
 
 
-def _show(planned: Sequence[Planned]) -> int:
+def _show(asked: Session) -> int:
     """Print the command of every trial, with the allocator's variable; for one that cannot run, why."""
-    folder = (sweep_command.folder() or Path()).resolve()
+    planned, folder = asked.trials, asked.folder.resolve()
     for item in planned:
         if item.trial is None:
             print(f"# cannot run: {item.reason}")

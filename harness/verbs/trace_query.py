@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
@@ -28,7 +29,6 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import length_distribution, trial_parser
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.verbs import sweep_command
 
 SECONDS = 1800.0
 MOST = 4  # timelines of a sweep whose trials nobody named
@@ -41,7 +41,7 @@ def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
     device=simulated is understood where no other is named.
     """
     given = any(word.partition("=")[0] == "device" for word in words)
-    planned, _ = sweep_command.resolve([*([] if given else ["device=simulated"]), *spelled(words)], verb)
+    planned = compose.resolve([*([] if given else ["device=simulated"]), *spelled(words)], verb).trials
     if not planned:
         return None
     if len(planned) != 1:

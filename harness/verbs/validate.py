@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason, read_content
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
@@ -32,7 +33,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import published_readings, sweep_command
+from vramsweep.harness.verbs import published_readings
 from vramsweep.harness.verbs.published_readings import PHASES, Reading, Run
 
 READINGS = "readings.json"
@@ -216,13 +217,13 @@ def _words(run: Run, words: Sequence[str]) -> Sequence[str]:
 
 def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
     """The one trial of these words. Raises UserError where they are none, or one that is not predicted."""
-    planned, settings = sweep_command.resolve(words)
-    if len(planned) != 1 or settings is None:
-        raise UserError(f"its overrides name {len(planned)} trials; a reference run is one")
-    (item,) = planned
+    asked = compose.resolve(words)
+    if len(asked.trials) != 1 or asked.settings is None:
+        raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run is one")
+    (item,) = asked.trials
     if item.trial is not None and item.trial.device.name != "simulated":
         raise UserError(f"device={item.trial.device.name}: reference runs are predicted, on device=simulated")
-    return item, settings
+    return item, asked.settings
 
 
 def _plain(item: Planned) -> Planned | None:

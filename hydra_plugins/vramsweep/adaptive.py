@@ -7,12 +7,12 @@ interrupted sweep goes on from its journal. What was not measured is written to 
 never as rows. Not covered: time, of which nothing is inferred.
 """
 
-import dataclasses
 import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -25,11 +25,14 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import plan_preview, sweep_command
+from vramsweep.harness.sweep.plan import Planned
+from vramsweep.harness.sweep.run_trials import reject_too_many_ranks
+from vramsweep.harness.sweep.session import Session, refuse_invalid
+from vramsweep.harness.verbs import plan_preview
 
-if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these import pandas and scipy
+if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these import pandas and scipy, or plugins
     from vramsweep.analysis.model.adaptive import Answer, Grid, Search
+    from vramsweep.harness.config.compose import HydraTask
 
 
 @dataclass
@@ -57,43 +60,50 @@ class AdaptiveSweeper(BasicSweeper):
         self, most: int, checks: int, together: int, seed: int, allocated: float, reserved: float,
         max_batch_size: int | None, params: Any,
     ) -> None:  # fmt: skip
-        super().__init__(max_batch_size=None, params=params)
-        if max_batch_size is not None:
-            sweep_command.refuse(
-                "hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out"
-            )
-        whole = {"most": most, "checks": checks, "together": together, "seed": seed}
-        least = {"most": 3, "checks": 1, "together": 1, "seed": 0}
-        for key, value in whole.items():
-            if type(value) is not int or value < least[key]:
-                sweep_command.refuse(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
-        for key, share in {"allocated": allocated, "reserved": reserved}.items():
-            if not isinstance(share, (int, float)) or not 0 < share < 1:
-                sweep_command.refuse(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
+        super().__init__(max_batch_size=max_batch_size, params=params)
+        self.whole = {"most": most, "checks": checks, "together": together, "seed": seed}
+        self.shares = {"allocated": allocated, "reserved": reserved}
         self.most, self.checks, self.together, self.seed = most, checks, together, seed
         self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+
+    def check(self) -> None:
+        """Raise UserError for a setting that is not allowed; not where Hydra makes this, which would bury it."""
+        if self.max_batch_size is not None:
+            raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
+        least = {"most": 3, "checks": 1, "together": 1, "seed": 0}
+        for key, value in self.whole.items():
+            if type(value) is not int or value < least[key]:
+                raise UserError(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
+        for key, share in self.shares.items():
+            if not isinstance(share, (int, float)) or not 0 < share < 1:
+                raise UserError(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
 
     def sweep(self, arguments: list[str]) -> Any:
         """Rounds of the launcher, until every configuration has enough."""
         assert self.hydra_context is not None
         assert self.launcher is not None
+        self.check()
         compose = getattr(self.launcher, "compose", None)
         if compose is None:
-            sweep_command.refuse("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
+            raise UserError("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
-        planned, settings = sweep_command.resolve_jobs(compose(jobs))
+        task: HydraTask = self.launcher.task  # type: ignore[attr-defined] # ours
+        session = task.session
+        planned, settings = session.first_trials(task.plain_values(compose(jobs)))
+        if settings.action == "run":
+            refuse_invalid(p.reason for p in reject_too_many_ranks(planned))
         if settings.action == "resolve":
             return [self.launcher.launch(jobs, initial_job_idx=0)]
         if settings.objective is not None:
-            sweep_command.refuse(
+            raise UserError(
                 f"objective={settings.objective}: hydra/sweeper=adaptive goes by memory; leave objective out"
             )
         groups = configurations(planned)
         impossible = [n for n, one in enumerate(planned) if one.trial is None]
         if settings.action == "plan":
-            return self._planned(planned, settings, jobs, groups, impossible)
-        searches = [self._search(planned, of_one, settings) for of_one in groups]
+            return self._planned(planned, session, jobs, groups, impossible)
+        searches = [self._search(planned, of_one, session) for of_one in groups]
         rows: dict[int, Row] = {}
         returns, index, ended = [], 0, False
         while True:
@@ -112,7 +122,7 @@ class AdaptiveSweeper(BasicSweeper):
             ]
             for search, answers in zip(searches, told, strict=True):
                 search.tell(answers)
-            self._write(planned, groups, searches)
+            self._write(session.folder, planned, groups, searches)
             if not any(told):
                 ended = True
                 break
@@ -121,32 +131,29 @@ class AdaptiveSweeper(BasicSweeper):
         return returns
 
     def _planned(
-        self, planned: Sequence[Planned], settings: Settings, jobs: Any, groups: Sequence[Sequence[int]],
+        self, planned: Sequence[Planned], session: Session, jobs: Any, groups: Sequence[Sequence[int]],
         impossible: Sequence[int],
     ) -> Any:  # fmt: skip
         """What would be asked first, were nothing predicted."""
         assert self.launcher is not None
-        alone = dataclasses.replace(settings, predict=False)
-        first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, alone).ask()]
-        returns = [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
-        if settings.output != "json":
-            points = max(map(len, groups), default=0)
-            print(
-                f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "
-                f"{len(groups)} configuration(s); these are the first, where nothing is predicted"
-            )
-        return returns
+        first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, None).ask()]
+        points = max(map(len, groups), default=0)
+        session.notes.append(
+            f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "
+            f"{len(groups)} configuration(s); these are the first, where nothing is predicted"
+        )
+        return [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
 
-    def _search(self, planned: Sequence[Planned], of_one: Sequence[int], settings: Settings) -> "Search":
+    def _search(self, planned: Sequence[Planned], of_one: Sequence[int], session: Session | None) -> "Search":
         from vramsweep.analysis.model.adaptive import TOLERANCES, Search, Tolerance
 
         limits = {name: Tolerance(share, TOLERANCES[name].of_points) for name, share in self.within.items()}
-        grid = predicted_grid([planned[n] for n in of_one], settings)
+        grid = predicted_grid([planned[n] for n in of_one], session)
         return Search(grid, self.most, self.checks, self.together, self.seed, limits)
 
-    def _write(self, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]") -> None:
-        folder = sweep_command.folder()
-        assert folder is not None
+    def _write(
+        self, folder: Path, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]"
+    ) -> None:
         lines = [
             line
             for of_one, search in zip(groups, searches, strict=True)
@@ -167,21 +174,22 @@ def configurations(planned: Sequence[Planned]) -> list[list[int]]:
     return [list(of_one.values()) for of_one in found.values()]
 
 
-def predicted_grid(planned: Sequence[Planned], settings: Settings) -> "Grid":
-    """The points of a configuration, with predictions where they can be made."""
+def predicted_grid(planned: Sequence[Planned], session: Session | None) -> "Grid":
+    """The points of a configuration, with predictions where they can be made, for this session's sweep if any."""
     import numpy as np
 
     from vramsweep.analysis.model.adaptive import Grid
 
     possible = [one.trial for one in planned if one.trial is not None]
     length, batch = (np.array([getattr(one, axis) for one in possible], float) for axis in ("seq_len", "micro_batch"))
-    rows = predictions(possible, settings)
+    rows = None if session is None else predictions(possible, session)
     return Grid(length, batch) if rows is None else Grid.of(length, batch, rows)
 
 
-def predictions(possible: Sequence[trials.Trial], settings: Settings) -> list[Row | None] | None:
+def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row | None] | None:
     """The predicted row of each trial; None, with the reason said, where they cannot be predicted for that card."""
-    first = possible[0]
+    first, settings = possible[0], session.settings
+    assert settings is not None
     if not settings.predict or first.device.name != "cuda" or runner_table.runner(first.runner.name).starts:
         return None
     card, problem = plan_preview.card(settings)
@@ -201,7 +209,7 @@ def predictions(possible: Sequence[trials.Trial], settings: Settings) -> list[Ro
         return None
     print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
     try:
-        rows = sweep_command.rows_beside(asked, "predicted")
+        rows = session.rows_beside(asked, "predicted")
     except UserError as error:
         print(f"nothing is predicted: {error}", file=sys.stderr)
         return None

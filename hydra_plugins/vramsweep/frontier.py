@@ -14,7 +14,7 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.search.bisection import Edge
-from vramsweep.harness.verbs import frontier, sweep_command
+from vramsweep.harness.verbs import frontier
 
 LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
 
@@ -48,7 +48,9 @@ class FrontierSweeper(VramsweepSweeper):
         others = [one for one in overrides if one.key_or_group != name]
         settings = [words for batch in self.split_arguments(others, None) for words in batch]
         jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
-        searches = [frontier.Search(ahead) for ahead in sweep_command.prepare_searches(jobs, name, values)]
+        session = launcher.task.session
+        ahead = frontier.prepare_searches(session, launcher.task.plain_values(jobs), name, values)
+        searches = [frontier.Search(one) for one in ahead]
         returns: list[Any] = []
         index = 0
         while pending := [(n, one, v) for n, one in enumerate(searches) if not isinstance(v := one.next(), Edge)]:
@@ -60,7 +62,7 @@ class FrontierSweeper(VramsweepSweeper):
                 one.take(value, answer.return_value)
             if all(answer.return_value is None for answer in answers):  # only planned
                 break
-        sweep_command.report_searches(searches, name)
+        frontier.report_searches(session, searches, name)
         return returns
 
 

@@ -1,4 +1,4 @@
-"""The thin Hydra side: compose the grid once, hand all trials to harness.verbs.sweep_command in one batch.
+"""The thin Hydra side: compose the grid once, hand all trials to the task (harness/config/compose.py) in one batch.
 
 Hydra composes every job twice, for 57 ms each: minutes for thousands of trials. Here a configuration is composed once
 for each combination of options of config groups; plain values are then set on copies of it with Hydra's own function.
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,7 +24,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vramsweep.harness.config.resolve_config import Job
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.verbs import sweep_command
+
+if TYPE_CHECKING:
+    from vramsweep.harness.config.compose import HydraTask
 
 FREE = ("seq_len", "micro_batch")
 # Interpolations that read no more than a setting beside them, or what our own resolvers do (ds_config, world_size).
@@ -73,11 +75,11 @@ class VramsweepSweeper(BasicSweeper):
 
 
 class VramsweepLauncher(Launcher):
-    """Composes a batch of jobs and runs it as one sweep; each job returns what `sweep_command.launch` says of it."""
+    """Composes a batch of jobs and hands it to the task; each job returns what `compose.HydraTask` answers."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
         """Hydra's call before `launch`. Raises UserError if the folder that the sweeper writes to cannot be made."""
-        self.context, self.config = hydra_context, config
+        self.context, self.config, self.task = hydra_context, config, cast("HydraTask", task_function)
         folder = Path(config.hydra.sweep.dir)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,7 @@ class VramsweepLauncher(Launcher):
         jobs = self.compose(job_overrides)
         sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, comes again
         whole = sweeper._target_ == SweeperConf._target_ and sweeper.max_batch_size is None
-        answers = sweep_command.launch(jobs, whole)
+        answers = self.task.take(jobs, whole)
         return [
             JobReturn(overrides=list(overrides), cfg=config, status=JobStatus.COMPLETED, _return_value=answer)
             for overrides, (config, _), answer in zip(job_overrides, jobs, answers, strict=True)

@@ -11,9 +11,10 @@ import pynvml
 import pytest
 from conftest import cases
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process import attempt
-from vramsweep.harness.verbs import doctor, sweep_command
+from vramsweep.harness.verbs import doctor
 
 MIG = "MIG-5a16ef8d-7d73-5e67-b4a4-0f6f6e4f0f3c"  # the form of "nvidia-smi -L"
 OLD_MIG = "MIG-GPU-4b4a5c1e-7d73-5e67-b4a4-0f6f6e4f0f3c/1/0"  # before driver 470
@@ -148,9 +149,9 @@ def test_a_mig_slice_that_may_not_be_asked_is_still_a_cuda_device(monkeypatch: p
     assert seen.problem is not None and "Insufficient Permissions" in seen.problem
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", name)
     monkeypatch.setattr(machine, "torch_cuda", lambda: "12.8")
-    sweep_command.detect.cache_clear()
-    assert sweep_command.detect() == "cuda"
-    sweep_command.detect.cache_clear()
+    compose.detect.cache_clear()
+    assert compose.detect() == "cuda"
+    compose.detect.cache_clear()
 
 
 def test_nvml_is_opened_once_while_trials_run_and_closed_at_the_end(

@@ -10,6 +10,7 @@ from conftest import ROOT, Cli, refusal, tiny
 from omegaconf import OmegaConf
 
 from vramsweep.analysis.data import groups
+from vramsweep.harness.config import compose  # noqa: F401
 from vramsweep.harness.rows import schema
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
@@ -17,10 +18,9 @@ from vramsweep.harness.spec.shardings import SHARDINGS
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.techniques import schema as entry_module
 from vramsweep.harness.spec.techniques.catalog import AXES, TECHNIQUES, Package, Technique
-from vramsweep.harness.verbs import sweep_command  # noqa: F401
 from vramsweep.runners.rank.entry_modules import import_entry
 
-CONFIG = OmegaConf.load(ROOT / "conf" / "config.yaml")  # whose values harness.verbs.sweep_command resolves
+CONFIG = OmegaConf.load(ROOT / "conf" / "config.yaml")  # whose values harness.config.compose resolves
 RUNNERS = {runner.name for runner in runner_table.RUNNERS}
 SETTINGS = {*trials.Trial.model_fields}
 HOOKS = {"around", "construct", "pretrained", "model", "optimizer", "stepping"}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from conftest import Cli
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.sweep import row_builder
-from vramsweep.harness.verbs import sweep_command
 
 pytestmark = pytest.mark.deterministic
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.deterministic
 @pytest.mark.slow
 def test_what_plan_says(tmp_path: Path, cli: Cli) -> None:
     words = ["-m", "model=tiny", "device=cpu", "seq_len=16,64,256", f"results={tmp_path}", "price_per_hour=36"]
-    items, _ = sweep_command.resolve(words)
-    folder = sweep_command.folder()
+    asked = compose.resolve(words)
+    items, folder = asked.trials, asked.folder
     assert folder is not None
     ended = {16: {"outcome": "ok"}, 64: {"outcome": "oom", "reason": "full"}}
     with Journal(folder) as book:

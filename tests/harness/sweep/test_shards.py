@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from submitit.core.utils import DelayedSubmission
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import attempt
 from vramsweep.harness.process.attempt import Launcher
@@ -26,7 +27,7 @@ from vramsweep.harness.sweep import batch_prediction, plan, run_trials, shards, 
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines
 from vramsweep.harness.sweep.shards import Shard
-from vramsweep.harness.verbs import sweep_command
+from vramsweep.harness.verbs import run_words, sweep_command
 
 WORDS = ["-m", "model=tiny", "device=cpu", "seq_len=32,64,96", "cluster=slurm", "shards=2"]
 
@@ -191,7 +192,7 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     assert {"array=0-1%2", "partition=gpu", "time=90", "mem=2048M", "qos=night", "requeue", "signal=USR2@90"} <= said
     assert not any(line.startswith("gpus") for line in said)  # device=cpu
     job = DelayedSubmission.load(folder / "cluster" / "7_1_submitted.pkl")
-    assert job.function.func is slurm_jobs.run_job and job.function.args == (sweep_command.main,)
+    assert job.function.func is slurm_jobs.run_job and job.function.args == (run_words.run_sweep,)
     assert job.args[0] == [*words, "name=tiny-torch-cpu", "shard=2/2"]
     assert job.args[1] == str(folder.absolute() / "journal-2of2.jsonl")
     assert not list(folder.glob("journal*"))  # what is written, and the report, are the jobs'
@@ -209,7 +210,7 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
 
     (slurm / "queue").write_text("")
     assert sweep_status.read_status(folder).state == "stopped"
-    planned = sweep_command.resolve(WORDS)[0]
+    planned = compose.resolve(WORDS).trials
     with Journal(folder, "1of2") as written:
         written.append(plan.axes(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"})
         assert "another sweep is writing" in refusal(UserError, sweep_command.main, [*words, "shards=3"])
@@ -223,7 +224,7 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
 def test_the_device_is_for_the_node_to_decide(
     slurm: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sweep_command, "detect", lambda: "simulated")
+    monkeypatch.setattr(compose, "detect", lambda: "simulated")
     assert sweep_command.main(["model=tiny", "cluster=slurm", "world_size=2", "sharding=ddp"]) == 0
     assert "1 trial, as composed here: each job decides its device" in capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=2" in (slurm / "script").read_text()
@@ -243,7 +244,7 @@ def test_what_is_not_submitted_leaves_no_folder(slurm: Path, typed: str, said: s
 
 def test_a_cluster_is_for_what_is_swept(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="divide what sweep and run do"):
-        sweep_command.main(WORDS, front=sweep_command.VerbAdapter(suffix="predicted"))
+        run_words.sweep_words(WORDS, "predict", "predicted")
     monkeypatch.setenv("PATH", "/nowhere")
     assert "there is no sbatch here" in refusal(UserError, sweep_command.main, WORDS)
 
@@ -303,8 +304,8 @@ def test_the_report_comes_with_the_last_row(tmp_path: Path, monkeypatch: pytest.
     reported: list[Path] = []
     monkeypatch.setattr(run_trials, "report", reported.append)
     run(planned, tmp_path, shard="1/2")
-    sweep_command._report_once(tmp_path)
+    run_words._report_once(tmp_path)
     assert not reported
     run(planned, tmp_path, shard="2/2")
-    sweep_command._report_once(tmp_path)
+    run_words._report_once(tmp_path)
     assert reported == [tmp_path]

@@ -21,8 +21,9 @@ from vramsweep.harness.process.worker_files import LARGEST
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.search.bisection import Edge, Probe
+from vramsweep.harness.sweep import session
 from vramsweep.harness.sweep.plan import Settings
-from vramsweep.harness.verbs import frontier, predict_largest, sweep_command
+from vramsweep.harness.verbs import frontier, predict_largest
 from vramsweep.harness.verbs.frontier import Search, SearchPlan
 
 pytestmark = pytest.mark.deterministic
@@ -61,7 +62,7 @@ Command = Callable[..., tuple[int, list[dict[str, Any]], list[tuple[int, int]]]]
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs the verb; the exit status, the edges, and the lengths and batches that were tried."""
-    monkeypatch.setattr(sweep_command, "Launcher", Memory)
+    monkeypatch.setattr(session, "Launcher", Memory)
     monkeypatch.setattr(Memory, "made", [])
 
     def run(*words: str, **of_memory: int) -> tuple[int, list[dict[str, Any]], list[tuple[int, int]]]:

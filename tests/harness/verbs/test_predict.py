@@ -14,11 +14,12 @@ from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.verbs import predict, sweep_command
+from vramsweep.harness.verbs import predict
 
 pytestmark = pytest.mark.deterministic
 
@@ -167,14 +168,14 @@ def test_what_is_planned_is_what_hydra_composes(rest: list[str], axes: dict[str,
 def test_lengths_share_one_configuration_unless_something_refers_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
 
-    def counted(jobs: Any, whole: bool = True) -> list[None]:
+    def counted(task: Any, jobs: Any, whole: bool = True) -> list[None]:
         counts.append((len(jobs), len({id(config) for config, _ in jobs})))
         return [None] * len(jobs)
 
-    monkeypatch.setattr(sweep_command, "launch", counted)
+    monkeypatch.setattr(compose.HydraTask, "take", counted)
     words = ["-m", "model=tiny", "device=simulated", "seq_len=range(1,65)", "micro_batch=1,2", "allocator=default,gc"]
-    sweep_command.main(words)
-    sweep_command.main([*words, "grad_accum=${micro_batch}"])
+    compose.resolve(words)
+    compose.resolve([*words, "grad_accum=${micro_batch}"])
     assert counts == [(256, 2), (256, 256)]
 
 
@@ -188,7 +189,7 @@ def test_hydra_composes_a_combination_of_options_once(
     monkeypatch.setattr(
         ConfigLoaderImpl, "load_sweep_config", lambda self, *words: counts.append(words) or load(self, *words)
     )
-    monkeypatch.setattr(sweep_command, "launch", lambda jobs, whole=True: [None] * len(jobs))
+    monkeypatch.setattr(compose.HydraTask, "take", lambda task, jobs, whole=True: [None] * len(jobs))
     groups = ["model=tiny,gpt2", "allocator=default,gc,expandable", "precision=bf16,fp32"]
-    sweep_command.main(["-m", "device=simulated", "seq_len=range(1,65)", *groups, *more])
+    compose.resolve(["-m", "device=simulated", "seq_len=range(1,65)", *groups, *more])
     assert len(counts) == loads

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 from conftest import cases, merged, refusal, tiny
 
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template, trial, trial_identity, trial_parser
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.verbs import run, sweep_command
+from vramsweep.harness.verbs import run
 
 BIN = Path(sys.executable).parent
 BARE = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}}}
@@ -94,7 +95,7 @@ def test_the_label_says_what_the_command_is_told() -> None:
 
 
 def test_own_names_before_the_dashes_are_placeholders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_command, "detect", lambda: "cuda")
+    monkeypatch.setattr(compose, "detect", lambda: "cuda")
     found = run.words(["lr=1,a", "seq_len=8", "allocator=default"], ["python", "t.py", "{lr}", "{seq_len}"])
     assert found[:2] == ["-m", "runner=script"]
     assert found[3:] == ["+runner.options.lr='1',a", "seq_len=8", "allocator=default", "device=cuda"]

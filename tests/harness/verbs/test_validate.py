@@ -12,10 +12,11 @@ import pytest
 from conftest import ROOT, TARGETS, Cli, cases, refusal
 
 from vramsweep import __main__ as front_door
+from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.verbs import published_readings, sweep_command, validate
+from vramsweep.harness.verbs import published_readings, validate
 from vramsweep.harness.verbs.published_readings import Reading
 from vramsweep.harness.verbs.validate import OtherTools, ReadingRequest
 
@@ -113,7 +114,7 @@ def test_the_file_s_folder_may_have_any_name(tmp_path: Path) -> None:
     (run,), _ = published_readings.read(file(folder, text))
     target, data, options = run.overrides[-3:]
     assert (data, options) == (f"data='{folder}/a'", "runner.options={a: 1}")
-    (item,), _ = sweep_command.resolve(["device=simulated", "runner=custom", target])
+    (item,) = compose.resolve(["device=simulated", "runner=custom", target]).trials
     assert item.trial is not None and item.trial.runner.target == f"{folder}/a.py:build"
 
 

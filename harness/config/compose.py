@@ -1,0 +1,215 @@
+"""From the words of a command line to the configurations of its trials, by Hydra: presets, cases, sweepers.
+
+Hydra calls back what it is given, a `HydraTask`: with all configurations at once (through hydra_plugins/vramsweep),
+which are only collected, or batch by batch where a sweeper looks at what came out, which the sweep's session answers.
+Not covered: the words themselves (overrides.py), a configuration's plain values (resolve_config.py), what is done with
+the trials.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import hydra.version
+from hydra._internal.utils import _run_hydra
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+
+from vramsweep.harness.config import overrides, resolve_config
+from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.config.resolve_config import Job
+from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.sweep.session import Answer, Session
+
+DEVICE = "vramsweep.device"  # what conf/config.yaml refers to
+
+
+class HydraTask:
+    """Takes the configurations of one command line from Hydra. `session` answers those that come in batches.
+
+    `configs` are those that came at once; `detected` is the device that `auto` stood for, None if nothing asked.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.configs: list[dict[str, Any]] = []
+        self.mistake: UserError | None = None
+        self.of_cases = False
+
+    def __call__(self, config: DictConfig) -> None:
+        """Take the one configuration of a command line without -m: one trial is a sweep of one."""
+        self.take([(config, {})])
+
+    def take(self, jobs: Sequence[Job], whole: bool = True) -> list[Answer]:
+        """Collect configurations, or where they are not `whole`, all that the command has, answer them now.
+
+        A UserError ends Hydra with status 2, as Hydra would bury it in a traceback; `compose` raises it.
+        """
+        try:
+            configs = self.plain_values(jobs)
+            if not whole and self.of_cases:
+                raise UserError("a preset of cases is run at once; a sweeper that comes in batches needs one without")
+            if not whole:
+                with overrides.variable(overrides.FULL_ERROR, None):  # which workers must not inherit
+                    return self.session.answer(configs)
+            self.configs += configs
+            return [None] * len(configs)
+        except UserError as error:
+            self.mistake = error
+            raise SystemExit(2) from None
+
+    def plain_values(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+        """Return each job's configuration as plain values. Raises UserError."""
+        with overrides.variable(overrides.FULL_ERROR, None):
+            return resolve_config.plain_values(jobs)
+
+    def detect(self) -> str:
+        """Return the device that `auto` stands for here, and remember that it was asked for."""
+        self.session.detected = detect()
+        return self.session.detected
+
+
+@cache
+def detect() -> str:
+    """Return the device that `device=auto` stands for on this machine: cuda or simulated."""
+    return machine.choose_device(os.environ)[0]
+
+
+OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
+
+
+def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> list[dict[str, Any]]:
+    """Return the configurations of a command line; none where it only asks for help, or came in batches.
+
+    Batches are in `session` then. Raises UserError for a mistake, and what a session's answer raises.
+    """
+    args, parser = overrides.parse(argv, action, verb)
+    if args.shell_completion:
+        raise UserError("--shell-completion is for Hydra's own programs; vramsweep VERB --help lists the settings")
+    if args.experimental_rerun is not None:
+        raise UserError("--experimental-rerun is Hydra's for single jobs; the same command goes on where a sweep was")
+    given = [name for name in ("run", "multirun", "cfg", "info") if getattr(args, name)]
+    if len(given) > 1:
+        raise UserError(f"--{' and --'.join(given)} do not go together; give one of them")
+    if args.resolve and not (args.cfg or args.help):
+        raise UserError("--resolve needs --cfg job")
+    hydra.version.setbase("1.3")
+    task = HydraTask(session)
+    OmegaConf.register_new_resolver(DEVICE, task.detect, replace=True)
+    try:
+        with overrides.explained(list(args.overrides)):
+            if not (args.help or args.hydra_help):
+                overrides.check(args)
+                args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
+            cases, options = (
+                ([], {}) if args.help or args.hydra_help or args.cfg or args.info else _cases(args, session)
+            )
+            if not cases:
+                _run_hydra(args, parser, task, str(CONF), "config")
+        task.of_cases = bool(cases)
+        for case in cases:
+            _compose_case(args, parser, case, options, task)
+    except SystemExit as end:  # how Hydra ends after --help, and a task after a mistake
+        if task.mistake is not None:
+            raise task.mistake from None
+        if end.code:
+            raise
+    finally:
+        OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
+    return task.configs
+
+
+def resolve(argv: Sequence[str], verb: str = "sweep", action: str = "resolve", suffix: str | None = None) -> Session:
+    """Return the trials that a command line names, none of which is run, with their settings and their folder.
+
+    The session has none where the words only ask for help. `suffix` ends the folder's name. Raises UserError.
+    """
+    session = Session(argv, suffix)
+    if configs := compose(argv, verb, action, session):
+        session.add(configs)
+    return session
+
+
+def _preset(args: argparse.Namespace) -> list[str]:
+    """The overrides without `device=auto`, which is the default, and with `sweep=auto` made the device's own preset.
+
+    The default gives way to a file of the user's that chooses a device; an override would not.
+    """
+    words = [word for word in args.overrides if word != "device=auto"]
+    if "sweep=auto" not in words:
+        return words
+    rest = [word for word in words if word != "sweep=auto"]
+    config = overrides.loader(args).load_configuration(
+        args.config_name or "config", rest, RunMode.MULTIRUN, validate_sweep_overrides=False
+    )
+    device = next((o for o in reversed(rest) if o.startswith("device=")), f"={config.hydra.runtime.choices.device}")
+    device = device.partition("=")[2]
+    if "," in device:
+        raise UserError(f"sweep=auto is the preset of one device, not of {device}; name one of them: sweep=cuda")
+    return [*rest, f"sweep={device}"]
+
+
+def _cases(args: argparse.Namespace, session: Session) -> tuple[list[str], dict[str, str]]:
+    """The cases of the preset that these words name, each a line of words, and the options that the preset chooses;
+    none where it has none, or none is named. The session has its name then.
+
+    Raises UserError where they are something else.
+    """
+    named = [word for word in args.overrides if word.startswith("sweep=")]
+    if not named:
+        return [], {}
+    if "," in named[-1]:
+        raise UserError(f"{named[-1]}: a preset is a sweep of its own, so one at a time: {named[-1].partition(',')[0]}")
+    config = overrides.loader(args).load_configuration(
+        args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
+    )
+    preset = str(config.hydra.runtime.choices.sweep)
+    own = next((word for word in args.overrides if word.startswith("cases=")), None)
+    if own is not None and config.cases:
+        raise UserError(f"{own}: sweep={preset} has cases of its own; leave one out")
+    found = OmegaConf.to_container(config.cases) if OmegaConf.is_config(config.cases) else config.cases
+    if not isinstance(found, list) or not all(isinstance(case, str) for case in found):
+        raise UserError(f"sweep/{preset}.yaml: cases={found}: allowed is a list of lines, each the words of a command")
+    session.preset = preset if found else None
+    return found, {str(group): str(option) for group, option in config.hydra.runtime.choices.items()}
+
+
+def _compose_case(
+    args: argparse.Namespace, parser: argparse.ArgumentParser, case: str, options: Mapping[str, str], task: HydraTask
+) -> None:
+    """Let Hydra expand one case, as with -m, into the task. The command line's own words win over the case's.
+
+    Raises UserError for a mistake, which names the case unless it is about the command line's words.
+    """
+    own = args.overrides
+    one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
+    try:
+        one.overrides = _remaining_words(list(map(overrides.today, shlex.split(case))), own, options) + own
+        with overrides.explained(one.overrides):
+            overrides.check(one)
+            _run_hydra(one, parser, task, str(CONF), "config")
+    except (ValueError, UserError, SystemExit) as error:
+        mistake = task.mistake if isinstance(error, SystemExit) else error
+        if mistake is None or any(str(mistake).startswith(word) for word in own):
+            raise
+        raise UserError(f"{mistake} (in sweep/{task.session.preset}.yaml, case {case!r})") from None
+
+
+def _remaining_words(case: Sequence[str], own: Sequence[str], options: Mapping[str, str]) -> list[str]:
+    """The words of a case that the command line's own leave: not those for the same settings, nor what lies below an
+    option (device.gpu) where another one of its group is chosen; `options` are the preset's, a case may choose."""
+    said = dict(map(_setting, own))
+    options = {**options, **dict(map(_setting, case))}
+    gone = {f"{key}." for key, value in said.items() if options.get(key) != value}
+    return [word for word in case if (key := _setting(word)[0]) not in said and not key.startswith(tuple(gone))]
+
+
+def _setting(word: str) -> tuple[str, str]:
+    key, _, value = word.lstrip("+~").partition("=")
+    return key, value

@@ -1,0 +1,204 @@
+"""One command's sweep: the trials, folder, launcher and rows that all its batches share.
+
+Not covered: from words to configurations (harness/config/compose.py), running trials (run_trials.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vramsweep.harness.files import file_names
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process import signals
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.sweep import plan, run_trials, shards
+from vramsweep.harness.sweep.plan import Planned, Settings
+
+Answer = Row | float | None
+
+
+@dataclass
+class Session(contextlib.AbstractContextManager["Session"]):
+    """What the batches of one command share. Leave it as a context manager to end its launcher.
+
+    `words` are the command line's, without the verb. `suffix` ends the folder's name (None: the device); `divisible`:
+    the verb's sweep may be divided into shards. `folder` is the first batch's: all are one sweep. `preset` names a
+    preset of cases, `detected` the device that `auto` stood for, if it was asked; `auto`: it is the sweep's. `launcher`
+    outlives a batch, as its fork servers are what takes time to start. `notes` are lines for who reads the plan.
+    """
+
+    words: Sequence[str] = ()
+    suffix: str | None = None
+    divisible: bool = False
+    preset: str | None = None
+    detected: str | None = None
+    settings: Settings | None = None
+    folder: Path = Path()
+    planned: dict[str, Planned] = field(default_factory=dict)
+    rows: dict[str, Row] = field(default_factory=dict)
+    status: int = 0
+    auto: bool = False
+    launcher: Launcher | None = None
+    notes: list[str] = field(default_factory=list)
+    began_s: float = field(default_factory=time.monotonic)  # the budget is of the whole command
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        if self.launcher is not None:
+            self.launcher.close()
+
+    @property
+    def trials(self) -> list[Planned]:
+        """The trials of all batches so far."""
+        return list(self.planned.values())
+
+    @property
+    def slurm(self) -> shards.Slurm | None:
+        """What Slurm is asked for where jobs of it are to run the sweep; None where this command runs it."""
+        settings = self.settings
+        return shards.slurm(settings.cluster) if settings and settings.action == "run" and not settings.shard else None
+
+    def add(self, configs: Sequence[Mapping[str, Any]], whole: bool = True) -> list[list[Planned]]:
+        """Take configurations into the sweep; return each one's trials, one a repeat.
+
+        `whole`: these are all that the command has. Raises UserError for settings that contradict each other.
+        """
+        settings = self.settings = plan.settings(configs)
+        if self.slurm or settings.shard:
+            self._refuse_parts(whole)
+        expanded = plan.expand_trials(configs, settings.repeats)
+        earlier, batch = self.planned, plan.order_trials(expanded)
+        devices = {config["device"]["name"] for config in configs if isinstance(config.get("device"), Mapping)}
+        self.auto = {self.detected} == devices  # of a list, Hydra composes the default too
+        self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)
+        if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
+            refuse_invalid(p.reason for p in (batch if self.slurm else run_trials.reject_too_many_ranks(batch)))
+        if self.auto and devices == {"simulated"} and not earlier and not self.slurm:
+            _refuse_blind_node(settings)
+            print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
+        self.planned = earlier | {p.trial_id: p for p in batch}
+        return expanded
+
+    def first_trials(self, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Planned], Settings]:
+        """Return the first trial of each configuration, before any is run, for a sweeper that chooses among them; and
+        the settings. Raises UserError where the sweep cannot come in batches."""
+        settings = self.settings = plan.settings(configs)
+        if self.slurm or settings.shard:
+            self._refuse_parts(whole=False)
+        planned = [one for one, *_ in plan.expand_trials(configs, 1)]
+        self.place(settings, planned)
+        return planned, settings
+
+    def place(self, settings: Settings, planned: Sequence[Planned], suffix: str | None = None) -> Path:
+        """Return the folder of the command's sweep, which is called after its first trials."""
+        self.settings = settings
+        if self.folder == Path():
+            self.folder = Path(settings.results) / (settings.name or _name(planned, self.preset, suffix or self.suffix))
+        return self.folder
+
+    def start(self) -> Launcher:
+        """Return the launcher of all the command's batches."""
+        assert self.settings is not None
+        if self.launcher is None:
+            signals.on_sigterm()
+            logs = self.folder / "templates" / (shards.parse(self.settings.shard).writer or "")
+            self.launcher = Launcher(self.settings.isolation, logs)
+        return self.launcher
+
+    def run(self, expanded: Sequence[Sequence[Planned]]) -> list[Answer]:
+        """Run the trials of configurations that `add` returned; the answer of each.
+
+        An answer is the terminal row of the first repeat, None if it was not run. With `objective` it is that column's
+        value instead, the median over repeats: None where a repeat has none (out of memory, invalid, failed), which is
+        how an optimising sweeper learns that the trial failed: Optuna's counts a value that is no number as a failure
+        and goes on, while NaN ends its study.
+        """
+        settings = self.settings
+        assert settings is not None
+        batch = plan.order_trials(expanded)
+        own = {p.trial_id for p in batch}
+        earlier = [p for p in self.trials if p.trial_id not in own]
+        once = dataclasses.replace(settings, report=False)
+        rows, status = run_trials.run(batch, once, self.folder, earlier, self.start(), self.began_s, self.words)
+        self.rows |= rows
+        self.status = max(self.status, status)
+        return [answer_of([rows.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
+
+    def answer(self, configs: Sequence[Mapping[str, Any]]) -> list[Answer]:
+        """Answer a batch of configurations now; with None where the command only plans."""
+        expanded = self.add(configs, whole=False)
+        running = self.settings is not None and self.settings.action == "run"
+        return self.run(expanded) if running else [None] * len(configs)
+
+    def rows_beside(self, planned: Sequence[Planned], suffix: str) -> dict[str, Row]:
+        """Run trials that this sweep needs to know of in a folder beside its own, NAME-suffix; their rows by id."""
+        assert self.settings is not None
+        signals.on_sigterm()
+        alone = dataclasses.replace(self.settings, report=False, others=False, skip_dominated=False)
+        place = self.folder.with_name(f"{self.folder.name}-{suffix}")
+        return run_trials.run(planned, alone, place, command=self.words)[0]
+
+    def _refuse_parts(self, whole: bool) -> None:
+        """Raises UserError where a command cannot be divided: what it does next depends on rows of all its trials."""
+        if not whole:
+            raise UserError(
+                "a sweeper that comes in batches looks at all rows, so it runs whole: leave cluster, shard out"
+            )
+        if not self.divisible and self.settings is not None and self.settings.action == "run":
+            raise UserError("cluster= and shard= divide what sweep and run do; leave them out here")
+
+
+def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:
+    """Return what the rows of one configuration's repeats come to."""
+    if objective is None:
+        return rows[0]
+    values = [row[objective] for row in rows if row is not None and row[objective] is not None]
+    return float(statistics.median(values)) if len(values) == len(rows) else None
+
+
+def refuse_invalid(
+    reasons: Iterable[str | None], could: str = "can", where: str = "; `vramsweep plan` lists them"
+) -> None:
+    """Raise UserError where every trial has a reason for which it cannot run, or was seen to be impossible."""
+    first, *more = dict.fromkeys(reasons)
+    if first is not None and None not in more:
+        others = f" (and {len(more)} more reasons{where})" if more else ""
+        raise UserError(f"no trial {could} run: {first}{others}")
+
+
+def refuse_impossible_rows(session: Session) -> None:
+    """Raise UserError if no trial of any batch can run, or could."""
+    refuse_invalid(p.reason for p in session.trials)
+    if session.settings is not None and session.settings.action == "run" and session.settings.shard is None:
+        rows = [session.rows.get(name, {}) for name in session.planned]
+        invalid = (str(row["reason"]) if row.get("outcome") == Outcome.INVALID else None for row in rows)
+        refuse_invalid(invalid, "could", ", in the rows")
+
+
+def _refuse_blind_node(settings: Settings) -> None:
+    """Raises UserError in a job for a card whose node has none: it would predict where all others measure."""
+    slurm = shards.slurm(settings.cluster) if settings.shard else None
+    if slurm and slurm.gpus != 0:
+        raise UserError(
+            f"device=auto: {platform.node()} has no usable CUDA device, and this is a job for GPUs: `vramsweep doctor`"
+            " there says why (device=cpu measures without one, device=simulated predicts)"
+        )
+
+
+def _name(planned: Sequence[Planned], preset: str | None, suffix: str | None) -> str:
+    """What a sweep's folder is called: after its preset of cases, else after its models and runners."""
+
+    def of(key: str) -> str:
+        return "+".join(sorted({str((p.resolved.get(key) or {}).get("name")) for p in planned}))
+
+    return file_names.make_safe(f"{preset or of('model') + '-' + of('runner')}-{suffix or of('device')}")
