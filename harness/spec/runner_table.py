@@ -60,6 +60,7 @@ _MODELS = (
     *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "gpt2")),
     "torch.utils.flop_counter",
     ".worker.run_rank",
+    ".worker.batch_server",
 )
 # The Trainer's arguments by the axis that says the same; of a node that holds several, the first of them counts.
 _TRAINER_AXES = {

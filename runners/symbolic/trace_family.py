@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import predicted_row
-from vramsweep.runners.symbolic import piecewise_templates, symbolic_shapes
+from vramsweep.runners.symbolic import piecewise_templates
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.step_tracer import Trace, on
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
+
+if TYPE_CHECKING:
+    from vramsweep.runners.symbolic import symbolic_shapes
 
 FEW = piecewise_templates.FEW  # points that are as quickly traced one by one
 TRIES = 3  # symbolic traces of a family at most: of one sample and of several, say
@@ -103,6 +106,8 @@ def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> Symboli
     that is otherwise aligned, and with another batch."""
     if len(points) <= FEW:
         return None
+    from vramsweep.runners.symbolic import symbolic_shapes  # seconds, which few points do not need
+
     middle = points[len(points) // 2]
     found = tracer.symbolic(at(anyone, middle), beside=[at(anyone, where) for where in witnesses(points)])
     if not isinstance(found, symbolic_shapes.Candidate):
@@ -117,6 +122,8 @@ def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> Symboli
 def _confirmed(
     found: symbolic_shapes.Candidate, anyone: Trial, points: Sequence[Point], tracer: Tracer
 ) -> SymbolicTrace | symbolic_shapes.Refused:
+    from vramsweep.runners.symbolic import symbolic_shapes
+
     held = [where for where in points if found.symbolic.holds(where)]
     if len(held) <= FEW:
         return symbolic_shapes.Refused(f"its guards hold at {len(held)} of {len(points)} points")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
@@ -27,8 +27,11 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.rank.entry_modules import import_entry
-from vramsweep.runners.symbolic import piecewise_templates, symbolic_shapes
+from vramsweep.runners.symbolic import piecewise_templates
 from vramsweep.runners.trace.symbolic_trace import Point
+
+if TYPE_CHECKING:
+    from vramsweep.runners.symbolic import symbolic_shapes
 
 TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
 SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
@@ -37,13 +40,18 @@ Job = tuple[Callable[[], int | None], float]  # what to do, for process_end.py, 
 
 @dataclass
 class Tracer:
-    """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces."""
+    """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces.
+
+    Where it does not fork, it traces in this process, and what tracing raises is raised.
+    """
 
     folder: Path
     deadline_s: float
+    forks: bool = True
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
+    here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""
@@ -59,6 +67,8 @@ class Tracer:
         self, trial: Trial, beside: Iterable[Trial] = ()
     ) -> symbolic_shapes.Candidate | symbolic_shapes.Refused | None:
         """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
+        from vramsweep.runners.symbolic import symbolic_shapes  # seconds, for those alone who ask
+
         place = self.folder / f"{_key(trial)}-symbolic"
         self._run([(partial(_trace_symbols, trial, place), self.deadline_s), *self._untraced(beside)])
         try:
@@ -81,6 +91,8 @@ class Tracer:
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Its trace and the columns about what was built, if there is one."""
+        if _key(trial) in self.here:
+            return self.here[_key(trial)]
         found = trace_cache.load_trace(trial, trial.device.card, self._traces())
         if found is None and (key := _key(trial)) in self.asked and not (self.folder / key).exists():
             self.asked.discard(key)  # it was there, and was not what had been written
@@ -106,9 +118,13 @@ class Tracer:
         place.mkdir()
         runner = import_entry(runner_table.module(trial))
         try:
-            trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+            found = trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
         except InvalidTrial as error:
+            if not self.forks:
+                raise
             result_file.error(place, process_end.error_result(error))
+        else:
+            self.here |= {} if self.forks else {_key(trial): found}
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
         """What traces those that have not been traced, or tried, before."""
@@ -119,6 +135,10 @@ class Tracer:
             self.asked.add(key)
 
     def _run(self, jobs: Sequence[Job]) -> None:
+        if not self.forks:
+            for job, _ in jobs:
+                job()
+            return
         self._say(len(jobs))
         for _ in forked(jobs, at_once()):
             self.traced += 1
@@ -132,6 +152,8 @@ class Tracer:
 
 
 def _trace_symbols(trial: Trial, place: Path) -> None:
+    from vramsweep.runners.symbolic import symbolic_shapes
+
     place.mkdir()
     runner = import_entry(runner_table.module(trial))
     found = symbolic_shapes.trace(trial, trial.device.card, place, runner)

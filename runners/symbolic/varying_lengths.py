@@ -15,16 +15,12 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.simulator import Simulator
@@ -485,14 +481,3 @@ def _basis(rests: Counter[str]) -> str:
     if len(rests) == 1:
         return next(iter(rests))
     return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())
-
-
-def run(trial: Trial, folder: Path) -> predicted_row.Predicted:
-    """Trace what the trial needs, each in a process of its own, and predict it. Raises InvalidTrial."""
-    torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-    tracer = Tracer(folder, float("inf"))
-    found = family([trial], tracer)
-    error = refused([trial], found, tracer)
-    if error is not None:
-        raise InvalidTrial(json.loads(json.dumps(error))["error"]["message"])
-    return predict(trial, found)

@@ -1,23 +1,28 @@
-"""Many predictions in one attempt: trace what each family of trials needs, then predict every trial.
+"""Predictions, one or many in an attempt: trace what each family of trials needs, then predict every trial.
 
-This process only coordinates. Traces are made and predictions are computed in processes that it forks: DeepSpeed keeps
-its process groups for one process, and what crashes or hangs must not take others along. A trial that it leaves without
-an answer is for an attempt of its own. The parent reads the answers as they come (harness/sweep/batch_prediction.py).
+Of many this process only coordinates. Traces are made and predictions are computed in processes that it forks:
+DeepSpeed keeps its process groups for one process, and what crashes or hangs must not take others along. A trial that
+it leaves without an answer is for an attempt of its own. The parent reads the answers as they come
+(harness/sweep/batch_prediction.py).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from vramsweep.harness.process.worker_files import PREDICTIONS
+import torch
+
+from vramsweep.harness.process.worker_files import PREDICTIONS, STEPS
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
@@ -33,23 +38,53 @@ Trials = Mapping[str, Trial]  # by id
 Predict = Callable[[Trial], predicted_row.Predicted | None]
 
 
+@dataclass(frozen=True)
+class Predictor:
+    """What predicts the trials of a family, once what they need is traced. `predict` returns None for a trial that
+    could not be traced, `refused` the error that says why, if that is known; `at_a_time` of them share a process."""
+
+    predict: Predict
+    refused: Callable[[Trial], dict[str, Any] | None]
+    at_a_time: int
+
+
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Answer the trials of the spec as far as that goes; returns the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
-    of_lengths = {
-        trial_id: trial for trial_id, trial in trials.items() if length_distribution.has_varying_lengths(trial)
-    }
-    grouped = families({trial_id: trial for trial_id, trial in trials.items() if trial_id not in of_lengths})
+    fixed, varying = (
+        families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
+        for vary in (False, True)
+    )
     tracer = Tracer(folder, spec["timeout_s"])
-    alone = [next(iter(family.values())) for family in grouped.values() if len(set(map(point, family.values()))) == 1]
+    alone = [next(iter(family.values())) for family in fixed.values() if len(set(map(point, family.values()))) == 1]
     tracer.trace(alone)  # all at once; the others know better which of their points to trace
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in grouped.values():
-        _predict_family(family, tracer, files, spec["timeout_s"])
-    for family in families(of_lengths).values():
-        _predict_lengths(family, tracer, files, spec["timeout_s"])
+    for family in (*fixed.values(), *varying.values()):
+        _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
+
+
+def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
+    """Predict one trial in this process; the row's columns. The attempt's folder gets its last phase.
+
+    Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
+    memory is full before that, InvalidTrial for a step that cannot be traced.
+    """
+    forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
+    if forks:
+        torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
+    known = trace_family({"": trial}, Tracer(folder, math.inf, forks))
+    if (refused := known.refused(trial)) is not None:
+        raise InvalidTrial(refused["error"]["message"])
+    predicted = known.predict(trial)
+    assert predicted is not None  # else tracing had raised
+    # as a worker leaves its steps: the last phase of the replay is where memory ran out
+    lines = [json.dumps(predicted_row.record(*phase)) for phase in predicted.phases]
+    (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
+    if predicted.error is not None:
+        raise predicted.error
+    return predicted.columns
 
 
 def families(trials: Trials) -> dict[str, dict[str, Trial]]:
@@ -65,19 +100,14 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     return found
 
 
-def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadline_s: float) -> None:
-    by_point: dict[Point, list[str]] = defaultdict(list)
-    for trial_id, trial in family.items():
-        by_point[point(trial)].append(trial_id)
+def trace_family(family: Trials, tracer: Tracer) -> Predictor:
+    """Trace what the trials of a family need; return what predicts them."""
     anyone = next(iter(family.values()))
-
-    found = curve(anyone, by_point, tracer)
-    found.trace([at(anyone, where) for where in sorted(by_point)])
-    refused = {where: error for where in by_point if (error := tracer.refused(at(anyone, where))) is not None}
-    if refused:
-        answers = (_answer(trial_id, error) for where, error in refused.items() for trial_id in by_point[where])
-        next(files).write_bytes(b"".join(answers))
-    wanted = [trial_id for where, ids in by_point.items() if where not in refused for trial_id in ids]
+    if length_distribution.has_varying_lengths(anyone):  # hundreds of steps a trial
+        return _trace_varying(list(family.values()), tracer)
+    points = sorted({point(trial) for trial in family.values()})
+    found = curve(anyone, points, tracer)
+    found.trace([at(anyone, where) for where in points])
     at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one card are neighbours
 
     def predict(trial: Trial) -> predicted_row.Predicted | None:
@@ -87,20 +117,11 @@ def _predict_family(family: Trials, tracer: Tracer, files: Iterator[Path], deadl
             at_hand[where] = found.at(trial)
         return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
 
-    parts = [wanted[first : first + AT_A_TIME] for first in range(0, len(wanted), AT_A_TIME)]
-    _predict([{trial_id: family[trial_id] for trial_id in part} for part in parts], predict, files, deadline_s)
+    return Predictor(predict, lambda trial: tracer.refused(at(anyone, point(trial))), AT_A_TIME)
 
 
-def _predict_lengths(family: Trials, tracer: Tracer, files: Iterator[Path], deadline_s: float) -> None:
-    """The trials of a family whose lengths vary, each in a process of its own: it has hundreds of steps."""
-    found = varying_lengths.family(list(family.values()), tracer)
-    wanted: list[Trials] = []
-    for trial_id, trial in family.items():
-        error = varying_lengths.refused([trial], found, tracer)
-        if error is not None:
-            next(files).write_bytes(_answer(trial_id, error))
-        else:
-            wanted.append({trial_id: trial})
+def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
+    found = varying_lengths.family(trials, tracer)
 
     def predict(trial: Trial) -> predicted_row.Predicted:
         try:
@@ -108,12 +129,22 @@ def _predict_lengths(family: Trials, tracer: Tracer, files: Iterator[Path], dead
         except InvalidTrial as error:  # its own attempt would trace hundreds of steps to say the same
             return predicted_row.Predicted({}, (), error)
 
-    _predict(wanted, predict, files, deadline_s)
+    return Predictor(predict, lambda trial: varying_lengths.refused([trial], found, tracer), 1)
 
 
-def _predict(wanted: Sequence[Trials], predict: Predict, files: Iterator[Path], deadline_s: float) -> None:
-    """Predict some trials in each process; where `predict` raises or returns None, an attempt of its own tells why."""
-    jobs: list[Job] = [(partial(_write, some, predict, next(files)), deadline_s * len(some)) for some in wanted]
+def _answer_family(family: Trials, known: Predictor, files: Iterator[Path], deadline_s: float) -> None:
+    """Answer the trials of a family, some in each process that is forked for it; where `predict` raises or returns
+    None, an attempt of its own tells why."""
+    refused = {name: error for name, trial in family.items() if (error := known.refused(trial)) is not None}
+    if refused:
+        next(files).write_bytes(b"".join(_answer(name, error) for name, error in refused.items()))
+    by_point: dict[Point, list[str]] = defaultdict(list)  # trials of one point share its trace
+    for name, trial in family.items():
+        by_point[point(trial)].append(name)
+    wanted = [name for names in by_point.values() for name in names if name not in refused]
+    parts = [wanted[at : at + known.at_a_time] for at in range(0, len(wanted), known.at_a_time)]
+    some = [{name: family[name] for name in part} for part in parts]
+    jobs: list[Job] = [(partial(_write, one, known.predict, next(files)), deadline_s * len(one)) for one in some]
     for _ in forked(jobs, at_once()):
         pass
 

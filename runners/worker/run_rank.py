@@ -1,12 +1,9 @@
-"""One rank of one attempt: device, read-back of the allocator's settings, the runner, and the columns it yields; or the
-trial predicted."""
+"""One rank of one attempt: device, read-back of the allocator's settings, the runner, and the columns it yields."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,15 +12,13 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import EnvironmentFault
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.process.worker_files import STEPS
-from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure import model_description
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.step_meter import Meter, meter_spec
 from vramsweep.runners.model import apply_techniques, build
-from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import oom_details, result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 from vramsweep.runners.rank.entry_modules import import_entry
@@ -34,13 +29,11 @@ class AllocatorMismatch(RuntimeError):
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
-    """Train and measure, or predict; the columns on rank 0, None on the others.
+    """Train and measure; the columns on rank 0, None on the others.
 
     Raises what training raises until the measured steps are over, and result.EndedEarly from then on.
     """
     runner = import_entry(runner_table.module(trial))
-    if trial.device.name == "simulated":
-        return predict(trial, folder, runner)
     rank = int(os.environ.get("RANK", "0"))
     if trial.world_size > 1:  # a forked rank's library read the variable long ago
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
@@ -128,26 +121,3 @@ def _gathered(trial: Trial, own: Columns) -> list[Columns]:
     every: list[Any] = [None] * trial.world_size
     torch.distributed.all_gather_object(every, own)
     return every
-
-
-def predict(trial: Trial, folder: Path, runner: ModuleType) -> dict[str, Any]:
-    """Predict the trial's memory and estimate its speed, whether its samples' lengths vary or not; the row's columns.
-
-    Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
-    memory is full before that, InvalidTrial for a step that cannot be traced.
-    """
-    if length_distribution.has_varying_lengths(trial):
-        from vramsweep.runners.symbolic import varying_lengths  # not in every fork server: it brings scipy, and threads
-
-        predicted = varying_lengths.run(trial, folder)
-    else:
-        trace, details = trace_cache.load_or_trace(
-            trial, trial.device.card, folder, runner, folder.parents[2] / "traces"
-        )
-        predicted = predicted_row.predict(trial, trace, details)
-    # as a worker leaves its steps: the last phase of the replay is where memory ran out
-    lines = [json.dumps(predicted_row.record(*phase)) for phase in predicted.phases]
-    (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
-    if predicted.error is not None:
-        raise predicted.error
-    return predicted.columns

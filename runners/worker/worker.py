@@ -105,9 +105,13 @@ def _run_and_write(trial: trials.Trial, folder: Path) -> int:
 
 
 def _values(trial: trials.Trial, folder: Path) -> dict[str, Any] | None:
-    """Train, or let train; the columns, on rank 0."""
+    """Train, let train, or predict; the columns, on rank 0."""
+    if trial.device.name == "simulated":
+        from vramsweep.runners.worker import batch_server
+
+        return batch_server.predict_trial(trial, folder)
     entry = runner_table.runner(trial.runner.name)
-    if entry.starts and trial.device.name != "simulated":
+    if entry.starts:
         found: dict[str, Any] = import_entry(entry.module).run(trial, folder)
         return found
     from vramsweep.runners.worker import run_rank

@@ -18,12 +18,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.spec import trial_parser
-from vramsweep.runners.loops import hf_trainer
 from vramsweep.runners.measure.counters import Process
 from vramsweep.runners.predict.replay_trace import host_replay
 from vramsweep.runners.rank.aggregate_ranks import over_ranks
 from vramsweep.runners.trace.storage_log import HostStorages, Mark
-from vramsweep.runners.worker import run_rank
+from vramsweep.runners.worker import batch_server
 
 pytestmark = pytest.mark.deterministic
 
@@ -98,7 +97,7 @@ def test_data_loader_workers_are_counted_and_not_started(tmp_path: Path) -> None
     chosen = trial_parser.parse(tiny(device=SIMULATED, runner={"name": "trainer", "options": options}))
     folder = tmp_path / "attempts" / "trial" / "1"
     folder.mkdir(parents=True)
-    row = run_rank.predict(chosen, folder, hf_trainer)
+    row = batch_server.predict_trial(chosen, folder)
     assert row["host_workers_bytes"] == 3 * host_memory.LOADER_WORKER
     assert row["host_peak_bytes"] == row["host_processes_bytes"] + row["host_workers_bytes"]
 

@@ -198,8 +198,9 @@ def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monk
     for name, stand_in in {"family": mock.Mock(), "refused": lambda *_: None, "predict": refuse}.items():
         monkeypatch.setattr(batch_server.varying_lengths, name, stand_in)
     tracer, files = mock.Mock(refused=lambda _: None), (tmp_path / PREDICTIONS.replace("*", n) for n in "12")
-    batch_server._predict_family({"one": parsed()}, tracer, files, 60)
-    batch_server._predict_lengths({"many": parsed(data="lengths:lognormal(9,1)")}, tracer, files, 60)
+    for name, data in {"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items():
+        family = {name: parsed(data=data)}
+        batch_server._answer_family(family, batch_server.trace_family(family, tracer), files, 60)
     (found,) = answers(tmp_path).items()
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 
