@@ -27,7 +27,7 @@ from typing import Any
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.rows import journal
-from vramsweep.harness.sweep import plan, row_builder, run_trials
+from vramsweep.harness.sweep import plan, resume, row_builder
 from vramsweep.harness.sweep.plan import Planned
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,9 +66,9 @@ def measured(grid: list[str]) -> dict[str, float]:
             own.extend(row(item, folder.name) for item in planned)
         read, (rows, unreadable) = clocked(lambda: journal.read(folder))
         skip, left = clocked(
-            lambda: plan.pending_trials(planned, run_trials.finished_rows(rows, planned, False)[0], False)
+            lambda: resume.pending_trials(planned, resume.finished_rows(rows, planned, False)[0], False)
         )
-        write, _ = clocked(lambda: run_trials._write_plan(folder, planned, settings, "a run", set(), words))
+        write, _ = clocked(lambda: resume.write_plan(folder, planned, settings, "a run", set(), words))
         assert (len(rows), unreadable, left) == (len(planned), 0, [])
         command = [sys.executable, "-m", "vramsweep", "sweep", *words]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

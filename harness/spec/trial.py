@@ -196,6 +196,10 @@ class Trial(_Frozen):
         share = allocator_config.parse(self.allocator.conf).per_process_memory_fraction
         return int(gpu_lookup.memory_limit(self.device.card) * share)
 
+    def allocator_variable(self) -> str:
+        """PYTORCH_CUDA_ALLOC_CONF of the trial's worker. A simulated allocator is not torch's: "" whatever it is."""
+        return "" if self.device.name == "simulated" else self.allocator.conf
+
     def tokens_per_step(self) -> int:
         """Tokens that one optimizer step sees over all ranks, padding counted."""
         return self.samples_per_step() * self.seq_len

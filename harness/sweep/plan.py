@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
@@ -21,11 +20,10 @@ from vramsweep.harness.files import file_names, redaction
 from vramsweep.harness.hardware.gpu_lookup import GPUS
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.rows import migrations, outcome
-from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, Outcome, Row, to_encodable
-from vramsweep.harness.spec import command_template, runner_table, trial_identity, trial_parser
+from vramsweep.harness.rows import migrations
+from vramsweep.harness.rows.schema import COLUMNS
+from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import shards, time_limit
 
 MOST_SLOTS = 512  # places for trials on one node
@@ -240,14 +238,9 @@ def _level(turn: int) -> int:
     return (turn - 1).bit_length() + 1 if turn else 0
 
 
-def worker_conf(trial: trials.Trial) -> str:
-    """PYTORCH_CUDA_ALLOC_CONF of a trial's worker. A simulated allocator is not torch's: "" whatever its settings."""
-    return "" if trial.device.name == "simulated" else trial.allocator.conf
-
-
 def _template(trial: trials.Trial) -> tuple[Any, ...]:
     """What decides which template a trial's worker is forked from: runner, environment and visible GPUs."""
-    return runner_table.fork_server_name(trial), trial.device.name, trial.world_size, worker_conf(trial)
+    return runner_table.fork_server_name(trial), trial.device.name, trial.world_size, trial.allocator_variable()
 
 
 def halving(count: int) -> list[int]:
@@ -268,63 +261,3 @@ def halving(count: int) -> list[int]:
                 following += [(low, middle), (middle, high)]
         gaps = following
     return order
-
-
-def pending_trials(
-    planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool, outdated: Container[str] = ()
-) -> list[Planned]:
-    """The trials without an answer that still counts: of the finished ones those that are `outdated`, by id; with
-    `retry_failed` also those that failed."""
-    return [
-        p for p in planned
-        if p.trial_id not in finished or p.trial_id in outdated or _again(p, finished[p.trial_id], retry_failed)
-    ]  # fmt: skip
-
-
-def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
-    """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
-    where it is possible now, or impossible for another reason."""
-    if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
-        return planned.trial is not None or row.get("reason") not in (None, to_encodable(planned.reason))
-    return outcome.runs_again(row["outcome"], retry_failed)
-
-
-def axes(planned: Planned) -> Row:
-    """The axis columns of a row. A value that does not fit its column (an invalid trial's) is left to `trial`."""
-    flat = dict(planned.resolved)
-    nested = {name: flat.get(name) for name in ("model", "allocator", "device", "protocol")}
-    device = planned.trial.device if planned.trial else None
-    card = device.card.name if device and device.name == "simulated" else None
-    values: Row = {
-        "trial_id": planned.trial_id,
-        **{key: value for key, value in flat.items() if key in BY_NAME},
-        **{name: trial_identity.node_name(flat, name) for name in (*nested, "runner")},
-        "simulated_gpu": card or (nested["device"] or {}).get("gpu"),
-        "zero_init": flat.get("zero_init") if flat.get("sharding") == "zero3" else None,
-        "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
-        "allocator_conf": (nested["allocator"] or {}).get("conf"),
-        "parameters": (nested["model"] or {}).get("parameters"),
-        "unproven": (catalog.unproven_techniques(planned.trial) or None) if planned.trial else None,
-        "trial": _plain(flat),
-    }
-    if planned.trial is not None and planned.trial.runner.command is not None:
-        values |= dict.fromkeys(command_template.unseen_settings(planned.trial) & BY_NAME.keys())
-    return {name: value for name, value in values.items() if _fits(name, value)}
-
-
-def _fits(name: str, value: Any) -> bool:
-    kind = BY_NAME[name].type
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
-
-
-def _plain(value: Any) -> Any:
-    """The value as a row can keep it; what JSON has no word for, a number that is not finite among it, is text."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value if value is None or isinstance(value, (str, int, float)) else str(value)

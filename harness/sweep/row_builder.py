@@ -5,6 +5,7 @@ Not covered: running it (attempt.py), when it is tried again (run_trials.py), th
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -13,25 +14,29 @@ from typing import Any
 
 from vramsweep.harness.files import redaction
 from vramsweep.harness.machine import machine
-from vramsweep.harness.process import interpreter, worker_environment
+from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.attempt import AttemptResult
 from vramsweep.harness.process.worker_files import ENDED
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.quality_flags import flags
-from vramsweep.harness.rows.schema import Outcome, Row, system_of
-from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.rows.schema import BY_NAME, Outcome, Row
+from vramsweep.harness.spec import command_template, trial_identity
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep import provenance
 from vramsweep.harness.sweep.plan import Planned
 
 
 def initial_columns(item: Planned, own: Sequence[machine.Gpu] | None = None) -> Row:
     """What every attempt's row of the trial says, whatever comes of it; `own` are its GPUs, where that is settled."""
-    known: Row = machine.machine_facts() | plan.axes(item)
+    known: Row = machine.machine_facts() | axis_columns(item)
     if item.trial is None:
         return known
-    return known | _facts(item.trial) | _provenance(item.trial, cards(item.trial) if own is None else own)
+    return (
+        known
+        | provenance.facts_of(item.trial)
+        | provenance.system_columns(item.trial, provenance.visible_gpus(item.trial) if own is None else own)
+    )
 
 
 def started_columns(number: int) -> Row:
@@ -93,43 +98,6 @@ def phase(records: Sequence[Mapping[str, Any]]) -> str:
     return "step 0" if records[-1].get("event") == "train" else "load"
 
 
-def cards(trial: Trial) -> list[machine.Gpu]:
-    """The GPUs that the trial's ranks would run on."""
-    return machine.visible_gpus(os.environ)[: trial.world_size] if trial.device.name == "cuda" else []
-
-
-def system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple[str | None, ...]:
-    """The system that a trial would be measured on now, with the GPUs seen here, as `schema.system_of` says it of
-    rows."""
-    if item.trial is None:
-        return ()
-    device, runner = item.trial.device.name, item.trial.runner.name
-    known = facts | _facts(item.trial) | _provenance(item.trial, seen if device == "cuda" else [])
-    return system_of(known | {"device": device, "runner": runner})
-
-
-def find_outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, str]:
-    """Of the trials that a process called invalid, by id, those for which it had other versions than there are now,
-    and which these are, in words. What either of them does not know is not compared."""
-    found, facts = {}, machine.machine_facts()
-    for item in planned:
-        row = rows.get(item.trial_id, {})
-        if item.trial is None or row.get("outcome") != Outcome.INVALID or row.get("attempt") == 0:
-            continue
-        before, now = _versions(row), _versions(facts | _facts(item.trial) | _provenance(item.trial, []))
-        if changed := [name for name in before if before[name] != now.get(name, before[name])]:
-            old = ", ".join(f"{name} {before[name]}" for name in changed)
-            found[item.trial_id] = f"invalid with {old}, run again with {', '.join(now[name] for name in changed)}"
-    return found
-
-
-def _versions(row: Row) -> dict[str, str]:
-    """The versions that a verdict may depend on, by name. Edits of a checkout have none."""
-    own: Row = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
-    own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
-    return {name: str(text) for name, text in (own | (row.get("package_versions") or {})).items() if text}
-
-
 def count_attempts(folder: Path) -> int:
     """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
     return max((int(p.name) for p in folder.glob("*") if p.name.isdecimal()), default=0)
@@ -140,18 +108,42 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _facts(trial: Trial) -> Row:
-    """What differs from this process's own facts: a script may run in another Python."""
-    return {} if trial.runner.command is None else dict(interpreter.interpreter_facts(trial.runner.command))
-
-
-def _provenance(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
-    """What the parent knows of the system under test, so that rows whose worker died say it too."""
-    packages = [package.name for entry in catalog.chosen_techniques(trial) for package in entry.packages]
-    return {
-        "gpu_name": seen[0].name if seen else None,
-        "gpu_uuid": seen[0].uuid if seen else None,
-        "driver_version": seen[0].driver if seen else None,
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
-        "package_versions": {name: found for name in packages if (found := machine.version(name)) is not None} or None,
+def axis_columns(planned: Planned) -> Row:
+    """The axis columns of a row. A value that does not fit its column (an invalid trial's) is left to `trial`."""
+    flat = dict(planned.resolved)
+    nested = {name: flat.get(name) for name in ("model", "allocator", "device", "protocol")}
+    device = planned.trial.device if planned.trial else None
+    card = device.card.name if device and device.name == "simulated" else None
+    values: Row = {
+        "trial_id": planned.trial_id,
+        **{key: value for key, value in flat.items() if key in BY_NAME},
+        **{name: trial_identity.node_name(flat, name) for name in (*nested, "runner")},
+        "simulated_gpu": card or (nested["device"] or {}).get("gpu"),
+        "zero_init": flat.get("zero_init") if flat.get("sharding") == "zero3" else None,
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
+        "allocator_conf": (nested["allocator"] or {}).get("conf"),
+        "parameters": (nested["model"] or {}).get("parameters"),
+        "unproven": (catalog.unproven_techniques(planned.trial) or None) if planned.trial else None,
+        "trial": _plain(flat),
     }
+    if planned.trial is not None and planned.trial.runner.command is not None:
+        values |= dict.fromkeys(command_template.unseen_settings(planned.trial) & BY_NAME.keys())
+    return {name: value for name, value in values.items() if _fits(name, value)}
+
+
+def _fits(name: str, value: Any) -> bool:
+    kind = BY_NAME[name].type
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return value is None or (isinstance(value, kind) and not (kind is int and isinstance(value, bool)))
+
+
+def _plain(value: Any) -> Any:
+    """The value as a row can keep it; what JSON has no word for, a number that is not finite among it, is text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)

@@ -7,38 +7,33 @@ The parent is the only writer of the journal. Not covered: the command line (har
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from vramsweep.harness.files.bounded_reads import error_reason, replaced
-from vramsweep.harness.machine import gpu_health, gpu_lock, machine
-from vramsweep.harness.machine.gpu_occupancy import GpuTaken
+from vramsweep.harness.files.bounded_reads import error_reason
+from vramsweep.harness.machine import gpu_health, machine
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process import orphans, worker_environment
-from vramsweep.harness.process.attempt import Launcher, attempt_environment, is_write_error, read_steps
+from vramsweep.harness.process import worker_environment
+from vramsweep.harness.process.attempt import Launcher, is_write_error
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.signals import LOG, Finished, Interrupts
-from vramsweep.harness.process.worker_files import RECORDING
-from vramsweep.harness.rows import outcome, process_identity
-from vramsweep.harness.rows.journal import Journal, finished, plan_name, plans, read, terminal
-from vramsweep.harness.rows.schema import Outcome, Row, system_of
+from vramsweep.harness.rows import outcome
+from vramsweep.harness.rows.journal import Journal, read, terminal
+from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table
-from vramsweep.harness.spec.trial_identity import ID_VERSION
-from vramsweep.harness.sweep import batch_prediction, oom_dominance, plan, row_builder, scheduler, shards
+from vramsweep.harness.sweep import batch_prediction, oom_dominance, plan, resume, row_builder, scheduler, shards
+from vramsweep.harness.sweep.attempt_trial import run_trial
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import Progress, choose_progress
-from vramsweep.harness.sweep.scheduler import Pool, Slot
-
-SETTLE_S = 0.3  # for a signal to be heard by the launcher too
+from vramsweep.harness.sweep.scheduler import Pool
 
 
 class Interrupted(SystemExit):
@@ -67,16 +62,15 @@ def run(
     which ran. Raises Interrupted and UserError.
     """
     budget, interrupts = Budget(settings, began_s=began_s), Interrupts(folder / LOG)
-    refuse_links(folder)
+    resume.refuse_links(folder)
     shard = shards.parse(settings.shard)
-    share = plan.take_share(planned, shard)
     try:
         with Journal(folder, shard.writer) as journal, interrupts.heard(), contextlib.ExitStack() as stack:
             if launcher is None:
                 launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
             shards.refuse_other_division(folder, shard)
             whole = [*earlier, *planned]
-            mine = _resumed(share, settings, folder, journal, whole, launcher, interrupts, budget, command)
+            share, mine = _resumed(planned, settings, folder, journal, whole, launcher, interrupts, budget, command)
     except OSError as error:
         what = f"cannot write under {folder}: {error_reason(error)}"
         if not is_write_error(error):
@@ -110,15 +104,6 @@ def run(
     return mine, 1 if unanswered or missing else 0
 
 
-def refuse_links(folder: Path) -> None:
-    """Raise UserError where a sweep's folder would lead its attempts elsewhere."""
-    for name in ("attempts", "templates"):
-        if (folder / name).is_symlink():
-            raise UserError(
-                f"{folder / name} is a link, which a sweep does not write through; choose another results=DIR"
-            )
-
-
 def _resumed(
     planned: Sequence[Planned],
     settings: Settings,
@@ -129,99 +114,44 @@ def _resumed(
     interrupts: Interrupts,
     budget: Budget,
     command: Sequence[str],
-) -> dict[str, Row]:
-    """Run what the journals have no answer for; the row that counts for each trial, by id; `whole`: the sweep's."""
+) -> tuple[list[Planned], dict[str, Row]]:
+    """Run what the journals have no answer for; this shard's trials, and the row that counts for each, by id.
+
+    `whole` are the sweep's trials, of every batch.
+    """
+    planned = plan.take_share(planned, shards.parse(settings.shard))
     rows, unreadable = read(folder)
     if unreadable:
         print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
-    todo, mine, notes = remaining_trials(rows, planned, settings)
+    todo, mine, notes = resume.remaining_trials(rows, planned, settings)
     dominators = None
     if settings.skip_dominated:
-        dominators = OomDominance(finished_rows(rows, whole, settings.any_system)[0].values())
+        dominators = OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
         todo = oom_dominance.order([p for p in todo if not _still_skipped(p, mine, dominators)])
-    _end_leftovers(folder, launcher.run)
-    _write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned}, command)
+    resume.end_leftovers(folder, launcher.run)
+    resume.write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned}, command)
     done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
     progress = choose_progress(len(todo), whole)
     part = f"shard {settings.shard}: " if settings.shard else ""
     progress.began(f"{part}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-    otherwise = machine.counted_otherwise(os.environ) if any(map(_on_cuda, todo)) else None
+    otherwise = machine.counted_otherwise(os.environ) if any(map(resume.on_cuda, todo)) else None
     dropped = worker_environment.describe_dropped(os.environ) if todo else ()
     for line in [*notes, *dropped, *filter(None, [otherwise])]:
         print(line, file=sys.stderr)
     tried = Counter[str]()
     for row in rows:
         tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
-    budget.learn(finished_rows(rows, whole, settings.any_system)[0].values())
+    budget.learn(resume.finished_rows(rows, whole, settings.any_system)[0].values())
     interrupts.answer = progress.note
     with contextlib.closing(progress):
-        return mine | _run_all(
-            todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators
-        )
+        done_now = _run_all(todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators)
+    return planned, mine | done_now
 
 
 def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDominance) -> bool:
     """Whether its row says that it was skipped, and still would be, for this or another reason."""
     skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
     return skipped and dominators.reason(item) is not None
-
-
-def reject_too_many_ranks(planned: Sequence[Planned]) -> list[Planned]:
-    """The same trials; those with more ranks than there are GPUs to see cannot run here, and say so."""
-
-    def checked(item: Planned, visible: int) -> Planned:
-        reason = machine.too_many_ranks(visible, item.trial.world_size) if item.trial and _on_cuda(item) else None
-        return replace(item, trial=None, reason=reason) if reason else item
-
-    visible = len(machine.visible_gpus(os.environ)) if any(map(_on_cuda, planned)) else 0
-    return [checked(item, visible) for item in planned]
-
-
-def _on_cuda(item: Planned) -> bool:
-    return item.trial is not None and item.trial.device.name == "cuda"
-
-
-def remaining_trials(
-    rows: Sequence[Row], planned: Sequence[Planned], settings: Settings
-) -> tuple[list[Planned], dict[str, Row], list[str]]:
-    """The trials to do, as they can run here; the rows that count, by id; and what to say of rows that do not."""
-    mine, others = finished_rows(rows, planned, settings.any_system)
-    outdated = row_builder.find_outdated(planned, others | mine)
-    notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
-    if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
-        notes.append(f"{other_systems(others)}; any_system=true counts them")
-    todo = reject_too_many_ranks(plan.pending_trials(planned, mine, settings.retry_failed, outdated))
-    # once more: some cannot run here, as before
-    return plan.pending_trials(todo, mine, settings.retry_failed, outdated), mine, notes
-
-
-def finished_rows(
-    rows: Sequence[Row], planned: Sequence[Planned], any_system: bool
-) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
-    return rows_for_system(rows, _systems(planned), any_system)
-
-
-def rows_for_system(
-    rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
-) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The same for trials by id, each with the system that it would be measured on."""
-    mine, others = finished(rows, wanted)
-    return (others | mine, {}) if any_system else (mine, others)
-
-
-def _systems(planned: Sequence[Planned]) -> dict[str, tuple[str | None, ...]]:
-    """The system that each trial would be measured on here, by id."""
-    seen, facts = machine.visible_gpus(os.environ), machine.machine_facts()
-    return {p.trial_id: row_builder.system_here(p, seen, facts) for p in planned}
-
-
-def other_systems(rows: Mapping[str, Row]) -> str:
-    """How many trials have rows of other systems only, and which systems these are."""
-    names = sorted({" · ".join(filter(None, system_of(row))) for row in rows.values()})
-    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    were = "s were" if len(rows) != 1 else " was"
-    return f"{len(rows)} trial{were} measured on another system ({'; '.join(names[:2])}{more}) and run again here"
 
 
 def _run_all(
@@ -246,16 +176,10 @@ def _run_all(
     """
     done: dict[str, Row] = {}
 
-    def refused(item: Planned) -> bool:
-        if budget.allows(item, time.monotonic()) is not None:
-            return True
-        why = dominators.reason(item) if dominators else None
-        if why is not None:
-            done[item.trial_id] = journal.append(
-                {"sweep": folder.name} | row_builder.unstarted_row(item, Outcome.SKIPPED, why)
-            )
-            progress.show(done[item.trial_id], item)
-        return why is not None
+    def skip(item: Planned, why: str) -> None:
+        row = {"sweep": folder.name} | row_builder.unstarted_row(item, Outcome.SKIPPED, why)
+        done[item.trial_id] = journal.append(row)
+        progress.show(done[item.trial_id], item)
 
     impossible = [item for item in todo if item.trial is None]
     invalid = (row_builder.unstarted_row(item, Outcome.INVALID, item.reason) for item in impossible)
@@ -274,19 +198,22 @@ def _run_all(
     todo = [item for item in todo if item.trial_id not in done]
     room = scheduler.list_resources(todo, settings.slots)
     health = gpu_health.GpuHealth(place.card for place in room)
-
-    def run(item: Planned, slot: Slot) -> Row:
-        progress.starts(item)
-        return run_trial(item, settings, folder, journal, launcher, slot, tried[item.trial_id], tries[item.trial_id])
-
     while todo:
         lengths = {p.trial.seq_len for p in todo if p.trial}
         waiting, streak, mistake, tries = list(todo), list[Row](), None, Counter[str]()
         pool = Pool(launcher.threads, room, settings.exclusive, interrupts.check, health)
         with interrupts.finishing(), pool as running:
             while True:
-                while mistake is None and not interrupts.asked and running.start(waiting, run, refused):
-                    pass
+                while mistake is None and not interrupts.asked and (at := running.first_fitting(waiting)) is not None:
+                    item = waiting.pop(at)
+                    if budget.allows(item, time.monotonic()) is not None:
+                        continue
+                    if dominators is not None and (why := dominators.reason(item)) is not None:
+                        skip(item, why)
+                        continue
+                    progress.starts(item)
+                    before = tried[item.trial_id], tries[item.trial_id]
+                    running.start(item, partial(run_trial, item, settings, folder, journal, launcher, *before))
                 if not running:
                     break
                 item, row = running.wait()
@@ -344,96 +271,3 @@ def report(folder: Path) -> None:
         return
     sys.stdout.flush()
     subprocess.run(build_command("vramsweep", "report", str(folder)), check=False)
-
-
-def run_trial(
-    item: Planned,
-    settings: Settings,
-    folder: Path,
-    journal: Journal,
-    launcher: Launcher,
-    slot: Slot,
-    tried: int = 0,
-    tries: int = 0,
-) -> Row:
-    """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
-
-    A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already, `tries` of
-    them in this round.
-    """
-    trial = item.trial
-    if trial is None:
-        return journal.append({"sweep": folder.name} | row_builder.unstarted_row(item, Outcome.INVALID, item.reason))
-    base: Row = {"sweep": folder.name, "isolation": launcher.isolation} | row_builder.initial_columns(item, slot.cards)
-    environ = attempt_environment(plan.worker_conf(trial), trial.device.name, os.environ, machine.uuids(slot.cards))
-    if tries:
-        slot.sleep(settings.backoff_s * 2 ** (tries - 1))
-    number = max(tried, row_builder.count_attempts(folder / "attempts" / item.trial_id)) + 1
-    place = folder / "attempts" / item.trial_id / str(number)
-    row = base | row_builder.started_columns(number)
-    with gpu_lock.lock_gpus(slot.cards, slot.sleep, settings.timeout_s) as others:
-        taken = GpuTaken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
-        if taken:
-            evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)
-        else:
-            spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
-            template = runner_table.fork_server_name(trial)
-            done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
-            evidence = done.evidence
-            if evidence.result is None and (evidence.exit_code or -1) < 0:
-                time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
-                slot.check()
-            row |= row_builder.process_columns(done, environ, base["gpu_name"])
-    if (place / RECORDING).exists():
-        row["recording"] = str((place / RECORDING).relative_to(folder))
-    row["node_trials"] = sorted(slot.beside)
-    final = tries == settings.retries
-    return journal.append(row_builder.classified_row(row, trial, evidence, row_builder.phase(read_steps(place)), final))
-
-
-def _end_leftovers(folder: Path, run: str) -> None:
-    """End what the last launchers in this folder have left on this machine, if they and their guards were killed."""
-    for earlier in plans(folder):
-        last, launcher = earlier.get("run"), earlier.get("launcher")
-        # a copied folder, or another node's shard, names one that runs elsewhere
-        gone = isinstance(launcher, dict) and process_identity.is_alive(launcher) is False
-        left = dict(orphans.marked_processes(last)) if gone and isinstance(last, str) and last != run else {}
-        if not left:
-            continue
-        stuck = orphans.end_marked(str(last))
-        pids = ", ".join(map(str, sorted(left)))
-        came = orphans.describe_stuck(stuck) if stuck else f"which were ended: {pids}"
-        print(f"{folder}: the sweep before was killed and had left processes behind, {came}", file=sys.stderr)
-
-
-def _write_plan(
-    folder: Path,
-    planned: Sequence[Planned],
-    settings: Settings,
-    run: str,
-    own: Collection[str],
-    command: Sequence[str],
-) -> None:
-    """What `status` holds the journal against: the trials, which of them are this command's own, and the system that
-    each would be measured on; which answer the report begins with; and the mark of the processes that are started."""
-    systems = _systems(planned)
-    distinct = list(dict.fromkeys(systems.values()))
-    record = {
-        "command": list(command),
-        "started_at": row_builder.now(),
-        "id_version": ID_VERSION,
-        "trials": list(systems),
-        "own": [at for at, trial_id in enumerate(systems) if trial_id in own],
-        "systems": distinct,
-        "system": [distinct.index(own) for own in systems.values()],
-        "any_system": settings.any_system,
-        "answer": settings.answer,
-        "price_per_hour": settings.price_per_hour,
-        "pid": os.getpid(),
-        "launcher": process_identity.own_identity(),
-        "run": run,
-        "shard": settings.shard,
-    }
-    place = folder / plan_name(shards.parse(settings.shard).writer)
-    with replaced(place) as aside:
-        aside.write_text(json.dumps(record))

@@ -23,7 +23,7 @@ from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.gpu_health import GpuHealth
 from vramsweep.harness.process.signals import Finished
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.sweep import row_builder
+from vramsweep.harness.sweep import provenance
 from vramsweep.harness.sweep.plan import Planned
 
 NAP_S = 0.1  # of a slot that waits for something else than its worker: how soon it sees that it is to stop
@@ -132,29 +132,14 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def __len__(self) -> int:
         return len(self._running)
 
-    def start(
-        self,
-        waiting: list[Planned],
-        run: Callable[[Planned, Slot], Row],
-        refused: Callable[[Planned], bool] = lambda item: False,
-    ) -> bool:
-        """Take the first of `waiting` that there are places for out of the list and run it; whether there was one.
-
-        What could be run and is `refused` is taken out too.
-        """
+    def first_fitting(self, waiting: Sequence[Planned]) -> int | None:
+        """Return which of `waiting` is the first that there are places for now; None where there is none."""
         if not self._free or (self._exclusive and self._running):
-            return False
-        at = 0
-        while at < len(waiting):
-            if self._fitting(waiting[at]) is None:
-                at += 1
-            elif refused(waiting[at]):
-                del waiting[at]
-            else:
-                break
-        else:
-            return False
-        item = waiting.pop(at)
+            return None
+        return next((at for at, item in enumerate(waiting) if self._fitting(item) is not None), None)
+
+    def start(self, item: Planned, run: Callable[[Slot], Row]) -> None:
+        """Run a trial that there are places for, which `first_fitting` says."""
         taken = tuple(self._fitting(item) or ())
         for place in taken:
             self._free.remove(place)
@@ -162,10 +147,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         for other in [one for one in self._running.values() if taken and one.places]:
             other.slot.beside.add(item.trial_id)
             slot.beside.add(other.item.trial_id)
-        future = self._threads.submit(run, item, slot)
+        future = self._threads.submit(run, slot)
         self._running[future] = _Running(item, taken, slot)
         future.add_done_callback(self._ended.put)
-        return True
 
     def wait(self) -> tuple[Planned, Row | None]:
         """The next trial that has come to its end, and its row; None where it was not tried again, as `asked` raised
@@ -202,7 +186,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         if item.trial and item.trial.device.name != "cuda":
             cards = []
         elif item.trial and not cards:
-            cards = row_builder.cards(item.trial)
+            cards = provenance.visible_gpus(item.trial)
         shared = self._count > 1 and not self._exclusive
         cpus = tuple(cpu for place in taken for cpu in place.cpus) if shared else ()
         return Slot(cards, cpus, sleep=self._sleep, check=self._check)

@@ -22,7 +22,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import signals
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.sweep import plan, run_trials, shards
+from vramsweep.harness.sweep import plan, resume, run_trials, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
 
 Answer = Row | float | None
@@ -82,7 +82,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.auto = {self.detected} == devices  # of a list, Hydra composes the default too
         self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)
         if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
-            refuse_invalid(p.reason for p in (batch if self.slurm else run_trials.reject_too_many_ranks(batch)))
+            refuse_invalid(p.reason for p in (batch if self.slurm else resume.reject_too_many_ranks(batch)))
         if self.auto and devices == {"simulated"} and not earlier and not self.slurm:
             _refuse_blind_node(settings)
             print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)

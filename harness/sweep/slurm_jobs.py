@@ -28,7 +28,7 @@ from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows import journal
-from vramsweep.harness.sweep import plan, row_builder, shards
+from vramsweep.harness.sweep import plan, provenance, resume, row_builder, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.shards import Shard, Slurm
 
@@ -62,8 +62,8 @@ def submit(
     rows = journal.read(folder)[0] if any(file.exists() for file in journal.files(folder)) else []
     shards.refuse_other_division(folder, Shard(1, settings.shards))
     finished = journal.terminal(rows)
-    outdated = row_builder.find_outdated(planned, finished)
-    todo = {p.trial_id for p in plan.pending_trials(planned, finished, settings.retry_failed, outdated)}
+    outdated = provenance.find_outdated(planned, finished)
+    todo = {p.trial_id for p in resume.pending_trials(planned, finished, settings.retry_failed, outdated)}
     every = auto or slurm.every
     wanted = [
         shard for n in range(1, settings.shards + 1) if (shard := Shard(n, settings.shards)) not in queued.values()

@@ -14,7 +14,7 @@ from vramsweep.harness.rows.outcome import is_answer, is_verdict
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec.trial_identity import ID_VERSION
 from vramsweep.harness.sweep import slurm_jobs
-from vramsweep.harness.sweep.run_trials import rows_for_system
+from vramsweep.harness.sweep.resume import rows_for_system
 
 
 @dataclass(frozen=True)

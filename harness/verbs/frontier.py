@@ -29,7 +29,7 @@ from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.sweep.run_trials import refuse_links, reject_too_many_ranks
+from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.verbs import plan_preview, predict_largest
 

@@ -30,7 +30,7 @@ from vramsweep.harness.sweep.budget import Budget, Expected
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import duration
-from vramsweep.harness.sweep.run_trials import reject_too_many_ranks, remaining_trials
+from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_trials
 from vramsweep.harness.sweep.time_limit import duration_words
 from vramsweep.harness.verbs import plan_summary
 

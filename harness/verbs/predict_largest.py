@@ -24,7 +24,7 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.sweep import plan, row_builder
+from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.batch_prediction import FOLDER
 from vramsweep.harness.sweep.plan import Planned, Settings
 
@@ -151,7 +151,7 @@ def label(item: Planned, axis: str) -> str:
     """A configuration without the axis; of one that is no trial, what of it is known by name."""
     trial = item.trial
     if trial is None:
-        known = plan.axes(item)
+        known = row_builder.axis_columns(item)
         return " · ".join(str(known[name]) for name in NAMED if known.get(name) is not None)
     field = {"seq_len": f"seq {trial.seq_len}", "micro_batch": f"batch {trial.micro_batch}"}[axis]
     parts = [part for part in describe_trial(trial).split(" · ") if part != field]

@@ -149,7 +149,7 @@ def _show(asked: Session) -> int:
         if item.trial is None:
             print(f"# cannot run: {item.reason}")
             continue
-        conf = plan.worker_conf(item.trial)
+        conf = item.trial.allocator_variable()
         variable = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(conf)} " if conf else ""
         place = folder / "attempts" / item.trial_id / "1" / command_template.OUTPUT
         print(f"{variable}{shlex.join(command_template.command_words(item.trial, str(place)))}")

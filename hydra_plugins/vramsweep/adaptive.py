@@ -26,7 +26,7 @@ from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.sweep.run_trials import reject_too_many_ranks
+from vramsweep.harness.sweep.resume import reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session, refuse_invalid
 from vramsweep.harness.verbs import plan_preview
 

@@ -30,7 +30,7 @@ from vramsweep.harness.process import attempt, fork_server, fork_server_pool, or
 from vramsweep.harness.rows import process_identity
 from vramsweep.harness.rows.outcome import classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
-from vramsweep.harness.sweep import plan, run_trials
+from vramsweep.harness.sweep import plan, resume
 from vramsweep.runners.worker import serve_forks
 
 
@@ -185,9 +185,9 @@ def test_what_cannot_be_ended_in_time_is_said(
         assert orphans.end_processes(lambda ended=ended: [(next(none), ended)])  # type: ignore[misc] # another one each time
     assert orphans.end_processes(lambda: ((pid, True) for pid in none))  # more than can be listed in time
     monkeypatch.setattr(orphans, "marked_processes", lambda run: [(next(none), False)])
-    monkeypatch.setattr(run_trials, "plans", lambda folder: [{"run": "earlier", "launcher": {}}])
+    monkeypatch.setattr(resume, "plans", lambda folder: [{"run": "earlier", "launcher": {}}])
     monkeypatch.setattr(process_identity, "is_alive", lambda launcher: False)
-    run_trials._end_leftovers(tmp_path, "own")
+    resume.end_leftovers(tmp_path, "own")
     said = capsys.readouterr().err
     assert "forks for ever" in said and "were ended" not in said
 
@@ -447,7 +447,7 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     with attempt.Launcher("warm", tmp_path / "templates") as launcher:
         for number, item in enumerate(planned):
             assert item.trial is not None
-            environ = attempt.attempt_environment(plan.worker_conf(item.trial), "cuda", {})
+            environ = attempt.attempt_environment(item.trial.allocator_variable(), "cuda", {})
             launcher.attempt({}, tmp_path / str(number), environ, "torch", 1)
     assert len(planned) == 36
     assert started.call_count == starts

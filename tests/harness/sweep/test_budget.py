@@ -14,7 +14,7 @@ from conftest import SETTINGS, cases, custom, refusal, tiny
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.sweep import budget, plan, run_trials, time_limit
+from vramsweep.harness.sweep import budget, plan, row_builder, run_trials, time_limit
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.plan import Planned
 
@@ -28,7 +28,7 @@ def settings(**over: Any) -> plan.Settings:
 
 
 def measured(item: Planned, spent: float, **over: Any) -> Row:
-    return plan.axes(item) | {"outcome": "ok", "terminal": True, "duration_s": spent} | over
+    return row_builder.axis_columns(item) | {"outcome": "ok", "terminal": True, "duration_s": spent} | over
 
 
 @pytest.mark.parametrize(("settings_", "text"), cases("limit_mistakes"))

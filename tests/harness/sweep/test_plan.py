@@ -16,7 +16,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import fork_server
 from vramsweep.harness.rows.journal import line
 from vramsweep.harness.rows.schema import Outcome, complete_row
-from vramsweep.harness.sweep import plan, row_builder
+from vramsweep.harness.sweep import plan, resume, row_builder
 from vramsweep.harness.sweep.budget import configuration
 
 
@@ -117,8 +117,8 @@ def test_pending() -> None:
     planned = plan.order_trials(plan.expand_trials([tiny(seq_len=n) for n in (8, 16, 24)], 1))
     by_length = {p.trial.seq_len: p.trial_id for p in planned if p.trial}
     finished = {by_length[8]: {"outcome": "ok"}, by_length[16]: {"outcome": "crash"}}
-    left = [p.trial.seq_len for p in plan.pending_trials(planned, finished, retry_failed=False) if p.trial]
-    again = [p.trial.seq_len for p in plan.pending_trials(planned, finished, retry_failed=True) if p.trial]
+    left = [p.trial.seq_len for p in resume.pending_trials(planned, finished, retry_failed=False) if p.trial]
+    again = [p.trial.seq_len for p in resume.pending_trials(planned, finished, retry_failed=True) if p.trial]
     assert left == [24]
     assert sorted(again) == [16, 24]
 
@@ -146,11 +146,11 @@ def test_a_fault_of_the_machine_runs_again_and_so_does_what_was_impossible_and_n
         ({"outcome": "invalid", "attempt": 1}, False),
         ({"outcome": "timeout", "attempt": 1}, False),
     ):
-        assert bool(plan.pending_trials([one], {one.trial_id: row}, retry_failed=False)) is again, row
+        assert bool(resume.pending_trials([one], {one.trial_id: row}, retry_failed=False)) is again, row
     (impossible,) = plan.order_trials(plan.expand_trials([tiny(seq_len=0)], 1))
     row = {"outcome": "invalid", "attempt": 0}
     for more, again in (({}, False), ({"reason": impossible.reason}, False), ({"reason": "another"}, True)):
-        assert bool(plan.pending_trials([impossible], {impossible.trial_id: row | more}, retry_failed=True)) is again
+        assert bool(resume.pending_trials([impossible], {impossible.trial_id: row | more}, retry_failed=True)) is again
 
 
 def test_old_names_of_the_runner_s_settings_are_understood() -> None:

@@ -11,7 +11,7 @@ from launchers import CARDS, StandIn, error
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows import journal
-from vramsweep.harness.sweep import plan, row_builder, run_trials
+from vramsweep.harness.sweep import plan, provenance, resume, row_builder, run_trials
 
 INVALID = error("vramsweep.harness.spec.trial.InvalidTrial", "transformers does not take it")
 VERSIONS = {"vramsweep_version": "0.2.0", "torch_version": "2.13.0", "transformers_version": "5.16.0"}
@@ -59,16 +59,16 @@ def test_an_optional_package_and_the_file_of_a_target_count_too(
     own = tiny(adapter="lora", device={"name": "simulated", "gpu": "h100-80gb"})
     (lora,) = plan.order_trials(plan.expand_trials([own], 1))
     row = row_builder.initial_columns(lora) | {"outcome": "invalid", "attempt": 1}
-    assert row["package_versions"] == {"peft": "0.19.0"} and not row_builder.find_outdated([lora], {lora.trial_id: row})
+    assert row["package_versions"] == {"peft": "0.19.0"} and not provenance.find_outdated([lora], {lora.trial_id: row})
     monkeypatch.setattr(machine, "version", {"peft": "0.20.0"}.get)
-    assert row_builder.find_outdated([lora], {lora.trial_id: row}) == {
+    assert provenance.find_outdated([lora], {lora.trial_id: row}) == {
         lora.trial_id: "invalid with peft 0.19.0, run again with 0.20.0"
     }
-    assert not row_builder.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
+    assert not provenance.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
     target = tmp_path / "own.py"
     found = []
     for text in ("def mistyped(): ...", "def train(): ..."):
         target.write_text(text)
         own = tiny(runner={"name": "custom", "target": f"{target}:train"})
         found += plan.order_trials(plan.expand_trials([own], 1))
-    assert plan.pending_trials(found, {found[0].trial_id: {"outcome": "invalid", "attempt": 1}}, False) == found[1:]
+    assert resume.pending_trials(found, {found[0].trial_id: {"outcome": "invalid", "attempt": 1}}, False) == found[1:]

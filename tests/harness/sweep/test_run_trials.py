@@ -25,7 +25,7 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.rows.schema import Outcome, complete_row
-from vramsweep.harness.sweep import plan, row_builder, run_trials, sweep_status
+from vramsweep.harness.sweep import attempt_trial, plan, provenance, resume, row_builder, sweep_status
 from vramsweep.harness.sweep.scheduler import Slot
 
 
@@ -75,11 +75,11 @@ def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) 
     (item,) = plan.order_trials(plan.expand_trials([tiny(**over)], 1))
     chosen = plan.Settings(**(SETTINGS | {"retries": retries, "backoff_s": 5}))
     assert item.trial
-    slot = Slot(row_builder.cards(item.trial), sleep=slept.append)
+    slot = Slot(provenance.visible_gpus(item.trial), sleep=slept.append)
     launcher: Any = Listed(evidence)
     with Journal(folder) as book:
         for tries in range(retries + 1):
-            row = run_trials.run_trial(item, chosen, folder, book, launcher, slot, tries, tries)
+            row = attempt_trial.run_trial(item, chosen, folder, book, launcher, tries, tries, slot)
             if row["terminal"]:
                 break
     return row, slept, journal.read(folder)[0]
@@ -135,7 +135,7 @@ def test_more_ranks_than_cards_cannot_run_and_run_again_where_there_are_more(
 
     def planned(cards: int) -> list[plan.Planned]:
         monkeypatch.setattr(machine, "visible_gpus", lambda environ: [H100] * cards)
-        return run_trials.reject_too_many_ranks(plan.order_trials(plan.expand_trials(values, 1)))
+        return resume.reject_too_many_ranks(plan.order_trials(plan.expand_trials(values, 1)))
 
     by_id = {p.trial_id: p for p in planned(1)}
     (refused,) = [p for p in by_id.values() if p.trial is None]
@@ -143,7 +143,7 @@ def test_more_ranks_than_cards_cannot_run_and_run_again_where_there_are_more(
     assert refused.resolved["device"]["name"] == "cuda"
     row = complete_row(row_builder.unstarted_row(refused, Outcome.INVALID, refused.reason))
     assert all(p.trial for p in planned(2))
-    assert refused.trial_id in {p.trial_id for p in plan.pending_trials(planned(2), {refused.trial_id: row}, False)}
+    assert refused.trial_id in {p.trial_id for p in resume.pending_trials(planned(2), {refused.trial_id: row}, False)}
     assert all(p.trial for p in planned(0))  # without any card that is the machine's fault, and the worker says so
 
 
@@ -252,7 +252,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     assert sweep_status.progress(now) == "2/2: 2 ok; the last command: 1/1"
     monkeypatch.setattr(machine, "machine_facts", lambda: {"cpu_name": "three", "torch_version": "2.13.0"})
     planned = plan.order_trials(plan.expand_trials(values, 1))
-    run_trials._write_plan(tmp_path / "t", planned, plan.Settings(**SETTINGS), "a run", set())
+    resume.write_plan(tmp_path / "t", planned, plan.Settings(**SETTINGS), "a run", set(), [])
     now = sweep_status.read_status(tmp_path / "t")
     assert (now.done, now.state) == (0, "stopped")
     file = tmp_path / "t" / journal.NAME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -64,13 +65,22 @@ def test_no_place_is_had_by_two_and_every_trial_runs_once(ranks: list[int], plac
         waiting, rows = list(items), dict[str, Any]()
         with Pool(executor, cards, exclusive) as running:
             while True:
-                while running.start(waiting, run):
+                while started(running, waiting, run):
                     assert not exclusive or len(running) == 1
                 if not running:
                     break
                 item, row = running.wait()
                 rows[item.trial_id] = row
     assert not waiting and sorted(seen) == sorted(rows) == sorted(item.trial_id for item in items)
+
+
+def started(pool: Pool, waiting: list[Planned], run: Any) -> bool:
+    """Whether one of `waiting` could be started, which then is out of the list."""
+    at = pool.first_fitting(waiting)
+    if at is not None:
+        item = waiting.pop(at)
+        pool.start(item, functools.partial(run, item))
+    return at is not None
 
 
 def test_those_that_ran_together_know_of_each_other_and_no_others(threads: Any) -> None:
@@ -83,14 +93,14 @@ def test_those_that_ran_together_know_of_each_other_and_no_others(threads: Any) 
 
     waiting, found = planned(1, 1, 1), dict[str, Any]()
     with Pool(threads, [Resource(), Resource()], exclusive=False) as running:
-        while running.start(waiting, run):
+        while started(running, waiting, run):
             pass
         for gate, waits in ((first, True), (second, False), (third, False)):
             gates[gate].set()
             item, row = running.wait()
             assert item.trial_id == gate and row is not None
             found[gate] = row["beside"]
-            assert running.start(waiting, run) is waits
+            assert started(running, waiting, run) is waits
     assert found == {first: {second}, second: {first, third}, third: {second}}
 
 
@@ -142,7 +152,7 @@ def test_cards_that_are_not_alike_are_for_trials_that_need_them(threads: Any) ->
 
     waiting = planned(1, 1, 2)
     with Pool(threads, [Resource(CARDS[0]), Resource(other)], exclusive=False) as running:
-        while running.start(waiting, run) or running:
+        while started(running, waiting, run) or running:
             if running:
                 running.wait()
     assert seen == {0: ["NVIDIA H100"], 1: ["NVIDIA H100"], 2: ["NVIDIA H100", "NVIDIA T4"]}
@@ -166,12 +176,12 @@ def test_one_that_fits_passes_by_one_that_does_not(threads: Any) -> None:
 
     waiting = planned(2, 3, 1)
     with Pool(threads, [Resource(card) for card in CARDS[:3]], exclusive=False) as running:
-        assert running.start(waiting, run) and running.start(waiting, run) and not running.start(waiting, run)
+        assert [started(running, waiting, run) for _ in range(3)] == [True, True, False]
         running.wait()
-        assert not running.start(waiting, run)
+        assert not started(running, waiting, run)
         gate.set()
         running.wait()
-        assert running.start(waiting, run)
+        assert started(running, waiting, run)
         running.wait()
     assert order == [2, 1, 3]
 
@@ -185,7 +195,7 @@ def test_what_is_raised_in_a_slot_stops_the_others_and_is_raised(threads: Any) -
 
     waiting, began = planned(1, 1), time.monotonic()
     with pytest.raises(OSError, match="no disk"), Pool(threads, [Resource()] * 2, exclusive=False) as running:
-        while running.start(waiting, run):
+        while started(running, waiting, run):
             pass
         running.wait()
     assert time.monotonic() - began < 30
@@ -203,7 +213,7 @@ def test_asked_to_stop_nothing_is_tried_again(threads: Any) -> None:
         interrupts.finishing(),
         Pool(threads, [Resource()], exclusive=False, asked=interrupts.check) as running,
     ):
-        running.start(planned(1), run)
+        started(running, planned(1), run)
         os.kill(os.getpid(), signal.SIGINT)
         assert running.wait()[1] is None
 

@@ -23,7 +23,7 @@ from vramsweep.harness.process import attempt
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows import journal, outcome
 from vramsweep.harness.rows.journal import Journal
-from vramsweep.harness.sweep import batch_prediction, plan, run_trials, shards, slurm_jobs, sweep_status
+from vramsweep.harness.sweep import batch_prediction, plan, row_builder, run_trials, shards, slurm_jobs, sweep_status
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines
 from vramsweep.harness.sweep.shards import Shard
@@ -212,7 +212,9 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     assert sweep_status.read_status(folder).state == "stopped"
     planned = compose.resolve(WORDS).trials
     with Journal(folder, "1of2") as written:
-        written.append(plan.axes(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"})
+        written.append(
+            row_builder.axis_columns(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"}
+        )
         assert "another sweep is writing" in refusal(UserError, sweep_command.main, [*words, "shards=3"])
     capsys.readouterr()
     assert sweep_command.main([*words, "shards=3"]) == 0

@@ -18,7 +18,7 @@ from vramsweep.harness.config import compose
 from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
-from vramsweep.harness.sweep import plan
+from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.harness.verbs import predict
 
 pytestmark = pytest.mark.deterministic
@@ -112,7 +112,7 @@ def test_configurations_are_told_apart_by_what_differs() -> None:
         for sharding in ("none", "ddp")
     ]
     planned = plan.order_trials(plan.expand_trials(values, 1))
-    rows = [complete_row(plan.axes(p) | {"outcome": "ok"}) for p in planned]
+    rows = [complete_row(row_builder.axis_columns(p) | {"outcome": "ok"}) for p in planned]
     names, groups = predict.configurations(rows)
     assert sorted(names) == ["allocator", "device.gpu", "sharding"]
     assert len(groups) == 4

@@ -1,0 +1,153 @@
+"""What a sweep's folder has already, and what is left to do there; what a killed sweep has left behind.
+
+Not covered: the rows themselves (journal.py), running what is left (run_trials.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from vramsweep.harness.files.bounded_reads import replaced
+from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process import orphans
+from vramsweep.harness.rows import outcome, process_identity
+from vramsweep.harness.rows.journal import finished, plan_name, plans
+from vramsweep.harness.rows.schema import Outcome, Row, system_of, to_encodable
+from vramsweep.harness.spec.trial_identity import ID_VERSION
+from vramsweep.harness.sweep import provenance, row_builder, shards
+from vramsweep.harness.sweep.plan import Planned, Settings
+
+
+def reject_too_many_ranks(planned: Sequence[Planned]) -> list[Planned]:
+    """The same trials; those with more ranks than there are GPUs to see cannot run here, and say so."""
+
+    def checked(item: Planned, visible: int) -> Planned:
+        reason = machine.too_many_ranks(visible, item.trial.world_size) if item.trial and on_cuda(item) else None
+        return replace(item, trial=None, reason=reason) if reason else item
+
+    visible = len(machine.visible_gpus(os.environ)) if any(map(on_cuda, planned)) else 0
+    return [checked(item, visible) for item in planned]
+
+
+def on_cuda(item: Planned) -> bool:
+    return item.trial is not None and item.trial.device.name == "cuda"
+
+
+def remaining_trials(
+    rows: Sequence[Row], planned: Sequence[Planned], settings: Settings
+) -> tuple[list[Planned], dict[str, Row], list[str]]:
+    """The trials to do, as they can run here; the rows that count, by id; and what to say of rows that do not."""
+    mine, others = finished_rows(rows, planned, settings.any_system)
+    outdated = provenance.find_outdated(planned, others | mine)
+    notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
+    if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
+        notes.append(f"{other_systems(others)}; any_system=true counts them")
+    todo = reject_too_many_ranks(pending_trials(planned, mine, settings.retry_failed, outdated))
+    # once more: some cannot run here, as before
+    return pending_trials(todo, mine, settings.retry_failed, outdated), mine, notes
+
+
+def finished_rows(
+    rows: Sequence[Row], planned: Sequence[Planned], any_system: bool
+) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
+    return rows_for_system(rows, provenance.systems_here(planned), any_system)
+
+
+def rows_for_system(
+    rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
+) -> tuple[dict[str, Row], dict[str, Row]]:
+    """The same for trials by id, each with the system that it would be measured on."""
+    mine, others = finished(rows, wanted)
+    return (others | mine, {}) if any_system else (mine, others)
+
+
+def other_systems(rows: Mapping[str, Row]) -> str:
+    """How many trials have rows of other systems only, and which systems these are."""
+    names = sorted({" · ".join(filter(None, system_of(row))) for row in rows.values()})
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    were = "s were" if len(rows) != 1 else " was"
+    return f"{len(rows)} trial{were} measured on another system ({'; '.join(names[:2])}{more}) and run again here"
+
+
+def pending_trials(
+    planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool, outdated: Container[str] = ()
+) -> list[Planned]:
+    """The trials without an answer that still counts: of the finished ones those that are `outdated`, by id; with
+    `retry_failed` also those that failed."""
+    return [
+        p for p in planned
+        if p.trial_id not in finished or p.trial_id in outdated or _again(p, finished[p.trial_id], retry_failed)
+    ]  # fmt: skip
+
+
+def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
+    """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
+    where it is possible now, or impossible for another reason."""
+    if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
+        return planned.trial is not None or row.get("reason") not in (None, to_encodable(planned.reason))
+    return outcome.runs_again(row["outcome"], retry_failed)
+
+
+def refuse_links(folder: Path) -> None:
+    """Raise UserError where a sweep's folder would lead its attempts elsewhere."""
+    for name in ("attempts", "templates"):
+        if (folder / name).is_symlink():
+            raise UserError(
+                f"{folder / name} is a link, which a sweep does not write through; choose another results=DIR"
+            )
+
+
+def end_leftovers(folder: Path, run: str) -> None:
+    """End what the last launchers in this folder have left on this machine, if they and their guards were killed."""
+    for earlier in plans(folder):
+        last, launcher = earlier.get("run"), earlier.get("launcher")
+        # a copied folder, or another node's shard, names one that runs elsewhere
+        gone = isinstance(launcher, dict) and process_identity.is_alive(launcher) is False
+        left = dict(orphans.marked_processes(last)) if gone and isinstance(last, str) and last != run else {}
+        if not left:
+            continue
+        stuck = orphans.end_marked(str(last))
+        pids = ", ".join(map(str, sorted(left)))
+        came = orphans.describe_stuck(stuck) if stuck else f"which were ended: {pids}"
+        print(f"{folder}: the sweep before was killed and had left processes behind, {came}", file=sys.stderr)
+
+
+def write_plan(
+    folder: Path,
+    planned: Sequence[Planned],
+    settings: Settings,
+    run: str,
+    own: Collection[str],
+    command: Sequence[str],
+) -> None:
+    """What `status` holds the journal against: the trials, which of them are this command's own, and the system that
+    each would be measured on; which answer the report begins with; and the mark of the processes that are started."""
+    systems = provenance.systems_here(planned)
+    distinct = list(dict.fromkeys(systems.values()))
+    record = {
+        "command": list(command),
+        "started_at": row_builder.now(),
+        "id_version": ID_VERSION,
+        "trials": list(systems),
+        "own": [at for at, trial_id in enumerate(systems) if trial_id in own],
+        "systems": distinct,
+        "system": [distinct.index(own) for own in systems.values()],
+        "any_system": settings.any_system,
+        "answer": settings.answer,
+        "price_per_hour": settings.price_per_hour,
+        "pid": os.getpid(),
+        "launcher": process_identity.own_identity(),
+        "run": run,
+        "shard": settings.shard,
+    }
+    place = folder / plan_name(shards.parse(settings.shard).writer)
+    with replaced(place) as aside:
+        aside.write_text(json.dumps(record))
