@@ -34,6 +34,7 @@ harness/rows | one row per attempt, and the journal | h/messages h/files h/hardw
 harness/machine | this machine as it is now | h/messages h/spec h/rows
 harness/process | one attempt as an isolated process | h/messages h/files h/rows h/machine r/worker
 harness/sweep | planned trials to journalled rows | h/messages h/files h/hardware h/spec h/rows h/machine h/process
+    h/search
 harness/config | Hydra in and out | h/messages h/files h/hardware h/spec h/rows h/machine h/process h/sweep
 harness/search | pure searches | -
 harness/verbs | a module for each verb | h/messages h/files h/hardware h/allocator h/spec h/rows h/machine h/process
@@ -52,9 +53,9 @@ runners/symbolic | few traces for many lengths and batches | h/messages h/files 
 runners/scripts | a user's own script, watched or traced | h/messages h/files h/hardware h/allocator h/spec h/rows
     h/machine h/process h/sweep r/rank r/measure r/trace
 runners/worker | the child process, spec in and result out | h/messages h/hardware h/allocator h/spec h/rows h/machine
-    h/process r/rank r/measure r/trace r/model r/predict r/symbolic
+    h/process h/search r/rank r/measure r/trace r/model r/predict r/symbolic
 analysis/data | rows in, rows out | h/messages h/files h/hardware h/spec h/rows
-analysis/model | curves over rows | h/hardware a/data
+analysis/model | curves over rows | h/hardware h/search a/data
 analysis/compare | two sides of one thing, with verdicts | h/messages h/files a/data a/model
 analysis/answers | what a preset was run for | h/messages h/files h/hardware h/allocator h/spec h/rows a/data
 analysis/figures | figures by plotly | h/messages h/files h/hardware h/process h/rows a/data a/model a/compare

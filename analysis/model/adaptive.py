@@ -5,9 +5,9 @@ that is predicted, then where these tell least), goes on where values are least 
 and ends once all that is asked is known within the tolerance and check points agree: drawn at random, each compared
 with what was inferred before it was measured, and only then learnt from.
 
-Memory is taken to grow with length and with batch where it is asked what fits: what is no smaller than a point that ran
-out of memory runs out, too. Pure: no processes, no rows; whoever asks measures. Not covered: how sure values are
-(kriging.py), what a curve is (estimate.py).
+Memory is taken to grow with length and with batch where it is asked what fits, as harness/search/fit_knowledge.py says.
+Pure: no processes, no rows; whoever asks measures. Not covered: how sure values are (kriging.py), what a curve is
+(estimate.py).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from vramsweep.analysis.model.kriging import Places, between, spread_out
 from vramsweep.analysis.model.observations import Mask, Points, members
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.model.pointwise_fit import OfPoints, candidates_of, estimate_points
+from vramsweep.harness.search.fit_knowledge import PADDED_TO, FitKnowledge, TriedPoint
 
-ALIGNED = 8  # lengths that it divides may follow another curve
 FIRST, FIRST_ALONE = 6, 9  # points, at least, to begin with, with a prediction of most points and without
 CERTAIN = 1.96  # standard deviations either side, of 95 %
 SPREADS = 60  # places where the spread of a curve is looked at
@@ -231,21 +231,12 @@ class Search:
 
     def fits(self) -> list[bool | None]:
         """Whether each point fits in memory, measured or following from what was; None where that is not known."""
-        ran = [at for at, answer in self.answers.items() if answer.fits]
-        full = [at for at, answer in self.answers.items() if answer.fits is False]
         length, batch = self.grid.length, self.grid.batch
-
-        def any_of(others: list[int], sign: int) -> Mask:
-            found = np.zeros(len(length), dtype=bool)
-            for at in others:
-                found |= (sign * (length - length[at]) >= 0) & (sign * (batch - batch[at]) >= 0)
-            return found
-
-        does_not, does = any_of(full, 1), any_of(ran, -1)
-        own = {at: answer.fits for at, answer in self.answers.items()}
-        return [
-            own[at] if at in own else True if does[at] else False if does_not[at] else None for at in range(len(length))
-        ]
+        tried = {at: one.fits for at, one in self.answers.items()}
+        known = FitKnowledge(
+            TriedPoint(int(length[at]), int(batch[at]), fits) for at, fits in tried.items() if fits is not None
+        )
+        return [tried.get(at, fits) for at, fits in enumerate(known.decide_all(length, batch))]
 
     def inferred(self) -> dict[str, Inferred]:
         """By column, of those that are known of some point."""
@@ -255,15 +246,11 @@ class Search:
                 at = [at for at, answer in self.answers.items() if np.isfinite(answer.values.get(column, np.nan))]
                 if at:
                     y = np.array([self.answers[one].values[column] for one in at])
-                    self._known[column] = _infer(
-                        self.grid,
-                        METRICS[column],
-                        np.array(at),
-                        y,
-                        self._bounds(column),
-                        self.tolerances[column].within,
-                    )
+                    bounds, within = self._bounds(column), self.tolerances[column].within
+                    self._known[column] = _infer(self.grid, METRICS[column], np.array(at), y, bounds, within)
         return self._known
+
+    found = inferred
 
     def _bounds(self, column: str) -> tuple[Array, Array]:
         """Tokens and bytes of points that ran out of memory: more would have been needed."""
@@ -438,7 +425,7 @@ def _predicted(grid: Grid, values: Array | None) -> Array | None:
 
 def _make_places(grid: Grid, base: Array | None, stretches: Numbers | None = None) -> Places:
     phases = np.unique(grid.phase, return_inverse=True)[1] if grid.phase is not None else np.zeros(len(grid.length))
-    told = [phases, grid.length % ALIGNED == 0, np.zeros(len(phases)) if stretches is None else stretches]
+    told = [phases, grid.length % PADDED_TO == 0, np.zeros(len(phases)) if stretches is None else stretches]
     of_class: Any = np.unique(np.column_stack(told), axis=0, return_inverse=True)[1]
     return Places(_unit_coordinates(grid), np.ravel(of_class), np.ones(len(phases)) if base is None else base)
 

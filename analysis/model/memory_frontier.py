@@ -26,6 +26,7 @@ from vramsweep.analysis.model.fit import Fit, Prediction, fit_points
 from vramsweep.analysis.model.observations import UNITS, Mask, allocator_limits, along, members, observations
 from vramsweep.analysis.model.predictors import Knows, Wholes
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, GPUS, lowest_limit_gpu, memory_limit
+from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
@@ -70,26 +71,6 @@ class _Part:
     frame: pd.DataFrame
     multiples_of: int | None
     curves: Prediction | None
-
-
-@dataclass(frozen=True)
-class _Proof:
-    """Measured rows on both sides of a limit: the largest within it and the smallest that needed more; their trials."""
-
-    largest_ok: int | None
-    smallest_over: int | None
-    ids: tuple[str, ...]
-
-    @property
-    def torn(self) -> bool:
-        """Whether a larger one ran than one that did not."""
-        return self.largest_ok is not None and self.smallest_over is not None and self.largest_ok > self.smallest_over
-
-    @property
-    def proven(self) -> int | None:
-        """What fits, as nothing smaller did not."""
-        ok, over = self.largest_ok, self.smallest_over
-        return ok if ok is None or over is None or ok < over else None
 
 
 @dataclass(frozen=True)
@@ -170,20 +151,20 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
     card = lowest_limit_gpu(gib)
     usable = gib * GIB if card is None else memory_limit(card)
     limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
-    proof = _proof(part.frame, axis, usable, limit, metric)
+    rows, trial_ids = _read_bracket(part.frame, axis, usable, limit, metric)
     return Limit(
-        **asdict(_ends(part, proof, limit, fit)), label=group.label, settings=group.settings, axis=axis, gib=gib,
-        usable_gib=usable / GIB, largest_ok=proof.largest_ok, smallest_too_large=proof.smallest_over,
-        basis=METRICS[metric].label, trial_ids=proof.ids, multiples_of=part.multiples_of,
+        **asdict(_ends(part, rows, limit, fit)), label=group.label, settings=group.settings, axis=axis, gib=gib,
+        usable_gib=usable / GIB, largest_ok=rows.largest, smallest_too_large=rows.smallest,
+        basis=METRICS[metric].label, trial_ids=trial_ids, multiples_of=part.multiples_of,
         rests_on=fit.basis if fit else "", group=group.id,
         predicted=bool(group.take("device")["device"].eq("simulated").any()),
     )  # fmt: skip
 
 
-def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
+def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
     """The curve's value and the ends of its interval, where no row contradicts them."""
     step = part.multiples_of or 1
-    proven, over = proof.proven, proof.smallest_over
+    proven, over = rows.proven, rows.smallest
     if proven is not None and over == proven + step:
         return _Ends(proven, proven, proven)
     if fit is None or part.curves is None:
@@ -199,7 +180,7 @@ def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
 
     one = part.curves
     short = None if over is None else over - step
-    most = proof.largest_ok if proof.torn else short
+    most = rows.largest if rows.either_way else short
     crossing, endless = _crossing(one.x, one.value, limit)
     value = whole(crossing, most)
     safe, all_safe = _crossing(one.x, one.new_high, limit)
@@ -207,23 +188,23 @@ def _ends(part: _Part, proof: _Proof, limit: float, fit: Fit | None) -> _Ends:
     high = None if fit.one_sided else whole(_crossing(one.x, one.new_low, limit)[0], most)
     if endless and over is None:
         if low is None:
-            low = int(one.x[-1]) if all_safe and np.isfinite(one.new_high).all() else proof.largest_ok
+            low = int(one.x[-1]) if all_safe and np.isfinite(one.new_high).all() else rows.largest
         return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
     if endless:
         value = low = proven
     elif value is None:
         value = proven
     extrapolated = value is not None and value > fit.range[1] and (over is None or value > over)
-    return _Ends(value, low, high, _remark(proof, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
+    return _Ends(value, low, high, _remark(rows, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
 
 
 def _remark(
-    proof: _Proof, crossing: float | None, endless: bool, value: int | None, extrapolated: bool, shortest: float
+    rows: Bracket, crossing: float | None, endless: bool, value: int | None, extrapolated: bool, shortest: float
 ) -> str:
     """Where rows contradict the curve, or each other."""
-    proven, over = proof.proven, proof.smallest_over
-    if proof.torn:
-        return f"from {over:,} to {proof.largest_ok:,} it went either way"
+    proven, over = rows.proven, rows.smallest
+    if rows.either_way:
+        return "from {:,} to {:,} it went either way".format(*rows.either_way)
     if value is None and not endless:
         return f"not even {shortest:,.0f} fits"
     if proven is not None and not endless and (crossing is None or crossing < proven):
@@ -233,8 +214,13 @@ def _remark(
     return "extrapolated beyond the measured range" if extrapolated else ""
 
 
-def _proof(frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str) -> _Proof:
-    """A row that ran out of memory proves something only for devices whose allocator has as much as its own or less."""
+def _read_bracket(
+    frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str
+) -> tuple[Bracket, tuple[str, ...]]:
+    """What measured rows prove of a limit, and the trials of the largest within it and of the smallest beyond it.
+
+    A row that ran out of memory proves something only for devices whose allocator has as much as its own or less.
+    """
     known = frame[np.isfinite(along(frame, axis))]
     values = known[metric].to_numpy(float, na_value=np.nan)
     ok = (known["outcome"] == "ok").to_numpy(bool, na_value=False) & (values <= limit)
@@ -242,13 +228,9 @@ def _proof(frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: 
     over = oom | (values > limit)
     x = along(known, axis)
     ids = known["trial_id"].to_numpy()
-    at_ok = int(np.argmax(np.where(ok, x, -np.inf))) if ok.any() else None
-    at_over = int(np.argmin(np.where(over, x, np.inf))) if over.any() else None
-    return _Proof(
-        int(x[at_ok]) if at_ok is not None else None,
-        int(x[at_over]) if at_over is not None else None,
-        tuple(str(ids[at]) for at in (at_ok, at_over) if at is not None),
-    )
+    ends = [int(np.argmax(np.where(ok, x, -np.inf)))] if ok.any() else []
+    ends += [int(np.argmin(np.where(over, x, np.inf)))] if over.any() else []
+    return find_bracket(np.sort(x[ok]), np.sort(x[over])), tuple(str(ids[at]) for at in ends)
 
 
 def as_frame(limits: Sequence[Limit]) -> pd.DataFrame:

@@ -1,5 +1,5 @@
-"""Pure searches: the largest value that fits, and the changes that make a trial fit.
+"""Pure searches: the largest value that fits, what follows from points that were tried, changes that make a trial fit.
 
-In: functions that say what a point needs. Out: points to try next, and what was found.
+In: what came of points, or functions that say it. Out: points to try next, and what was found.
 It must not predict, run or print anything itself.
 """

@@ -15,12 +15,15 @@ those trials that it knows which of them contradict it. Pure: what comes of a va
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
+
 Kind = Literal["fits", "full", "inferred", "beyond", "failed"]
+FULL: tuple[Kind, ...] = ("full", "inferred", "beyond")  # what does not fit
 
 
 @dataclass(frozen=True)
@@ -53,37 +56,54 @@ class Edge:
         return shown and self.unknown is None and self.either_way is None
 
 
-def next_probe(
-    values: Sequence[int], known: Mapping[int, Probe], predicted: int | None = None, margin: int = 1
-) -> int | Edge:
-    """The value to try next, or the edge.
+@dataclass
+class Bisection:
+    """The search along `values`, which go up; `known` is what came of those that were tried.
 
-    `values` go up; `known` is what came of those that were tried. `predicted` is the largest number that is predicted
-    to fit, of the list or not (0: none fits), and `margin` the first stride beside it, in values of the list.
+    `predicted` is the largest number that is predicted to fit, of the list or not (0: none fits), and `margin` the
+    first stride beside it, in values of the list.
     """
-    at = {value: number for number, value in enumerate(values)}
-    came = {at[value]: one for value, one in known.items() if value in at}
-    low = max((number for number, one in came.items() if one.kind == "fits"), default=-1)
-    above = [number for number, one in came.items() if number > low and one.kind in ("full", "inferred", "beyond")]
-    high = min(above, default=len(values))
-    if high - low > 1:
-        start = None if predicted is None else bisect_right(values, predicted) - 1
-        bounded = low >= 0, high in came and came[high].kind != "beyond"
-        tried = sum(one.kind != "beyond" for one in came.values())
-        number = _within(_wish(low, high, bounded, start, margin), low, high, _count_left(len(values)) - tried)
-        if number not in came:
-            return values[number]
-        unknown = came[number].reason or f"{values[number]} has no answer"
-    else:
-        unknown = None
-    below = [number for number, one in came.items() if number < low and one.kind == "full"]
-    return Edge(
-        values[low] if low >= 0 else None,
-        values[high] if high < len(values) else None,
-        came.get(high),
-        unknown,
-        (values[min(below)], values[low]) if below else None,
-    )
+
+    values: Sequence[int]
+    predicted: int | None = None
+    margin: int = 1
+    known: dict[int, Probe] = field(default_factory=dict)
+
+    def ask(self) -> list[int]:
+        """Return the value to try next; none where the edge is known, or what came of that value says nothing."""
+        value = self._between()
+        return [] if value is None or value in self.known else [value]
+
+    def tell(self, answers: Mapping[int, Probe]) -> None:
+        """Learn what came of values."""
+        self.known.update(answers)
+
+    def found(self) -> Edge:
+        """Return the edge, as far as it is known."""
+        bracket, value = self._bracket(*FULL), self._between()
+        reason = self.known[value].reason if value in self.known else None
+        unknown = None if value is None else reason or f"{value} has no answer"
+        bound = None if bracket.above is None else self.known[bracket.above]
+        return Edge(bracket.largest, bracket.above, bound, unknown, self._bracket("full").either_way)
+
+    def _bracket(self, *kinds: Kind) -> Bracket:
+        """The bracket of what fits and what is of these kinds."""
+        values = sorted(self.known)
+        fitting = [value for value in values if self.known[value].kind == "fits"]
+        return find_bracket(fitting, [value for value in values if self.known[value].kind in kinds])
+
+    def _between(self) -> int | None:
+        """The next value between the largest that fits and the next that does not; None where there is none."""
+        values, bracket = self.values, self._bracket(*FULL)
+        low = -1 if bracket.largest is None else bisect_left(values, bracket.largest)
+        high = len(values) if bracket.above is None else bisect_left(values, bracket.above)
+        if high - low <= 1:
+            return None
+        start = None if self.predicted is None else bisect_right(values, self.predicted) - 1
+        bounded = low >= 0, bracket.above is not None and self.known[bracket.above].kind != "beyond"
+        tried = sum(one.kind != "beyond" for one in self.known.values())
+        wish = _wish(low, high, bounded, start, self.margin)
+        return values[_within(wish, low, high, _count_left(len(values)) - tried)]
 
 
 def most_trials(values: int, predicted: bool) -> int:

@@ -7,69 +7,66 @@ is a value that fits, with the next of the grid that does not. Not covered: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 FINE = 32  # values of the grid between a power of two and the next: 3 % apart, at most
 LEAST, MOST = 1.25, 4  # a step beyond all that is known is so many times that, or a part of it
 Need = int | None  # bytes; None where nothing is known, which counts as too much
-Predict = Callable[[Mapping[int, int]], Mapping[int, Need]]  # of some runs, by number, the need at a value
 
 
 @dataclass
-class Line:
-    """What is known of a run along the axis: bytes needed, by value."""
+class SecantSearch:
+    """The search for the largest value, from 1 to `most`, at which a run fits in `limit` bytes; `needs` by value."""
 
+    start: int
+    most: int
+    limit: int
     needs: dict[int, Need] = field(default_factory=dict)
 
-    def largest(self, limit: int) -> int | None:
-        """The largest value that is known to fit; None where none is."""
-        return max((value for value, need in self.needs.items() if _fits(need, limit)), default=None)
-
-    def ask(self, start: int, most: int, limit: int) -> int | None:
-        """The value to predict next; None where the edge is known."""
+    def ask(self) -> list[int]:
+        """Return the value to predict next; none where the edge is known."""
         if not self.needs:
-            return start
-        below = self.largest(limit)
-        above = min((value for value, need in self.needs.items() if not _fits(need, limit)), default=None)
-        if below is not None and above is not None and below > above:
-            above = min((v for v, need in self.needs.items() if v > below and not _fits(need, limit)), default=None)
+            return [self.start]
+        bracket = self._bracket()
+        below, above = bracket.largest, bracket.above
         first = 1 if below is None else grid_next(below)
-        last = most if above is None else back(above)
+        last = self.most if above is None else back(above)
         if first > last:
-            return None
-        guess = self._secant(below, above, limit)
+            return []
+        guess = self._secant(below, above)
         if below is not None and above is not None:
             wanted = guess if guess is not None and len(self.needs) % 3 else (below + above) // 2
         elif below is not None:
             wanted = min(max(guess or 2 * below, round(below * LEAST)), below * MOST)
         else:
             wanted = max(min(guess or last // 2, round(last / LEAST)), last // MOST)
-        return min(max(grid_floor(wanted), first), last)
+        return [min(max(grid_floor(wanted), first), last)]
 
-    def _secant(self, below: int | None, above: int | None, limit: int) -> int | None:
+    def tell(self, answers: Mapping[int, Need]) -> None:
+        """Learn what is needed at values."""
+        self.needs.update(answers)
+
+    def found(self) -> int | None:
+        """Return the largest value that is known to fit; None where none is."""
+        return self._bracket().largest
+
+    def _bracket(self) -> Bracket:
+        values = sorted(self.needs)
+        fitting = [value for value in values if (need := self.needs[value]) is not None and need <= self.limit]
+        return find_bracket(fitting, [value for value in values if value not in fitting])
+
+    def _secant(self, below: int | None, above: int | None) -> int | None:
         """Where the line through both ends, or the two nearest known values, meets the limit."""
         known = {value: need for value, need in self.needs.items() if need is not None}
         ends = [value for value in (below, above) if value in known]
-        near = sorted(known, key=lambda value: (value not in ends, abs(known[value] - limit)))[:2]
+        near = sorted(known, key=lambda value: (value not in ends, abs(known[value] - self.limit)))[:2]
         if len(near) < 2 or known[near[0]] == known[near[1]]:
             return None
         one, other = near
-        return round(one + (limit - known[one]) * (other - one) / (known[other] - known[one]))
-
-
-def find_reach(predict: Predict, lines: Sequence[Line], start: int, most: int, limit: int) -> list[int | None]:
-    """The largest value, from 1 to `most`, at which each run fits in `limit` bytes; what it asks is added to `lines`.
-
-    Of runs that are still open one value each is predicted at a time, all in one call.
-    """
-    while True:
-        wanted = {number: line.ask(start, most, limit) for number, line in enumerate(lines)}
-        asked = {number: value for number, value in wanted.items() if value is not None}
-        if not asked:
-            return [line.largest(limit) for line in lines]
-        for number, need in predict(asked).items():
-            lines[number].needs[asked[number]] = need
+        return round(one + (self.limit - known[one]) * (other - one) / (known[other] - known[one]))
 
 
 def grid_floor(value: int) -> int:
@@ -90,7 +87,3 @@ def back(value: int) -> int:
 
 def _step(value: int) -> int:
     return max(1, (1 << max(0, value.bit_length() - 1)) // FINE)
-
-
-def _fits(need: Need, limit: int) -> bool:
-    return need is not None and need <= limit

@@ -38,6 +38,7 @@ from vramsweep.harness.search.memory_savings import (
     too_old,
     words,
 )
+from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import plan, run_trials
@@ -168,14 +169,18 @@ class AdviceRequest:
     def reach(self, options: Sequence[Option]) -> list[ReachedLimit]:
         """How far each of these gets along the goal's axis."""
 
-        def needs(asked: Mapping[int, int]) -> dict[int, int | None]:
+        def needs(asked: Mapping[int, list[int]]) -> dict[int, dict[int, int | None]]:
             taken = [options[number].remedies for number in asked]
-            found = self.predict(taken, [*asked.values()])
-            return {number: one.beyond(self.limit) for number, one in zip(asked, found, strict=True)}
+            found = self.predict(taken, [value for [value] in asked.values()])
+            points = zip(asked.items(), found, strict=True)
+            return {number: {value: one.beyond(self.limit)} for (number, [value]), one in points}
 
-        lines = [secant_search.Line({self.start: one.beyond(self.limit)}) for one in options]
-        values = secant_search.find_reach(needs, lines, self.start, self.most, self.limit)
-        return [ReachedLimit(one, value) for one, value in zip(options, values, strict=True)]
+        searches = [
+            secant_search.SecantSearch(self.start, self.most, self.limit, {self.start: one.beyond(self.limit)})
+            for one in options
+        ]
+        drive(searches, needs)
+        return [ReachedLimit(one, search.found()) for one, search in zip(options, searches, strict=True)]
 
 
 def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice, list[ReachedLimit]]:

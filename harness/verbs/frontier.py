@@ -24,7 +24,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search.bisection import Edge, Probe, most_trials, next_probe
+from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import Labels
@@ -57,27 +57,33 @@ class SearchPlan:
 
 @dataclass
 class Search:
-    """What came of a configuration's values so far, and the trials that showed it, by value."""
+    """A configuration's bisection, which rows answer, and the trials that showed what came of its values."""
 
     ahead: SearchPlan
-    known: dict[int, Probe] = field(default_factory=dict)
     trial_ids: dict[int, str] = field(default_factory=dict)
 
-    def next(self) -> int | Edge:
-        """The value to try next, or the edge."""
+    def __post_init__(self) -> None:
         ahead = self.ahead
         beyond = {} if ahead.beyond is None else {ahead.values[-1]: Probe("beyond", ahead.beyond)}
-        return next_probe(ahead.values, beyond | self.known, ahead.predicted, ahead.margin)
+        self.bisection = Bisection(ahead.values, ahead.predicted, ahead.margin, beyond)
 
-    def take(self, value: int, row: Row | None) -> None:
-        """Learn from the terminal row of the trial at this value; None where it was not run."""
-        self.known[value] = probe_result(row)
-        if row is not None:
-            self.trial_ids[value] = row["trial_id"]
+    def ask(self) -> list[int]:
+        """Return the value to try next; none where the edge is known."""
+        return self.bisection.ask()
+
+    def tell(self, answers: Mapping[int, Row]) -> None:
+        """Learn from terminal rows of trials, by value; what was asked for and is missing was not run."""
+        self.bisection.tell({value: probe_result(answers.get(value)) for value in self.ask()})
+        self.trial_ids |= {value: row["trial_id"] for value, row in answers.items()}
+
+    def found(self) -> Edge:
+        """Return the edge, as far as it is known."""
+        return self.bisection.found()
 
     def trials(self) -> int:
         """How many trials there were; those that could not run, were not started or were skipped are none."""
-        return sum(one.kind in ("fits", "full", "failed") and one != NOT_STARTED for one in self.known.values())
+        known = self.bisection.known.values()
+        return sum(one.kind in ("fits", "full", "failed") and one != NOT_STARTED for one in known)
 
 
 def probe_result(row: Row | None) -> Probe:
@@ -210,7 +216,7 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
 
 def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
     """Print what was found; the exit status: 1 where an edge is not known."""
-    edges = [(one, edge) for one in searches if isinstance(edge := one.next(), Edge)]
+    edges = [(one, one.found()) for one in searches if not one.ask()]
     status = int(len(edges) < len(searches) or any(edge.unknown for _, edge in edges))
     if as_json:
         print(json.dumps([_plain(one, edge, axis) for one, edge in edges]))

@@ -31,7 +31,7 @@ from vramsweep.harness.sweep.plan import Planned, Settings
 AXES = ("seq_len", "micro_batch")
 NAMED = ("model", "runner", "allocator", "simulated_gpu")
 MOST_BATCH = 4096  # where no range is given: of sequences on one card
-Answer = Mapping[str, Any]  # survey.Edge, in the axis's own numbers; `reason`: why there is none
+Answer = Mapping[str, Any]  # fit_survey.Edge, in the axis's own numbers; `reason`: why there is none
 NO_ANSWER: dict[str, Any] = dict.fromkeys(
     ("all_up_to", "largest", "looked_at", "unanswered", "margin", "complete", "of", "trace_basis", "reason")
 )

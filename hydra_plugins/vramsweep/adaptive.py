@@ -23,6 +23,7 @@ from vramsweep.harness.files import inferred_points
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep.plan import Planned
@@ -104,28 +105,19 @@ class AdaptiveSweeper(BasicSweeper):
         if settings.action == "plan":
             return self._planned(planned, session, jobs, groups, impossible)
         searches = [self._search(planned, of_one, session) for of_one in groups]
-        rows: dict[int, Row] = {}
-        returns, index, ended = [], 0, False
-        while True:
-            asked = [search.ask() for search in searches]
-            wanted = [*impossible, *(of_one[at] for of_one, own in zip(groups, asked, strict=True) for at in own)]
-            if not any(asked):
-                break
-            done = self.launcher.launch([jobs[n] for n in wanted], initial_job_idx=index)
+        returns: list[Any] = []
+
+        def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, "Answer"]]:
+            assert self.launcher is not None
+            wanted = [*(() if returns else impossible), *(groups[n][at] for n, own in asked.items() for at in own)]
+            done = self.launcher.launch([jobs[n] for n in wanted], initial_job_idx=sum(map(len, returns)))
             returns.append(done)
-            index += len(wanted)
-            rows |= {n: one.return_value for n, one in zip(wanted, done, strict=True) if one.return_value is not None}
-            impossible = []
-            told = [
-                {at: answer(rows[of_one[at]]) for at in own if of_one[at] in rows}
-                for of_one, own in zip(groups, asked, strict=True)
-            ]
-            for search, answers in zip(searches, told, strict=True):
-                search.tell(answers)
-            self._write(session.folder, planned, groups, searches)
-            if not any(told):
-                ended = True
-                break
+            rows = {n: one.return_value for n, one in zip(wanted, done, strict=True) if one.return_value is not None}
+            known = {n: {at: rows.get(groups[n][at]) for at in own} for n, own in asked.items()}
+            told = {n: {at: answer(row) for at, row in of_one.items() if row} for n, of_one in known.items()}
+            return {n: answers for n, answers in told.items() if answers}
+
+        ended = not drive(searches, launch, lambda: self._write(session.folder, planned, groups, searches))
         for of_one, search in zip(groups, searches, strict=True):
             print(said(planned[of_one[0]], search, ended))
         return returns

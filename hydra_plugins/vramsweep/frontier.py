@@ -4,6 +4,7 @@ Every other word that holds several values makes configurations. A round has one
 is not known yet. What is tried next, and what is known before, is harness/verbs/frontier.py's.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from hydra.core.override_parser.types import Override, RangeSweep
 
 from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.search.bisection import Edge
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.verbs import frontier
 
 LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
@@ -52,16 +54,15 @@ class FrontierSweeper(VramsweepSweeper):
         ahead = frontier.prepare_searches(session, launcher.task.plain_values(jobs), name, values)
         searches = [frontier.Search(one) for one in ahead]
         returns: list[Any] = []
-        index = 0
-        while pending := [(n, one, v) for n, one in enumerate(searches) if not isinstance(v := one.next(), Edge)]:
-            batch = [[*settings[n], f"{name}={value}"] for n, _, value in pending]
-            answers = launcher.launch(batch, initial_job_idx=index)
-            returns.append(answers)
-            index += len(batch)
-            for (_, one, value), answer in zip(pending, answers, strict=True):
-                one.take(value, answer.return_value)
-            if all(answer.return_value is None for answer in answers):  # only planned
-                break
+
+        def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, Row]]:
+            batch = [[*settings[n], f"{name}={value}"] for n, [value] in asked.items()]
+            returns.append(launcher.launch(batch, initial_job_idx=sum(map(len, returns))))
+            rows = [done.return_value for done in returns[-1]]  # None where it is only planned
+            points = zip(asked.items(), rows, strict=True)
+            return {n: {value: row} for (n, [value]), row in points if row is not None}
+
+        drive(searches, launch)
         frontier.report_searches(session, searches, name)
         return returns
 

@@ -25,9 +25,10 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.process.worker_files import LARGEST
+from vramsweep.harness.search.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, Survey
+from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row
-from vramsweep.runners.predict.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, survey
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
@@ -86,7 +87,8 @@ def _of_group(
         own = {name: on(traced[0], _capability(settings[name])) for name in asked}
         return {name: need(own[name], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
 
-    def evaluate(asked: Asked) -> dict[int, dict[str, RequiredBytes]]:
+    def evaluate(surveys: Mapping[int, Asked]) -> dict[int, dict[int, dict[str, RequiredBytes]]]:
+        [asked] = surveys.values()
         known.trace([trials[number] for number in asked])
         points = list(asked.items())
         chunks = [points[first : first + CHUNK] for first in range(0, len(points), CHUNK)]
@@ -97,10 +99,11 @@ def _of_group(
         ]
         for _ in forked(jobs, at_once()):
             pass
-        return dict(_read(places))
+        return {0: dict(_read(places))}
 
-    floors = _floors(settings, trials, known)
-    return survey(floors, cards, evaluate, every, math.inf if every else MOST)
+    survey = Survey(_floors(settings, trials, known), cards, every, math.inf if every else MOST)
+    drive([survey], evaluate)
+    return survey.found()
 
 
 def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str, list[float | None]]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vramsweep.harness.search.bisection import Edge, Probe, most_trials, next_probe
+from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
 
 FITS, FULL = Probe("fits"), Probe("full")
 
@@ -18,11 +18,12 @@ def hunt(
     values: Sequence[int], of: Callable[[int], Probe], predicted: int | None = None, margin: int = 1
 ) -> tuple[Edge, dict[int, Probe]]:
     """The edge and what was tried on the way."""
-    known: dict[int, Probe] = {}
-    while not isinstance(found := next_probe(values, known, predicted, margin), Edge):
-        assert found in values and found not in known
-        known[found] = of(found)
-    return found, known
+    search = Bisection(values, predicted, margin)
+    while asked := search.ask():
+        [value] = asked
+        assert value in values and value not in search.known
+        search.tell({value: of(value)})
+    return search.found(), search.known
 
 
 def up_to(edge: int) -> Callable[[int], Probe]:
@@ -104,12 +105,11 @@ def test_what_is_beyond_bounds_the_search_and_is_told_apart(grid: tuple[list[int
     assert (found.largest, found.smallest) == truth(values, min(edge, least - 1))
     if edge >= least - 1:
         assert found.bound == none and not found.confirmed
-    told, tried = next_probe(values, {values[least]: none}, predicted), {values[least]: none}
-    while not isinstance(told, Edge):
-        assert told < values[least]
-        tried[told] = of(told)
-        told = next_probe(values, tried, predicted)
-    assert (told.largest, told.smallest) == (found.largest, found.smallest)
+    search = Bisection(values, predicted, known={values[least]: none})
+    while asked := search.ask():
+        assert asked[0] < values[least]
+        search.tell({asked[0]: of(asked[0])})
+    assert (search.found().largest, search.found().smallest) == (found.largest, found.smallest)
 
 
 @given(st.lists(st.sampled_from([FITS, FULL, Probe("inferred", "x"), Probe("beyond", "y"), Probe("failed", "z")]),
@@ -130,18 +130,21 @@ def test_whatever_comes_it_ends_and_contradicts_no_trial(outcomes: list[Probe], 
 def test_trials_of_before_count_and_those_that_contradict_each_other_are_told() -> None:
     """A length that 8 does not divide had no room where a longer one has."""
     known = {10: FULL, 20: FITS, 30: FULL}
-    found = next_probe(range(10, 60, 10), known, 40)
-    assert found == Edge(20, 30, FULL, either_way=(10, 20)) and not found.confirmed
-    assert next_probe(range(1, 100), {50: FITS, 60: FULL}, 10) == 55  # where the bracket is, whatever was predicted
+    search = Bisection(range(10, 60, 10), 40, known=known)
+    found = search.found()
+    assert found == Edge(20, 30, FULL, either_way=(10, 20)) and not found.confirmed and not search.ask()
+    bracketed = Bisection(range(1, 100), 10, known={50: FITS, 60: FULL})
+    assert bracketed.ask() == [55]  # where the bracket is, whatever was predicted
 
 
 @pytest.mark.parametrize(("predicted", "first"), [(64, 64), (100, 64), (63, 32), (10, 32), (None, 64), (9999, 128)])
 def test_it_begins_at_the_value_that_is_predicted(predicted: int | None, first: int) -> None:
-    assert next_probe([32, 64, 96, 128], {}, predicted) == (96 if predicted == 100 else first)
+    assert Bisection([32, 64, 96, 128], predicted).ask() == [96 if predicted == 100 else first]
 
 
 def test_one_that_fails_ends_the_search_with_what_is_known_by_then() -> None:
     found, tried = hunt(range(1, 101), lambda v: Probe("failed", "crash: x") if v == 41 else up_to(60)(v), 40)
     assert found == Edge(40, None, None, "crash: x") and len(tried) == 2 and not found.confirmed
-    assert next_probe([5], {5: Probe("failed")}) == Edge(None, None, None, "5 has no answer")
+    nothing = Bisection([5], known={5: Probe("failed")})
+    assert nothing.found() == Edge(None, None, None, "5 has no answer") and not nothing.ask()
     assert hunt([5, 6], lambda _: Probe("beyond", "no card"))[0] == Edge(None, 5, Probe("beyond", "no card"))

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from vramsweep.harness.search.secant_search import Line, back, find_reach, grid_floor, grid_next
+from vramsweep.harness.search.secant_search import SecantSearch, back, grid_floor, grid_next
+from vramsweep.harness.search.strategy import drive
 
 COURSES: dict[str, Callable[[int], int]] = {
     "line": lambda v: 3_000 + 70 * v,
@@ -23,13 +24,9 @@ COURSES: dict[str, Callable[[int], int]] = {
 
 
 def looked(course: Callable[[int], int], start: int, most: int, limit: int) -> tuple[int | None, dict[int, int | None]]:
-    line = Line()
-
-    def predict(asked: Mapping[int, int]) -> dict[int, int | None]:
-        return {number: course(value) for number, value in asked.items()}
-
-    [found] = find_reach(predict, [line], start, most, limit)
-    return found, line.needs
+    search = SecantSearch(start, most, limit)
+    assert drive([search], lambda asked: {0: {value: course(value) for value in asked[0]}})
+    return search.found(), search.needs
 
 
 @pytest.mark.parametrize("name", COURSES)
@@ -54,16 +51,16 @@ def test_the_edge_is_found_with_few_looks(name: str, start: int, most: int, limi
 
 
 def test_runs_that_are_open_are_asked_together() -> None:
-    calls: list[dict[int, int]] = []
+    calls: list[Mapping[int, list[int]]] = []
 
-    def predict(asked: Mapping[int, int]) -> dict[int, int | None]:
-        calls.append(dict(asked))
-        return {number: None if number == 2 else (number + 1) * 10 * value for number, value in asked.items()}
+    def predict(asked: Mapping[int, list[int]]) -> dict[int, dict[int, int | None]]:
+        calls.append(asked)
+        return {n: {value: None if n == 2 else (n + 1) * 10 * value} for n, [value] in asked.items()}
 
-    found = find_reach(predict, [Line({8: 80}), Line({8: 160}), Line()], 8, 64, 320)
-    assert found == [32, 16, None]  # of the last nothing can be told
+    searches = [SecantSearch(8, 64, 320, needs) for needs in ({8: 80}, {8: 160}, {})]
+    assert drive(searches, predict)
+    assert [search.found() for search in searches] == [32, 16, None]  # of the last nothing can be told
     assert set(calls[0]) == {0, 1, 2}
-    assert all(len(set(asked)) == len(asked) for asked in calls)
 
 
 def test_the_grid() -> None:

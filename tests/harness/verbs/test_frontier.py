@@ -165,7 +165,7 @@ def test_a_plan_lists_the_first_round_and_how_many_may_follow(
 
 def ended(*known: tuple[int, Probe], **of_ahead: Any) -> Search:
     one = Search(SearchPlan(**({"label": "tiny", "values": range(10, 60, 10)} | of_ahead)))
-    one.known = dict(known)
+    one.bisection.tell(dict(known))
     return one
 
 
@@ -194,7 +194,8 @@ def test_the_table_tells_measured_from_inferred_and_unknown(capsys: pytest.Captu
     assert "torn: no edge was predicted: predict=false" in told and "refused: no card" in told
     assert "all: all that were asked for fit, up to 50; larger ones may" in told
     assert frontier.show(searches[:2], "seq_len", as_json=True) == 0
-    assert Search(SearchPlan("x", [5], "no positions")).next() == Edge(None, 5, Probe("beyond", "no positions"))
+    none = Search(SearchPlan("x", [5], "no positions"))
+    assert none.found() == Edge(None, 5, Probe("beyond", "no positions")) and not none.ask()
 
 
 def test_what_is_predicted_and_how_far_beside_it_the_search_strides_first() -> None:

@@ -15,11 +15,11 @@ from traces import A100, SIMULATED, peak
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.rows.journal import read, terminal
+from vramsweep.harness.search.fit_survey import REACH, RequiredBytes
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.loops import torch_loop
 from vramsweep.runners.predict import predicted_row as simulated_run
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.predict.fit_survey import REACH, RequiredBytes
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.symbolic import trace_workers
 from vramsweep.runners.symbolic.trace_workers import Tracer

@@ -17,18 +17,20 @@ that any point was off a straight line between its neighbours.
 
 A point whose look is without an answer is not asked about again, nor judged.
 
-Pure: what one point needs is asked of `evaluate`.
+Pure: what one point needs is for others to find out.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from vramsweep.harness.search.fit_knowledge import find_bracket
 
 SAMPLES = 48  # points of the first look
 FEW = 12  # points that are looked at one by one
@@ -56,7 +58,6 @@ class RequiredBytes:
 
 
 Asked = Mapping[int, Mapping[str, Collection[int]]]  # by point and setting the rooms to try; none: find what it needs
-Evaluate = Callable[[Asked], Mapping[int, Mapping[str, RequiredBytes]]]  # unknown points are missing
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class _Setting:
         self.enough = np.full(len(floors), np.inf)
         self.looked, self.close, self.missed = np.zeros((3, len(floors)), dtype=np.bool_)
 
-    def told(self, number: int, need: RequiredBytes | None) -> None:
+    def tell(self, number: int, need: RequiredBytes | None) -> None:
         """Take what evaluate tells of a point that it was asked about."""
         self.looked[number] |= need is not None
         self.missed[number] = need is None
@@ -171,42 +172,53 @@ class _Setting:
         return margins
 
 
-def survey(
-    floors: Mapping[str, Sequence[float | None]],
-    cards: Mapping[str, Card],
-    evaluate: Evaluate,
-    every: bool = False,
-    most: float = math.inf,
-) -> dict[str, Edge]:
-    """The edge of each question, by name. `floors` are those of each setting, in bytes: of each point what it asks for
-    at least, None where that is not known, infinite where it cannot fit.
+@dataclass
+class Survey:
+    """The search for the edge of each question, by name. `floors` are those of each setting, in bytes: of each point
+    what it asks for at least, None where that is not known, infinite where it cannot fit.
 
-    With `every`, nothing is judged. No more is looked at after `most` looks, at a point under a setting.
+    With `every`, nothing is judged. `most` looks, at a point under a setting, are the last; each counts it down.
     """
-    settings = {name: _Setting(row) for name, row in floors.items()}
-    asked: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
-    for name, setting in settings.items():
-        for number in setting.first(max(card.limit for card in cards.values() if card.setting == name)):
-            asked[number][name] = set()
-    looks = 0
-    while True:
-        looks += sum(map(len, asked.values()))
-        answers = evaluate(asked) if asked else {}
+
+    floors: Mapping[str, Sequence[float | None]]
+    cards: Mapping[str, Card]
+    every: bool = False
+    most: float = math.inf
+
+    def __post_init__(self) -> None:
+        self._settings = {name: _Setting(row) for name, row in self.floors.items()}
+        self._wanted: dict[int, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+        for name, setting in self._settings.items():
+            for number in setting.first(max(card.limit for card in self.cards.values() if card.setting == name)):
+                self._wanted[number][name] = set()
+        if not self._wanted:
+            self.tell({})
+
+    def ask(self) -> Asked:
+        """Return the points to look at next, and for each setting the rooms to try; none once the edges are known."""
+        return self._wanted
+
+    def tell(self, answers: Mapping[int, Mapping[str, RequiredBytes]]) -> None:
+        """Learn what the points need that were asked for; what is missing has no answer."""
+        asked, settings = self._wanted, self._settings
+        self._wanted, closely = defaultdict(lambda: defaultdict(set)), set()
+        self.most -= sum(map(len, asked.values()))
         for number, rooms in asked.items():
             for name in rooms:
-                settings[name].told(number, answers.get(number, {}).get(name))
-        judged = {name: setting.judged(every) for name, setting in settings.items()}
-        views = {name: _View(settings[card.setting], judged[card.setting], card.limit) for name, card in cards.items()}
-        asked, closely = defaultdict(lambda: defaultdict(set)), set()
-        for name, card in cards.items():
-            for number, close in views[name].wanted(every):
-                asked[number][card.setting].add(card.limit)
+                settings[name].tell(number, answers.get(number, {}).get(name))
+        judged = {name: (setting, setting.judged(self.every)) for name, setting in settings.items()}
+        self._views = {name: _View(*judged[card.setting], card.limit) for name, card in self.cards.items()}
+        for name, card in self.cards.items() if self.most > 0 else ():
+            for number, close in self._views[name].wanted(self.every):
+                self._wanted[number][card.setting].add(card.limit)
                 if close:
                     closely.add((number, card.setting))
         for number, setting_name in closely:
-            asked[number][setting_name].clear()
-        if not asked or looks >= most:
-            return {name: view.edge(every) for name, view in views.items()}
+            self._wanted[number][setting_name].clear()
+
+    def found(self) -> dict[str, Edge]:
+        """Return the edge of each question, by name; to be asked for once the survey was told something."""
+        return {name: view.edge(self.every) for name, view in self._views.items()}
 
 
 class _View:
@@ -216,9 +228,9 @@ class _View:
         self._setting, self._judged = setting, judged
         self.beyond = judged.least > limit
         self.within = (judged.most <= limit) & ~self.beyond
-        no, yes = np.flatnonzero(self.beyond), np.flatnonzero(self.within)
-        self.first = int(no[0]) if len(no) else len(self.within)  # that does not fit
-        self.last = int(yes[-1]) if len(yes) else -1  # that does
+        ends = find_bracket(np.flatnonzero(self.within), np.flatnonzero(self.beyond))
+        self.first = len(self.within) if ends.smallest is None else ends.smallest
+        self.last = -1 if ends.largest is None else ends.largest
         self._missed = setting.missed & ~(self.within | self.beyond)
         self._undecided = ~(self.within | self.beyond | self._missed)
         self._supposed = self.within & (setting.enough > limit)
@@ -258,18 +270,12 @@ class _View:
 
     def edge(self, every: bool) -> Edge:
         """What is known of it, complete where nothing is wanted any more."""
-        known = self.within | self._missed
-        below = np.flatnonzero(self.within[: len(known) if known.all() else int(np.argmin(known))])
+        ends = find_bracket(np.flatnonzero(self.within), np.flatnonzero(~(self.within | self._missed)))
         judged = self._judged
         margins = np.concatenate((judged.most_margins[self.within], judged.least_margins[self.beyond]))
-        return Edge(
-            int(below[-1]) if len(below) else None,
-            self.last if self.last >= 0 else None,
-            int(self._setting.looked.sum()),
-            int(self._missed.sum()),
-            None if np.isnan(margins).all() else float(np.nanmin(margins)),
-            not self._missed.any() and not self.wanted(every),
-        )
+        margin = None if np.isnan(margins).all() else float(np.nanmin(margins))
+        looked, missed = int(self._setting.looked.sum()), int(self._missed.sum())
+        return Edge(ends.below, ends.largest, looked, missed, margin, not missed and not self.wanted(every))
 
 
 def _spread(numbers: Ints) -> list[int]:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-from vramsweep.runners.predict.fit_survey import REACH, STRETCH, Asked, Card, Edge, Evaluate, RequiredBytes, survey
+from vramsweep.harness.search.fit_survey import REACH, STRETCH, Asked, Card, Edge, RequiredBytes, Survey
+from vramsweep.harness.search.strategy import drive
 
 MIB, GIB = 1 << 20, 1 << 30
 
 
 Looks = list[tuple[int, tuple[int, ...]]]
+Evaluate = Callable[[Asked], Mapping[int, Mapping[str, RequiredBytes]]]
+
+
+def survey(
+    floors: Mapping[str, Sequence[float | None]], cards: dict[str, Card], evaluate: Evaluate, **options: Any
+) -> dict[str, Edge]:
+    """What a survey finds that is answered so."""
+    one = Survey(floors, cards, **options)
+    assert drive([one], lambda asked: {number: evaluate(points) for number, points in asked.items()})
+    return one.found()
 
 
 def of(need: Callable[[int], int], floor: Callable[[int], int]) -> tuple[Evaluate, Looks]:
