@@ -1,11 +1,12 @@
 """Count what a reader of the code meets: files a folder, lines, floors, arrows, circles, and imports between rooms.
 
-    python benchmarks/structure.py [--rooms] [FOLDER]
+    python benchmarks/structure.py [--rooms] [--follow] [FOLDER]
 
 An arrow is an import of one of our modules by another, wherever it stands (top, function, `TYPE_CHECKING`) or a string
 that names a module (`-m`, preload lists, tables of functions). A circle is a set of modules each of which reaches the
 others by arrows. A floor is a step of the longest chain of arrows, each circle taken as one. An `__init__` that only
-has a docstring is not counted as a module.
+has a docstring is not counted as a module. `--follow` counts how often a reader of a trial's way changes the module
+(followed.py).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import followed
 
 PACKAGES = ("harness", "runners", "analysis", "vramsweep", "hydra_plugins")
 MODULE_IN_TEXT = re.compile(r"\bvramsweep(?:\.\w+)+")
@@ -121,8 +124,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--rooms", action="store_true", help="list the imports between rooms too")
+    parser.add_argument("--follow", action="store_true", help="count stays and returns of three ways instead")
     options = parser.parse_args()
     root = options.folder.resolve()
+    if options.follow:
+        for name, way in followed.WAYS.items():
+            stays, modules_seen, returns = followed.count(followed.cut(followed.follow(way.words, root), way))
+            print(f"{name}: {stays} stays in {modules_seen} modules, {returns} returns")
+        return
     modules = find_modules(root)
     arrows = {name: read_targets(path, modules) - {name} for name, path in modules.items()}
     print(f"{'folder':<34}{'files':>6}{'lines':>8}")

@@ -21,7 +21,6 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.quality_flags import flags
 from vramsweep.harness.rows.schema import BY_NAME, Outcome, Row
 from vramsweep.harness.spec import command_template, trial_identity
-from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import provenance
 from vramsweep.harness.sweep.plan import Planned
@@ -34,6 +33,7 @@ def initial_columns(item: Planned, own: Sequence[machine.Gpu] | None = None) -> 
         return known
     return (
         known
+        | {"unproven": catalog.unproven_techniques(item.trial) or None}
         | provenance.facts_of(item.trial)
         | provenance.system_columns(item.trial, provenance.visible_gpus(item.trial) if own is None else own)
     )
@@ -123,7 +123,6 @@ def axis_columns(planned: Planned) -> Row:
         "versions": ", ".join(f"{k} {v}" for k, v in sorted((flat.get("versions") or {}).items())) or None,
         "allocator_conf": (nested["allocator"] or {}).get("conf"),
         "parameters": (nested["model"] or {}).get("parameters"),
-        "unproven": (catalog.unproven_techniques(planned.trial) or None) if planned.trial else None,
         "trial": _plain(flat),
     }
     if planned.trial is not None and planned.trial.runner.command is not None:

@@ -10,14 +10,12 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import error_reason
-from vramsweep.harness.machine import gpu_health, machine
+from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.attempt import Launcher, is_write_error
@@ -27,13 +25,12 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal, read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table
-from vramsweep.harness.sweep import batch_prediction, oom_dominance, plan, resume, row_builder, scheduler, shards
-from vramsweep.harness.sweep.attempt_trial import run_trial
+from vramsweep.harness.sweep import oom_dominance, plan, resume, shards
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.sweep.progress import Progress, choose_progress
-from vramsweep.harness.sweep.scheduler import Pool
+from vramsweep.harness.sweep.progress import choose_progress
+from vramsweep.harness.sweep.trial_loop import run_all
 
 
 class Interrupted(SystemExit):
@@ -144,7 +141,7 @@ def _resumed(
     budget.learn(resume.finished_rows(rows, whole, settings.any_system)[0].values())
     interrupts.answer = progress.note
     with contextlib.closing(progress):
-        done_now = _run_all(todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators)
+        done_now = run_all(todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators)
     return planned, mine | done_now
 
 
@@ -152,117 +149,6 @@ def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDomina
     """Whether its row says that it was skipped, and still would be, for this or another reason."""
     skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
     return skipped and dominators.reason(item) is not None
-
-
-def _run_all(
-    todo: Sequence[Planned],
-    tried: Counter[str],
-    settings: Settings,
-    folder: Path,
-    journal: Journal,
-    launcher: Launcher,
-    progress: Progress,
-    interrupts: Interrupts,
-    budget: Budget,
-    dominators: OomDominance | None = None,
-) -> dict[str, Row]:
-    """Run the trials, and once more those that a fault of the machine stopped, as long as that gets any further.
-
-    Simulated ones are first predicted together, as many as share a template. Only what the budget allows is started,
-    and with `dominators` what neither they nor others that run out of memory here dominate: that is skipped, unless it
-    is predicted. One that failed and may not again is tried again at once, on another card where there is one. Raises
-    UserError once `settings.breaker` trials in a row have failed the same way, and Finished or KeyboardInterrupt; what
-    runs then comes to its end before, but for KeyboardInterrupt.
-    """
-    done: dict[str, Row] = {}
-
-    def skip(item: Planned, why: str) -> None:
-        row = {"sweep": folder.name} | row_builder.unstarted_row(item, Outcome.SKIPPED, why)
-        done[item.trial_id] = journal.append(row)
-        progress.show(done[item.trial_id], item)
-
-    impossible = [item for item in todo if item.trial is None]
-    invalid = (row_builder.unstarted_row(item, Outcome.INVALID, item.reason) for item in impossible)
-    done |= {one["trial_id"]: one for one in journal.extend({"sweep": folder.name} | row for row in invalid)}
-    for item in impossible:
-        progress.show(done[item.trial_id], item)
-    left = [p for p in todo if dominators is None or dominators.reason(p) is None]
-    for batch in batch_prediction.batches(left).values():
-        allowed = [item for item in batch if budget.allows(item, time.monotonic()) is None]
-        if allowed:
-            with interrupts.finishing():
-                done |= batch_prediction.run(
-                    allowed, tried, settings, folder, journal, launcher, progress, interrupts.check
-                )
-    budget.learn(done.values())
-    todo = [item for item in todo if item.trial_id not in done]
-    room = scheduler.list_resources(todo, settings.slots)
-    health = gpu_health.GpuHealth(place.card for place in room)
-    while todo:
-        lengths = {p.trial.seq_len for p in todo if p.trial}
-        waiting, streak, mistake, tries = list(todo), list[Row](), None, Counter[str]()
-        pool = Pool(launcher.threads, room, settings.exclusive, interrupts.check, health)
-        with interrupts.finishing(), pool as running:
-            while True:
-                while mistake is None and not interrupts.asked and (at := running.first_fitting(waiting)) is not None:
-                    item = waiting.pop(at)
-                    if budget.allows(item, time.monotonic()) is not None:
-                        continue
-                    if dominators is not None and (why := dominators.reason(item)) is not None:
-                        skip(item, why)
-                        continue
-                    progress.starts(item)
-                    before = tried[item.trial_id], tries[item.trial_id]
-                    running.start(item, partial(run_trial, item, settings, folder, journal, launcher, *before))
-                if not running:
-                    break
-                item, row = running.wait()
-                if row is None:
-                    continue
-                done[item.trial_id] = row
-                tried[item.trial_id], progress.cards = row["attempt"], health.warnings()
-                tries[item.trial_id] += 1
-                if not row["terminal"] and tries[item.trial_id] <= settings.retries:
-                    waiting.insert(0, item)
-                    continue
-                budget.learn([row])
-                progress.show(row, item)
-                if dominators is not None:
-                    dominators.add(row)
-                streak = _same_failures(streak, row)
-                long = settings.breaker and len(streak) >= settings.breaker and _spans_lengths(streak, lengths)
-                if long and not health.explains(row):
-                    mistake = mistake or UserError(_broken(row, len(streak)))
-        if mistake is not None:
-            raise mistake
-        faults = [p for p in todo if p.trial_id in done and not outcome.is_verdict(done[p.trial_id]["outcome"])]
-        todo = faults if len(faults) < len(todo) else []
-        progress.total += len(todo)
-    return done
-
-
-def _same_failures(before: list[Row], row: Row) -> list[Row]:
-    """The failures in a row that are the same one, this row's last. Others on the device will leave: no failure."""
-    kind, reason = row["outcome"], row["reason"]
-    if outcome.is_answer(kind):
-        return []
-    if kind == Outcome.CONTENDED:
-        return before
-    same = before and outcome.is_same_failure((before[-1]["outcome"], before[-1]["reason"]), (kind, reason))
-    return [*before, row] if same else [row]
-
-
-def _spans_lengths(streak: Sequence[Row], lengths: Collection[int]) -> bool:
-    """The longest trials come first, and only they may be too slow or too long: the next length shows it."""
-    return len(lengths) < 2 or len({row["seq_len"] for row in streak}) > 1
-
-
-def _broken(row: Row, count: int) -> str:
-    again = "" if outcome.runs_again(row["outcome"], asked=False) else " with retry_failed=true"
-    return (
-        f"{count} trials in a row ended in the same way, so the sweep stops here: {row['outcome']}: {row['reason']}. "
-        f"All rows are kept; mend it and run the same command{again} (breaker=0 never stops)"
-    )
 
 
 def report(folder: Path) -> None:

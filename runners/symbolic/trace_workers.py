@@ -55,10 +55,13 @@ class Tracer:
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""
-        self._run(list(self._untraced(trials)))
+        if self.forks:
+            self._run(list(self._untraced(trials)))
 
     def kept(self, trials: Mapping[Point, Trial]) -> Mapping[Point, piecewise_templates.Traced]:
         """The traces of those that can be traced."""
+        if not self.forks:
+            return {where: piecewise_templates.Traced(*self._trace_here(trial)) for where, trial in trials.items()}
         self.trace(trials.values())
         there = {where: self.found(trial) for where, trial in trials.items() if self.place(trial).is_file()}
         return {where: piecewise_templates.Traced(*found) for where, found in there.items() if found is not None}
@@ -91,8 +94,8 @@ class Tracer:
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
         """Its trace and the columns about what was built, if there is one."""
-        if _key(trial) in self.here:
-            return self.here[_key(trial)]
+        if not self.forks:
+            return self._trace_here(trial)
         found = trace_cache.load_trace(trial, trial.device.card, self._traces())
         if found is None and (key := _key(trial)) in self.asked and not (self.folder / key).exists():
             self.asked.discard(key)  # it was there, and was not what had been written
@@ -118,13 +121,19 @@ class Tracer:
         place.mkdir()
         runner = import_entry(runner_table.module(trial))
         try:
-            found = trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+            trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
         except InvalidTrial as error:
-            if not self.forks:
-                raise
             result_file.error(place, process_end.error_result(error))
-        else:
-            self.here |= {} if self.forks else {_key(trial): found}
+
+    def _trace_here(self, trial: Trial) -> tuple[Any, dict[str, Any]]:
+        """Trace in this process; raise what tracing raises."""
+        key = _key(trial)
+        if key not in self.here:
+            place = self.folder / key
+            place.mkdir(exist_ok=True)
+            runner = import_entry(runner_table.module(trial))
+            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+        return self.here[key]
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
         """What traces those that have not been traced, or tried, before."""
@@ -135,10 +144,6 @@ class Tracer:
             self.asked.add(key)
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        if not self.forks:
-            for job, _ in jobs:
-                job()
-            return
         self._say(len(jobs))
         for _ in forked(jobs, at_once()):
             self.traced += 1

@@ -13,8 +13,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -28,24 +27,12 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.symbolic import varying_lengths
-from vramsweep.runners.symbolic.trace_family import at, curve, point
+from vramsweep.runners.symbolic.predictor import Predict, Predictor, trace_family
+from vramsweep.runners.symbolic.trace_family import point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
 from vramsweep.runners.trace.symbolic_trace import Point
 
-AT_A_TIME = 16  # trials that one process predicts, at most: then another one does, with its own deadline
-
 Trials = Mapping[str, Trial]  # by id
-Predict = Callable[[Trial], predicted_row.Predicted | None]
-
-
-@dataclass(frozen=True)
-class Predictor:
-    """What predicts the trials of a family, once what they need is traced. `predict` returns None for a trial that
-    could not be traced, `refused` the error that says why, if that is known; `at_a_time` of them share a process."""
-
-    predict: Predict
-    refused: Callable[[Trial], dict[str, Any] | None]
-    at_a_time: int
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
@@ -75,7 +62,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     if forks:
         torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
     known = trace_family({"": trial}, Tracer(folder, math.inf, forks))
-    if (refused := known.refused(trial)) is not None:
+    if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
     predicted = known.predict(trial)
     assert predicted is not None  # else tracing had raised
@@ -98,38 +85,6 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
         )
         found[trace_cache.family_key(traced, trial.device.card)][trial_id] = trial
     return found
-
-
-def trace_family(family: Trials, tracer: Tracer) -> Predictor:
-    """Trace what the trials of a family need; return what predicts them."""
-    anyone = next(iter(family.values()))
-    if length_distribution.has_varying_lengths(anyone):  # hundreds of steps a trial
-        return _trace_varying(list(family.values()), tracer)
-    points = sorted({point(trial) for trial in family.values()})
-    found = curve(anyone, points, tracer)
-    found.trace([at(anyone, where) for where in points])
-    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one card are neighbours
-
-    def predict(trial: Trial) -> predicted_row.Predicted | None:
-        where = point(trial), trial.device.gpu
-        if where not in at_hand:
-            at_hand.clear()
-            at_hand[where] = found.at(trial)
-        return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
-
-    return Predictor(predict, lambda trial: tracer.refused(at(anyone, point(trial))), AT_A_TIME)
-
-
-def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
-    found = varying_lengths.family(trials, tracer)
-
-    def predict(trial: Trial) -> predicted_row.Predicted:
-        try:
-            return varying_lengths.predict(trial, found)
-        except InvalidTrial as error:  # its own attempt would trace hundreds of steps to say the same
-            return predicted_row.Predicted({}, (), error)
-
-    return Predictor(predict, lambda trial: varying_lengths.refused([trial], found, tracer), 1)
 
 
 def _answer_family(family: Trials, known: Predictor, files: Iterator[Path], deadline_s: float) -> None:

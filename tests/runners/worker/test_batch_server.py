@@ -21,7 +21,7 @@ from traces import A100, SIMULATED
 from vramsweep.harness.process.worker_files import PREDICTIONS, SPEC
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.symbolic import trace_family, trace_workers
+from vramsweep.runners.symbolic import predictor, trace_family, trace_workers
 from vramsweep.runners.worker import batch_server, worker
 
 
@@ -193,14 +193,14 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
 def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one length the trial's own attempt tells more."""
     refuse = mock.Mock(side_effect=trial.InvalidTrial("not this one"))
-    monkeypatch.setattr(batch_server, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
+    monkeypatch.setattr(predictor, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
     monkeypatch.setattr(batch_server.predicted_row, "predict", refuse)
     for name, stand_in in {"family": mock.Mock(), "refused": lambda *_: None, "predict": refuse}.items():
-        monkeypatch.setattr(batch_server.varying_lengths, name, stand_in)
+        monkeypatch.setattr(predictor.varying_lengths, name, stand_in)
     tracer, files = mock.Mock(refused=lambda _: None), (tmp_path / PREDICTIONS.replace("*", n) for n in "12")
     for name, data in {"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items():
         family = {name: parsed(data=data)}
-        batch_server._answer_family(family, batch_server.trace_family(family, tracer), files, 60)
+        batch_server._answer_family(family, predictor.trace_family(family, tracer), files, 60)
     (found,) = answers(tmp_path).items()
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 

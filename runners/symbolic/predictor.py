@@ -1,0 +1,63 @@
+"""What predicts the trials of a family, however many, once what they need is traced.
+
+Not covered: which processes trace (trace_workers.py), which predict (runners/worker/batch_server.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.predict import predicted_row
+from vramsweep.runners.symbolic import varying_lengths
+from vramsweep.runners.symbolic.trace_family import at, curve, point
+from vramsweep.runners.symbolic.trace_workers import Tracer
+from vramsweep.runners.trace.symbolic_trace import Point
+
+AT_A_TIME = 16  # trials that one process predicts, at most: then another one does, with its own deadline
+Predict = Callable[[Trial], predicted_row.Predicted | None]
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What predicts the trials of a family, once what they need is traced. `predict` returns None for a trial that
+    could not be traced, `refused` the error that says why, if that is known; `at_a_time` of them share a process."""
+
+    predict: Predict
+    refused: Callable[[Trial], dict[str, Any] | None]
+    at_a_time: int
+
+
+def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
+    """Trace what the trials of a family need; return what predicts them."""
+    anyone = next(iter(family.values()))
+    if length_distribution.has_varying_lengths(anyone):  # hundreds of steps a trial
+        return _trace_varying(list(family.values()), tracer)
+    points = sorted({point(trial) for trial in family.values()})
+    found = curve(anyone, points, tracer)
+    found.trace([at(anyone, where) for where in points])
+    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one card are neighbours
+
+    def predict(trial: Trial) -> predicted_row.Predicted | None:
+        where = point(trial), trial.device.gpu
+        if where not in at_hand:
+            at_hand.clear()
+            at_hand[where] = found.at(trial)
+        return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
+
+    return Predictor(predict, lambda trial: tracer.refused(at(anyone, point(trial))), AT_A_TIME)
+
+
+def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
+    found = varying_lengths.family(trials, tracer)
+
+    def predict(trial: Trial) -> predicted_row.Predicted:
+        try:
+            return varying_lengths.predict(trial, found)
+        except InvalidTrial as error:  # its own attempt would trace hundreds of steps to say the same
+            return predicted_row.Predicted({}, (), error)
+
+    return Predictor(predict, lambda trial: varying_lengths.refused([trial], found, tracer), 1)
