@@ -113,8 +113,10 @@ def _belongs(axis: catalog.Axis) -> str:
 
 def _without(entry: catalog.Technique) -> list[str]:
     """What does not go with it, as it is typed; reasons are what a refused trial says."""
-    runners = [f"runner={name}" for name in catalog.Technique.runners if name not in entry.runners]
-    reached = {name for runner in runner_table.RUNNERS if runner.name in entry.runners for name in runner.shardings}
+    ours = [runner for runner in runner_table.RUNNERS if not runner.user_code]
+    used = [runner for runner in ours if runner.name in runner_table.technique_runners(entry)]
+    runners = [f"runner={runner.name}" for runner in ours if runner not in used]
+    reached = {name for runner in used for name in runner_table.shardings_of(runner)}
     left = reached - set(entry.shardings or reached)
     named = [f"sharding={sharding.name}" for sharding in shardings.SHARDINGS if sharding.name in left]
     excluded = [f"{name}={catalog.text(value)}" for name, values, _ in entry.excludes for value in values]

@@ -16,6 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.spec.runner_table import RUNNERS, STARTING
+from vramsweep.harness.spec.shardings import NAMES as SHARDINGS
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 SCHEMA_VERSION = 2
@@ -91,8 +93,8 @@ COLUMNS: tuple[Column, ...] = (
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
-        ("runner", str, "", "who drives the loop: torch, trainer, deepspeed, custom, script (a command as it is), watch (vramsweep.watch)"),
-        ("sharding", str, "", "how ranks divide the work: none, ddp, fsdp2, zero0 to zero3"),
+        ("runner", str, "", f"who drives the loop: {', '.join(entry.name for entry in RUNNERS)}, watch (vramsweep.watch)"),
+        ("sharding", str, "", f"how ranks divide the work: {', '.join(SHARDINGS)}"),
         ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
         ("offload_optimizer", bool, "", "optimizer state in host memory"),
@@ -319,7 +321,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
     """
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
     out = {"gpu_name", "cpu_name"} - {where}
-    if row.get("runner") == "script":
+    if row.get("runner") in STARTING:
         out.add("deepspeed_version")
     return tuple(None if name in out else row.get(name) for name in SYSTEM)
 

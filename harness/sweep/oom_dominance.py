@@ -17,13 +17,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Planned
 
 PADDED_TO = 8  # lengths that it divides need no padding
 GROWING = ("seq_len", "micro_batch")
-RUNNERS = ("torch", "trainer", "deepspeed")
 
 
 class OomDominance:
@@ -71,7 +70,7 @@ def _size(resolved: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _grows(trial: Trial) -> bool:
-    own = trial.runner.name in RUNNERS and trial.runner.command is None
+    own = runner_table.runner(trial.runner.name).monotonic and trial.runner.command is None
     return own and not length_distribution.has_varying_lengths(trial)
 
 

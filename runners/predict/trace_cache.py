@@ -27,6 +27,7 @@ from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process import worker_environment
+from vramsweep.harness.spec.runner_table import USER_CODE
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.measure.counters import backward_boundaries
@@ -197,7 +198,7 @@ def family_key(trial: Trial, card: Gpu) -> str:
 
 def _may_take_cudnn(trial: Trial) -> bool:
     """Whether a call of attention may be cuDNN's, which serves halves; what a user's code asks for is not known."""
-    ours = trial.runner.name not in ("custom", "script")
+    ours = trial.runner.name not in USER_CODE
     return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
 
 

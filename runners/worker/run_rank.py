@@ -17,7 +17,6 @@ from vramsweep.harness.messages.errors import EnvironmentFault
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.worker_files import STEPS
 from vramsweep.harness.spec import length_distribution, runner_table
-from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure import model_description
 from vramsweep.runners.measure.rank_instruments import Gauges
@@ -68,7 +67,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         "cuda_version": torch.version.cuda,
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+        "deepspeed_version": machine.deepspeed_version(trial.sharding),
     }
     try:
         with apply_techniques.around(trial, device):
