@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from vramsweep import verbs  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
+from vramsweep.harness.config import settings_reference  # noqa: E402
 from vramsweep.harness.hardware import gpu_lookup, interconnects  # noqa: E402
 from vramsweep.harness.rows import outcome, quality_flags, schema  # noqa: E402
 from vramsweep.harness.spec import runner_table, shardings  # noqa: E402
@@ -185,17 +186,11 @@ def settings() -> str:
 
 
 def groups() -> str:
-    """Each group of conf/ with its options: the comment that a file begins with says what it is."""
+    """Each group of conf/ with its options."""
     parts = []
-    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        rows = []
-        for file in sorted(folder.glob("*.yaml")):
-            comment = []
-            for line in file.read_text().splitlines():
-                if not line.startswith("#"):
-                    break
-                comment.append(line.lstrip("# "))
-            rows.append((f"`{file.stem}`", " ".join(line for line in comment if not line.startswith("@package"))))
+    for group in sorted(settings_reference.groups(), key=lambda group: group.name):
+        folder = CONF / group.name
+        rows = [(f"`{one.name}`", one.meaning) for one in group.options]
         parts.append(f"## `{folder.name}`\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
         keys = [key for key in _keys(folder) if key != "name"]
         if keys and folder.name in ("device", "protocol", "cluster"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec import deepspeed_config, runner_rules
-from vramsweep.harness.spec.shardings import DDP, FSDP, SHARDINGS, ZERO, Sharding
+from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO, Sharding
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.techniques.catalog import Technique
 
@@ -100,7 +100,7 @@ _TRAINER_AXES = {
 }
 
 
-_TORCH = ("none", *DDP, *FSDP)
+_TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # another names its runners itself
 # fmt: off
 RUNNERS = (
     Runner("torch", "the plain loop: forward, backward, optimizer step", module=".loops.torch_loop",
