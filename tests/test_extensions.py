@@ -20,7 +20,7 @@ MASK = 4096 * 4096  # bytes: all positions of the tiny model, squared
 # What is added: the file with the table, the text that its table begins with, the entry; the module and its code.
 RUNNER = (
     "harness/spec/runner_table.py", "\nRUNNERS = (",
-    'Runner("mine", "a loop of its own", ".loops.mine", preload=(), measurement=1),',
+    'Runner("mine", "a loop of its own", ".loops.mine"),',
     "runners/loops/mine",
     '''
 from vramsweep.runners.measure import model_description
@@ -121,8 +121,8 @@ def add(root: Path, table: str, begin: str, entry: str, module: str = "", code: 
     end = text.index(f"\n{indent[4:]})", start)
     (root / table).write_text(f"{text[:end]}\n{indent}    {entry}{text[end:]}")
     if module:
-        assert not (new := root / f"{module}.py").exists()
-        new.write_text(f'"""New."""\n{code}')
+        with (root / f"{module}.py").open("x") as file:
+            file.write(f'"""New."""\n{code}')
 
 
 def copy(root: Path) -> None:

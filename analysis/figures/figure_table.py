@@ -7,7 +7,7 @@ residuals.py).
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
@@ -34,6 +34,8 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
     alike = looks([group for _, view in worlds for group in (*view.groups, *view.varied)])
     alone = len(worlds) == 1
     measured = [group for _, view in worlds if not view.predicted for group in view.groups]
+    parts = (entry.split(".") for entry in FIGURES)
+    builders = [getattr(importlib.import_module(f"{__package__}.{module}"), name) for module, name in parts]
     main: list[Figure] = []
     others: list[Figure] = []
     for name, view in worlds:
@@ -49,17 +51,10 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
                 view for _, view in worlds if not view.predicted and _ids(figure) & set(view.table.frame["trial_id"])
             ]
             main.append(shown(figure, known, *ran))
-        others += [shown(figure, known) for figure in _built(known)]
+        others += [shown(figure, known) for build in builders for figure in build(known)]
     if not main:  # the phases are what is known where parts are not
         others.sort(key=lambda figure: not figure.name.startswith(PHASES))
     return [*main, *others]
-
-
-def _built(view: View) -> Iterator[Figure]:
-    """Every figure of the table that these rows allow."""
-    for entry in FIGURES:
-        module, function = entry.split(".")
-        yield from getattr(importlib.import_module(f"{__package__}.{module}"), function)(view)
 
 
 def with_source(figures: Sequence[Figure], frame: pd.DataFrame) -> list[Figure]:

@@ -105,12 +105,9 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
         fit = next((f for f in fits if f.group == group.id and f.metric.memory), None)
         if fit is not None:
             what = "; ".join(fit_wording.explain(fit)[:6])
-            found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
+            which = f" ({group.label})" if group.settings else ""
+            found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
     return found
-
-
-def _of(group: Group) -> str:
-    return f" ({group.label})" if group.settings else ""
 
 
 def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:

@@ -77,7 +77,7 @@ def settings() -> tuple[Setting, ...]:
 @cache
 def unwritten() -> dict[tuple[str, str], str]:
     """Options that are entries of a table and have no file, as all that one would say is the name; their meanings."""
-    entries = {"runner": runner_table.RUNNERS, "precision": catalog.entries("precision")}
+    entries: dict[str, Any] = {"runner": runner_table.RUNNERS, "precision": catalog.entries("precision")}
     found = {(group, one.name): one.meaning for group, table in entries.items() for one in table}
     return {(group, name): one for (group, name), one in found.items() if not (CONF / group / f"{name}.yaml").exists()}
 

@@ -334,10 +334,8 @@ def to_encodable(values: Any) -> Any:
 def _check(column: Column, value: Any) -> None:
     if value is None:
         return
-    fits = isinstance(value, column.type) and not (column.type is int and isinstance(value, bool))
-    if column.type is float and isinstance(value, int) and not isinstance(value, bool):
-        fits = True
-    if not fits:
+    kinds = (int, float) if column.type is float else (column.type,)
+    if not isinstance(value, kinds) or (column.type is not bool and isinstance(value, bool)):
         raise RowError(f"column {column.name} holds {describe(value)}, expected {column.type.__name__} or null")
     if column.name == "outcome" and value not in set(Outcome):
         raise RowError(f"outcome {describe(value)} is none of {', '.join(Outcome)}")
@@ -357,8 +355,10 @@ def is_plausible(values: Mapping[str, Any]) -> bool:
         if kind in (int, float):
             fits = _is_number(value)
         elif kind is list:
-            element = _is_text if name in TEXT_LISTS else _is_number_or_null if name.endswith("_bytes") else _is_number
-            fits = isinstance(value, list) and all(map(element, value))
+            texts, nulls = name in TEXT_LISTS, name.endswith("_bytes")
+            fits = isinstance(value, list) and all(
+                isinstance(one, str) if texts else _is_number(one) or (nulls and one is None) for one in value
+            )
         elif kind in (str, bool):
             fits = isinstance(value, kind)
         else:
@@ -370,14 +370,6 @@ def is_plausible(values: Mapping[str, Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
-
-
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _shallow(value: Any, levels: int) -> bool:

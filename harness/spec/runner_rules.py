@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import deepspeed_config
-from vramsweep.harness.spec.shardings import DDP, FSDP, ZERO
+from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO
 from vramsweep.harness.spec.techniques import catalog
 
 if TYPE_CHECKING:
@@ -45,26 +45,19 @@ def _one_dtype(trial: Trial) -> Iterator[str]:
 
 def _fsdp_trainer(trial: Trial) -> Iterator[str]:
     """What cannot be done with FSDP under the Trainer."""
-    if trial.sharding not in FSDP and "fsdp_config" in trial.runner.options:
-        yield f"runner.options.fsdp_config belongs to sharding=fsdp1 or fsdp2, not {trial.sharding}"
     if trial.sharding in FSDP and trial.precision == "fp16" and trial.device.name == "simulated":
         yield f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
     yield from _one_dtype(trial)
 
 
-# TrainingArguments that reach only DistributedDataParallel (transformers 5.23, Trainer._build_accelerator_args)
-_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-
-
-def _trainer_parallel(trial: Trial) -> Iterator[str]:
+def _trainer_arguments(trial: Trial) -> Iterator[str]:
     if trial.runner.options.get("parallelism_config") is not None:
         yield "runner.options.parallelism_config is not supported: ranks divide the batch; leave it out"
-
-
-def _ddp_trainer(trial: Trial) -> Iterator[str]:
-    given = [name for name in _DDP_ARGUMENTS if name in trial.runner.options]
-    if given and trial.sharding not in DDP:
-        yield f"runner.options.{given[0]} belongs to sharding=ddp, not {trial.sharding}; leave it out"
+    for option in trial.runner.options:
+        owners = [s.name for s in SHARDINGS if option in s.arguments]
+        if owners and trial.sharding not in owners:
+            way = f"sharding={' or '.join(owners)}, not {trial.sharding}"
+            yield f"runner.options.{option} belongs to {way}; leave it out"
 
 
 def fsdp_offload(trial: Trial) -> Iterator[str]:
@@ -187,12 +180,6 @@ def _own_offload(trial: Trial) -> Iterator[str]:
 
 TORCH = (_static_graph, _fsdp)
 CUSTOM = (_own_offload,)
-TRAINER = (
-    partial(_static_graph, option="ddp_static_graph"),
-    _trainer_optimizer,
-    _trainer_optim_args,
-    _trainer_parallel,
-    _ddp_trainer,
-    _fsdp_trainer,
-)
+_ddp_static_graph = partial(_static_graph, option="ddp_static_graph")
+TRAINER = (_ddp_static_graph, _trainer_optimizer, _trainer_optim_args, _trainer_arguments, _fsdp_trainer)
 DEEPSPEED = (_deepspeed_optimizer,)

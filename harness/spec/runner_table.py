@@ -52,8 +52,8 @@ class Runner:
     name: str
     meaning: str
     module: str
-    preload: tuple[str, ...]
-    measurement: int
+    preload: tuple[str, ...] = ()
+    measurement: int = 1
     shardings: tuple[str, ...] = ("none",)
     owned: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] | None = ()
@@ -104,15 +104,13 @@ _TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # another names its runners itself
 # fmt: off
 RUNNERS = (
     Runner("torch", "the plain loop: forward, backward, optimizer step", module=".loops.torch_loop",
-           preload=(".loops.torch_loop", *_MODELS), measurement=1, shardings=_TORCH, rules=runner_rules.TORCH,
-           monotonic=True),
+           preload=(".loops.torch_loop", *_MODELS), shardings=_TORCH, rules=runner_rules.TORCH, monotonic=True),
     Runner("trainer", "Hugging Face Trainer with its defaults; options are TrainingArguments",
-           module=".loops.hf_trainer",
+           module=".loops.hf_trainer", shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, host_bytes=294 * MIB,
            # accelerate imports deepspeed, where it is installed, to unwrap any model
-           preload=(".loops.hf_trainer", "deepspeed", *_MODELS), measurement=1,
-           shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, loader_workers="dataloader_num_workers",
+           preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
            owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names.split()}, options=None,
-           rules=runner_rules.TRAINER, host_bytes=294 * MIB),
+           rules=runner_rules.TRAINER),
     Runner("deepspeed", "DeepSpeed's engine; options are merged over the generated ds_config",
            module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,
            shardings=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()}, options=None,
@@ -121,8 +119,8 @@ RUNNERS = (
            preload=(".loops.custom", *_MODELS), measurement=2, shardings=_TORCH, options=None,
            rules=runner_rules.CUSTOM, targets=True),
     Runner("script", "a command of your own, as it is (docs/script.md); options are placeholders of your own",
-           module=".scripts.launch_command", preload=(), measurement=1, shardings=(), options=None,
-           starts=True, traced=".scripts.traced_script", jobs=True),
+           module=".scripts.launch_command", shardings=(), options=None, starts=True, traced=".scripts.traced_script",
+           jobs=True),
 )
 # fmt: on
 USER_CODE = tuple(r.name for r in RUNNERS if r.user_code)
@@ -196,20 +194,15 @@ def runner_rules_of(trial: Trial) -> Iterator[str]:
         yield suggestions.no_such_value(f"sharding={trial.sharding}", "sharding", trial.sharding, _SHARDINGS)
         return
     if not entry.starts:
-        yield from _training_rules(trial, entry)
+        yield from runner_rules.ds_config_file(trial, _runners_of(*ZERO))
+        yield from _supported(trial, entry)
+        yield from _offload(trial, entry)
+        yield from runner_rules.zero_init(trial)
+        yield from runner_rules.zero_precision(trial)
+        yield from _options(trial, entry)
+        for rule in entry.rules:
+            yield from rule(trial)
     yield from catalog.technique_rules(trial, entry.user_code)
-
-
-def _training_rules(trial: Trial, entry: Runner) -> Iterator[str]:
-    """What speaks against a trial whose loop is ours to drive."""
-    yield from runner_rules.ds_config_file(trial, _runners_of(*ZERO))
-    yield from _supported(trial, entry)
-    yield from _offload(trial, entry)
-    yield from runner_rules.zero_init(trial)
-    yield from runner_rules.zero_precision(trial)
-    yield from _options(trial, entry)
-    for rule in entry.rules:
-        yield from rule(trial)
 
 
 def _runners_of(*names: str) -> str:

@@ -14,9 +14,10 @@ class Sharding:
 
     `module` is what does it (runners/shardings/interface.py says which functions it has), `library` what wraps the
     model, whose rules hold: ddp, fsdp or deepspeed; `stage` is ZeRO's, `preload` what a template imports for it,
-    `options` arguments of what wraps the model, which runner=torch passes on. `runners` support it beside those whose
-    own entries name it (runner_table.py). `measurement` is raised when what is measured under it changes: old rows no
-    longer count then.
+    `options` arguments of what wraps the model, which runner=torch passes on, `arguments` TrainingArguments that reach
+    it alone (transformers 5.23, Trainer._build_accelerator_args). `runners` support it beside those whose own entries
+    name it (runner_table.py). `measurement` is raised when what is measured under it changes: old rows no longer count
+    then.
 
     `simulated`: it can be predicted. `whole`: each rank has its own copy of the weights. `readable`: a weight can be
     read outside its own layer. `offloads` are the axes by which it moves state to host memory.
@@ -30,6 +31,7 @@ class Sharding:
     preload: tuple[str, ...] = ()
     measurement: int = 1
     options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     runners: tuple[str, ...] = ()
     simulated: bool = False
     whole: bool = False
@@ -44,15 +46,17 @@ _ZERO_PRELOAD = (f"{_PLACE}.zero_config", "deepspeed.runtime.zero.muon.muon_opti
 SHARDINGS = (
     Sharding("none", "one rank that holds everything", simulated=True, whole=True, readable=True),
     Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)",
-             f"{_PLACE}.ddp", "ddp", options=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph",
-                                              "find_unused_parameters"), simulated=True, whole=True, readable=True),
+             f"{_PLACE}.ddp", "ddp", simulated=True, whole=True, readable=True,
+             options=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters"),
+             arguments=("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+                        "ddp_static_graph")),
     Sharding("fsdp1", "every rank holds a part of flattened blocks, gathered as needed (FullyShardedDataParallel)",
              f"{_PLACE}.fsdp", "fsdp", preload=(f"{_PLACE}.fsdp",), simulated=True, offloads=("offload_param",),
              options=("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
-                      "use_orig_params")),
+                      "use_orig_params"), arguments=("fsdp_config",)),
     Sharding("fsdp2", "every rank holds a part of each tensor, gathered block by block (fully_shard)",
              f"{_PLACE}.fsdp", "fsdp", preload=(f"{_PLACE}.fsdp",), measurement=2, simulated=True, readable=True,
-             options=("reshard_after_forward",), offloads=("offload_param",)),
+             options=("reshard_after_forward",), offloads=("offload_param",), arguments=("fsdp_config",)),
     *(Sharding(f"zero{stage}", meaning, f"{_PLACE}.zero_config", "deepspeed", stage, _ZERO_PRELOAD, measurement,
                simulated=True, whole=stage < 3, readable=stage < 3, offloads=offloads)
       for stage, (meaning, measurement, offloads) in enumerate((

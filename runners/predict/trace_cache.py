@@ -229,7 +229,7 @@ def check(trace: Trace, sized: bool = True) -> None:
     _need(_numbers([called.nbytes for called, _ in trace.collectives]), "collectives are wrong")
     for storage, text, of in trace.stepwise:
         _need(storage < count, "a size that follows a number is that of no storage")
-        _need(not sized or _follows(text, of) == trace.sizes[storage], "stepwise is wrong")
+        _need(not sized or compiled(following(text, str(of)))(Point(0, 0)) == trace.sizes[storage], "stepwise is wrong")
     for at, kind, one, other in trace.notes:
         _need(kind in stream_lag.KINDS and _numbers((at, one, other)), "notes are wrong")
 
@@ -241,10 +241,6 @@ def _storages(storages: Storages, categories: Collection[str], sized: bool) -> N
     _need(all(-count <= event <= count for event in storages.events), "events are of no storage")
     _need(all(mark.end <= len(storages.events) for mark in marks), "marks are beyond the events")
     _need(all(before.end <= after.end for before, after in pairwise(marks)), "marks are not in order")
-
-
-def _follows(text: str, of: int) -> int:
-    return compiled(following(text, str(of)))(Point(0, 0))
 
 
 def _numbers(values: Sequence[int]) -> bool:

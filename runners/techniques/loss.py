@@ -79,7 +79,8 @@ def chunked(
 
 def fused_linear(trial: Trial) -> Loss:
     """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
-    fused = _stand_in(trial) if trial.device.name == "simulated" else _library()
+    simulated = trial.device.name == "simulated"
+    fused = functools.partial(liger_stub.causal_loss, trial.device.card.capability) if simulated else _library()
 
     def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         head = layer.__self__
@@ -94,10 +95,6 @@ def _library() -> Loss:
 
     loss: Loss = LigerForCausalLMLoss
     return loss
-
-
-def _stand_in(trial: Trial) -> Loss:
-    return functools.partial(liger_stub.causal_loss, trial.device.card.capability)
 
 
 def without_logits(base: Any, loss: Loss) -> None:

@@ -47,10 +47,7 @@ def described(axis: Axis) -> dict[str, Any]:
         "of": axis.of,
         "values": [
             {name: getattr(entry, name) for name in plain}
-            | {
-                "runners": technique_runners(entry),
-                "packages": [f"{package.name}>={package.least}" for package in entry.packages],
-            }
+            | {"runners": technique_runners(entry), "packages": [f"{one.name}>={one.least}" for one in entry.packages]}
             for entry in entries(axis.name)
         ],
     }
