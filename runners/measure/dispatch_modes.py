@@ -216,10 +216,6 @@ def _product(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> 
     return flops
 
 
-def _product_added(bias: Any, *args: Any, **kwargs: Any) -> int:
-    return _product(*args, **kwargs)
-
-
 _aten = torch.ops.aten
 _KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
 _OURS: dict[Any, Any] = {}
@@ -231,7 +227,7 @@ for _names, _formula in (
     (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _product),
     (
         ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
-        _product_added,
+        lambda bias, *given, **more: _product(*given, **more),
     ),
 ):
     _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}

@@ -79,8 +79,7 @@ def chunked(
 
 def fused_linear(trial: Trial) -> Loss:
     """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
-    simulated = trial.device.name == "simulated"
-    fused = functools.partial(liger_stub.causal_loss, trial.device.card.capability) if simulated else _library()
+    fused = _stand_in(trial) if trial.device.name == "simulated" else _library()
 
     def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         head = layer.__self__
@@ -95,6 +94,10 @@ def _library() -> Loss:
 
     loss: Loss = LigerForCausalLMLoss
     return loss
+
+
+def _stand_in(trial: Trial) -> Loss:
+    return functools.partial(liger_stub.causal_loss, trial.device.card.capability)
 
 
 def without_logits(base: Any, loss: Loss) -> None:
