@@ -232,7 +232,9 @@ def gib(frame: pd.DataFrame) -> pd.DataFrame:
 
     >>> gib(rows)[["seq_len", "peak_allocated_gib"]]
     """
-    wide = {str(name): str(name).removesuffix("_bytes") + "_gib" for name in frame.columns if _in_bytes(frame, name)}
+    sizes = [name for name in map(str, frame.columns) if name.endswith("_bytes")]
+    sizes = [name for name in sizes if pd.api.types.is_numeric_dtype(frame[name].dtype)]
+    wide = {name: name.removesuffix("_bytes") + "_gib" for name in sizes}
     made = frame.assign(**{name: frame[name].astype("Float64") / GIB for name in wide}).rename(columns=wide)
     known = frame.attrs.get("units", {})
     made.attrs["units"] = {wide.get(name, name): "GiB" if name in wide else unit for name, unit in known.items()}
@@ -254,10 +256,6 @@ def units(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["column", "unit", "meaning"]).set_index("column")
 
 
-def _in_bytes(frame: pd.DataFrame, name: Any) -> bool:
-    return str(name).endswith("_bytes") and pd.api.types.is_numeric_dtype(frame[name].dtype)
-
-
 def _axis(axis: str, allowed: Sequence[str]) -> None:
     if axis not in allowed:
         raise UserError(f"axis={axis}: allowed is {', '.join(allowed)}")
@@ -276,11 +274,10 @@ def _table(rows: Given) -> Table:
             f"these rows have no column {min(missing)}; filter rows, not columns: rows[rows.seq_len > 512], not "
             'rows[["seq_len", ...]]'
         )
-    return reading.from_frame(rows.loc[:, [name for name in rows.columns if _ours(name)]], _source(rows))
-
-
-def _ours(name: Any) -> bool:
-    return name in BY_NAME or str(name).startswith(reading.EXTRA)
+    return reading.from_frame(
+        rows.loc[:, [name for name in rows.columns if name in BY_NAME or str(name).startswith(reading.EXTRA)]],
+        _source(rows),
+    )
 
 
 def _rows(table: Table, notes: Sequence[str] = ()) -> Rows:

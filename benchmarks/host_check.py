@@ -224,7 +224,7 @@ def main() -> None:
             line(f"load {stored} as {dtype}", real["peak"], predicted["peak"], f"kept {real['kept']:,}")
     for entry in runner_table.RUNNERS:
         if chosen(f"imports of {entry.name}"):
-            line(f"imports of {entry.name}", fresh(imported, entry.name)["held"], host_memory.PROCESS[entry.name])
+            line(f"imports of {entry.name}", fresh(imported, entry.name)["held"], entry.host_bytes)
     for count in (1, 4):
         if chosen(name := f"each of {count} data loader workers"):
             line(name, fresh(workers, count)["own"] // count, host_memory.LOADER_WORKER)

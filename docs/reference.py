@@ -23,6 +23,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from vramsweep import verbs  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
+from vramsweep.harness.config import settings_reference  # noqa: E402
 from vramsweep.harness.hardware import gpu_lookup, interconnects  # noqa: E402
 from vramsweep.harness.rows import outcome, quality_flags, schema  # noqa: E402
 from vramsweep.harness.spec import runner_table, shardings  # noqa: E402
@@ -113,8 +114,10 @@ def _belongs(axis: catalog.Axis) -> str:
 
 def _without(entry: catalog.Technique) -> list[str]:
     """What does not go with it, as it is typed; reasons are what a refused trial says."""
-    runners = [f"runner={name}" for name in catalog.Technique.runners if name not in entry.runners]
-    reached = {name for runner in runner_table.RUNNERS if runner.name in entry.runners for name in runner.shardings}
+    ours = [runner for runner in runner_table.RUNNERS if not runner.user_code]
+    used = [runner for runner in ours if runner.name in runner_table.technique_runners(entry)]
+    runners = [f"runner={runner.name}" for runner in ours if runner not in used]
+    reached = {name for runner in used for name in runner_table.shardings_of(runner)}
     left = reached - set(entry.shardings or reached)
     named = [f"sharding={sharding.name}" for sharding in shardings.SHARDINGS if sharding.name in left]
     excluded = [f"{name}={catalog.text(value)}" for name, values, _ in entry.excludes for value in values]
@@ -183,17 +186,11 @@ def settings() -> str:
 
 
 def groups() -> str:
-    """Each group of conf/ with its options: the comment that a file begins with says what it is."""
+    """Each group of conf/ with its options."""
     parts = []
-    for folder in sorted(path for path in CONF.iterdir() if path.is_dir()):
-        rows = []
-        for file in sorted(folder.glob("*.yaml")):
-            comment = []
-            for line in file.read_text().splitlines():
-                if not line.startswith("#"):
-                    break
-                comment.append(line.lstrip("# "))
-            rows.append((f"`{file.stem}`", " ".join(line for line in comment if not line.startswith("@package"))))
+    for group in sorted(settings_reference.groups(), key=lambda group: group.name):
+        folder = CONF / group.name
+        rows = [(f"`{one.name}`", one.meaning) for one in group.options]
         parts.append(f"## `{folder.name}`\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
         keys = [key for key in _keys(folder) if key != "name"]
         if keys and folder.name in ("device", "protocol", "cluster"):

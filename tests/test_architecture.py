@@ -225,10 +225,12 @@ def test_what_a_docstring_raises_is_a_class() -> None:
 
 
 def test_what_the_tables_name_is_there() -> None:
-    """Modules of the runners by names that begin with a dot, and those of libraries that are installed."""
+    """Modules of the runners by names that begin with a dot, those of libraries that are installed, functions."""
+    from vramsweep.analysis.figures.figure_table import FIGURES
     from vramsweep.harness.spec.runner_table import RUNNERS
     from vramsweep.harness.spec.shardings import SHARDINGS
     from vramsweep.harness.spec.techniques.catalog import TECHNIQUES
+    from vramsweep.harness.spec.version_differences import DIFFERENCES
 
     named = {name for entry in (*RUNNERS, *SHARDINGS, *TECHNIQUES) for name in (entry.module, *entry.preload) if name}
     named |= {entry.traced for entry in RUNNERS if entry.traced}
@@ -236,6 +238,9 @@ def test_what_the_tables_name_is_there() -> None:
     assert len(own) > 20 and all(f"vramsweep.runners{name}" in MODULES for name in own)
     libraries = {name.split(".")[0] for name in named - own}
     assert {"transformers", "deepspeed"} <= libraries and all(map(importlib.util.find_spec, libraries))
+    functions = {f"vramsweep.analysis.figures.{name}" for name in FIGURES}
+    functions |= {".".join(("vramsweep.runners.trace.version_patches", *one.place)) for one in DIFFERENCES}
+    assert len(functions) > 20 and all(map(resolves, functions))
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import pandas as pd
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.quality_flags import BY_NAME
 from vramsweep.harness.rows.schema import SYSTEM
+from vramsweep.harness.spec.runner_table import STARTING
 
 
 def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
@@ -19,7 +20,7 @@ def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
     found = frame[["trial_id", *SYSTEM]].copy()
     for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
         found[name] = found[name].where(frame["device"].eq(device).fillna(False))
-    found["deepspeed_version"] = found["deepspeed_version"].mask(frame["runner"].eq("script").fillna(False))
+    found["deepspeed_version"] = found["deepspeed_version"].mask(frame["runner"].isin(STARTING))
     return found
 
 

@@ -59,17 +59,14 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
         known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        known.sort(key=lambda group: (-_count_alike(group, view.groups[0]), -len(_rows(group, axis))))
+        first = view.groups[0].settings.items() if known else ()
+        known.sort(key=lambda one: (-sum(one.settings.get(k) == v for k, v in first), -len(_rows(one, axis))))
         if known:
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
     known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
     if known:
         return [_bars(view, known, [_rows(group, "seq_len").iloc[-1] for group in known])]
     return _out_of_memory(view)
-
-
-def _count_alike(group: Group, other: Group) -> int:
-    return sum(group.settings.get(key) == value for key, value in other.settings.items())
 
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Every figure of a report, in reading order: a new one is a function of a View, added here.
+"""Every figure of a report, in reading order: a new one is a module with a function of a View, and an entry here.
 
 Not covered: figures of a folder's other files (timeline.py, inferred.py), of comparisons (overlay.py,
 residuals.py).
@@ -6,30 +6,23 @@ residuals.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pandas as pd
 
 from vramsweep.analysis.data.pairing import Beside
-from vramsweep.analysis.figures.allocators import compared
 from vramsweep.analysis.figures.composition import composition
-from vramsweep.analysis.figures.frontier import frontier_chart
-from vramsweep.analysis.figures.lengths import of_lengths
-from vramsweep.analysis.figures.line_chart import unallocated
-from vramsweep.analysis.figures.memory import by_length
-from vramsweep.analysis.figures.parts import of_jobs
 from vramsweep.analysis.figures.phases import NAME as PHASES
-from vramsweep.analysis.figures.phases import phases
 from vramsweep.analysis.figures.plots import Figure, of_world
-from vramsweep.analysis.figures.steps import steps
 from vramsweep.analysis.figures.style import View, looks
-from vramsweep.analysis.figures.throughput import estimated, mfu, throughput
-from vramsweep.analysis.figures.tradeoffs import heat_map, pareto
 
-FIGURES: tuple[Callable[[View], list[Figure]], ...] = (
-    frontier_chart, by_length, compared, unallocated, phases, heat_map, of_lengths, of_jobs, throughput, mfu, estimated,
-    pareto, steps,
+# Modules of this folder, each with its function of a View, which returns figures: none where the rows do not allow any.
+FIGURES = (
+    "frontier.frontier_chart", "memory.by_length", "allocators.compared", "line_chart.unallocated", "phases.phases",
+    "tradeoffs.heat_map", "lengths.of_lengths", "parts.of_jobs", "throughput.throughput", "throughput.mfu",
+    "throughput.estimated", "tradeoffs.pareto", "steps.steps",
 )  # fmt: skip
 
 
@@ -41,6 +34,8 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
     alike = looks([group for _, view in worlds for group in (*view.groups, *view.varied)])
     alone = len(worlds) == 1
     measured = [group for _, view in worlds if not view.predicted for group in view.groups]
+    parts = (entry.split(".") for entry in FIGURES)
+    builders = [getattr(importlib.import_module(f"{__package__}.{module}"), name) for module, name in parts]
     main: list[Figure] = []
     others: list[Figure] = []
     for name, view in worlds:
@@ -56,7 +51,7 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
                 view for _, view in worlds if not view.predicted and _ids(figure) & set(view.table.frame["trial_id"])
             ]
             main.append(shown(figure, known, *ran))
-        others += [shown(figure, known) for build in FIGURES for figure in build(known)]
+        others += [shown(figure, known) for build in builders for figure in build(known)]
     if not main:  # the phases are what is known where parts are not
         others.sort(key=lambda figure: not figure.name.startswith(PHASES))
     return [*main, *others]
@@ -93,7 +88,6 @@ def source(frame: pd.DataFrame) -> str:
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
         if (told := _few("versions", frame[f"{name}_version"], 2))
-        and (name != "deepspeed" or frame["runner"].eq(name).any())
     ]
     of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
     rows = ", ".join(filter(None, (of, f"{len(frame):,} row{'s' * (len(frame) != 1)}")))

@@ -26,6 +26,7 @@ from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
+from vramsweep.harness.spec.runner_table import STARTING
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 COMMAND = "command"  # in what was asked: shown as code
@@ -73,7 +74,7 @@ def swept_axes(table: Table) -> dict[str, str]:
 
 def _script(table: Table, most: int = 3) -> dict[str, str]:
     """The command of runner=script as it was given, and its own axes by the names that it calls them."""
-    rows = table.frame[table.frame["runner"].eq("script").fillna(False)]
+    rows = table.frame[table.frame["runner"].isin(STARTING)]
     commands = EXTRA + "runner.command"
     first = rows.drop_duplicates(commands) if commands in rows else rows.head(1)
     known = trials(Path(table.source), set(first["trial_id"].head(most)))
@@ -104,12 +105,9 @@ def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
         fit = next((f for f in fits if f.group == group.id and f.metric.memory), None)
         if fit is not None:
             what = "; ".join(fit_wording.explain(fit)[:6])
-            found.append(f"{fit.metric.label.capitalize()}{_of(group)}: {what}.")
+            which = f" ({group.label})" if group.settings else ""
+            found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
     return found
-
-
-def _of(group: Group) -> str:
-    return f" ({group.label})" if group.settings else ""
 
 
 def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:

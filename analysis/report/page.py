@@ -103,27 +103,18 @@ def _environment() -> Environment:
     """Whatever a template shows is text, and what would turn the direction of writing is written out in it."""
     made = Environment(
         loader=FunctionLoader(lambda name: _read(f"templates/{name}")), autoescape=True, undefined=StrictUndefined,
-        finalize=_shown, trim_blocks=True,
+        finalize=lambda value: value if isinstance(value, Markup) else escape_text(str(value)), trim_blocks=True,
     )  # fmt: skip
     made.globals |= {
-        "resource": lambda name: Markup(_read(name)), "library": _library, "spec": _spec, "grid": grid,
-        "beginning": _beginning, "json": _json, "count": lambda number: f"{number:,}",
+        "resource": lambda name: Markup(_read(name)), "library": cache(lambda: packed(files.plotly_script())),
+        "spec": _spec, "grid": grid, "beginning": _beginning, "json": _json, "count": lambda number: f"{number:,}",
     }  # fmt: skip
     made.filters["links"] = _links
     return made
 
 
-def _shown(value: Any) -> Any:
-    return value if isinstance(value, Markup) else escape_text(str(value))
-
-
 def _read(name: str) -> str:
     return resources.files("vramsweep.analysis.report").joinpath(name).read_text(encoding="utf-8")
-
-
-@cache
-def _library() -> Markup:
-    return packed(files.plotly_script())
 
 
 def _spec(figure: Figure) -> Markup:

@@ -102,7 +102,8 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
         at = done[done["seq_len"].eq(longest).fillna(False).astype(bool)]
         flags = ", ".join(sorted({str(flag) for of_row in at["flags"].dropna() for flag in of_row}))
         mark = f" [{remarks.setdefault(flags, chr(ord('a') + len(remarks) % 26))}]" if flags else ""
-        names.append(_named(group) + mark)
+        alone = "" if group.settings else values(group.take("model"), "model")
+        names.append((alone or group.label) + mark)
         spans.append((number(longest), number(failed["seq_len"].min())))
         peaks.append([at[name].median() if len(at) else None for name in PEAKS])
         speeds.append(_speed(at["tokens_per_s"].dropna()))
@@ -136,10 +137,6 @@ def _unit(sizes: Iterable[float | None]) -> Unit:
 
 def _in(unit: Unit, size: float | None) -> str:
     return number(None if size is None else size / unit.bytes, unit.digits)
-
-
-def _named(group: Group) -> str:
-    return group.label if group.settings else (values(group.take("model"), "model") or group.label)
 
 
 def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:

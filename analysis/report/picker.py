@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.load import Table
@@ -62,13 +61,10 @@ def picker(table: Table, worlds: Sequence[tuple[str, Sequence[Group]]]) -> Picke
     kinds: list[dict[str, str]] = [{KIND: name} if len(worlds) > 1 else {} for name, groups in worlds for _ in groups]
     settings = [settings_of(group) | kind for group, kind in zip(every, kinds, strict=True)]
     labels = tuple("" if group.label == "all rows" else group.label for group in every)
-    flags = tuple(_flags(group.take("flags")["flags"]) for group in every)
+    of_rows = (group.take("flags")["flags"].dropna() for group in every)
+    flags = tuple(dict(Counter(str(name) for of_row in column for name in of_row)) for column in of_rows)
     numbers = {group.id: number for number, group in enumerate(every)}
     return Picker(_axes(settings), tuple(settings), labels, flags, of_row, numbers)
-
-
-def _flags(column: pd.Series[Any]) -> dict[str, int]:
-    return dict(Counter(str(name) for of_row in column.dropna() for name in of_row))
 
 
 def _axes(settings: Sequence[dict[str, str]]) -> tuple[Axis, ...]:

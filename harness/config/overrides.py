@@ -20,6 +20,7 @@ import yaml
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path, get_args_parser
 from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString, ValueType
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -27,11 +28,13 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
+from vramsweep.harness.config import settings_reference
 from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.files import redaction, yaml_guard
 from vramsweep.harness.messages import argument_parser, suggestions, units
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
+from vramsweep.harness.spec.trial import RunnerAxis
 
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
@@ -214,9 +217,14 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     return text
 
 
+for _group, _name in settings_reference.unwritten():  # on import, as Hydra imports our plugin whenever it composes
+    _node = {_group: _name if _group == "precision" else RunnerAxis(name=_name).model_dump()}
+    ConfigStore.instance().store(_name, _node, group=_group, package="_global_", provider="vramsweep")
+
+
 def options() -> dict[str, list[str]]:
     """The options of each of our config groups."""
-    return {folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()}
+    return {group.name: sorted(one.name for one in group.options) for group in settings_reference.groups()}
 
 
 def keys() -> list[str]:

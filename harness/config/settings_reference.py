@@ -22,6 +22,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from vramsweep.harness.hardware import gpu_lookup, interconnects
+from vramsweep.harness.rows import schema
+from vramsweep.harness.spec import runner_table, shardings
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Settings
@@ -50,7 +52,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Option:
-    """One GROUP=NAME, a file of conf/GROUP; `line` is the first sentence of its first comment, `meaning` all of it."""
+    """One GROUP=NAME, a file of conf/GROUP or an entry that needs none; `line` is the first sentence of `meaning`."""
 
     name: str
     line: str
@@ -70,6 +72,14 @@ class Group:
 def settings() -> tuple[Setting, ...]:
     """The settings of conf/config.yaml that are no group's, in its order."""
     return tuple(one for one in _read(CONF / "config.yaml") if one.section in _TITLES.values())
+
+
+@cache
+def unwritten() -> dict[tuple[str, str], str]:
+    """Options that are entries of a table and have no file, as all that one would say is the name; their meanings."""
+    entries: dict[str, Any] = {"runner": runner_table.RUNNERS, "precision": catalog.entries("precision")}
+    found = {(group, one.name): one.meaning for group, table in entries.items() for one in table}
+    return {(group, name): one for (group, name), one in found.items() if not (CONF / group / f"{name}.yaml").exists()}
 
 
 @cache
@@ -105,7 +115,7 @@ def values(key: str) -> tuple[str, ...]:
         return tuple(gpu.name for gpu in gpu_lookup.GPUS)
     if key in ("device.link", "device.interconnect"):
         return tuple(interconnects.link_names(key == "device.interconnect"))
-    if named := catalog.values(key):
+    if named := shardings.NAMES if key == "sharding" else catalog.values(key):
         return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in named)
     kind = _kind(Trial, key.split(".")) or {one.name: one.type for one in dataclasses.fields(Settings)}.get(key)
     if get_origin(kind) is Literal:
@@ -127,7 +137,8 @@ def _group(name: str) -> Group:
     found: dict[str, Setting] = {}
     for own in sorted(read, key=len, reverse=True):  # the file that says most of its settings says what they are
         found = {one.key: one for one in own} | found
-    return Group(name, tuple(map(_option, files)), tuple(found.values()))
+    more = (Option(option, meaning, meaning) for (group, option), meaning in unwritten().items() if group == name)
+    return Group(name, (*map(_option, files), *more), tuple(found.values()))
 
 
 def _option(file: Path) -> Option:
@@ -165,7 +176,7 @@ def _read(file: Path, prefix: str = "") -> Iterator[Setting]:
         key = match["key"] if not match["indent"] else f"{node}.{match['key']}"
         key = key if whole or not prefix else f"{prefix}.{key}"
         said = _SAID.fullmatch(match["value"] or "")
-        meaning = match["comment"] or next((axis.meaning for axis in catalog.AXES if axis.name == key), "")
+        meaning = match["comment"] or (schema.BY_NAME[key].meaning if key in schema.BY_NAME else "")
         default = said[1] if said else match["value"] or ""
         found.append(Setting(key, default, meaning, values(key), section))
     yield from found

@@ -14,17 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
+from vramsweep.harness.spec import runner_table
+
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 GIB = 1 << 30
 MIB = 1 << 20
-# Anonymous memory of a process after the runner's imports (`vramsweep.runners.worker.worker.preload`), by
-# benchmarks/host_check.py: torch 2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11.
-# What a CUDA build and its context take on the host is not in it: no card was at hand to measure it.
-PROCESS = {"torch": 279 * MIB, "custom": 279 * MIB, "script": 279 * MIB, "trainer": 294 * MIB, "deepspeed": 333 * MIB}
-# What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids; the same
-# script. A data set that reads and decodes more takes more.
+# What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids, by
+# benchmarks/host_check.py. A data set that reads and decodes more takes more.
 LOADER_WORKER = 16 * MIB
 
 
@@ -35,7 +33,8 @@ def ranks(trial: Trial) -> int:
 
 def loader_workers(trial: Trial) -> int:
     """How many processes load data for each rank."""
-    return int(trial.runner.options.get("dataloader_num_workers") or 0) if trial.runner.name == "trainer" else 0
+    option = runner_table.runner(trial.runner.name).loader_workers
+    return int(trial.runner.options.get(option) or 0) if option else 0
 
 
 def limit(trial: Trial) -> int | None:

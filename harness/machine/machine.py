@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from vramsweep.harness.messages import optional_dependencies
+from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques.catalog import version as version
 from vramsweep.version import __version__
 
@@ -345,6 +346,11 @@ def _torch_file() -> str:
 def _stated(name: str) -> str | None:
     match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", _torch_file(), re.MULTILINE)
     return match[1] if match else None
+
+
+def deepspeed_version(sharding: str) -> str | None:
+    """The installed version of DeepSpeed where it divides the work; None where it is not used."""
+    return version("deepspeed") if sharding in ZERO else None
 
 
 def torch_version() -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from vramsweep.harness.allocator import config as allocator
 from vramsweep.harness.rows import step_statistics
 from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.spec.runner_table import TARGETED
 
 GIB = 1 << 30
 # NVML's clock event reasons that no steady load causes by itself; the power cap is normal for a card at work.
@@ -119,14 +120,14 @@ def _allocator(row: Row) -> bool | None:
 
 def _attention(row: Row) -> bool | None:
     asked, effective = row.get("attention"), row.get("attention_effective")
-    if asked is None or effective is None or row.get("runner") == "custom":  # a target may leave it out of account
+    if asked is None or effective is None or row.get("runner") in TARGETED:  # a target may leave it out of account
         return None
     return bool(effective != ("sdpa" if asked.startswith("sdpa") else asked))
 
 
 def _kernel(row: Row) -> bool | None:
     asked, ran = str(row.get("attention")), row.get("attention_kernels")
-    if not asked.startswith("sdpa_") or not ran or row.get("runner") == "custom":
+    if not asked.startswith("sdpa_") or not ran or row.get("runner") in TARGETED:
         return None
     return set(ran) != {asked.removeprefix("sdpa_")}
 
@@ -134,7 +135,7 @@ def _kernel(row: Row) -> bool | None:
 def _optimizer(row: Row) -> bool | None:
     """By its family and the bits of its state, which is what the class that ran shows."""
     asked, effective = row.get("optimizer"), row.get("optimizer_effective")
-    own = row.get("runner") == "custom" or (asked == "default" and row.get("ds_config"))  # which choose for themselves
+    own = row.get("runner") in TARGETED or (asked == "default" and row.get("ds_config"))  # which choose for themselves
     if asked is None or effective is None or own:
         return None
     ran = effective.lower().replace("-", "")

@@ -16,6 +16,8 @@ from enum import StrEnum
 from typing import Any
 
 from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.spec.runner_table import RUNNERS, STARTING
+from vramsweep.harness.spec.shardings import NAMES as SHARDINGS
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 SCHEMA_VERSION = 2
@@ -91,8 +93,8 @@ COLUMNS: tuple[Column, ...] = (
         ("allocator", str, "", "name of the allocator configuration"),
         ("allocator_conf", str, "", "PYTORCH_CUDA_ALLOC_CONF as asked for, in canonical form"),
         ("allocator_conf_effective", str, "", "the settings that took effect, read back in the worker; null on CPU"),
-        ("runner", str, "", "who drives the loop: torch, trainer, deepspeed, custom, script (a command as it is), watch (vramsweep.watch)"),
-        ("sharding", str, "", "how ranks divide the work: none, ddp, fsdp2, zero0 to zero3"),
+        ("runner", str, "", f"who drives the loop: {', '.join(entry.name for entry in RUNNERS)}, watch (vramsweep.watch)"),
+        ("sharding", str, "", f"how ranks divide the work: {', '.join(SHARDINGS)}"),
         ("device", str, "", "cuda or cpu (measured), simulated (predicted)"),
         ("simulated_gpu", str, "", "the card that is simulated; null where nothing is"),
         ("offload_optimizer", bool, "", "optimizer state in host memory"),
@@ -319,7 +321,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
     """
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
     out = {"gpu_name", "cpu_name"} - {where}
-    if row.get("runner") == "script":
+    if row.get("runner") in STARTING:
         out.add("deepspeed_version")
     return tuple(None if name in out else row.get(name) for name in SYSTEM)
 
@@ -332,10 +334,8 @@ def to_encodable(values: Any) -> Any:
 def _check(column: Column, value: Any) -> None:
     if value is None:
         return
-    fits = isinstance(value, column.type) and not (column.type is int and isinstance(value, bool))
-    if column.type is float and isinstance(value, int) and not isinstance(value, bool):
-        fits = True
-    if not fits:
+    kinds = (int, float) if column.type is float else (column.type,)
+    if not isinstance(value, kinds) or (column.type is not bool and isinstance(value, bool)):
         raise RowError(f"column {column.name} holds {describe(value)}, expected {column.type.__name__} or null")
     if column.name == "outcome" and value not in set(Outcome):
         raise RowError(f"outcome {describe(value)} is none of {', '.join(Outcome)}")
@@ -355,8 +355,10 @@ def is_plausible(values: Mapping[str, Any]) -> bool:
         if kind in (int, float):
             fits = _is_number(value)
         elif kind is list:
-            element = _is_text if name in TEXT_LISTS else _is_number_or_null if name.endswith("_bytes") else _is_number
-            fits = isinstance(value, list) and all(map(element, value))
+            texts, nulls = name in TEXT_LISTS, name.endswith("_bytes")
+            fits = isinstance(value, list) and all(
+                isinstance(one, str) if texts else _is_number(one) or (nulls and one is None) for one in value
+            )
         elif kind in (str, bool):
             fits = isinstance(value, kind)
         else:
@@ -368,14 +370,6 @@ def is_plausible(values: Mapping[str, Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return type(value) in (int, float) and -LARGEST < value < LARGEST
-
-
-def _is_number_or_null(value: Any) -> bool:
-    return value is None or _is_number(value)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _shallow(value: Any, levels: int) -> bool:

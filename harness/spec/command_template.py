@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.files import redaction
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -38,19 +39,12 @@ GIVEN = {
 }
 # Settings of a trial that a command can be told, at the values that say nothing: conf/runner/script.yaml has them too.
 UNSAID: dict[str, Any] = {
-    "seq_len": 1,
-    "micro_batch": 1,
-    "grad_accum": 1,
-    "sharding": "none",
-    "offload_optimizer": False,
-    "offload_param": False,
-    "zero_init": True,
-    "ds_config": None,
+    **dict.fromkeys(("seq_len", "micro_batch"), 1),
+    **{name: ID_DEFAULTS[(name,)] for name in ("grad_accum", "sharding", "offload_optimizer", "offload_param")},
+    **{name: ID_DEFAULTS[(name,)] for name in ("zero_init", "ds_config")},
     **catalog.DEFAULTS,
     "precision": "fp32",
-    "weights": "random",
-    "data": "synthetic",
-    "seed": 0,
+    **{name: ID_DEFAULTS[(name,)] for name in ("weights", "data", "seed")},
 }
 # Those that a trial has whether or not the command is told.
 TOLD = ("world_size", "repeat")

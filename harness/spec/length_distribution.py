@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.files import bounded_reads
 from vramsweep.harness.messages.errors import EnvironmentFault, UserError
+from vramsweep.harness.spec import runner_table
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -302,14 +303,14 @@ def one_length_settings(padded: bool) -> dict[str, str]:
 def lengths_problem(trial: Trial) -> Iterator[str]:
     """Yield what speaks against the trial's data, its padding or its packing."""
     if not names_lengths(trial.data):
-        if trial.padding_to != LONGEST_OF_BATCH and trial.runner.name != "script":
+        if trial.padding_to != LONGEST_OF_BATCH and trial.runner.name not in runner_table.STARTING:
             yield (
                 f"padding_to={trial.padding_to} is of data={PREFIX}..., whose samples differ in length; leave it out "
                 "(a text's are padded to seq_len)"
             )
         return
-    if trial.runner.name == "script":
-        yield f"data={trial.data} with runner=script: the command reads data of its own; use another runner"
+    if trial.runner.name in runner_table.STARTING:
+        yield f"data={trial.data}: the command of runner={trial.runner.name} reads data of its own; use another runner"
         return
     try:
         source(trial.data)
@@ -339,10 +340,10 @@ def _predicted(trial: Trial) -> Iterator[str]:
     """Yield why the trial cannot be predicted although it can be measured, one reason at most."""
     if trial.device.name != "simulated":
         return
-    if trial.runner.name == "custom":
+    if trial.runner.name in runner_table.TARGETED:
         yield (
-            f"data={trial.data} with runner=custom cannot be simulated: what the target makes of a length is not "
-            "known; measure it, or use another runner"
+            f"data={trial.data} with runner={trial.runner.name} cannot be simulated: what the target makes of a length "
+            "is not known; measure it, or use another runner"
         )
         return
     alone = trial.micro_batch == 1 and trial.padding_to == LONGEST_OF_BATCH

@@ -6,11 +6,12 @@ Not covered: what the tables of runners and ways of sharding say themselves (run
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import deepspeed_config
-from vramsweep.harness.spec.shardings import FSDP, ZERO
+from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO
 from vramsweep.harness.spec.techniques import catalog
 
 if TYPE_CHECKING:
@@ -44,57 +45,35 @@ def _one_dtype(trial: Trial) -> Iterator[str]:
 
 def _fsdp_trainer(trial: Trial) -> Iterator[str]:
     """What cannot be done with FSDP under the Trainer."""
-    if trial.sharding not in FSDP and "fsdp_config" in trial.runner.options:
-        yield f"runner.options.fsdp_config belongs to sharding=fsdp1 or fsdp2, not {trial.sharding}"
     if trial.sharding in FSDP and trial.precision == "fp16" and trial.device.name == "simulated":
         yield f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
     yield from _one_dtype(trial)
 
 
-# TrainingArguments that reach only DistributedDataParallel (transformers 5.23, Trainer._build_accelerator_args)
-_DDP_ARGUMENTS = ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
-
-
-def _trainer_parallel(trial: Trial) -> Iterator[str]:
+def _trainer_arguments(trial: Trial) -> Iterator[str]:
     if trial.runner.options.get("parallelism_config") is not None:
         yield "runner.options.parallelism_config is not supported: ranks divide the batch; leave it out"
+    for option in trial.runner.options:
+        owners = [s.name for s in SHARDINGS if option in s.arguments]
+        if owners and trial.sharding not in owners:
+            way = f"sharding={' or '.join(owners)}, not {trial.sharding}"
+            yield f"runner.options.{option} belongs to {way}; leave it out"
 
 
-def _ddp_trainer(trial: Trial) -> Iterator[str]:
-    given = [name for name in _DDP_ARGUMENTS if name in trial.runner.options]
-    if given and trial.sharding != "ddp":
-        yield f"runner.options.{given[0]} belongs to sharding=ddp, not {trial.sharding}; leave it out"
-
-
-def offload(trial: Trial) -> Iterator[str]:
-    """Say why optimizer state or parameters cannot be moved to host memory under this sharding."""
-    if trial.sharding in FSDP:
-        yield from _fsdp_offload(trial)
-        return
-    if trial.offload_param and trial.sharding != "zero3":
-        yield f"offload_param needs sharding=zero3, fsdp1 or fsdp2, not {trial.sharding}"
-    if trial.offload_optimizer and trial.sharding == "zero0":
-        yield "offload_optimizer needs sharding=zero1 to zero3 (stage 0 silently ignores it)"
-    if trial.offload_optimizer and trial.sharding not in ZERO:
-        yield f"offload_optimizer needs runner=deepspeed or trainer with sharding=zero1 to zero3, not {trial.sharding}"
-
-
-def _fsdp_offload(trial: Trial) -> Iterator[str]:
+def fsdp_offload(trial: Trial) -> Iterator[str]:
     """With offload_param parameters, gradients and optimizer state are in host memory; gathered weights are not."""
     if trial.offload_optimizer:
         yield f"sharding={trial.sharding} moves optimizer state with the parameters; give offload_param=true alone"
-    if trial.offload_param and trial.runner.name == "custom":
-        yield "offload_param: a custom target offloads what it wants itself; leave it out"
     if trial.offload_param and trial.sharding == "fsdp1" and trial.device.name == "simulated":
         yield "sharding=fsdp1 with offload_param cannot be simulated; sharding=fsdp2 can, or measure on device=cuda"
 
 
-def ds_config_file(trial: Trial) -> Iterator[str]:
-    """Say what of the user's DeepSpeed configuration contradicts the axes, or cannot be had."""
+def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
+    """Say what of the user's DeepSpeed configuration contradicts the axes, or cannot be had; `runners` take one."""
     if trial.ds_config is None:
         return
-    if trial.runner.name not in ("deepspeed", "trainer"):
-        yield f"ds_config needs runner=deepspeed or trainer, not {trial.runner.name}"
+    if trial.runner.name not in runners.split(" or "):
+        yield f"ds_config needs runner={runners}, not {trial.runner.name}"
     try:
         config = deepspeed_config.read(trial.ds_config)
     except UserError as error:
@@ -187,14 +166,20 @@ def _trainer_optim_args(trial: Trial) -> Iterator[str]:
         yield f"runner.options.optim_args with {entry} cannot be simulated; leave it out, or measure on device=cuda"
 
 
-def static_graph(trial: Trial) -> Iterator[str]:
+def _static_graph(trial: Trial, option: str = "static_graph") -> Iterator[str]:
     """Refuse what torch 2.13's reducer fails in, a pass that does not average (reducer.cpp: expect_autograd_hooks_)."""
-    option = {"torch": "static_graph", "trainer": "ddp_static_graph"}.get(trial.runner.name, "")
     if trial.runner.options.get(option) is True and trial.no_sync and trial.grad_accum > 1:
         way = "use no_sync=false or grad_accum=1" if option == "static_graph" else "use grad_accum=1"
         yield f"runner.options.{option} fails in torch unless every accumulated pass averages; {way}"
 
 
-TORCH = (_fsdp,)
-TRAINER = (_trainer_optimizer, _trainer_optim_args, _trainer_parallel, _ddp_trainer, _fsdp_trainer)
+def _own_offload(trial: Trial) -> Iterator[str]:
+    if trial.offload_param:
+        yield "offload_param: a custom target offloads what it wants itself; leave it out"
+
+
+TORCH = (_static_graph, _fsdp)
+CUSTOM = (_own_offload,)
+_ddp_static_graph = partial(_static_graph, option="ddp_static_graph")
+TRAINER = (_ddp_static_graph, _trainer_optimizer, _trainer_optim_args, _trainer_arguments, _fsdp_trainer)
 DEEPSPEED = (_deepspeed_optimizer,)

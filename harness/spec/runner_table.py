@@ -1,8 +1,8 @@
 """Who drives the training loop: an entry for each runner, with all that the harness must know of it.
 
-A new runner is a module under runners/ and an entry in `RUNNERS`. Trials are checked against this table and that of
-ways of sharding (shardings.py), workers import what they name. Not covered: what a runner cannot do with a setting
-(runner_rules.py).
+A new runner is a module under runners/ and an entry in `RUNNERS`, which is its option `runner=` too
+(harness/config/overrides.py). Trials are checked against this table and that of ways of sharding (shardings.py),
+workers import what they name. Not covered: what a runner cannot do with a setting (runner_rules.py).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec import deepspeed_config, runner_rules
 from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO, Sharding
 from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.techniques.catalog import Technique
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -26,6 +27,7 @@ ANSWERS = ("claims",)
 FORMER_ANSWERS = ("fit-24gb", "forum-gpt2", "composition", "seqlen-zero3")
 
 Rule = Callable[["Trial"], Iterator[str]]
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,40 @@ class Runner:
 
     `module` has `run(trial, device, meter, folder)`; `preload` is what its first step would otherwise import.
     `measurement` is raised when what it measures changes: old rows then no longer count as finished. `shardings` are
-    those it supports, `simulated` those of them that can be predicted. `owned` maps an option (dotted) to the axis that
-    says the same, which it therefore must not contradict; `options` are the only ones it takes (None: its library's).
-    `rules` say what it cannot do, each with the way out. `starts`: the training is a process that it starts, so the
-    module's function is `run(trial, folder)`, and what the axes mean is that process's business; `traced` is the module
-    that runs it where it is simulated.
+    those it supports, beside those that name it. `owned` maps an option (dotted) to the axis that says the same, which
+    it therefore must not contradict; `options` are the only ones it takes (None: its library's). `rules` say what it
+    cannot do, each with the way out. `starts`: the training is a process that it starts, so the module's function is
+    `run(trial, folder)`, and what the axes mean is that process's business; `traced` is the module that runs it where
+    it is simulated. `targets`: the training code is the user's function, runner.target.
+
+    `monotonic`: more length or batch is known never to need less memory. `jobs`: it can run protocol=job.
+    `loader_workers` is the option that says how many processes load data. `host_bytes` is the anonymous memory of a
+    process after its imports (`vramsweep.runners.worker.worker.preload`), by benchmarks/host_check.py: torch
+    2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11. What a CUDA build and its context
+    take on the host is not in it: no card was at hand to measure it.
     """
 
     name: str
     meaning: str
     module: str
-    preload: tuple[str, ...]
-    measurement: int
-    shardings: tuple[str, ...]
-    simulated: tuple[str, ...]
+    preload: tuple[str, ...] = ()
+    measurement: int = 1
+    shardings: tuple[str, ...] = ("none",)
     owned: Mapping[str, str] = field(default_factory=dict)
     options: tuple[str, ...] | None = ()
     rules: tuple[Rule, ...] = ()
     starts: bool = False
     traced: str | None = None
+    targets: bool = False
+    monotonic: bool = False
+    jobs: bool = False
+    loader_workers: str | None = None
+    host_bytes: int = 279 * MIB
+
+    @property
+    def user_code(self) -> bool:
+        """Whether the training code is the user's, which applies itself what it wants."""
+        return self.starts or self.targets
 
 
 _MODELS = (
@@ -84,30 +101,32 @@ _TRAINER_AXES = {
 }
 
 
+_TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # another names its runners itself
 # fmt: off
 RUNNERS = (
     Runner("torch", "the plain loop: forward, backward, optimizer step", module=".loops.torch_loop",
-           preload=(".loops.torch_loop", *_MODELS), measurement=1, shardings=("none", "ddp", *FSDP),
-           simulated=("none", "ddp", *FSDP), rules=runner_rules.TORCH),
+           preload=(".loops.torch_loop", *_MODELS), shardings=_TORCH, rules=runner_rules.TORCH, monotonic=True),
     Runner("trainer", "Hugging Face Trainer with its defaults; options are TrainingArguments",
-           module=".loops.hf_trainer",
+           module=".loops.hf_trainer", shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, host_bytes=294 * MIB,
            # accelerate imports deepspeed, where it is installed, to unwrap any model
-           preload=(".loops.hf_trainer", "deepspeed", *_MODELS), measurement=1,
-           shardings=("none", "ddp", *FSDP, *ZERO), simulated=("none", "ddp", *FSDP, *ZERO),
+           preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
            owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names.split()}, options=None,
            rules=runner_rules.TRAINER),
     Runner("deepspeed", "DeepSpeed's engine; options are merged over the generated ds_config",
            module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,
-           shardings=ZERO, simulated=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()},
-           options=None, rules=runner_rules.DEEPSPEED),
+           shardings=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()}, options=None,
+           rules=runner_rules.DEEPSPEED, monotonic=True, host_bytes=333 * MIB),
     Runner("custom", "your own model and step (docs/custom.md); options are the target's", module=".loops.custom",
-           preload=(".loops.custom", *_MODELS), measurement=2, shardings=("none", "ddp", *FSDP),
-           simulated=("none", "ddp", *FSDP), options=None),
+           preload=(".loops.custom", *_MODELS), measurement=2, shardings=_TORCH, options=None,
+           rules=runner_rules.CUSTOM, targets=True),
     Runner("script", "a command of your own, as it is (docs/script.md); options are placeholders of your own",
-           module=".scripts.launch_command", preload=(), measurement=1, shardings=(), simulated=(), options=None,
-           starts=True, traced=".scripts.traced_script"),
+           module=".scripts.launch_command", shardings=(), options=None, starts=True, traced=".scripts.traced_script",
+           jobs=True),
 )
 # fmt: on
+USER_CODE = tuple(r.name for r in RUNNERS if r.user_code)
+STARTING = tuple(r.name for r in RUNNERS if r.starts)
+TARGETED = tuple(r.name for r in RUNNERS if r.targets)
 _RUNNERS = {runner.name: runner for runner in RUNNERS}
 _SHARDINGS = {sharding.name: sharding for sharding in SHARDINGS}
 
@@ -128,13 +147,24 @@ def sharding(name: str) -> Sharding:
     return _SHARDINGS[name]
 
 
+def shardings_of(entry: Runner) -> tuple[str, ...]:
+    """The ways of sharding that go with a runner: those that it names, then those that name it."""
+    return (*entry.shardings, *(s.name for s in SHARDINGS if entry.name in s.runners and s.name not in entry.shardings))
+
+
+def technique_runners(entry: Technique) -> tuple[str, ...]:
+    """The runners that go with a technique, of those whose training code is ours."""
+    return tuple(r.name for r in RUNNERS if not r.user_code and r.name in (entry.runners or (r.name,)))
+
+
 def fork_server_name(trial: Trial) -> str:
     """Names the template that a trial's worker is forked from: the runner, "+" the sharding and techniques that need
     more than it imports."""
     entry = _RUNNERS[trial.runner.name]
     mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
     more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # those that import the same share
-    return "+".join((trial.runner.name, *more, *map(str, catalog.techniques_to_preload(trial))))
+    techniques = () if entry.user_code else catalog.techniques_to_preload(trial)
+    return "+".join((trial.runner.name, *more, *map(str, techniques)))
 
 
 def preload(name: str) -> tuple[str, ...]:
@@ -150,7 +180,7 @@ def preload(name: str) -> tuple[str, ...]:
 def markdown_table() -> str:
     """The runners and ways of sharding as tables for the documentation."""
     lines = ["**runners**", "", "| runner | who drives the loop | sharding |", "|---|---|---|"]
-    lines += [f"| `{r.name}` | {r.meaning} | {', '.join(f'`{name}`' for name in r.shardings)} |" for r in RUNNERS]
+    lines += [f"| `{r.name}` | {r.meaning} | {', '.join(f'`{name}`' for name in shardings_of(r))} |" for r in RUNNERS]
     lines += ["", "**sharding**", "", "| sharding | how ranks divide the work |", "|---|---|"]
     return "\n".join([*lines, *(f"| `{s.name}` | {s.meaning} |" for s in SHARDINGS)]) + "\n"
 
@@ -161,29 +191,49 @@ def runner_rules_of(trial: Trial) -> Iterator[str]:
     if entry is None:
         yield suggestions.no_such_value(f"runner {trial.runner.name}", "runner", trial.runner.name, _RUNNERS)
         return
-    if entry.starts:
+    if trial.sharding not in _SHARDINGS:
+        yield suggestions.no_such_value(f"sharding={trial.sharding}", "sharding", trial.sharding, _SHARDINGS)
         return
-    yield from runner_rules.ds_config_file(trial)
-    yield from _supported(trial, entry)
-    yield from runner_rules.offload(trial)
-    yield from runner_rules.zero_init(trial)
-    yield from runner_rules.zero_precision(trial)
-    yield from _options(trial, entry)
-    for rule in (runner_rules.static_graph, *entry.rules):
-        yield from rule(trial)
+    if not entry.starts:
+        yield from runner_rules.ds_config_file(trial, _runners_of(*ZERO))
+        yield from _supported(trial, entry)
+        yield from _offload(trial, entry)
+        yield from runner_rules.zero_init(trial)
+        yield from runner_rules.zero_precision(trial)
+        yield from _options(trial, entry)
+        for rule in entry.rules:
+            yield from rule(trial)
+    yield from catalog.technique_rules(trial, entry.user_code)
+
+
+def _runners_of(*names: str) -> str:
+    """The runners that go with any of these ways of sharding, in words."""
+    return " or ".join(r.name for r in RUNNERS if set(names) & set(shardings_of(r)))
+
+
+def _offload(trial: Trial, entry: Runner) -> Iterator[str]:
+    """Why optimizer state or parameters cannot be moved to host memory under this sharding."""
+    if trial.sharding in FSDP:
+        yield from runner_rules.fsdp_offload(trial)
+    for axis in ("offload_param", "offload_optimizer"):
+        able = [s.name for s in SHARDINGS if axis in s.offloads]
+        if getattr(trial, axis) and trial.sharding not in able:
+            why = " (stage 0 silently ignores it)" if _SHARDINGS[trial.sharding].stage == 0 else ""
+            mine = [name for name in able if name in shardings_of(entry)]
+            who = "" if mine else f"runner={_runners_of(*able)} with "
+            yield f"{axis} needs {who}sharding={' or '.join(mine or able)}, not {trial.sharding}{why}"
 
 
 def _supported(trial: Trial, entry: Runner) -> Iterator[str]:
-    if trial.sharding not in entry.shardings:
-        others = [r.name for r in RUNNERS if trial.sharding in r.shardings]
+    if trial.sharding not in (supported := shardings_of(entry)):
         yield (
-            f"sharding={trial.sharding} needs runner={' or '.join(others)}; runner={entry.name} takes "
-            f"sharding={', '.join(entry.shardings)}"
+            f"sharding={trial.sharding} needs runner={_runners_of(trial.sharding)}; runner={entry.name} takes "
+            f"sharding={', '.join(supported)}"
         )
     if trial.world_size > 1 and trial.sharding == "none":
         ways = ", ".join(s.name for s in SHARDINGS if s.name != "none")
         yield f"world_size {trial.world_size} needs a sharding ({ways}); sharding=none is one rank"
-    if trial.device.name == "simulated" and trial.sharding not in entry.simulated:
+    if trial.device.name == "simulated" and not _SHARDINGS[trial.sharding].simulated:
         yield f"sharding={trial.sharding} with runner={entry.name} cannot be simulated; measure it on device=cuda"
 
 
@@ -225,7 +275,7 @@ def _options(trial: Trial, entry: Runner) -> Iterator[str]:
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"
             yield f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
-    for option, value in trial.runner.options.items() if entry.name != "custom" else ():
+    for option, value in () if entry.user_code else trial.runner.options.items():
         words, fits = _KINDS.get(option, ("", lambda value, trial: True))
         left = value is None and entry.options is None  # to the library
         if not left and not fits(value, trial):

@@ -1,6 +1,6 @@
 """How ranks divide the work: an entry for each way, with all that the harness must know of it.
 
-A new way of sharding is an entry in `SHARDINGS`, and in the runners that support it (runner_table.py).
+A new way of sharding is an entry in `SHARDINGS` and a module; the tuples below it follow.
 """
 
 from __future__ import annotations
@@ -12,18 +12,31 @@ from dataclasses import dataclass
 class Sharding:
     """How ranks divide a model's weights, gradients and optimizer state.
 
-    `module` is what does it (runners/shardings/interface.py says which functions it has), `stage` is ZeRO's, `preload`
-    what a template imports for it, `options` arguments of what wraps the model, which runner=torch passes on.
-    `measurement` is raised when what is measured under it changes: old rows no longer count then.
+    `module` is what does it (runners/shardings/interface.py says which functions it has), `library` what wraps the
+    model, whose rules hold: ddp, fsdp or deepspeed; `stage` is ZeRO's, `preload` what a template imports for it,
+    `options` arguments of what wraps the model, which runner=torch passes on, `arguments` TrainingArguments that reach
+    it alone (transformers 5.23, Trainer._build_accelerator_args). `runners` support it beside those whose own entries
+    name it (runner_table.py). `measurement` is raised when what is measured under it changes: old rows no longer count
+    then.
+
+    `simulated`: it can be predicted. `whole`: each rank has its own copy of the weights. `readable`: a weight can be
+    read outside its own layer. `offloads` are the axes by which it moves state to host memory.
     """
 
     name: str
     meaning: str
     module: str | None = None
+    library: str = ""
     stage: int | None = None
     preload: tuple[str, ...] = ()
     measurement: int = 1
     options: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+    runners: tuple[str, ...] = ()
+    simulated: bool = False
+    whole: bool = False
+    readable: bool = False
+    offloads: tuple[str, ...] = ()
 
 
 _PLACE = ".shardings"
@@ -31,26 +44,30 @@ _PLACE = ".shardings"
 _ZERO_PRELOAD = (f"{_PLACE}.zero_config", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject")
 # fmt: off
 SHARDINGS = (
-    Sharding("none", "one rank that holds everything"),
+    Sharding("none", "one rank that holds everything", simulated=True, whole=True, readable=True),
     Sharding("ddp", "every rank holds everything; gradients are averaged in buckets (DistributedDataParallel)",
-             f"{_PLACE}.ddp", options=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph",
-                                       "find_unused_parameters")),
+             f"{_PLACE}.ddp", "ddp", simulated=True, whole=True, readable=True,
+             options=("bucket_cap_mb", "gradient_as_bucket_view", "static_graph", "find_unused_parameters"),
+             arguments=("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers",
+                        "ddp_static_graph")),
     Sharding("fsdp1", "every rank holds a part of flattened blocks, gathered as needed (FullyShardedDataParallel)",
-             f"{_PLACE}.fsdp", preload=(f"{_PLACE}.fsdp",),
+             f"{_PLACE}.fsdp", "fsdp", preload=(f"{_PLACE}.fsdp",), simulated=True, offloads=("offload_param",),
              options=("sharding_strategy", "backward_prefetch", "forward_prefetch", "limit_all_gathers",
-                      "use_orig_params")),
+                      "use_orig_params"), arguments=("fsdp_config",)),
     Sharding("fsdp2", "every rank holds a part of each tensor, gathered block by block (fully_shard)",
-             f"{_PLACE}.fsdp", preload=(f"{_PLACE}.fsdp",), measurement=2,
-             options=("reshard_after_forward",)),
-    Sharding("zero0", "DeepSpeed without sharding: gradients are averaged", f"{_PLACE}.zero_config", stage=0,
-             preload=_ZERO_PRELOAD, measurement=2),
-    Sharding("zero1", "optimizer state divided (ZeRO 1)", f"{_PLACE}.zero_config", stage=1, preload=_ZERO_PRELOAD,
-             measurement=2),
-    Sharding("zero2", "and gradients (ZeRO 2)", f"{_PLACE}.zero_config", stage=2, preload=_ZERO_PRELOAD,
-             measurement=2),
-    Sharding("zero3", "and weights (ZeRO 3)", f"{_PLACE}.zero_config", stage=3, preload=_ZERO_PRELOAD,
-             measurement=3),
+             f"{_PLACE}.fsdp", "fsdp", preload=(f"{_PLACE}.fsdp",), measurement=2, simulated=True, readable=True,
+             options=("reshard_after_forward",), offloads=("offload_param",), arguments=("fsdp_config",)),
+    *(Sharding(f"zero{stage}", meaning, f"{_PLACE}.zero_config", "deepspeed", stage, _ZERO_PRELOAD, measurement,
+               simulated=True, whole=stage < 3, readable=stage < 3, offloads=offloads)
+      for stage, (meaning, measurement, offloads) in enumerate((
+          ("DeepSpeed without sharding: gradients are averaged", 2, ()),
+          ("optimizer state divided (ZeRO 1)", 2, ("offload_optimizer",)),
+          ("and gradients (ZeRO 2)", 2, ("offload_optimizer",)),
+          ("and weights (ZeRO 3)", 3, ("offload_optimizer", "offload_param"))))),
 )
 # fmt: on
-ZERO = tuple(s.name for s in SHARDINGS if s.stage is not None)
-FSDP = ("fsdp1", "fsdp2")
+NAMES = tuple(s.name for s in SHARDINGS)
+DDP, FSDP, ZERO = (tuple(s.name for s in SHARDINGS if s.library == name) for name in ("ddp", "fsdp", "deepspeed"))
+WHOLE = tuple(s.name for s in SHARDINGS if s.whole)
+READABLE = tuple(s.name for s in SHARDINGS if s.readable)
+PLAIN = tuple(name for name in WHOLE if name not in ZERO)  # whole weights, of torch's own dtypes and optimizer

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vramsweep.harness.files import plain_json
+from vramsweep.harness.spec import runner_table
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -69,7 +70,7 @@ def _kept_cache(trial: Trial) -> bool:
 
 
 def _with_loss(trial: Trial) -> bool:
-    return trial.runner.name != "custom" and trial.loss == "default"
+    return trial.runner.name not in runner_table.TARGETED and trial.loss == "default"
 
 
 def _maskless(trial: Trial) -> bool:

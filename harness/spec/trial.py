@@ -145,7 +145,7 @@ class Trial(_Frozen):
     precision: str
     allocator: AllocatorAxis
     runner: RunnerAxis
-    sharding: Literal["none", "ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"] = "none"
+    sharding: str = "none"
     world_size: int = Field(default=1, ge=1, le=MOST)
     offload_optimizer: bool = False
     offload_param: bool = False

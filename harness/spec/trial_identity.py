@@ -77,7 +77,7 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             kept = {str(k): p for k, v in value.items() if (p := pruned(v, (*at, str(k)))) is not None}
             return kept or None
-        custom_name = at == ("model", "name") and node_name(resolved, "runner") == "custom"
+        custom_name = at == ("model", "name") and node_name(resolved, "runner") in runner_table.TARGETED
         if at in NAMES and not custom_name:
             return None
         if at in ID_DEFAULTS and type(value) is type(ID_DEFAULTS[at]) and value == ID_DEFAULTS[at]:

@@ -16,7 +16,6 @@ from vramsweep.harness.files import plain_json
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import EnvironmentFault, describe
 from vramsweep.harness.spec import command_template, length_distribution, runner_table, trial_rules
-from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 
@@ -44,7 +43,7 @@ def parse(values: Mapping[str, Any]) -> Trial:
         raise InvalidTrial(f"allocator {trial.allocator.name}: {error}") from None
     allocator = trial.allocator.model_copy(update={"conf": conf.render()})
     trial = trial.model_copy(update={"allocator": allocator, "fingerprints": _fingerprints(trial)})
-    rules = (runner_table.runner_rules_of, catalog.technique_rules, *trial_rules.RULES)
+    rules = (runner_table.runner_rules_of, *trial_rules.RULES)
     for reason in itertools.chain.from_iterable(rule(trial) for rule in rules):
         raise InvalidTrial(reason)  # the first: what comes after it may not make sense
     return trial

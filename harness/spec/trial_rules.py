@@ -13,7 +13,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.hardware.gpu_lookup import GPUS
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.spec import command_template, length_distribution, version_differences
+from vramsweep.harness.spec import command_template, length_distribution, runner_table, version_differences
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
 
@@ -26,30 +26,23 @@ SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib", 
 
 
 def _model(trial: Trial) -> Iterator[str]:
-    if trial.runner.name in catalog.USER_CODE_RUNNERS:
+    path, limit, trusted = trial.model.path, trial.model.max_positions, trial.model.trust_remote_code
+    if trial.runner.name in runner_table.USER_CODE:
+        if trusted:
+            runner = f"runner={trial.runner.name}"
+            yield f"model.trust_remote_code: {runner} loads its model itself, as it wants; leave it out"
         return
-    if (trial.model.model_type is None) == (trial.model.path is None):
+    if (trial.model.model_type is None) == (path is None):
         yield "model: give either a shipped architecture or model.path (a local directory or hub id)"
-    if trial.weights == "pretrained" and trial.model.path is None:
+    if trial.weights == "pretrained" and path is None:
         yield "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
-    if trial.data != "synthetic" and not length_distribution.names_lengths(trial.data) and trial.model.path is None:
+    if trial.data != "synthetic" and not length_distribution.names_lengths(trial.data) and path is None:
         yield (
             "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
         )
-
-
-def _remote_code(trial: Trial) -> Iterator[str]:
-    if not trial.model.trust_remote_code:
-        return
-    if trial.runner.name in catalog.USER_CODE_RUNNERS:
-        yield f"model.trust_remote_code: runner={trial.runner.name} loads its model itself, as it wants; leave it out"
-    if trial.model.path is None:
+    if trusted and path is None:
         yield "model.trust_remote_code needs a model that brings code: model=hub model.path=...; leave it out"
-
-
-def _positions(trial: Trial) -> Iterator[str]:
-    limit = trial.model.max_positions
-    if limit is not None and trial.runner.name not in catalog.USER_CODE_RUNNERS and trial.seq_len > limit:
+    if limit is not None and trial.seq_len > limit:
         yield f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions"
 
 
@@ -67,7 +60,7 @@ def _device(trial: Trial) -> Iterator[str]:
         yield (
             f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
         )
-    own = trial.runner.name == "script"
+    own = trial.runner.name in runner_table.STARTING
     if trial.precision == "fp16" and trial.sharding not in ZERO and not own:
         yield "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"
 
@@ -118,17 +111,22 @@ def _allocator(trial: Trial) -> Iterator[str]:
         yield f"allocator {trial.allocator.name}: {unknown}"
 
 
-def _custom(trial: Trial) -> Iterator[str]:
-    target = trial.runner.target
-    if trial.runner.name != "custom":
-        if target:
-            yield f"runner.target belongs to runner=custom, not {trial.runner.name}"
-        return
-    path, colon, function = (target or "").rpartition(":")
-    if not colon or not function.isidentifier():
-        yield "runner=custom needs runner.target=path/to/file.py:function"
-    if not Path(path).is_file():
-        yield f"runner.target: there is no file {path}"
+def _runner(trial: Trial) -> Iterator[str]:
+    name = trial.runner.name
+    for setting, takers in (("target", runner_table.TARGETED), ("command", runner_table.STARTING)):
+        if getattr(trial.runner, setting) and name not in takers:
+            yield f"runner.{setting} belongs to runner={' or '.join(takers)}, not {name}"
+    if name in runner_table.STARTING:
+        yield from command_template.command_problems(trial)
+    elif not trial.runner.stop:
+        which = " or ".join(runner_table.STARTING)
+        yield f"runner.stop belongs to runner={which}, not {name}: the others end with the protocol's steps"
+    if name in runner_table.TARGETED:
+        path, colon, function = (trial.runner.target or "").rpartition(":")
+        if not colon or not function.isidentifier():
+            yield f"runner={name} needs runner.target=path/to/file.py:function"
+        if not Path(path).is_file():
+            yield f"runner.target: there is no file {path}"
 
 
 def _job(trial: Trial) -> Iterator[str]:
@@ -138,26 +136,15 @@ def _job(trial: Trial) -> Iterator[str]:
         yield (
             "protocol=job cannot be simulated: loading, evaluation and checkpoints are measured on device=cuda or cpu"
         )
-    if trial.runner.name not in ("script", "trainer"):
-        yield f"protocol=job is for runner=trainer and scripts (vramsweep run), not runner={trial.runner.name}"
-    if trial.runner.name == "trainer" and trial.sharding != "none":
+    ours = [r.name for r in runner_table.RUNNERS if r.jobs and not r.starts]
+    if not runner_table.runner(trial.runner.name).jobs:
+        which = " or ".join(ours)
+        yield f"protocol=job is for runner={which} and scripts (vramsweep run), not runner={trial.runner.name}"
+    if trial.runner.name in ours and trial.sharding != "none":
         yield f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
-
-
-def _script(trial: Trial) -> Iterator[str]:
-    if trial.runner.name == "script":
-        yield from command_template.command_problems(trial)
-        return
-    if not trial.runner.stop:
-        yield (
-            f"runner.stop belongs to runner=script, not {trial.runner.name}: the others end with the protocol's steps"
-        )
-    if trial.runner.command:
-        yield f"runner.command belongs to runner=script, not {trial.runner.name}"
 
 
 # Each yields what speaks against a trial; the first reason of all is what is said.
 RULES: tuple[Callable[[Trial], Iterator[str]], ...] = (
-    _model, _remote_code, _positions, _device, _allocator, _custom, _script, _job, length_distribution.lengths_problem,
-    version_differences.rule,
+    _model, _device, _allocator, _runner, _job, length_distribution.lengths_problem, version_differences.rule,
 )  # fmt: skip

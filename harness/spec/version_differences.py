@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.transformers_differences import TRANSFORMERS, Difference, uses_sdpa
 
@@ -60,7 +61,7 @@ DIFFERENCES = (
     Difference("zero_half_buffers", "deepspeed", "<0.19.2", "runtime/engine.py, _configure_distributed_model: "
                "module.half() (0.14.2; ended by #8066)", "buffers are cast to the precision of the weights; later they "
                "stay as the model has them", ("zero", "half_buffers"),
-               lambda trial: trial.sharding.startswith("zero") and trial.precision in ("bf16", "fp16")),
+               lambda trial: trial.sharding in ZERO and trial.precision in ("bf16", "fp16")),
     *TRANSFORMERS,
 )
 # fmt: on

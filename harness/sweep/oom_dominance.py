@@ -18,12 +18,11 @@ from typing import Any
 
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.fit_knowledge import FitKnowledge, TriedPoint
-from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Planned
 
 GROWING = ("seq_len", "micro_batch")
-RUNNERS = ("torch", "trainer", "deepspeed")
 
 
 class OomDominance:
@@ -71,7 +70,7 @@ def order(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def _grows(trial: Trial) -> bool:
-    own = trial.runner.name in RUNNERS and trial.runner.command is None
+    own = runner_table.runner(trial.runner.name).monotonic and trial.runner.command is None
     return own and not length_distribution.has_varying_lengths(trial)
 
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process import interpreter
 from vramsweep.harness.rows.schema import Outcome, Row, system_of
-from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Planned
@@ -72,6 +71,6 @@ def system_columns(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
         "gpu_name": seen[0].name if seen else None,
         "gpu_uuid": seen[0].uuid if seen else None,
         "driver_version": seen[0].driver if seen else None,
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+        "deepspeed_version": machine.deepspeed_version(trial.sharding),
         "package_versions": {name: found for name in packages if (found := machine.version(name)) is not None} or None,
     }

@@ -21,6 +21,7 @@ from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.quality_flags import flags
 from vramsweep.harness.rows.schema import BY_NAME, Outcome, Row
 from vramsweep.harness.spec import command_template, trial_identity
+from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import provenance
 from vramsweep.harness.sweep.plan import Planned

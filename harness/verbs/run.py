@@ -117,12 +117,9 @@ def _wrong(
 def _option(word: str) -> str:
     """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
     name, _, typed = word.partition("=")
-    several = [typed] if _FUNCTION.fullmatch(typed) else [_text(one.strip()) for one in _several(typed)]
+    each = () if _FUNCTION.fullmatch(typed) else map(str.strip, _several(typed))
+    several = [one if _QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
     return f"+runner.options.{name}={','.join(several)}"
-
-
-def _text(one: str) -> str:
-    return one if _QUOTED.fullmatch(one) else value(one)
 
 
 def _several(typed: str) -> Iterator[str]:

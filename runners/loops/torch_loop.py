@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vramsweep.harness.spec.shardings import FSDP
+from vramsweep.harness.spec.shardings import DDP, FSDP
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure import model_description
 from vramsweep.runners.measure.counters import scaler_skips
@@ -50,7 +50,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
             meter.fed(batch)
-            with net.no_sync() if trial.sharding == "ddp" and trial.no_sync and left else contextlib.nullcontext():
+            with net.no_sync() if trial.sharding in DDP and trial.no_sync and left else contextlib.nullcontext():
                 with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
                     loss = net(**batch).loss / trial.grad_accum
                 scaler.scale(loss).backward()

@@ -208,20 +208,12 @@ def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Siz
     return keys, values
 
 
-def _product(a: Any, b: Any) -> int:
+def _product(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
     """2 per element of `a` and column of `b`; stacks of matrices, as in a batched or a grouped product, included."""
     grouped = a.dim() == 3 and b.dim() == 2  # whose groups divide the columns of `b`
     rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
     flops: int = 2 * rows * columns  # no int(): it may be symbolic
     return flops
-
-
-def _of_two(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _product(a, b)
-
-
-def _of_two_added(bias: Any, a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _product(a, b)
 
 
 _aten = torch.ops.aten
@@ -232,10 +224,10 @@ for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which 
     _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
 for _names, _formula in (
     # mm, bmm, addmm, baddbmm: torch's own raise where a dtype is given for the output (`addmm.dtype`)
-    (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _of_two),
+    (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _product),
     (
         ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
-        _of_two_added,
+        lambda bias, *given, **more: _product(*given, **more),
     ),
 ):
     _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from vramsweep.harness.spec.runner_table import USER_CODE
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.rank.entry_modules import import_entry
@@ -47,7 +48,7 @@ def imported(trial: Trial) -> None:
 
     A module that lacks its package is left to the trial to miss.
     """
-    for module in () if trial.runner.name in catalog.USER_CODE_RUNNERS else _modules(trial):
+    for module in () if trial.runner.name in USER_CODE else _modules(trial):
         with contextlib.suppress(ImportError):
             import_entry(module)
 
@@ -55,7 +56,7 @@ def imported(trial: Trial) -> None:
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
     """Every technique's `around`. Raises InvalidTrial for a card that lacks what one needs."""
-    if trial.runner.name in catalog.USER_CODE_RUNNERS:
+    if trial.runner.name in USER_CODE:
         yield
         return
     if device.type == "cuda":

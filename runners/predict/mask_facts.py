@@ -20,6 +20,7 @@ from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 from transformers.utils import import_utils
 
+from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
@@ -59,7 +60,7 @@ def _in_batches(data: build.Data, micro_batch: int) -> Iterator[build.Sample]:
 
 def answer_questions(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """transformers' questions are answered until the context is left; those of a custom target stay unanswered."""
-    if trial.runner.name == "custom":
+    if trial.runner.name in TARGETED:
         return contextlib.nullcontext()
     if trial.runner.command:  # its batches have their values (known_values.py); that something is to be compiled is not
         # told by fake tensors alone

@@ -17,8 +17,7 @@ from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline_effic
 from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
 from vramsweep.harness.hardware.roofline import estimate, merge_work, total_flops
 from vramsweep.harness.machine import host_memory, machine
-from vramsweep.harness.spec import length_distribution
-from vramsweep.harness.spec.shardings import ZERO
+from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.version_differences import DIFFERENCES
 from vramsweep.runners.measure.step_meter import PHASES_UNKNOWN, reached_plateau
@@ -100,7 +99,7 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction) -> dict
     return {
         "prediction_basis": prediction_basis(trial),
         "trace_basis": trace_basis,
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+        "deepspeed_version": machine.deepspeed_version(trial.sharding),
         "gpu_name": card.name,
         "device_total_bytes": reported_bytes(card),
         "memory_limit_bytes": trial.memory_limit(),
@@ -307,7 +306,7 @@ def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
     ranks = host_memory.ranks(trial)
     if trial.runner.command is not None:  # what a script keeps on the host is not in the trace
         return {"host_ranks": ranks, "host_total_bytes": host_memory.limit(trial)}
-    processes = ranks * host_memory.PROCESS[trial.runner.name]
+    processes = ranks * runner_table.runner(trial.runner.name).host_bytes
     loading = max((peak for mark, peak in host.phases if mark.step is None), default=0)
     parts = {name: ranks * size for name, size in host.breakdown.items()}
     return {
@@ -333,7 +332,7 @@ def host_full(trial: Trial, host: HostPrediction) -> int | None:
     limit = host_memory.limit(trial)
     if limit is None or trial.runner.command is not None:
         return None
-    ranks, process = host_memory.ranks(trial), host_memory.PROCESS[trial.runner.name]
+    ranks, process = host_memory.ranks(trial), runner_table.runner(trial.runner.name).host_bytes
     return next((index for index, (_, peak) in enumerate(host.phases) if ranks * (peak + process) > limit), None)
 
 

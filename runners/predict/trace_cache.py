@@ -27,6 +27,7 @@ from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process import worker_environment
+from vramsweep.harness.spec.runner_table import USER_CODE
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.measure.counters import backward_boundaries
@@ -197,7 +198,7 @@ def family_key(trial: Trial, card: Gpu) -> str:
 
 def _may_take_cudnn(trial: Trial) -> bool:
     """Whether a call of attention may be cuDNN's, which serves halves; what a user's code asks for is not known."""
-    ours = trial.runner.name not in ("custom", "script")
+    ours = trial.runner.name not in USER_CODE
     return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
 
 
@@ -228,7 +229,7 @@ def check(trace: Trace, sized: bool = True) -> None:
     _need(_numbers([called.nbytes for called, _ in trace.collectives]), "collectives are wrong")
     for storage, text, of in trace.stepwise:
         _need(storage < count, "a size that follows a number is that of no storage")
-        _need(not sized or _follows(text, of) == trace.sizes[storage], "stepwise is wrong")
+        _need(not sized or compiled(following(text, str(of)))(Point(0, 0)) == trace.sizes[storage], "stepwise is wrong")
     for at, kind, one, other in trace.notes:
         _need(kind in stream_lag.KINDS and _numbers((at, one, other)), "notes are wrong")
 
@@ -240,10 +241,6 @@ def _storages(storages: Storages, categories: Collection[str], sized: bool) -> N
     _need(all(-count <= event <= count for event in storages.events), "events are of no storage")
     _need(all(mark.end <= len(storages.events) for mark in marks), "marks are beyond the events")
     _need(all(before.end <= after.end for before, after in pairwise(marks)), "marks are not in order")
-
-
-def _follows(text: str, of: int) -> int:
-    return compiled(following(text, str(of)))(Point(0, 0))
 
 
 def _numbers(values: Sequence[int]) -> bool:

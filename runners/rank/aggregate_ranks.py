@@ -7,6 +7,7 @@ as one that waits makes all wait. Host memory is that of all together, and so is
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,23 +17,15 @@ Columns = dict[str, Any]
 GROUPS = {column.name: column.group for column in COLUMNS}
 
 
-def _every(lists: Sequence[list[Any]]) -> list[Any]:
-    return sorted({value for values in lists for value in values})
-
-
-def _in_turn(lists: Sequence[list[str]]) -> list[str]:
-    return list(dict.fromkeys(text for texts in lists for text in texts))
-
-
 # From the values that are known of all ranks.
 COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("device_used_bytes", "device_baseline_bytes", "gpu_temperature_c", "gpu_power_w"), max),
     **dict.fromkeys(("gpu_sm_clock_before_mhz", "gpu_sm_clock_mhz"), min),
     **dict.fromkeys(("gpu_sm_clock_max_mhz", "skipped_steps", "alloc_retries", "alloc_ooms"), max),
     **dict.fromkeys(("step_growth_bytes", "steps_s"), max),
-    **dict.fromkeys(("throttle_reasons", "foreign_processes"), _every),
+    **dict.fromkeys(("throttle_reasons", "foreign_processes"), lambda lists: sorted(set().union(*lists))),
     "plateau": all,
-    "notes": _in_turn,
+    "notes": lambda lists: list(dict.fromkeys(itertools.chain.from_iterable(lists))),
 }
 OF_WORST = ("gpu_name", "gpu_uuid")
 OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a loss of its own data; a node is one

@@ -37,6 +37,7 @@ from transformers import Trainer
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
@@ -194,7 +195,7 @@ class _Symbols:
 
     def trial(self) -> Trial:
         """The trial as it is told to a target: what this makes of its numbers is a formula too."""
-        given = self._values if self._trial.runner.name == "custom" else [self._values[0], self._trial.micro_batch]
+        given = self._values if self._trial.runner.name in TARGETED else [self._values[0], self._trial.micro_batch]
         return self._trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
 
     def batch(self, dtype: torch.dtype) -> torch.Tensor:

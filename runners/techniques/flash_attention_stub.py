@@ -13,6 +13,7 @@ happens where batch, heads and length are too small to fill it; FLASH_ATTENTION_
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
 from collections.abc import Iterator
@@ -47,29 +48,23 @@ def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) 
     return torch.empty_like(query), lse, query.new_empty(2, dtype=torch.int64)
 
 
-def _pairs(query: Any, sequences: int) -> int:
-    """FLOPs of one product of queries with keys: 2 for each of the pairs of a sequence, all taken as equally long."""
+def _flops(products: int, at: int, *given: Any, out_val: Any = None) -> int:
+    """FLOPs of products of queries, which are given `at` this place, with keys: 2 for each of the pairs of a sequence,
+    all taken as equally long; how many sequences there are is given last."""
+    query, sequences = given[at], given[-1]
     *rows, heads, width = query.shape
     tokens = math.prod(rows)
-    flops: int = 2 * heads * width * tokens * tokens // sequences
+    flops: int = products * (2 * heads * width * tokens * tokens // sequences)
     return flops
 
 
-def _forward_flops(query: Any, key: Any, value: Any, is_causal: bool, sequences: int, out_val: Any = None) -> int:
-    return 2 * _pairs(query, sequences)
-
-
-def _backward_flops(grad: Any, query: Any, *rest: Any, out_val: Any = None) -> int:
-    return 5 * _pairs(query, rest[-1])
-
-
-for _name, _schema, _kernel, _flops in (
-    ("flash_forward", _FORWARD, _forward, _forward_flops),
-    ("flash_backward", _BACKWARD, lambda *args: None, _backward_flops),
+for _name, _schema, _kernel, _products, _at in (
+    ("flash_forward", _FORWARD, _forward, 2, 0),
+    ("flash_backward", _BACKWARD, lambda *args: None, 5, 1),
 ):
     _library.define(f"{_name}{_schema}")
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    FORMULAS[getattr(torch.ops.vramsweep, _name)] = _flops
+    FORMULAS[getattr(torch.ops.vramsweep, _name)] = functools.partial(_flops, _products, _at)
 _ops = torch.ops.vramsweep
 
 

@@ -41,8 +41,7 @@ def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
     """The quantised model, frozen (peft's prepare_model_for_kbit_training casts nothing of GPTQ's models)."""
-    for parameter in net.parameters():
-        parameter.requires_grad = False
+    net.requires_grad_(False)
     return net
 
 

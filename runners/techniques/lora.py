@@ -83,8 +83,7 @@ def _with_peft(trial: Trial, net: Any, names: list[str]) -> Any:
 
 
 def _with_stand_ins(trial: Trial, net: Any, names: list[str], device: torch.device) -> Any:
-    for parameter in net.parameters():
-        parameter.requires_grad = False
+    net.requires_grad_(False)
     modules = dict(net.named_modules())
     adapters = [Adapter(trial, modules[name], device) for name in names]
     for name, adapter in zip(names, adapters, strict=True):

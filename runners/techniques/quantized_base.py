@@ -84,8 +84,7 @@ def fill(
 
 def prepare(net: Any) -> None:
     """peft/utils/other.py: prepare_model_for_kbit_training, without checkpointing, which is an axis of its own."""
-    for parameter in net.parameters():
-        parameter.requires_grad = False
+    net.requires_grad_(False)
     for parameter in net.parameters():
         if parameter.dtype in (torch.float16, torch.bfloat16):
             parameter.data = parameter.data.to(torch.float32)

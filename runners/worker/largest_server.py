@@ -62,7 +62,8 @@ def _of_family(
     groups: dict[Point, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in family.items():
         groups[point(trial.model_copy(update={axis: 1}))][trial_id] = trial
-    along = {other: _along(next(iter(group.values())), axis, values) for other, group in groups.items()}
+    firsts = {other: next(iter(group.values())) for other, group in groups.items()}
+    along = {key: [one.model_copy(update={axis: value}) for value in values] for key, one in firsts.items()}
     anyone = next(iter(family.values()))
     known = curve(anyone, [point(trial) for trials in along.values() for trial in trials], tracer)
     found: dict[str, Any] = {}
@@ -148,10 +149,6 @@ def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, RequiredBytes
             number, needs = json.loads(line)
             yield number, {name: RequiredBytes(*one) for name, one in needs.items()}
         place.unlink(missing_ok=True)
-
-
-def _along(trial: Trial, axis: str, values: Sequence[int]) -> list[Trial]:
-    return [trial.model_copy(update={axis: value}) for value in values]
 
 
 def setting(trial: Trial) -> str:

@@ -13,7 +13,6 @@ from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import EnvironmentFault
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.spec import runner_table
-from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure import model_description
 from vramsweep.runners.measure.rank_instruments import Gauges
@@ -61,7 +60,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         "cuda_version": torch.version.cuda,
         "torch_version": torch.__version__,
         "cpu_threads": torch.get_num_threads(),
-        "deepspeed_version": machine.version("deepspeed") if trial.sharding in ZERO else None,
+        "deepspeed_version": machine.deepspeed_version(trial.sharding),
     }
     try:
         with apply_techniques.around(trial, device):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.spec.techniques.schema import H100, Axis, Technique
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("activation_offload", False, "it stays on the device"),
     Technique("activation_offload", True, "it is copied to pinned memory and back (save_on_cpu), but for weights",
               module=".techniques.activation_offload", checked=("simulated", "gpu"),
-              shardings=("none", "ddp", "zero0", "zero1", "zero2"), rules=(_not_compiled,), excludes=(
+              shardings=WHOLE, rules=(_not_compiled,), excludes=(
                   ("device", ("cpu",), "there all memory is the host's; simulate it, or measure on device=cuda"),
                   ("checkpointing", ("selective",), "what its operators return is kept past autograd's hooks, on the "
                    "device; use checkpointing=full or none")),

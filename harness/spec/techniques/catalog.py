@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec.techniques import activations, batching, layers, optimizers, weights
-from vramsweep.harness.spec.techniques.schema import USER_CODE_RUNNERS, Axis, Package, Technique, text, version
+from vramsweep.harness.spec.techniques.schema import Axis, Package, Technique, text, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
-__all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "USER_CODE_RUNNERS", "Axis", "Package", "Technique", "text", "version"]
+__all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "Axis", "Package", "Technique", "text", "version"]
 
 _MODULES = (weights, layers, activations, optimizers, batching)  # in the order in which they are applied
 AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
@@ -68,11 +68,11 @@ def unproven_techniques(trial: Trial) -> list[str]:
     return [str(t) for t in chosen_techniques(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
 
 
-def technique_rules(trial: Trial) -> Iterator[str]:
-    """What the tables say against a trial, reason by reason."""
+def technique_rules(trial: Trial, user_code: bool) -> Iterator[str]:
+    """What the tables say against a trial, reason by reason; `user_code` applies itself what it wants."""
     for axis in AXES:
-        yield from _known(trial, axis)
-    if trial.runner.name in USER_CODE_RUNNERS:
+        yield from _known(trial, axis, user_code)
+    if user_code:
         return
     for entry in chosen_techniques(trial):
         yield from _fits(trial, entry)
@@ -80,25 +80,25 @@ def technique_rules(trial: Trial) -> Iterator[str]:
             yield from rule(trial)
 
 
-def _known(trial: Trial, axis: Axis) -> Iterator[str]:
+def _known(trial: Trial, axis: Axis, user_code: bool) -> Iterator[str]:
     value = getattr(trial, axis.name)
     allowed = _BY_AXIS.get(axis.name)
     if allowed and value not in allowed:
         yield suggestions.no_such_value(f"{axis.name}={value}", axis.name, value, allowed)
-    if axis.of is not None and value != axis.default and trial.runner.name not in USER_CODE_RUNNERS:
+    if axis.of is not None and value != axis.default and not user_code:
         other, needed = axis.of
         if getattr(trial, other) not in needed:
             yield f"{axis.name} belongs to {other}={' or '.join(needed)}, not {other}={getattr(trial, other)}"
 
 
 def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
-    elsewhere = trial.runner.name not in entry.runners
+    elsewhere = entry.runners is not None and trial.runner.name not in entry.runners
     for setting, excluded, why in entry.excludes:
         value = getattr(trial, setting)
         value = getattr(value, "name", value)  # a node: runner, device
         if value in excluded and (setting == "runner" or not elsewhere):
             yield f"{entry} with {setting}={text(value)}: {why}"
-    if elsewhere:
+    if entry.runners is not None and elsewhere:
         yield f"{entry} needs runner={' or '.join(entry.runners)}, not {trial.runner.name}"
     if entry.shardings is not None and trial.sharding not in entry.shardings:
         yield f"{entry} needs sharding={' or '.join(entry.shardings)}, not {trial.sharding}"
@@ -116,6 +116,6 @@ def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
 
 def techniques_to_preload(trial: Trial) -> tuple[Technique, ...]:
     """The techniques for which a template had better import something before it forks the trial's worker."""
-    if trial.runner.name in USER_CODE_RUNNERS or trial.device.name == "simulated":
+    if trial.device.name == "simulated":
         return ()
     return tuple(entry for entry in chosen_techniques(trial) if entry.preload)

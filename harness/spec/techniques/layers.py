@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vramsweep.harness.spec.shardings import READABLE
 from vramsweep.harness.spec.techniques.schema import H100, H200, Axis, Package, Technique
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ AXES = (
     Axis("loss", str, "default", "how logits and cross entropy are computed"),
 )
 
-ALL_BUT_ZERO3 = ("none", "ddp", "fsdp2", "zero0", "zero1", "zero2")  # which gathers no weight outside its own layer
 LIGER = Package("liger-kernel", "0.8.5")
 TRITON = Package("triton", "3.0")
 _ATTENTION = ".techniques.attention"
@@ -82,7 +82,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("kernels", "none", "the model's own"),
     Technique("kernels", "liger", "Liger's RMSNorm, SwiGLU and rotary embedding, and with loss=default its fused "
               "linear cross entropy", module=".techniques.liger", packages=(LIGER, TRITON),
-              preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              preload=("liger_kernel.transformers",), shardings=READABLE,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use kernels=none"),),
               checked=("simulated", "gpu"), proven=H100, source="https://github.com/linkedin/Liger-Kernel"),
     # loss
@@ -92,10 +92,10 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("loss", "no_upcast", "the same in the logits' own dtype", module=".techniques.loss",
               rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H200),
     Technique("loss", "chunked", "output layer and cross entropy of an eighth of the tokens at a time, computed again "
-              "in the backward pass", module=".techniques.loss", shardings=ALL_BUT_ZERO3,
+              "in the backward pass", module=".techniques.loss", shardings=READABLE,
               rules=(_labels_are_left,), checked=("cpu", "simulated"), proven=H100),
     Technique("loss", "fused_linear", "Liger's fused linear cross entropy", module=".techniques.loss",
-              packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=ALL_BUT_ZERO3,
+              packages=(LIGER, TRITON), preload=("liger_kernel.transformers",), shardings=READABLE,
               excludes=(("device", ("cpu",), "its kernels need CUDA; on device=cpu use loss=chunked"),),
               rules=(_labels_are_left,), checked=("simulated", "gpu"),
               proven=H200, source="https://github.com/linkedin/Liger-Kernel"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vramsweep.harness.spec.shardings import DDP, ZERO
 from vramsweep.harness.spec.techniques.schema import H100, H200, Axis, Package, Technique
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ AXES = (
 _TORCH = ".techniques.torch_optimizers"
 BITSANDBYTES = (Package("bitsandbytes", "0.44"),)  # blocks of 2,048 elements before
 TORCHAO = (Package("torchao", "0.11"),)  # torchao.optim; prototypes before
-ZERO = ("zero0", "zero1", "zero2", "zero3")
 NO_DTENSOR = (("sharding", ("fsdp2",), "it does not take FSDP2's sharded tensors (DTensor); use optimizer=adamw_torch, "
                "or sharding=zero2"),)  # fmt: skip
 NOT_PAGED = (("device", ("cpu",), "bitsandbytes pages nothing there; use the optimizer of that name without paged"),
@@ -95,7 +95,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     # no_sync
     Technique("no_sync", True, "DistributedDataParallel.no_sync"),
     Technique("no_sync", False, "gradients are averaged after every accumulated pass", runners=("torch",),
-              shardings=("ddp",), checked=("cpu", "simulated"), rules=(_accumulating,), source="https://docs.pytorch.org/docs/"
+              shardings=DDP, checked=("cpu", "simulated"), rules=(_accumulating,), source="https://docs.pytorch.org/docs/"
               "stable/generated/torch.nn.parallel.DistributedDataParallel.html"),
 )
 # fmt: on

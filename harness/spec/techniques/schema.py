@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 Rule = Callable[["Trial"], Iterator[str]]  # yields what speaks against the trial; the first reason is what is said
-# Runners whose training code is the user's, which applies itself what it wants.
-USER_CODE_RUNNERS = ("custom", "script")
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Technique:
 
     `module` applies it (runners/model/apply_techniques.py says how). `packages` are what measuring needs, `preload` the
     modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated.
-    `runners` and `shardings` are those that it works with (None: all); custom targets apply what they want themselves.
+    `runners` and `shardings` are those that it works with (None: all); a user's code applies what it wants itself.
     `excludes` are values of other settings that do not go with it, each with the reason and the way out: (setting,
     values, text). `optim` is its name in TrainingArguments.
 
@@ -73,7 +71,7 @@ class Technique:
     packages: tuple[Package, ...] = ()
     preload: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
-    runners: tuple[str, ...] = ("torch", "trainer", "deepspeed")
+    runners: tuple[str, ...] | None = None
     shardings: tuple[str, ...] | None = None
     excludes: tuple[tuple[str, tuple[Any, ...], str], ...] = ()
     rules: tuple[Rule, ...] = ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vramsweep.harness.spec.shardings import NAMES, PLAIN, WHOLE, ZERO
 from vramsweep.harness.spec.techniques.schema import H100, H200, Axis, Package, Technique
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ _PEFT = Package("peft", "0.18")  # the first that imports with transformers 5
 _QLORA = (_PEFT, Package("bitsandbytes", "0.46.1"))
 _QLORA_GUIDE = "https://huggingface.co/docs/peft/developer_guides/quantization"
 _HALF = (("precision", ("bf16_pure", "bf16_master"), "what is not quantised is cast to fp32; use bf16 or fp16"),)
-_WHOLE = ("none", "ddp", "zero0", "zero1", "zero2")  # shardings that leave each rank its own copy of the weights
+_SEVERAL = tuple(name for name in NAMES if name not in ("none", *ZERO))
 
 
 def _adapted(trial: Trial) -> Iterator[str]:
@@ -80,14 +81,14 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
         ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
          "the weights themselves in fp32"),
-        ("sharding", ("ddp", "fsdp1", "fsdp2"), "the copies are not divided; use sharding=none, or runner=deepspeed "
+        ("sharding", _SEVERAL, "the copies are not divided; use sharding=none, or runner=deepspeed "
          "with precision=bf16, whose copies are")),
               source="https://arxiv.org/abs/1710.03740"),
     Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 "
               "(torchao's dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 "
               "does not divide); slow and large unless it is compiled", module=".techniques.fp8",
               packages=(TORCHAO,),
-              preload=("torchao.float8",), capability=(8, 9), runners=("torch", "trainer"), shardings=("none", "ddp"),
+              preload=("torchao.float8",), capability=(8, 9), runners=("torch", "trainer"), shardings=PLAIN,
               rules=(_fp8_alone, _fp8_tokens), checked=("simulated", "gpu"),
               excludes=(("device", ("cpu",), "it needs float8 tensor cores; on device=cpu use bf16"),),
               source="https://docs.pytorch.org/ao/stable/workflows/training.html"),
@@ -96,16 +97,16 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("quantization", "nf4", "linear layers but the output layer in bitsandbytes' 4 bits (NF4); the precision "
               "says their dtype before and that of the arithmetic, what is not quantised is fp32 (peft's "
               "prepare_model_for_kbit_training)", module=".techniques.nf4", packages=_QLORA,
-              shardings=_WHOLE,
-              rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200, source=_QLORA_GUIDE),
+              shardings=WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200,
+              source=_QLORA_GUIDE),
     Technique("quantization", "nf4_double", "as nf4, and the blocks' scales in 8 bits (double quantisation)",
               module=".techniques.nf4", packages=_QLORA,
-              shardings=_WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200,
+              shardings=WHOLE, rules=(_adapted,), excludes=_HALF, checked=("cpu", "simulated"), proven=H200,
               source=_QLORA_GUIDE),
     Technique("quantization", "gptq", "linear layers but the output layer in GPTQ's 4 bits, groups of 128; the rest as "
               "the precision's half", module=".techniques.gptq",
               packages=(Package("gptqmodel", "7.0"), Package("optimum", "1.24")),
-              runners=("torch", "trainer"), shardings=("none", "ddp"), rules=(_adapted, _checkpoint),
+              runners=("torch", "trainer"), shardings=PLAIN, rules=(_adapted, _checkpoint),
               checked=("simulated",),
               excludes=(("precision", ("fp32", "tf32", "bf16_pure", "bf16_master"), "its kernels work in half "
                          "precision; use bf16 or fp16"),), source="https://huggingface.co/docs/transformers/quantization/gptq"),
@@ -113,7 +114,7 @@ TECHNIQUES: tuple[Technique, ...] = (
     Technique("adapter", "none", "all weights are trained"),
     Technique("adapter", "lora", "low-rank matrices beside frozen linear layers (peft), in fp32 also where those are "
               "in half precision", module=".techniques.lora", packages=(_PEFT,),
-              shardings=(*_WHOLE, "zero3", "fsdp1", "fsdp2"), checked=("cpu", "simulated"), proven=H100, excludes=(
+              checked=("cpu", "simulated"), proven=H100, excludes=(
                   ("precision", ("bf16_master",), "what is trained is fp32 already; use bf16_pure, with bf16 base "
                    "weights, or bf16"),),
               source="https://huggingface.co/docs/peft/developer_guides/lora"),

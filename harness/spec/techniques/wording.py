@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vramsweep.harness.spec.runner_table import technique_runners
 from vramsweep.harness.spec.techniques.catalog import DEFAULTS, Axis, Technique, entries, text
 
 
@@ -25,7 +26,7 @@ def sentence(entry: Technique, whole: bool) -> str:
         missing = [said for package in entry.packages if (said := package.missing())] if whole else []
         parts.append(f"needs {needed} to be measured" + (f" (here: {'; '.join(missing)})" if missing else ""))
     if whole:
-        if entry.runners != Technique.runners:
+        if entry.runners is not None:
             parts.append(f"runner={' or '.join(entry.runners)} only")
         if entry.shardings is not None:
             parts.append(f"sharding={' or '.join(entry.shardings)} only")
@@ -37,7 +38,7 @@ def sentence(entry: Technique, whole: bool) -> str:
 
 def described(axis: Axis) -> dict[str, Any]:
     """An axis and its entries as plain values."""
-    plain = ("name", "meaning", "capability", "runners", "shardings", "excludes", "checked", "proven", "source")
+    plain = ("name", "meaning", "capability", "shardings", "excludes", "checked", "proven", "source")
     return {
         "axis": axis.name,
         "type": axis.kind.__name__,
@@ -46,7 +47,7 @@ def described(axis: Axis) -> dict[str, Any]:
         "of": axis.of,
         "values": [
             {name: getattr(entry, name) for name in plain}
-            | {"packages": [f"{package.name}>={package.least}" for package in entry.packages]}
+            | {"runners": technique_runners(entry), "packages": [f"{one.name}>={one.least}" for one in entry.packages]}
             for entry in entries(axis.name)
         ],
     }

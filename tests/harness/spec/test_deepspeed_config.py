@@ -85,7 +85,7 @@ def test_a_file_that_contradicts_an_axis_is_refused_by_both_names(
 
 def test_who_takes_a_file_and_what_does_without_one(tmp_path: Path, write: Write) -> None:
     for values, text in (
-        (tiny(ds_config=write(zero(2))), "ds_config needs runner=deepspeed or trainer, not torch"),
+        (tiny(ds_config=write(zero(2))), "ds_config needs runner=trainer or deepspeed, not torch"),
         (
             tiny(ds_config=str(tmp_path / "none.json"), runner={"name": "deepspeed"}, sharding="zero2"),
             "there is no such",
