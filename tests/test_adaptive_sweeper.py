@@ -23,7 +23,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
-from vramsweep.harness.sweep import run_trials, session
+from vramsweep.harness.sweep import session, trial_loop
 
 ADAPTIVE = ("-m", "hydra/sweeper=adaptive", "model=tiny", "device=cpu", "precision=fp32", "protocol=brief")
 
@@ -120,7 +120,7 @@ def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(0, 10**6, 20))  # so that a busy machine's own seconds do not count
-    monkeypatch.setattr(run_trials, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
+    monkeypatch.setattr(trial_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
     said, rows, lines = measured("seq_len=range(8,1025,8)", "budget=120s", "retries=0")
     assert 0 < len(rows) < 9 and len(rows) + len(lines) == 128
     assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said

@@ -183,7 +183,12 @@ def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
 
 def trace_path(trial: Trial, card: Gpu, traces: Path) -> Path:
     """The file of a trace in the folder `traces`."""
-    return traces / f"{trace_key(trial, card)}.json"
+    return file_of(trace_key(trial, card), traces)
+
+
+def file_of(key: str, traces: Path) -> Path:
+    """The file of the trace that `trace_key` names."""
+    return traces / f"{key}.json"
 
 
 def trace_key(trial: Trial, card: Gpu) -> str:

@@ -112,7 +112,7 @@ class Tracer:
 
     def place(self, trial: Trial) -> Path:
         """The file that holds its trace, once it has been traced."""
-        return trace_cache.trace_path(trial, trial.device.card, self._traces())
+        return trace_cache.file_of(_key(trial), self._traces())
 
     def _traces(self) -> Path:
         return self.folder.parents[2] / "traces"

@@ -14,7 +14,7 @@ from conftest import SETTINGS, cases, custom, refusal, tiny
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.sweep import budget, plan, row_builder, run_trials, time_limit
+from vramsweep.harness.sweep import budget, plan, row_builder, run_trials, time_limit, trial_loop
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.plan import Planned
 
@@ -149,8 +149,8 @@ def test_a_sweep_stops_in_time_and_goes_on(
         now[0] += spent
         return book.append(measured(item, spent, attempt=1, cpu_name="x", torch_version=None))
 
-    monkeypatch.setattr(run_trials, "run_trial", run_trial)
-    monkeypatch.setattr(run_trials, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trial_loop, "run_trial", run_trial)
+    monkeypatch.setattr(trial_loop, "time", SimpleNamespace(monotonic=lambda: now[0]))
     todo = plan.order_trials(plan.expand_trials([custom("good", seq_len=n) for n in (100, 200, 300, 400)], 1))
     folder = tmp_path / "t"
     rows, status = run_trials.run(todo, settings(budget="75s", any_system=True), folder, began_s=1000.0)

@@ -21,7 +21,7 @@ from traces import Works, kept, on_this_gpu, signed, total, trace_trial
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.allocator.config import AllocatorConfig
-from vramsweep.harness.spec import trial_parser
+from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure import model_description
@@ -44,7 +44,9 @@ PACKAGE = {entry.name: entry.packages[0].name for entry in catalog.entries("opti
 PAGED = ("paged_adamw_8bit", "paged_adamw_32bit", "paged_lion_8bit")
 COMPILED = ("adamw_torch_8bit", "adamw_torch_4bit")
 EVERYWHERE = tuple(
-    entry.name for entry in catalog.entries("optimizer") if "torch" in entry.runners and entry.name not in PAGED
+    one.name
+    for one in catalog.entries("optimizer")
+    if "torch" in runner_table.technique_runners(one) and one.name not in PAGED
 )
 EFFECTIVE = {
     "sgd": "SGD", "sgd_momentum": "SGD", "adafactor": "Adafactor", "adamw_bnb_8bit": "AdamW(8-bit)",
