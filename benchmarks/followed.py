@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, ValuesView
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,4 +148,5 @@ def is_trial(value: Any, within: bool = False) -> bool:
     if isinstance(value, dict):
         own = "trial" in value or "trial_id" in value or {"seq_len", "model"} <= value.keys()
         return own or (not within and bool(value) and is_trial(next(iter(value.values())), within=True))
-    return isinstance(value, list | tuple) and not within and bool(value) and is_trial(value[0], within=True)
+    several = isinstance(value, list | tuple | ValuesView) and not within and len(value) > 0
+    return several and is_trial(next(iter(value)), within=True)

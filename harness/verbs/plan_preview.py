@@ -4,6 +4,8 @@ predicted to fit the GPU, how long it will take.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -11,21 +13,18 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.console import Console
-from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.attempt import Launcher, attempt_environment
-from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import files, read
-from vramsweep.harness.rows.schema import Outcome
+from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.spec.techniques import catalog
-from vramsweep.harness.sweep import scheduler
+from vramsweep.harness.sweep import run_trials, scheduler
 from vramsweep.harness.sweep.budget import Budget, Expected
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -207,13 +206,37 @@ def predict(largest: Sequence[Planned], settings: Settings, among: Sequence[Plan
     on, problem = card(settings)
     if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
-    count = min(len(largest), PREDICTIONS)
-    print(f"predicting memory of {count} trial(s), for {on.name}; predict=false leaves it out", file=sys.stderr)
-    deadline = time.monotonic() + PREDICTION_S
-    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
-        folder = Path(root)
-        with Launcher(settings.isolation, folder / "templates") as launcher:
-            return [_predict(p, labels[p.trial_id], on, folder, launcher, deadline) for p in largest[:PREDICTIONS]]
+    print(
+        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false leaves it out",
+        file=sys.stderr,
+    )
+    asked: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+    for p in largest[:PREDICTIONS]:
+        assert p.trial is not None
+        try:
+            trial = simulated(p.trial, on)
+        except trials.InvalidTrial as error:
+            refused[p.trial_id] = str(error)
+        else:
+            asked[p.trial_id] = Planned(p.trial_id, trial.model_dump(mode="json"), trial, None)
+    rows = predicted_rows(list(asked.values()), settings)
+    return [
+        Prediction(p.trial_id, labels[p.trial_id], on.name, reason=refused[p.trial_id])
+        if p.trial_id in refused
+        else _judge(asked[p.trial_id], labels[p.trial_id], on.name, rows.get(p.trial_id))
+        for p in largest[:PREDICTIONS]
+    ]
+
+
+def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Row]:
+    """Predict trials in a folder that is thrown away, saying nothing of progress; their rows by id."""
+    alone = replace(
+        settings, report=False, shard=None, skip_dominated=False, budget=f"{PREDICTION_S:g}s", max_cost=None,
+        timeout_s=PREDICTION_S, retries=0, breaker=0, others=False, answer=None,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root, contextlib.redirect_stdout(io.StringIO()):
+        return run_trials.run(asked, alone, Path(root) / "plan")[0]
 
 
 def simulated(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
@@ -222,38 +245,19 @@ def simulated(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
     return trial_parser.parse(trial.model_dump(mode="json") | over)
 
 
-def _predict(
-    item: Planned, label: str, card: gpu_lookup.Gpu, folder: Path, launcher: Launcher, deadline: float
-) -> Prediction:
-    def unknown(reason: str) -> Prediction:
-        return Prediction(item.trial_id, label, card.name, reason=reason)
-
+def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
+    """What a predicted row says of a trial; None where there was no time for it."""
     assert item.trial is not None
-    try:
-        trial = simulated(item.trial, card)
-    except trials.InvalidTrial as error:
-        return unknown(str(error))
-    left = deadline - time.monotonic()
-    if left <= 0:
-        return unknown(f"{PREDICTION_S:g} s were not enough for all")
-    spec = {"trial": trial.model_dump(mode="json"), "trial_id": item.trial_id, "attempt": 1}
-    place = folder / "attempts" / item.trial_id / "1"  # traces are kept two folders up, and shared
-    try:
-        done = launcher.attempt(
-            spec, place, attempt_environment("", "simulated", os.environ), runner_table.fork_server_name(trial), left
-        )
-    except UserError as error:
-        return unknown(str(error))
-    kind, reason = outcome.classify(done.evidence)
-    limit = trial.memory_limit()
-    values = (done.evidence.result or {}).get("values", {})
-    if kind is Outcome.OOM:
-        needed = values.get("unlimited_peak_reserved_bytes")
-        return Prediction(item.trial_id, label, card.name, needed, limit, False, reason)
-    if kind is not Outcome.OK:
-        slow = kind is Outcome.TIMEOUT
-        return unknown(f"{PREDICTION_S:g} s were not enough for all" if slow else f"{kind}: {reason}")
-    return Prediction(item.trial_id, label, card.name, values["peak_reserved_bytes"], limit, True)
+    kind = Outcome.TIMEOUT if row is None else row["outcome"]
+    if row is None or kind not in (Outcome.OK, Outcome.OOM):
+        slow = f"{PREDICTION_S:g} s were not enough for all"
+        reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
+        return Prediction(item.trial_id, label, card, reason=reason)
+    limit = item.trial.memory_limit()
+    if kind == Outcome.OOM:
+        needed = row["unlimited_peak_reserved_bytes"]
+        return Prediction(item.trial_id, label, card, needed, limit, False, row["reason"])
+    return Prediction(item.trial_id, label, card, row["peak_reserved_bytes"], limit, True)
 
 
 def card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
