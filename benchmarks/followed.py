@@ -81,7 +81,8 @@ def follow(words: Sequence[str], code: Path) -> list[Call]:
         if done.returncode:
             raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
         lines = [line.split(" ", 2) for file in out.iterdir() for line in file.read_text().splitlines()]
-    calls = (Call(*name.split(":"), handed == "1") for _, name, handed in sorted((int(a), n, h) for a, h, n in lines))
+    found = sorted((int(at), name, handed == "1") for at, handed, name in lines)
+    calls = (Call(name.partition(":")[0], name.partition(":")[2], handed) for _, name, handed in found)
     return list(dict.fromkeys(calls))
 
 
