@@ -19,8 +19,6 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep plan`; return the exit status."""
     asked = compose.resolve(argv, "plan", action="plan")
     if asked.settings is not None:
-        plan_preview.show(asked.trials, asked.settings, asked.folder)
-        if asked.settings.output != "json":
-            print("".join(f"{line}\n" for line in asked.notes), end="")
+        plan_preview.show_session(asked)
         refuse_invalid(p.reason for p in asked.trials)
     return 0

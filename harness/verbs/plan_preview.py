@@ -30,6 +30,7 @@ from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import duration
 from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_trials
+from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.sweep.time_limit import duration_words
 from vramsweep.harness.verbs import plan_summary
 
@@ -54,6 +55,14 @@ class Prediction:
     card_bytes: int | None = None
     fits: bool | None = None
     reason: str | None = None
+
+
+def show_session(session: Session) -> None:
+    """Show what a command would run, and what its sweeper notes of it."""
+    assert session.settings is not None
+    show(session.trials, session.settings, session.folder)
+    if session.settings.output != "json":
+        print("".join(f"{line}\n" for line in session.notes), end="")
 
 
 def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:

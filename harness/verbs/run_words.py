@@ -45,6 +45,8 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
             if configs := compose(argv, verb, "run", session):
                 _run(session, session.add(configs))
             if session.settings is not None:
+                if session.settings.action == "plan":
+                    plan_preview.show_session(session)
                 refuse_impossible_rows(session)
         except run_trials.Interrupted as end:
             session.status = int(end.code or 0)
@@ -61,9 +63,7 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
 def _run(session: Session, expanded: Sequence[Sequence[Planned]]) -> None:
     settings = session.settings
     assert settings is not None
-    if settings.action == "plan":
-        plan_preview.show(session.trials, settings, session.folder)
-    elif session.slurm is not None:
+    if session.slurm is not None:
         slurm_jobs.submit(
             session.trials, settings, session.slurm, session.folder, session.words, session.auto, run_sweep
         )
