@@ -129,10 +129,8 @@ class Tracer:
         """Trace in this process; raise what tracing raises."""
         key = _key(trial)
         if key not in self.here:
-            place = self.folder / key
-            place.mkdir(exist_ok=True)
             runner = import_entry(runner_table.module(trial))
-            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, self.folder, runner, self._traces())
         return self.here[key]
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
