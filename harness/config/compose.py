@@ -25,6 +25,7 @@ from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.config.resolve_config import Job
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Answer, Session
 
 DEVICE = "vramsweep.device"  # what conf/config.yaml refers to
@@ -58,6 +59,8 @@ class HydraTask:
             if not whole:
                 with overrides.variable(overrides.FULL_ERROR, None):  # which workers must not inherit
                     return self.session.answer(configs)
+            if not configs:
+                raise UserError(plan.EMPTY)
             self.configs += configs
             return [None] * len(configs)
         except UserError as error:

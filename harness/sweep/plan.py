@@ -26,6 +26,7 @@ from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import shards, time_limit
 
+EMPTY = "the sweep is empty: one of its lists or ranges holds no value"
 MOST_SLOTS = 512  # places for trials on one node
 SLOTS = f"null (every card; without cards one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
 
@@ -143,7 +144,7 @@ class Planned:
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
     """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
     if not configs:
-        raise UserError("the sweep is empty: one of its lists or ranges holds no value")
+        raise UserError(EMPTY)
     first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
         for key in first:
