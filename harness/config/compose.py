@@ -34,7 +34,7 @@ DEVICE = "vramsweep.device"  # what conf/config.yaml refers to
 class HydraTask:
     """Takes the configurations of one command line from Hydra. `session` answers those that come in batches.
 
-    `configs` are those that came at once; `detected` is the device that `auto` stood for, None if nothing asked.
+    `configs` are those that came at once, `mistake` is what was wrong with some, `of_cases`: they are a preset's cases.
     """
 
     def __init__(self, session: Session) -> None:

@@ -3,7 +3,7 @@
 A card is blamed for a fault of the machine, or of CUDA, that ended a trial on it alone; of several ranks, only where
 the reason names one. A trial that works there takes the blame away. A trial with an error of CUDA on several cards is
 itself to blame until it works somewhere: it counts a third. Where every card fails so, none rests: the breaker decides
-(run_trials.py). Not covered: cards that are not as the first, which trials seldom have.
+(trial_loop.py). Not covered: cards that are not as the first, which trials seldom have.
 """
 
 from __future__ import annotations

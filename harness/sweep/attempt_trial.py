@@ -1,6 +1,6 @@
 """One attempt of a trial in a slot: from its settings to the row that it ends with.
 
-Not covered: which trial runs where and when (scheduler.py, run_trials.py), the process itself (process/attempt.py).
+Not covered: which trial runs where and when (scheduler.py, trial_loop.py), the process itself (process/attempt.py).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its worker (runners/worker/batch_server.py) traces what is needed and forks processes that leave their answers in files,
 a line a trial: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s": seconds or
-null}. What it leaves unanswered is for an attempt of the trial's own (run_trials.py).
+null}. What it leaves unanswered is for an attempt of the trial's own (trial_loop.py).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ that do not vary is it known that more of either never makes do with less. A tri
 one that needs no more. A card that was fragmented by chance, or shared, is the reader's to judge: the row says which
 trial it rests on.
 
-Pure; not covered: when it is asked (run_trials.py).
+Pure; not covered: when it is asked (trial_loop.py).
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class OomDominance:
         if trial is None or not _grows(trial):
             return None
         known = self._known[_key_without_growth(item.resolved)]
+        if all(point.fits for point in known.points):  # which looks at each of them
+            return None
         one = known.decide(trial.seq_len, trial.micro_batch, without=item.trial_id)
         if one is None or one.fits:
             return None

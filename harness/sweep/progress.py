@@ -50,7 +50,7 @@ class Progress:
         print(text, flush=True)
 
     def starts(self, item: Planned) -> None:
-        """Hear that a trial is started, or tried again; from the thread that sees it through."""
+        """Hear that a trial is started, or tried again."""
 
     def show(self, row: Row, item: Planned) -> None:
         """Count a trial that has come to its end."""

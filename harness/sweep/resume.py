@@ -64,7 +64,7 @@ def finished_rows(
 def rows_for_system(
     rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
 ) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The same for trials by id, each with the system that it would be measured on."""
+    """The rows that count for trials by id, each with the system that it would be measured on, and others'."""
     mine, others = finished(rows, wanted)
     return (others | mine, {}) if any_system else (mine, others)
 

@@ -1,6 +1,6 @@
 """The account of an attempt, which is a row: what the parent knows before it, what it left, what came of it.
 
-Not covered: running it (attempt.py), when it is tried again (run_trials.py), the schema (schema.py).
+Not covered: running it (attempt_trial.py), when it is tried again (trial_loop.py), the schema (schema.py).
 """
 
 from __future__ import annotations

@@ -132,15 +132,16 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def __len__(self) -> int:
         return len(self._running)
 
-    def first_fitting(self, waiting: Sequence[Planned]) -> int | None:
-        """Return which of `waiting` is the first that there are places for now; None where there is none."""
+    def first_fitting(self, waiting: Sequence[Planned]) -> tuple[int, Sequence[Resource]] | None:
+        """Return which of `waiting` is the first that there are places for now, and these; None where there is none."""
         if not self._free or (self._exclusive and self._running):
             return None
-        return next((at for at, item in enumerate(waiting) if self._fitting(item) is not None), None)
+        fitting = ((at, self._fitting(item)) for at, item in enumerate(waiting))
+        return next(((at, places) for at, places in fitting if places is not None), None)
 
-    def start(self, item: Planned, run: Callable[[Slot], Row]) -> None:
-        """Run a trial that there are places for, which `first_fitting` says."""
-        taken = tuple(self._fitting(item) or ())
+    def start(self, item: Planned, places: Sequence[Resource], run: Callable[[Slot], Row]) -> None:
+        """Run a trial on places that `first_fitting` named."""
+        taken = tuple(places)
         for place in taken:
             self._free.remove(place)
         slot = self._slot(item, taken)

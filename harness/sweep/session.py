@@ -74,8 +74,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         `whole`: these are all that the command has. Raises UserError for settings that contradict each other.
         """
         settings = self.settings = plan.settings(configs)
-        if self.slurm or settings.shard:
-            self._refuse_parts(whole)
+        self._refuse_parts(whole)
         expanded = plan.expand_trials(configs, settings.repeats)
         earlier, batch = self.planned, plan.order_trials(expanded)
         devices = {config["device"]["name"] for config in configs if isinstance(config.get("device"), Mapping)}
@@ -93,8 +92,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """Return the first trial of each configuration, before any is run, for a sweeper that chooses among them; and
         the settings. Raises UserError where the sweep cannot come in batches."""
         settings = self.settings = plan.settings(configs)
-        if self.slurm or settings.shard:
-            self._refuse_parts(whole=False)
+        self._refuse_parts(whole=False)
         planned = [one for one, *_ in plan.expand_trials(configs, 1)]
         self.place(settings, planned)
         return planned, settings
@@ -150,11 +148,14 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     def _refuse_parts(self, whole: bool) -> None:
         """Raises UserError where a command cannot be divided: what it does next depends on rows of all its trials."""
+        settings = self.settings
+        if settings is None or not (settings.shard or shards.slurm(settings.cluster)):
+            return
         if not whole:
             raise UserError(
                 "a sweeper that comes in batches looks at all rows, so it runs whole: leave cluster, shard out"
             )
-        if not self.divisible and self.settings is not None and self.settings.action == "run":
+        if not self.divisible and (settings.action == "run" or self.suffix is not None):
             raise UserError("cluster= and shard= divide what sweep and run do; leave them out here")
 
 

@@ -77,7 +77,8 @@ def run_all(
         pool = Pool(launcher.threads, room, settings.exclusive, interrupts.check, health)
         with interrupts.finishing(), pool as running:
             while True:
-                while mistake is None and not interrupts.asked and (at := running.first_fitting(waiting)) is not None:
+                while mistake is None and not interrupts.asked and (first := running.first_fitting(waiting)) is not None:
+                    at, places = first
                     item = waiting.pop(at)
                     if budget.allows(item, time.monotonic()) is not None:
                         continue
@@ -86,7 +87,7 @@ def run_all(
                         continue
                     progress.starts(item)
                     before = tried[item.trial_id], tries[item.trial_id]
-                    running.start(item, partial(run_trial, item, settings, folder, journal, launcher, *before))
+                    running.start(item, places, partial(run_trial, item, settings, folder, journal, launcher, *before))
                 if not running:
                     break
                 item, row = running.wait()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vramsweep.harness.config.compose import compose
+from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.journal_lock import Lock
 from vramsweep.harness.sweep import run_trials, slurm_jobs, sweep_status
@@ -43,7 +44,8 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
     with session:
         try:
             if configs := compose(argv, verb, "run", session):
-                _run(session, session.add(configs))
+                with variable(FULL_ERROR, None):  # which workers must not inherit
+                    _run(session, session.add(configs))
             if session.settings is not None:
                 if session.settings.action == "plan":
                     plan_preview.show_session(session)

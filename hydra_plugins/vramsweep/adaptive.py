@@ -19,6 +19,7 @@ from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.files import inferred_points
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
@@ -90,6 +91,8 @@ class AdaptiveSweeper(BasicSweeper):
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
         task: HydraTask = self.launcher.task  # type: ignore[attr-defined] # ours
+        if task.of_cases:
+            raise UserError("a preset of cases is run at once; hydra/sweeper=adaptive needs one without")
         session = task.session
         planned, settings = session.first_trials(task.plain_values(compose(jobs)))
         if settings.action == "run":
@@ -104,7 +107,8 @@ class AdaptiveSweeper(BasicSweeper):
         impossible = [n for n, one in enumerate(planned) if one.trial is None]
         if settings.action == "plan":
             return self._planned(planned, session, jobs, groups, impossible)
-        searches = [self._search(planned, of_one, session) for of_one in groups]
+        with variable(FULL_ERROR, None):  # which workers must not inherit
+            searches = [self._search(planned, of_one, session) for of_one in groups]
         returns: list[Any] = []
 
         def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, "Answer"]]:

@@ -6,17 +6,21 @@ is not known yet. What is tried next, and what is known before, is harness/verbs
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, RangeSweep
 
 from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
+from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.verbs import frontier
+
+if TYPE_CHECKING:
+    from vramsweep.harness.config.compose import HydraTask
 
 LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
 
@@ -50,8 +54,12 @@ class FrontierSweeper(VramsweepSweeper):
         others = [one for one in overrides if one.key_or_group != name]
         settings = [words for batch in self.split_arguments(others, None) for words in batch]
         jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
-        session = launcher.task.session
-        ahead = frontier.prepare_searches(session, launcher.task.plain_values(jobs), name, values)
+        task: HydraTask = launcher.task
+        if task.of_cases:
+            raise UserError("a preset of cases is run at once; sweep=frontier is a preset of its own")
+        session, configs = task.session, task.plain_values(jobs)
+        with variable(FULL_ERROR, None):  # which workers must not inherit
+            ahead = frontier.prepare_searches(session, configs, name, values)
         searches = [frontier.Search(one) for one in ahead]
         returns: list[Any] = []
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from vramsweep.harness.spec import length_distribution
@@ -48,7 +49,11 @@ def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
             at_hand[where] = found.at(trial)
         return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
 
-    return Predictor(predict, lambda trial: tracer.refused(at(anyone, point(trial))), AT_A_TIME)
+    @cache
+    def refused(where: Point) -> dict[str, Any] | None:  # of one point there may be many trials
+        return tracer.refused(at(anyone, where))
+
+    return Predictor(predict, lambda trial: refused(point(trial)), AT_A_TIME)
 
 
 def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:

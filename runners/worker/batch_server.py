@@ -68,7 +68,8 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     assert predicted is not None  # else tracing had raised
     # as a worker leaves its steps: the last phase of the replay is where memory ran out
     lines = [json.dumps(predicted_row.record(*phase)) for phase in predicted.phases]
-    (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
+    if lines:  # else the records of tracing say where it ended
+        (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
     if predicted.error is not None:
         raise predicted.error
     return predicted.columns

@@ -76,11 +76,11 @@ def test_no_place_is_had_by_two_and_every_trial_runs_once(ranks: list[int], plac
 
 def started(pool: Pool, waiting: list[Planned], run: Any) -> bool:
     """Whether one of `waiting` could be started, which then is out of the list."""
-    at = pool.first_fitting(waiting)
-    if at is not None:
-        item = waiting.pop(at)
-        pool.start(item, functools.partial(run, item))
-    return at is not None
+    first = pool.first_fitting(waiting)
+    if first is not None:
+        item = waiting.pop(first[0])
+        pool.start(item, first[1], functools.partial(run, item))
+    return first is not None
 
 
 def test_those_that_ran_together_know_of_each_other_and_no_others(threads: Any) -> None:
