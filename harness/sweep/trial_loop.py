@@ -77,7 +77,9 @@ def run_all(
         pool = Pool(launcher.threads, room, settings.exclusive, interrupts.check, health)
         with interrupts.finishing(), pool as running:
             while True:
-                while mistake is None and not interrupts.asked and (first := running.first_fitting(waiting)) is not None:
+                while (
+                    mistake is None and not interrupts.asked and (first := running.first_fitting(waiting)) is not None
+                ):
                     at, places = first
                     item = waiting.pop(at)
                     if budget.allows(item, time.monotonic()) is not None:
