@@ -295,6 +295,19 @@ def test_plan_predicts_what_a_simulated_sweep_says(here: Path, monkeypatch: pyte
     assert (one["needed_bytes"], one["fits"]) == (row["peak_reserved_bytes"], True)
 
 
+@pytest.mark.slow
+def test_one_that_hangs_leaves_plan_s_other_predictions(here: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
+    monkeypatch.setattr(plan_preview, "PREDICTION_S", 24.0)
+    place = TARGETS / "simulated_faults.py"
+    words = ["-m", "runner=custom", f"runner.target={place}:fine,{place}:hangs", "model=tiny", "seq_len=64"]
+    done = cli.run("plan", *words, "precision=fp32", "device=cuda", "output=json")
+    by_fit = {one["fits"]: one for one in json.loads(done.out)["predictions"]}
+    assert by_fit[True]["needed_bytes"] > 0
+    assert by_fit[None]["reason"] == "24 s were not enough for all"
+    assert "together" not in done.err and not (here / "results" / "tiny-custom-cuda").exists()
+
+
 def test_the_largest_of_each_configuration_the_largest_first() -> None:
     base = yaml.safe_load((ROOT / "conf" / "model" / "tiny.yaml").read_text())
     big = base | {"name": "big", "parameters": 10**9}

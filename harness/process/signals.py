@@ -14,6 +14,7 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -69,9 +70,17 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raises Finished if the user has asked to stop."""
-        if self.asked:
+        """Raises Finished where the sweep is to stop."""
+        if self.stops():
             raise Finished
+
+    def stops(self) -> bool:
+        """Whether the sweep is to stop."""
+        return self.asked
+
+    def bound(self, seconds: float) -> float:
+        """Return how much of so many seconds an attempt may take from now on."""
+        return seconds
 
     def _once(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
@@ -91,6 +100,27 @@ class Interrupts:
                 log.write(f"the terminal has gone (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
         if not asked:
             self._once(number, frame)
+
+
+class Deadline(Interrupts):
+    """Stops a sweep once its time is over; Ctrl-C and the like are left to whoever asked for its rows."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._until = time.monotonic() + seconds
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[Interrupts]:
+        """Change nothing for the block."""
+        yield self
+
+    def stops(self) -> bool:
+        """Whether the time is over."""
+        return time.monotonic() >= self._until
+
+    def bound(self, seconds: float) -> float:
+        """Return how much of so many seconds is left before the time is over."""
+        return max(0.001, min(seconds, self._until - time.monotonic()))
 
 
 def to_stderr(text: str) -> None:

@@ -49,16 +49,17 @@ def run(
     launcher: Launcher | None = None,
     began_s: float | None = None,
     command: Sequence[str] = (),
+    interrupts: Interrupts | None = None,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
 
     Of a shard, only its share of them. `earlier` are the trials of the same command's batches before this one: they
-    stay in the folder's plan. `launcher` is theirs too, with its templates; without one it is made, and ended, here.
+    stay in the folder's plan. `launcher` is theirs too, with its fork servers; without one it is made, and ended, here.
     `began_s`: when the command began, by time.monotonic(), from where the budget counts; without it, now. `command`:
-    the words that the folder's plan keeps. The status of a sweep that its budget has stopped is that of the trials
-    which ran. Raises Interrupted and UserError.
+    the words that the folder's plan keeps. `interrupts` says when to stop; without it, the user does. The status of a
+    sweep that its budget has stopped is that of the trials which ran. Raises Interrupted and UserError.
     """
-    budget, interrupts = Budget(settings, began_s=began_s), Interrupts(folder / LOG)
+    budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(folder / LOG)
     resume.refuse_links(folder)
     shard = shards.parse(settings.shard)
     try:

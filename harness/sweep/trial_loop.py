@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -77,9 +78,7 @@ def run_all(
         pool = Pool(launcher.threads, room, settings.exclusive, interrupts.check, health)
         with interrupts.finishing(), pool as running:
             while True:
-                while (
-                    mistake is None and not interrupts.asked and (first := running.first_fitting(waiting)) is not None
-                ):
+                while mistake is None and not interrupts.stops() and (first := running.first_fitting(waiting)):
                     at, places = first
                     item = waiting.pop(at)
                     if budget.allows(item, time.monotonic()) is not None:
@@ -88,8 +87,9 @@ def run_all(
                         skip(item, why)
                         continue
                     progress.starts(item)
-                    before = tried[item.trial_id], tries[item.trial_id]
-                    running.start(item, places, partial(run_trial, item, settings, folder, journal, launcher, *before))
+                    before, seconds = (tried[item.trial_id], tries[item.trial_id]), interrupts.bound(settings.timeout_s)
+                    own = settings if seconds == settings.timeout_s else replace(settings, timeout_s=seconds)
+                    running.start(item, places, partial(run_trial, item, own, folder, journal, launcher, *before))
                 if not running:
                     break
                 item, row = running.wait()

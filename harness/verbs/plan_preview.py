@@ -19,7 +19,8 @@ from pathlib import Path
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.console import Console
-from vramsweep.harness.rows.journal import files, read
+from vramsweep.harness.process.signals import Deadline
+from vramsweep.harness.rows.journal import files, read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.spec import trial as trials
@@ -204,7 +205,7 @@ def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
 
 
 def predict(largest: Sequence[Planned], settings: Settings, among: Sequence[Planned]) -> list[Prediction]:
-    """Simulate the first `PREDICTIONS` of the trials on this machine's card, each in a process as a sweep would.
+    """Predict the first `PREDICTIONS` of the trials for this machine's GPU.
 
     Each is named by what tells it apart `among` the sweep's trials, its length and batch too where they vary.
     """
@@ -239,13 +240,22 @@ def predict(largest: Sequence[Planned], settings: Settings, among: Sequence[Plan
 
 
 def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Row]:
-    """Predict trials in a folder that is thrown away, saying nothing of progress; their rows by id."""
+    """Predict trials in a folder that is thrown away, within `PREDICTION_S` in all and without a word; their rows by
+    id, as many as there was time for. Raises KeyboardInterrupt and UserError."""
     alone = replace(
-        settings, report=False, shard=None, skip_dominated=False, budget=f"{PREDICTION_S:g}s", max_cost=None,
-        timeout_s=PREDICTION_S, retries=0, breaker=0, others=False, answer=None,
+        settings, report=False, shard=None, skip_dominated=False, budget=None, max_cost=None, others=False,
+        timeout_s=PREDICTION_S / 2, retries=0, breaker=0, answer=None,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root, contextlib.redirect_stdout(io.StringIO()):
-        return run_trials.run(asked, alone, Path(root) / "plan")[0]
+    quiet = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
+        folder = Path(root) / "plan"
+        try:
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                return run_trials.run(asked, alone, folder, interrupts=Deadline(PREDICTION_S))[0]
+        except run_trials.Interrupted as stop:
+            if stop.at_once:
+                raise KeyboardInterrupt from None
+            return terminal(read(folder)[0])
 
 
 def simulated(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:

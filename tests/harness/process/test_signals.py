@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vramsweep.harness.process.signals import Finished, Interrupts
+from vramsweep.harness.process.signals import Deadline, Finished, Interrupts
 
 pytestmark = pytest.mark.usefixtures("as_in_a_terminal")
 
@@ -30,6 +30,18 @@ def test_what_runs_is_finished_first(capfd: pytest.CaptureFixture[str]) -> None:
         done.append(1)
     assert done == [1]
     assert "Ctrl-C again stops now" in capfd.readouterr().err
+
+
+def test_a_deadline_stops_when_its_time_is_over_and_hears_nothing() -> None:
+    late, early = Deadline(0.0), Deadline(60.0)
+    early.check()
+    with early.heard(), pytest.raises(KeyboardInterrupt) as stop:
+        ask()
+    assert not isinstance(stop.value, Finished) and not early.asked
+    assert 50 < early.bound(100.0) <= 60 and early.bound(5.0) == 5.0
+    with pytest.raises(Finished):
+        late.check()
+    assert 0 < late.bound(100.0) < 1
 
 
 @pytest.mark.parametrize("numbers", [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM,)])
@@ -84,7 +96,7 @@ def test_what_is_ignored_stays_ignored(number: int, tmp_path: Path) -> None:
 GONE = """
 import fcntl, os, signal, sys, termios, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-from pathlib import Path; from vramsweep.harness.process.signals import Finished, Interrupts
+from pathlib import Path; from vramsweep.harness.process.signals import Deadline, Finished, Interrupts
 fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 interrupts = Interrupts(Path(sys.argv[1]) / "log")
 try:

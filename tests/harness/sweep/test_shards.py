@@ -27,7 +27,7 @@ from vramsweep.harness.sweep import batch_prediction, plan, row_builder, run_tri
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines
 from vramsweep.harness.sweep.shards import Shard
-from vramsweep.harness.verbs import run_words, sweep_command
+from vramsweep.harness.verbs import advise, predict, run_words, sweep_command
 
 WORDS = ["-m", "model=tiny", "device=cpu", "seq_len=32,64,96", "cluster=slurm", "shards=2"]
 
@@ -247,6 +247,10 @@ def test_what_is_not_submitted_leaves_no_folder(slurm: Path, typed: str, said: s
 def test_a_cluster_is_for_what_is_swept(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="divide what sweep and run do"):
         run_words.sweep_words(WORDS, "predict", "predicted")
+    for verb, words in ((advise, []), (predict, ["--largest", "seq_len"])):
+        for part in ("shard=2/2", "cluster=slurm"):
+            with pytest.raises(UserError, match="divide what sweep and run do"):
+                verb.main([*words, "model=tiny", "seq_len=32", "device.gpu=l4-24gb", part])
     monkeypatch.setenv("PATH", "/nowhere")
     assert "there is no sbatch here" in refusal(UserError, sweep_command.main, WORDS)
 
