@@ -34,7 +34,7 @@ DEVICE = "vramsweep.device"  # what conf/config.yaml refers to
 class HydraTask:
     """Takes the configurations of one command line from Hydra. `session` answers those that come in batches.
 
-    `configs` are those that came at once, `mistake` is what was wrong with some, `of_cases`: they are a preset's cases.
+    `configs` are those that came at once, of a preset's cases where `of_cases` is true; `mistake` ended Hydra.
     """
 
     def __init__(self, session: Session) -> None:
@@ -48,9 +48,9 @@ class HydraTask:
         self.take([(config, {})])
 
     def take(self, jobs: Sequence[Job], whole: bool = True) -> list[Answer]:
-        """Collect configurations, or where they are not `whole`, all that the command has, answer them now.
+        """Collect all configurations of the command; answer them now where they are one batch of several (not `whole`).
 
-        A UserError ends Hydra with status 2, as Hydra would bury it in a traceback; `compose` raises it.
+        A UserError ends Hydra with status 2, because Hydra would bury it in a traceback; `compose` raises it again.
         """
         try:
             configs = self.plain_values(jobs)
@@ -88,9 +88,9 @@ OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
 
 
 def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> list[dict[str, Any]]:
-    """Return the configurations of a command line; none where it only asks for help, or came in batches.
+    """Return the configurations of a command line; none where the words only ask for help, or came in batches.
 
-    Batches are in `session` then. Raises UserError for a mistake, and what a session's answer raises.
+    The session has answered those batches. Raises UserError for a mistake, and what the session's answer raises.
     """
     args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:

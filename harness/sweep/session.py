@@ -30,7 +30,7 @@ Answer = Row | float | None
 
 @dataclass
 class Session(contextlib.AbstractContextManager["Session"]):
-    """What the batches of one command share. Leave it as a context manager to end its launcher.
+    """What the batches of one command share. Use it as a context manager, which ends its launcher.
 
     `words` are the command line's, without the verb. `suffix` ends the folder's name (None: the device); `divisible`:
     the verb's sweep may be divided into shards. `folder` is the first batch's: all are one sweep. `preset` names a
@@ -138,8 +138,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
         running = self.settings is not None and self.settings.action == "run"
         return self.run(expanded) if running else [None] * len(configs)
 
-    def rows_beside(self, planned: Sequence[Planned], suffix: str) -> dict[str, Row]:
-        """Run trials that this sweep needs to know of in a folder beside its own, NAME-suffix; their rows by id."""
+    def run_aside(self, planned: Sequence[Planned], suffix: str) -> dict[str, Row]:
+        """Run trials that this sweep needs to know of, in the folder NAME-suffix next to its own; their rows by id."""
         assert self.settings is not None
         signals.on_sigterm()
         alone = dataclasses.replace(self.settings, report=False, others=False, skip_dominated=False)
@@ -147,7 +147,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return run_trials.run(planned, alone, place, command=self.words)[0]
 
     def _refuse_parts(self, whole: bool) -> None:
-        """Raises UserError where a command cannot be divided: what it does next depends on rows of all its trials."""
+        """Raise UserError where a command cannot be divided, because its next step depends on rows of all trials."""
         settings = self.settings
         if settings is None or not (settings.shard or shards.slurm(settings.cluster)):
             return
@@ -187,7 +187,7 @@ def refuse_impossible_rows(session: Session) -> None:
 
 
 def _refuse_blind_node(settings: Settings) -> None:
-    """Raises UserError in a job for a card whose node has none: it would predict where all others measure."""
+    """Raise UserError in a job for a GPU whose node has none, because it would predict where all others measure."""
     slurm = shards.slurm(settings.cluster) if settings.shard else None
     if slurm and slurm.gpus != 0:
         raise UserError(

@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
         if len(session.trials) != 1:
             raise UserError(f"advise takes one trial, and these are {len(session.trials)}; give each setting one value")
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            asked = AdviceRequest(session.trials[0], session.settings, session.folder, session.start(), axis)
+            asked = AdviceRequest(session.trials[0], session.settings, session.folder, session.start(), axis, asked_for)
             found, reached = ask_predictions(asked, level, options.most)
     said = [word for word in given if word.partition("=")[0] != "device"]
     if options.json:
@@ -119,7 +119,13 @@ class AdviceRequest:
     """What advice is asked about: a trial, the axis of the goal, and where variants are predicted."""
 
     def __init__(
-        self, base: Planned, settings: Settings, folder: Path, launcher: Launcher, axis: str | None = None
+        self,
+        base: Planned,
+        settings: Settings,
+        folder: Path,
+        launcher: Launcher,
+        axis: str | None = None,
+        command: Sequence[str] = (),
     ) -> None:
         assert base.trial is not None  # else the sweep would not have begun
         self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
@@ -127,6 +133,7 @@ class AdviceRequest:
         self.limit = self.trial.memory_limit()
         self.seconds = SECONDS[0]
         self._earlier: list[Planned] = []
+        self._command = command
 
     @property
     def start(self) -> int:
@@ -158,7 +165,9 @@ class AdviceRequest:
         todo = list({item.trial_id: item for item in planned if item.trial is not None}.values())
         rows: dict[str, Row] = {}
         if todo:
-            rows, _ = run_trials.run(todo, self.settings, self.folder, self._earlier, self.launcher)
+            rows, _ = run_trials.run(
+                todo, self.settings, self.folder, self._earlier, self.launcher, command=self._command
+            )
             self._earlier += todo
         found = [rows.get(item.trial_id) for item in planned]
         if () in taken:

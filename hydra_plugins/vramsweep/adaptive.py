@@ -205,7 +205,7 @@ def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row 
         return None
     print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
     try:
-        rows = session.rows_beside(asked, "predicted")
+        rows = session.run_aside(asked, "predicted")
     except UserError as error:
         print(f"nothing is predicted: {error}", file=sys.stderr)
         return None

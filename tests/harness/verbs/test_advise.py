@@ -86,7 +86,7 @@ def test_rows_become_options() -> None:
 def test_times_are_of_the_kind_that_the_run_as_it_is_has(
     calibrated: float | None, ratio: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def rows(todo: Any, *_: Any) -> tuple[dict[str, Any], int]:
+    def rows(todo: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], int]:
         base = {"outcome": "ok", "peak_reserved_bytes": 7, "estimated_step_s": 2.0, "calibrated_step_s": calibrated}
         other = base | {"estimated_step_s": 1.0, "calibrated_step_s": None}
         return {item.trial_id: other if item.trial.checkpointing == "full" else base for item in todo}, 0
