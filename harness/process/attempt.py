@@ -42,15 +42,15 @@ from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, read_content, read_tail
 from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.gpu_occupancy import Occupancy
-from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.messages.errors import UserError, describe
 from vramsweep.harness.process import host_memory_guard, orphans, worker_environment
 from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, Timeouts, WarmWorker
 from vramsweep.harness.process.fork_server_pool import OF_A_WORKER, ForkServerPool
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.waiting import Logs, Look, last_words, readable
-from vramsweep.harness.process.worker_files import ENDED, LOGS, RESULT, SPEC, STEPS
+from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, RESULT, SPEC, STEPS
 from vramsweep.harness.rows import schema
-from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory
+from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, classify
 
 PR_SET_CHILD_SUBREAPER = 36
 RECORD_NUMBERS = ("step", "rank", "traced", "of")  # keys of records that are whole numbers where they are given
@@ -331,6 +331,24 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         if stuck := orphans.end_processes(self._leftovers):
             print(orphans.describe_stuck(stuck), file=sys.stderr)
             self._stuck |= stuck
+
+
+def ask_attempt(
+    launcher: Launcher,
+    spec: Mapping[str, Any],
+    folder: Path,
+    environ: Mapping[str, str],
+    runner: str,
+    deadline_s: float,
+) -> Any:
+    """Return what an attempt that is asked about trials leaves as its answer (JSON); arguments are `Launcher.attempt`'s.
+
+    Raises UserError with the reason where there is no answer, OSError if the folder cannot be written.
+    """
+    done = launcher.attempt(spec, folder, environ, runner, deadline_s)
+    if (folder / ANSWER).exists():
+        return json.loads(read_content(folder / ANSWER, links=False))
+    raise UserError(classify(done.evidence)[1] or "the process ended without an answer")
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

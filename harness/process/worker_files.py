@@ -5,6 +5,6 @@ from __future__ import annotations
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 LOGS = ("stdout.log", "stderr.log")
 PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: answers, a line each
-LARGEST = "largest.json"  # what is the largest that fits, of each trial of an attempt
+ANSWER = "answer.json"  # of an attempt that is asked about trials, instead of running them
 ENDED = "ended"  # the record of a rank that ended without saying why
 LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more

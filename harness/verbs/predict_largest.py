@@ -15,12 +15,10 @@ from typing import Any
 
 from rich.table import Table
 
-from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.attempt import Launcher, attempt_environment
-from vramsweep.harness.process.worker_files import LARGEST, LOGS
-from vramsweep.harness.rows import outcome
+from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
+from vramsweep.harness.process.worker_files import LOGS
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
@@ -86,11 +84,11 @@ def _attempted(
     """What an attempt says of the trials of a template, by id. Raises UserError where it says nothing."""
     root = folder / "attempts" / FOLDER
     place = root / str(row_builder.count_attempts(root) + 1)
-    done = launcher.attempt(spec, place, attempt_environment("", "simulated", os.environ), name, longest)
-    if not (place / LARGEST).exists():
-        reason = outcome.classify(done.evidence)[1] or "the process ended without an answer"
-        raise UserError(f"{reason}; {place / LOGS[1]} may say more")
-    found: dict[str, Any] = json.loads(read_content(place / LARGEST, links=False))
+    environ = attempt_environment("", "simulated", os.environ)
+    try:
+        found: dict[str, Any] = ask_attempt(launcher, spec, place, environ, name, longest)
+    except UserError as error:
+        raise UserError(f"{error}; {place / LOGS[1]} may say more") from None
     worst = max(found.values(), key=lambda one: one["unanswered"])
     if worst["unanswered"]:
         print(

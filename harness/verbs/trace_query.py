@@ -1,4 +1,4 @@
-"""Questions about a predicted trial's trace, answered by a process of the runners (runners/worker/query_server.py).
+"""Questions about a predicted trial's trace, answered by an attempt of its own (runners/worker/query_server.py).
 
 A folder may be someone else's: nothing that its rows name (a target, a command, a model of a folder or a hub, data) is
 run, read or asked for because somebody looks at them; whoever names the same trial in words has chosen it.
@@ -9,9 +9,7 @@ explain.py).
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -23,8 +21,7 @@ from vramsweep.harness.config import compose
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.process.attempt import attempt_environment
-from vramsweep.harness.process.interpreter import build_command, last_line
+from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import length_distribution, trial_parser
@@ -162,32 +159,14 @@ def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool)
     """The answers, in order; None of a trial that allocates nothing, or whose trace is not in the folder `traces` while
     `trace` is false; the trials are those of a folder's rows. Without one they are the user's own, traced for this
     once. Raises UserError."""
-    with tempfile.TemporaryDirectory() as folder:
-        request, answer = Path(folder) / "request.json", Path(folder) / "answer.json"
-        values = {
+    environ = attempt_environment("", "simulated", os.environ)
+    with tempfile.TemporaryDirectory() as root, Launcher("cold", Path(root) / "templates") as launcher:
+        spec = {
             "question": question,
             "trials": [trial.model_dump(mode="json") for trial in asked],
-            "traces": str((traces or Path(folder)).absolute()),
+            "traces": str((traces or Path(root)).absolute()),
             "trace": trace,
         }
-        request.write_text(json.dumps(values))
-        command = build_command("vramsweep.runners.worker.query_server", str(request), str(answer))
-        environ = attempt_environment("", "simulated", os.environ)
-        try:
-            done = subprocess.run(
-                command,
-                env=environ if traces is None else worker_environment.unknown(environ),
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            raise UserError(f"no answer within {SECONDS:.0f} s; take a smaller trial") from None
-        if done.returncode != 0 or not answer.is_file():
-            raise UserError(f"the step could not be traced: {last_line(done.stderr)}")
-        said = json.loads(answer.read_text())
-    if "error" in said:
-        raise UserError(said["error"])
-    answers: list[Answer | None] = said["answers"]
+        known = environ if traces is None else worker_environment.unknown(environ)
+        answers: list[Answer | None] = ask_attempt(launcher, spec, Path(root) / "attempt", known, "", SECONDS)
     return answers

@@ -1,16 +1,14 @@
-"""A process that looks into traces: `python -m vramsweep.runners.worker.query_server REQUEST ANSWER`, both JSON files.
+"""An attempt that looks into traces instead of running trials.
 
-REQUEST has `question` (a name of `QUESTIONS`), `trials` (resolved), `traces` (the folder where traces are kept) and
-`trace`: whether a trial whose trace is not there is traced, at most one, as some libraries remember the first. ANSWER
-has `answers`, for each trial its answer or null, or `error`, one line for the user.
+Its spec has `question` (a name of `QUESTIONS`), `trials` (resolved), `traces` (the folder where traces are kept) and
+`trace`: whether a trial whose trace is not there is traced, at most one, as some libraries remember the first. It
+leaves a list: for each trial its answer, in bytes, or null.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,13 @@ from typing import Any
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.process.worker_files import ANSWER
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.predict.explanation import explanation
 from vramsweep.runners.predict.memory_timeline import timeline
+from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace.step_tracer import Trace
 
@@ -48,29 +48,26 @@ def _explanation(trace: Trace, trial: Trial) -> Answer:
 QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {"timeline": _timeline, "explanation": _explanation}
 
 
-def of_trial(question: str, trial: Trial, traces: Path, trace: bool) -> Answer:
-    """The trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
+def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace: bool) -> Answer:
+    """Return the trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
     card = trial.device.card
     if not trace:  # then nothing may run, whatever becomes of the file meanwhile
         found = trace_cache.load_trace(trial, card, traces)
-        return None if found is None else QUESTIONS[question](found[0], trial)
-    runner = import_entry(runner_table.module(trial))
-    with tempfile.TemporaryDirectory() as folder:
-        traced, _ = trace_cache.load_or_trace(trial, card, Path(folder), runner, traces)
-    return QUESTIONS[question](traced, trial)
+    else:
+        found = trace_cache.load_or_trace(trial, card, folder, import_entry(runner_table.module(trial)), traces)
+    return None if found is None else QUESTIONS[question](found[0], trial)
 
 
-def main(request: Path, answer: Path) -> None:
-    """Answer one request."""
-    asked = json.loads(request.read_text())
-    trials = [Trial.model_validate(values) for values in asked["trials"]]
+def main(folder: Path, spec: Mapping[str, Any]) -> int:
+    """Answer for the trials of the spec; return the exit status."""
+    trials = [Trial.model_validate(values) for values in spec["trials"]]
     try:
-        traces, trace = Path(asked["traces"]), bool(asked["trace"])
-        said = {"answers": [of_trial(asked["question"], trial, traces, trace) for trial in trials]}
+        answers = [
+            answer_trial(spec["question"], trial, folder, Path(spec["traces"]), spec["trace"]) for trial in trials
+        ]
     except UserError as error:
-        said = {"error": str(error)}  # type: ignore[dict-item]
-    answer.write_text(json.dumps(said))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+        result_file.error(folder, process_end.error_result(error))
+        return result_file.FAILED
+    (folder / ANSWER).write_text(json.dumps(answers))
+    result_file.values(folder, {}, complete=True)
+    return 0

@@ -1,6 +1,7 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
-Read `spec.json`, run the trial (or predict the many that it names: batch_server.py), write `result.json`
+Read `spec.json`, run the trial (or answer for the many that it names: batch_server.py, largest_server.py,
+query_server.py), write `result.json`
 (result_file.py). With several ranks the worker forks them, each its own process, and waits; rank 0 writes the result.
 Nothing is imported here that a template must not have touched.
 """
@@ -44,10 +45,11 @@ def _run(folder: Path) -> int:
     if "trials" in spec:
         import torch
 
-        from vramsweep.runners.worker import batch_server, largest_server
+        from vramsweep.runners.worker import batch_server, largest_server, query_server
 
         torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-        return largest_server.main(folder, spec) if "axis" in spec else batch_server.main(folder, spec)
+        servers = {"axis": largest_server.main, "question": query_server.main}
+        return next((main for key, main in servers.items() if key in spec), batch_server.main)(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
     predicted = trial.device.name == "simulated"  # of which one rank stands for the many
     alone = predicted or trial.world_size == 1 or runner_table.runner(trial.runner.name).starts

@@ -17,7 +17,7 @@ from vramsweep.analysis.data.load import load
 from vramsweep.analysis.model import memory_frontier as of_rows
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.worker_files import LARGEST
+from vramsweep.harness.process.worker_files import ANSWER
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.search.bisection import Edge, Probe
@@ -50,7 +50,7 @@ class Memory(Fake):
             self.asked += 1
             folder.mkdir(parents=True)
             answer = PREDICTED | {"largest": self.predicted or None, "all_up_to": self.predicted or None}
-            (folder / LARGEST).write_text(json.dumps({one["trial_id"]: answer for one in spec["trials"]}))
+            (folder / ANSWER).write_text(json.dumps({one["trial_id"]: answer for one in spec["trials"]}))
             return FINE
         found = super().answer(spec, folder, environ, look)
         return found if spec["trial"]["seq_len"] != self.broken else error("ValueError", "no such thing")

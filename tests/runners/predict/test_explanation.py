@@ -127,7 +127,7 @@ def test_what_fits_is_explained_in_the_room_that_it_has(conf: str) -> None:
 def test_a_node_without_room_is_told(tmp_path: Path) -> None:
     def answered(gib: float | None) -> dict[str, Any]:
         chosen = trial_parser.parse(tiny(device=SIMULATED | {"node_memory_gib": gib}))
-        found = query_server.of_trial("explanation", chosen, tmp_path, True)
+        found = query_server.answer_trial("explanation", chosen, tmp_path, tmp_path, True)
         assert found is not None
         return found
 
