@@ -20,11 +20,12 @@ from vramsweep.harness.config import compose
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import COLUMNS
 from vramsweep.harness.spec import trial
 from vramsweep.harness.sweep import plan, session, sweep_status
-from vramsweep.harness.verbs import plan_preview, run_words
+from vramsweep.harness.verbs import run_words
 
 # A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
 # taken with float(), a trial told failed if that raises, and a study that ends with an error when it is told NaN.
@@ -298,7 +299,7 @@ def test_plan_predicts_what_a_simulated_sweep_says(here: Path, monkeypatch: pyte
 @pytest.mark.slow
 def test_one_that_hangs_leaves_plan_s_other_predictions(here: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
-    monkeypatch.setattr(plan_preview, "PREDICTION_S", 24.0)
+    monkeypatch.setattr(fit_prediction, "PREDICTION_S", 24.0)
     place = TARGETS / "simulated_faults.py"
     words = ["-m", "runner=custom", f"runner.target={place}:fine,{place}:hangs", "model=tiny", "seq_len=64"]
     done = cli.run("plan", *words, "precision=fp32", "device=cuda", "output=json")
@@ -319,7 +320,7 @@ def test_the_largest_of_each_configuration_the_largest_first() -> None:
         one(base), one(base, seq_len=512), one(base, micro_batch=100), one(big), one(base, precision="bf16"),
         one(base, device={"name": "cpu"}, seq_len=4096),
     ]  # fmt: skip
-    found = plan_preview.largest_trials([p for trials in plan.expand_trials(values, 2) for p in trials])
+    found = fit_prediction.largest_trials([p for trials in plan.expand_trials(values, 2) for p in trials])
     seen = [(p.trial.model.name, p.trial.precision, p.trial.seq_len, p.trial.micro_batch) for p in found if p.trial]
     assert seen == [("big", "fp32", 8, 1), ("tiny", "fp32", 8, 100), ("tiny", "bf16", 8, 1)]
 
@@ -332,8 +333,8 @@ def test_a_card_that_is_not_in_the_table_is_said_so(cli: Cli, monkeypatch: pytes
 
 
 def test_the_card_assumed_is_that_of_the_configuration() -> None:
-    assert yaml.safe_load((ROOT / "conf" / "device" / "simulated.yaml").read_text())["gpu"] == plan_preview.CARD
-    assert gpu_lookup.gpu_named(plan_preview.CARD)
+    assert yaml.safe_load((ROOT / "conf" / "device" / "simulated.yaml").read_text())["gpu"] == fit_prediction.CARD
+    assert gpu_lookup.gpu_named(fit_prediction.CARD)
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "simulated"])

@@ -8,11 +8,10 @@ from __future__ import annotations
 from io import StringIO
 
 import pandas as pd
-from rich.table import Table
 
 from vramsweep.analysis.compare import validation
 from vramsweep.analysis.compare.validation import RUN, Validation
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Console, make_table
 
 MOST = 8  # reasons
 FEW = 20  # readings that are shown one by one
@@ -34,10 +33,8 @@ def format_validation(made: Validation) -> str:
     }
     for title, frame in tables.items():
         if len(frame):
-            table = Table(*map(str, frame.columns), title=title, title_justify="left", box=None, padding=(0, 1))
-            for row in frame.to_numpy():
-                table.add_row(*(str(cell) for cell in row))
-            console.print(table)
+            rows = [list(map(str, row)) for row in frame.to_numpy()]
+            console.print(make_table(list(map(str, frame.columns)), rows, title=title))
             console.print()
     gone = made.readings[made.readings["reason"].notna()]
     left, wrong = gone[~gone["mistake"]], gone[gone["mistake"]]
@@ -46,9 +43,9 @@ def format_validation(made: Validation) -> str:
         console.print(f"{_count_readings(left)} were not predicted:")
         counts = runs["reason"].value_counts()
         for reason, count in counts.head(MOST).items():
-            console.print(f"  {count:,}: {reason}", highlight=False)
+            console.print(f"  {count:,}: {reason}")
         if (more := len(counts) - MOST) > 0:
-            console.print(f"  and {more} more reasons: in readings.json, or with --json", highlight=False)
+            console.print(f"  and {more} more reasons: in readings.json, or with --json")
     if len(wrong):
         console.print(f"{_count_readings(wrong)} were left out as mistaken.")
     return stream.getvalue().rstrip()

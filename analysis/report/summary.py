@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from rich import box
 from rich.table import Table as Grid
 
 from vramsweep.analysis.compare import format_difference
@@ -20,7 +19,7 @@ from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.metrics import MIB, show_bytes
 from vramsweep.analysis.report.findings import values
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 
 LOOKED = 200  # configurations that are looked at
@@ -98,7 +97,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
 
 def text(found: Summary, width: int) -> str:
     """For a terminal of so many columns."""
-    console = Console(width=width, color_system=None, force_terminal=False, highlight=False)
+    console = Console(width=width, color_system=None, force_terminal=False)
     grid, shown = _grid(found, width)
     with console.capture() as captured:
         console.print(found.title)
@@ -124,10 +123,8 @@ def _grid(found: Summary, width: int) -> tuple[Grid, int]:
     rows = [_cells(line) for line in found.lines]
     cells = [max(map(len, (*head.split("\n"), *(row[n] for row in rows)))) for n, head in enumerate(heads)]
     room = max(width - sum(cells) - len(cells), LABEL)
-    grid = Grid(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False)
-    grid.add_column("configuration", min_width=LABEL, max_width=room)
-    for head in heads:
-        grid.add_column(head, justify="right", no_wrap=True)
+    grid = make_table(("configuration", *heads), numbers=heads)
+    grid.columns[0].min_width, grid.columns[0].max_width = LABEL, room
     left = ROOM
     for shown, (line, row) in enumerate(zip(found.lines, rows, strict=True)):
         left -= -(-len(line.label) // room)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any
 
 from rich import console
 from rich.box import SIMPLE_HEAD
+from rich.console import RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from vramsweep.harness.messages.terminal import behind_escapes, escape_text
 
+PIPED = 140  # columns, where the output is no terminal
+
 
 class Console(console.Console):
     """Markup is off unless asked for: a name may hold brackets. With it, texts from outside need rich's escape.
 
     Texts are written out before they are measured (`render_str`), and whatever else becomes a segment (`render`): a
-    bar's columns, what others print while it is there. Links are left out.
+    bar's columns, what others print while it is there. Links are left out. A file or a pipe is `PIPED` columns wide.
     """
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
-        super().__init__(markup=markup, **options)
+        super().__init__(markup=markup, highlight=False, **options)
+        if not self.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+            self.width = PIPED
 
     @property
     def redraws(self) -> bool:
@@ -56,9 +62,25 @@ class Console(console.Console):
                 yield Segment(escape_text(text), style.update_link(None) if style and style.link else style)
 
 
-def make_table(title: str, texts: Sequence[str], numbers: Sequence[str], more: Sequence[str] = ()) -> Table:
-    """A table under its title without rows: columns of texts, of numbers, at the right, and of more texts."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-    for name in (*texts, *numbers, *more):
-        table.add_column(name, justify="right" if name in numbers else "left", overflow="fold")
+def make_table(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[RenderableType]] = (),
+    *,
+    title: str | None = None,
+    numbers: Collection[str] = (),
+) -> Table:
+    """Make a table as every verb prints it: no column is cut off, those that `numbers` names are at the right."""
+    table = Table(
+        title=title and f"\n{title}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        show_edge=False,
+        pad_edge=False,
+        show_header=any(heads),
+    )
+    for head in heads:
+        table.add_column(head, justify="right" if head in numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
     return table

@@ -341,7 +341,7 @@ def ask_attempt(
     runner: str,
     deadline_s: float,
 ) -> Any:
-    """Return what an attempt that is asked about trials leaves as its answer (JSON); arguments are `Launcher.attempt`'s.
+    """Return what an attempt that is asked about trials leaves as its answer (JSON); for arguments see `attempt`.
 
     Raises UserError with the reason where there is no answer, OSError if the folder cannot be written.
     """

@@ -240,19 +240,16 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep doctor`; return the exit status."""
-    from rich.table import Table
     from rich.text import Text
 
-    from vramsweep.harness.messages.console import Console
+    from vramsweep.harness.messages.console import Console, make_table
 
     arguments = parser().parse_args(argv)
     checks = doctor(arguments.results)
     if arguments.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))
     else:
-        table = Table("check", "", "")
         colours = {"ok": "green", "note": "yellow", "problem": "red"}
-        for check in checks:
-            table.add_row(check.name, Text(check.level, style=colours[check.level]), check.text)
-        Console().print(table)
+        rows = [(check.name, Text(check.level, style=colours[check.level]), check.text) for check in checks]
+        Console().print(make_table(("check", "", ""), rows))
     return int(any(check.level == "problem" for check in checks))

@@ -17,9 +17,9 @@ from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.verbs import trace_query
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -136,7 +136,7 @@ def _phases(answer: Mapping[str, Any]) -> Table:
     phases, refused, most = answer["phases"], answer["refused"], answer["most"]
     names = ["loading" if one["step"] is None else one["phase"] for one in phases]
     last = ["at its own most", *([] if refused is None else ["asked for when it ran out"])]
-    table = make_table("What each phase holds when it holds most", ("",), [*names, *last])
+    table = make_table(("", *names, *last), title="What each phase holds when it holds most", numbers=(*names, *last))
     kinds = [name for name in most if most[name]]
     for name in kinds:
         held = [one["parts"][name] for one in phases]
@@ -152,8 +152,8 @@ def _phases(answer: Mapping[str, Any]) -> Table:
 
 def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
-    title = f"The largest at the peak, {_locate(peak)}; layers count as one"
-    table = make_table(title, (), ("MiB", "share", "storages"), ("part", "asked for by"))
+    title, numbers = f"The largest at the peak, {_locate(peak)}; layers count as one", ("MiB", "share", "storages")
+    table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
@@ -184,7 +184,7 @@ def _to_device(trial: Trial) -> str:
 
 def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
     sums = dict(to_card(answer))
-    table = make_table("From the states to the card", ("",), ("MiB",))
+    table = make_table(("", "MiB"), title="From the states to the card", numbers=("MiB",))
     texts = {
         "states": "weights, buffers, gradients and optimizer state, each at its most",
         "states_not_there_at_the_peak": "of them not there at the peak",

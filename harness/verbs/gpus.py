@@ -23,16 +23,12 @@ def main(argv: Sequence[str]) -> int:
     if parser().parse_args(argv).json:
         print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
         return 0
-    from rich.table import Table
-
-    from vramsweep.harness.messages.console import Console
+    from vramsweep.harness.messages.console import Console, make_table
 
     rates = ("fp32", "tf32", "half", "bf16", "fp8")
-    table = Table(box=None, padding=(0, 1, 0, 0))
-    table.add_column("device.gpu", no_wrap=True)
-    for name in ("GiB", "limit", "cap.", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("link", no_wrap=True)
+    numbers = ("GiB", "limit", "cap.", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8")
+    table = make_table(("device.gpu", *numbers, "link"), numbers=numbers)
+    table.padding = 0  # within 80 columns
     for gpu in GPUS:
         known = [getattr(gpu, rate) for rate in rates]
         table.add_row(
@@ -48,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
     console.print(table)
     console.print(
         "\nGiB: nominal; limit: what the allocator can have; cap.: compute capability; then dense peaks in TFLOP/s. "
-        "Any other GPU: device.memory_gib=8 device.capability=7.5; sources: --json.",
-        highlight=False,
+        "Any other GPU: device.memory_gib=8 device.capability=7.5; sources: --json."
     )
     return 0

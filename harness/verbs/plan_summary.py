@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
+from vramsweep.harness.messages.console import make_table
 from vramsweep.harness.sweep.budget import Expected
 from vramsweep.harness.sweep.labels import CALLED, WITHIN, Labels, describe_common, varying
 from vramsweep.harness.sweep.plan import Planned
@@ -67,12 +67,9 @@ def refused(planned: Sequence[Planned]) -> dict[str, list[str]]:
 def show_plan(planned: Sequence[Planned], told: Sequence[Line]) -> RenderableType:
     """The whole for a terminal."""
     axes = list(dict.fromkeys(key for line in told for key in line.ranges))
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column("configuration", overflow="fold")
-    for axis in axes:
-        table.add_column(CALLED.get(axis, axis.removesuffix(".name")))
-    for name in ("to do", "finished", "time"):
-        table.add_column(name, justify="right", no_wrap=True)
+    numbers = ("to do", "finished", "time")
+    heads = ("configuration", *(CALLED.get(axis, axis.removesuffix(".name")) for axis in axes), *numbers)
+    table = make_table(heads, numbers=numbers)
     for line in told[:MOST]:
         counts = [str(line.states.get(state, 0) or "–") for state in ("to do", "finished")]
         took = "?" if line.seconds is None else f"~ {duration_words(line.seconds)}" if line.states.get("to do") else "–"

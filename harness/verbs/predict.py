@@ -13,19 +13,20 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
-from rich.table import Table
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.labels import flatten
+from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
-from vramsweep.harness.verbs import predict_largest, run_words
+from vramsweep.harness.verbs import run_words
 
 MIB = 1 << 20
 DETAILS = """\
@@ -46,7 +47,7 @@ def parser() -> Parser:
     )
     parser.add_argument(
         "--largest",
-        choices=predict_largest.AXES,
+        choices=largest_prediction.AXES,
         help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
         "its range, else of all that the model takes",
     )
@@ -87,8 +88,44 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         if asked.settings is None:
             return 0
         refuse_invalid(p.reason for p in asked.trials)
-        found = predict_largest.find(asked.trials, asked.settings, asked.folder, asked.start(), axis, values, every)
-    return predict_largest.show(found, axis, as_json)
+        found = largest_prediction.predict_edges(
+            asked.trials, asked.settings, asked.folder, asked.start(), axis, values, every
+        )
+    return show_edges(found, axis, as_json)
+
+
+def show_edges(answers: Sequence[tuple[Planned, largest_prediction.Answer]], axis: str, as_json: bool) -> int:
+    """Print what was found; the exit status: 1 where something asked for has no answer."""
+    status = int(any(found["unanswered"] or found["reason"] is not None for _, found in answers))
+    if as_json:
+        print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
+        return status
+    console = Console()
+    answered = [(item, found) for item, found in answers if found["reason"] is None]
+    numbers = (f"every {axis} fits up to", f"largest {axis} that fits", "looked at")
+    table = make_table(("configuration", *numbers, "trace"), numbers=numbers)
+    for item, found in answered:
+        edges = (_number(found, name) for name in ("all_up_to", "largest"))
+        looked = f"{found['looked_at']:,} of {found['of']:,}"
+        table.add_row(largest_prediction.label(item, axis), *edges, looked, found["trace_basis"] or "none")
+    console.print(table)
+    margins = [found["margin"] for _, found in answered if found["margin"] is not None]
+    if margins:
+        console.print(
+            "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
+            f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
+        )
+    if any(not found["complete"] for _, found in answered):
+        console.print(
+            "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
+            "cannot be traced (a sweep of them says why)."
+        )
+    return status
+
+
+def _number(found: largest_prediction.Answer, name: str) -> str:
+    unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
+    return unknown if found[name] is None else f"{found[name]:,}"
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:
@@ -189,14 +226,10 @@ def show(rows: Sequence[Row]) -> None:
     """Print what fits: a line for each configuration."""
     if not rows:
         return
-    console = Console() if Console().is_terminal else Console(width=180)
+    console = Console()
     varied, groups = configurations(rows)
-    table = Table(
-        *varied, *("lengths", "MiB at the shortest", "at the longest that fits", "first that does not", "rows")
-    )
-    for values, of_one in groups.items():
-        table.add_row(*values, *_line(of_one))
-    console.print(table)
+    heads = ("lengths", "MiB at the shortest", "at the longest that fits", "first that does not", "rows")
+    console.print(make_table((*varied, *heads), [(*values, *_line(of_one)) for values, of_one in groups.items()]))
     console.print("MiB are peak allocated / peak reserved; `vramsweep columns` says what trace_basis means.")
 
 

@@ -69,29 +69,30 @@ def _print_table(result: WhatIf) -> None:
     limit = "none" if result.memory_limit is None else f"{_mib(result.memory_limit)} MiB"
     title = f"{result.recording}, device {result.device}, {result.events} events, memory limit {limit}"
     numbers = ("peak reserved MiB", "reserved but unused MiB", "cudaMallocs", "retries", "out of memory")
-    table = make_table(title, ("settings", "start"), numbers)
+    table = make_table(("settings", "start", *numbers), title=title, numbers=numbers)
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
         sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
         counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console()
     console.print(table)
     if result.rows[0].holders is not None:
         console.print(_holders(result.rows[0].holders, "final" if result.history == "none" else "recorded peak"))
-    console.print(verdict(result), highlight=False)
+    console.print(verdict(result))
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
-            console.print(f"{row.settings or '(defaults)'}: {note}", highlight=False)
+            console.print(f"{row.settings or '(defaults)'}: {note}")
     for note in _warnings(result):
-        console.print(note, highlight=False)
+        console.print(note)
 
 
 def _holders(peak: Holders, of: str) -> Table:
     """Who holds the recorded peak."""
     unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
     title = f"What holds the {of} allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
-    table = make_table(title, (), ("MiB in all", "blocks"), ("asked for by (what it is for is not recorded)",))
+    numbers = ("MiB in all", "blocks")
+    table = make_table((*numbers, "asked for by (what it is for is not recorded)"), title=title, numbers=numbers)
     for one in peak.largest:
         blocks = f"{one.count} x {_mib(one.bytes)}" if one.count > 1 else "1"
         table.add_row(_mib(one.bytes * one.count), blocks, one.where or "unknown")

@@ -21,9 +21,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep techniques`; return the exit status."""
     from rich.markup import escape
-    from rich.table import Table
 
-    from vramsweep.harness.messages.console import Console
+    from vramsweep.harness.messages.console import Console, make_table
     from vramsweep.harness.spec.techniques import catalog, wording
 
     arguments = parser().parse_args(argv)
@@ -38,13 +37,11 @@ def main(argv: Sequence[str]) -> int:
     for axis in shown:
         default = f"  [dim]default {catalog.text(axis.default)}[/]" if axis.default is not None else ""
         console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
-        table = Table(box=None, show_header=False, padding=(0, 1))
-        table.add_column(no_wrap=True, min_width=24)
-        table.add_column(ratio=1)
-        for entry in catalog.entries(axis.name):
-            table.add_row(
-                f"  {catalog.text(entry.name)}", escape(wording.sentence(entry, whole=arguments.axis is not None))
-            )
+        entries, whole = catalog.entries(axis.name), arguments.axis is not None
+        table = make_table(
+            ("", ""), [(f"  {catalog.text(one.name)}", escape(wording.sentence(one, whole=whole))) for one in entries]
+        )
+        table.columns[0].min_width = 24
         if table.row_count:
             console.print(table)
     if arguments.axis is None:

@@ -16,10 +16,10 @@ from vramsweep.harness.files.bounded_reads import replaced
 from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
+from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
-from vramsweep.harness.verbs import trace_query
 
 Record = dict[str, Any]  # trial_id; about: what it is of; timeline (runners.predict.memory_timeline.Timeline; bytes)
 FORMAT = 1  # of what is kept; raise it when a timeline's layout changes

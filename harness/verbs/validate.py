@@ -1,8 +1,7 @@
-"""`vramsweep validate FILE...`: predict reference runs (published_readings.py), and put what was published beside it.
+"""`vramsweep validate FILE...`: predict reference runs, and put what was published next to it.
 
-Every run is a simulated trial of one sweep, so an interrupted one goes on where it was. A run of versions that known
-differences tell from the installed ones is predicted twice, with and without them. What comes out, a line a reading,
-is `readings.json` in the sweep's folder; the tables are made of it (analysis/compare/validation.py).
+What comes out, a line a reading, is `readings.json` in the sweep's folder; the tables are made of it
+(analysis/compare/validation.py). Not covered: what the files say and how they are predicted (harness/questions).
 """
 
 from __future__ import annotations
@@ -11,86 +10,22 @@ import contextlib
 import json
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from pydantic import BaseModel, ValidationError
-
-from vramsweep.harness.config import compose
 from vramsweep.harness.files import outputs
-from vramsweep.harness.files.bounded_reads import error_reason, read_content
-from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
-from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.spec import trial_identity, version_differences
-from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.sweep import run_trials
-from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import published_readings
-from vramsweep.harness.verbs.published_readings import PHASES, Reading, Run
+from vramsweep.harness.questions import reference_runs
+from vramsweep.harness.questions.reference_runs import OtherTools
 
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
-GIB = 1 << 30
-PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
-SOME = 5  # runs beside which words of the command are tried that are no trial alone
-TOLD = 50  # runs that are planned from one line to the next
-UNTIMED = "no estimated times"  # how a row's note on it begins
-OTHER_TOOLS = "other-tools.json"  # beside the files of runs
-SPEED = ("world_size", "estimated_compute_s", "estimated_attention_s", "estimated_memory_s", "estimated_launch_s",
-         "estimated_communication_s", "estimated_launches")  # fmt: skip
-MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
 DETAILS = """\
 benchmarks/published/README.md describes the files. Words such as timeout_s=1200, name= or results= go to
 every run. The same command goes on where one was interrupted."""
-
-
-@dataclass(frozen=True)
-class ReadingRequest:
-    """A run and what is to be predicted of it; `plain` is the same without known differences, None where there are
-    none. `reason` says why nothing is: what the file itself says, or what is wrong with its words."""
-
-    run: Run
-    item: Planned | None = None
-    plain: Planned | None = None
-    reason: str | None = None
-
-
-class OtherTools(BaseModel, extra="forbid"):
-    """What other tools said that runs need, in bytes by the file's name, the run's and the tool's, None where a tool
-    had no answer; and where each tool is from. They were asked once: it is published data, like the runs."""
-
-    sources: dict[str, str] = {}
-    runs: dict[str, dict[str, dict[str, int | None]]] = {}
-
-    @classmethod
-    def beside(cls, files: Iterable[Path]) -> OtherTools:
-        """Read it in the folders of these files; empty where there is none. Raises UserError for another form."""
-        found = cls()
-        for path in dict.fromkeys(file.parent / OTHER_TOOLS for file in files):
-            try:
-                one = cls.model_validate_json(read_content(path))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            except (OSError, ValidationError) as error:
-                first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error_reason(error)
-                raise UserError(
-                    f"{path} has no estimates of other tools: {first}; mend it, or name it otherwise"
-                ) from None
-            found.sources.update(one.sources)
-            found.runs.update(one.runs)
-        return found
-
-    def of(self, run: Run) -> dict[str, int | None] | None:
-        """What they said of one run."""
-        return self.runs.get(Path(run.file).name, {}).get(run.name)
 
 
 def parser() -> Parser:
@@ -112,20 +47,24 @@ def main(argv: Sequence[str]) -> int:
     files = [Path(word) for word in arguments.words if "=" not in word]
     if not files:
         raise UserError("validate which runs? Name files, as benchmarks/published/*.yaml")
-    runs, mistakes = read(files)
+    runs, mistakes = reference_runs.read(files)
     estimates = OtherTools.beside(files)
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
-        asked, settings = resolve(runs, words)
+        asked, settings = reference_runs.resolve(runs, words)
         if all(one.item is None for one in asked):
-            raise UserError("\n".join(["none of the runs can be predicted:", *mistakes, *reasons(asked, {})]))
+            raise UserError(
+                "\n".join(["none of the runs can be predicted:", *mistakes, *reference_runs.reasons(asked, {})])
+            )
         folder = Path(settings.results) / (settings.name or "validation")
-        rows, status = predict(asked, settings, folder)
-    mistakes += reasons([one for one in asked if one.run.cannot is None], rows)
+        rows, status = reference_runs.predict(asked, settings, folder)
+    mistakes += reference_runs.reasons([one for one in asked if one.run.cannot is None], rows)
     record = {
         "made": {name: machine.version(name) for name in PACKAGES},
         "mistakes": mistakes,
         "others": estimates.sources,
-        "readings": [line | {"others": estimates.of(one.run)} for one in asked for line in lines(one, rows)],
+        "readings": [
+            line | {"others": estimates.of(one.run)} for one in asked for line in reference_runs.lines(one, rows)
+        ],
     }
     outputs.write(folder / READINGS, json.dumps(record, indent=1))
     for text in mistakes:
@@ -135,234 +74,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         show(folder)
     return max(status, int(bool(mistakes)))
-
-
-def read(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of all files, and what is wrong with any; the other files count, each once. Raises UserError if no run
-    is left."""
-    runs: list[Run] = []
-    mistakes: list[str] = []
-    seen: set[Path] = set()
-    for file in files:
-        if file.resolve() in seen:
-            print(f"{file} is named twice; it is read once", file=sys.stderr)
-            continue
-        seen.add(file.resolve())
-        try:
-            found, wrong = published_readings.read(file)
-        except UserError as error:
-            found, wrong = [], [str(error)]
-        runs += found
-        mistakes += wrong
-    if not runs:
-        raise UserError("\n".join(mistakes))
-    return runs, mistakes
-
-
-def resolve(runs: Sequence[Run], words: Sequence[str]) -> tuple[list[ReadingRequest], Settings]:
-    """What is to be predicted of each run. Raises UserError for words of the command line that are mistaken."""
-    settings = _settings(runs, words)
-    asked: list[ReadingRequest] = []
-    for number, run in enumerate(runs):
-        if number % TOLD == 0:  # planning takes some tenths of a second a run
-            print(f"planning: {number} of {len(runs)} runs", flush=True)
-        if run.cannot is not None:
-            asked.append(ReadingRequest(run, reason=run.cannot))
-            continue
-        try:
-            item, _ = _planned(_words(run, words))
-        except UserError as error:
-            asked.append(ReadingRequest(run, reason=str(error)))
-            continue
-        asked.append(
-            ReadingRequest(run, reason=item.reason) if item.trial is None else ReadingRequest(run, item, _plain(item))
-        )
-    return asked, replace(settings, report=False, action="run")
-
-
-def _settings(runs: Sequence[Run], words: Sequence[str]) -> Settings:
-    """What the command line says of the sweep. Raises UserError where its words are mistaken, before that is said of
-    every run: alone and, as some need a run's, with those of some runs."""
-    alone, settings = _tried(["device=simulated", *words])
-    if alone is None and settings is not None:
-        return settings
-    for run in [run for run in runs if run.cannot is None][:SOME]:
-        beside, theirs = _tried(_words(run, words))
-        if beside is None and theirs is not None:
-            return theirs
-        if beside == alone:
-            settings = None
-    if settings is None:
-        raise UserError(str(alone))
-    return settings
-
-
-def _tried(words: Sequence[str]) -> tuple[str | None, Settings | None]:
-    """Why these words are no trial, and what they say of the sweep if anything."""
-    try:
-        item, settings = _planned(words)
-    except UserError as error:
-        return str(error), None
-    return item.reason, settings
-
-
-def _words(run: Run, words: Sequence[str]) -> Sequence[str]:
-    """The run's words, with the versions that known differences are about, and those of the command line."""
-    known = {one.package for one in version_differences.DIFFERENCES}
-    versions = [
-        f"+versions.{name}={published_readings.quoted(text)}" for name, text in run.versions.items() if name in known
-    ]
-    return published_readings.later(["device=simulated", *run.overrides, *versions, *words])
-
-
-def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
-    """The one trial of these words. Raises UserError where they are none, or one that is not predicted."""
-    asked = compose.resolve(words)
-    if len(asked.trials) != 1 or asked.settings is None:
-        raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run is one")
-    (item,) = asked.trials
-    if item.trial is not None and item.trial.device.name != "simulated":
-        raise UserError(f"device={item.trial.device.name}: reference runs are predicted, on device=simulated")
-    return item, asked.settings
-
-
-def _plain(item: Planned) -> Planned | None:
-    """The same trial as the installed versions run it, where known differences say that this is another."""
-    assert item.trial is not None
-    if not version_differences.find_differences(item.trial):
-        return None
-    trial = item.trial.model_copy(update={"versions": {}})
-    resolved = trial.model_dump(mode="json")
-    return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
-
-
-def predict(asked: Sequence[ReadingRequest], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """The rows of all that is to be predicted, by trial id, and the status of the sweep that it is."""
-    wanted = {item.trial_id: item for one in asked for item in (one.item, one.plain) if item is not None}
-    return run_trials.run(list(wanted.values()), settings, folder)
-
-
-def why(one: ReadingRequest, rows: Mapping[str, Row]) -> str | None:
-    """Why nothing is predicted of a run."""
-    if one.item is None:
-        return one.reason
-    row = rows.get(one.item.trial_id)
-    if row is None:
-        return "not predicted"
-    return None if row["outcome"] in PREDICTED else f"{row['outcome']}: {row['reason']}"
-
-
-def reasons(asked: Sequence[ReadingRequest], rows: Mapping[str, Row]) -> list[str]:
-    """Why runs are not predicted, what several of a file share once, with the place of the first."""
-    found: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for one in asked:
-        if (reason := why(one, rows)) is not None:
-            found[one.run.file, reason].append(one.run)
-    return [
-        f"{mine[0].place}: {mine[0].name}{f' and {len(mine) - 1} more' if len(mine) > 1 else ''}: {reason}"
-        for (_, reason), mine in found.items()
-    ]
-
-
-def lines(one: ReadingRequest, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    """Each reading of a run beside its predictions, in bytes and seconds a step; where there is none `reason` says why,
-    and `mistake` whether the run could not be predicted though its file does not say so."""
-    row = rows.get(one.item.trial_id) if one.item is not None else None
-    plain = rows.get(one.plain.trial_id) if one.plain is not None else None
-    run, reason = one.run, why(one, rows)
-    shared = {
-        "source": run.source, "title": run.title, "place": run.place, "run": run.name, "grade": run.grade,
-        "note": run.note, "mistake": reason is not None and run.cannot is None,
-        "outcome": None if row is None else row["outcome"],
-        "trial_id": None if one.item is None else one.item.trial_id,
-        "label": None if one.item is None or one.item.trial is None else describe_trial(one.item.trial),
-        "versions": dict(run.versions), "differences": (row or {}).get("differences") or [],
-        "trace_basis": (row or {}).get("trace_basis"),
-        "context_bytes": run.context if run.context is not None else CONTEXT_BYTES,
-        "context_said": run.context is not None,
-        "gpu": (row or {}).get("simulated_gpu"), "precision": (row or {}).get("precision"),
-        **{name: (row or {}).get(name) for name in SPEED}, **peak_composition(row),
-    }  # fmt: skip
-    trial = None if one.item is None else one.item.trial
-    return [
-        shared
-        | {key: value for key, value in asdict(reading).items() if key not in ("value", "text", "note")}
-        | {
-            "reading_note": reading.note,
-            "reason": reason or unpredicted(reading, run, row),
-            "measured": measured(reading, trial),
-            "measured_outcome": reading.text,
-            "predicted": predicted(reading, run, row, most=False),
-            "predicted_most": predicted(reading, run, row, most=True),
-            "predicted_plain": predicted(reading, run, plain, most=False),
-        }
-        for reading in run.readings
-    ]
-
-
-def peak_composition(row: Row | None) -> dict[str, Any]:
-    """Of a predicted peak: in which phase it is, what of it weights, buffers, gradients and optimizer state are, and
-    whether it moves with batch and length; null where nothing was predicted."""
-    peaks = {phase: (row or {}).get(f"{phase}_peak_allocated_bytes") for phase in PHASES}
-    known = {phase: peak for phase, peak in peaks.items() if peak is not None}
-    if row is None or row["outcome"] != Outcome.OK or not known or row["peak_parameters_bytes"] is None:
-        return {"peak_phase": None, "states_bytes": None, "moves": None}
-    # the later of two that are equal: what stays as it is from one phase to the next did not move
-    phase = max(known, key=lambda name: (known[name], PHASES.index(name)))
-    states = sum(row[f"peak_{part}_bytes"] for part in ("parameters", "buffers", "gradients", "optimizer_state"))
-    share = row["peak_activations_bytes"] / row["peak_allocated_bytes"]
-    return {"peak_phase": phase, "states_bytes": states, "moves": phase in ("forward", "backward") and share >= MOVING}
-
-
-def measured(reading: Reading, trial: Trial | None) -> float | None:
-    """In bytes, or seconds a step; None for an outcome, and where the step's tokens are not known."""
-    if reading.value is None or reading.quantity not in ("tokens/s", "samples/s"):
-        return reading.value
-    if trial is None:
-        return None
-    rate = reading.value * (trial.world_size if reading.unit == "per card" else 1)
-    tokens = trial.tokens_per_step()
-    return (tokens if reading.quantity == "tokens/s" else tokens / trial.seq_len) / rate
-
-
-def predicted(reading: Reading, run: Run, row: Row | None, most: bool) -> float | None:
-    """In bytes, or seconds a step as estimated; with `most` the upper bound, where there is another.
-
-    Where memory runs out, what is reserved is what it would be without a limit; nothing else is known there.
-    """
-    column = None if row is None else _column(reading, str(row["outcome"]), most)
-    value: float | None = None if row is None or column is None else row.get(column)
-    context = run.context if run.context is not None else CONTEXT_BYTES
-    return value if value is None or reading.quantity != "device" else value + context
-
-
-def _column(reading: Reading, outcome: str, most: bool) -> str | None:
-    """The column of a row with this outcome that predicts the reading."""
-    counter = "reserved" if reading.quantity == "device" else reading.quantity
-    if outcome == Outcome.OOM and counter == "reserved" and reading.phase is None and not most:
-        return "unlimited_peak_reserved_bytes"
-    if outcome != Outcome.OK or reading.quantity == "outcome":
-        return None
-    if reading.quantity not in published_readings.MEMORY:
-        return "estimated_step_no_overlap_s" if most else "estimated_step_s"
-    if reading.phase is not None:
-        return None if most else f"{reading.phase}_peak_{counter}_bytes"
-    return f"peak_{counter}_most_bytes" if most else f"peak_{counter}_bytes"
-
-
-def unpredicted(reading: Reading, run: Run, row: Row | None) -> str | None:
-    """Why there is nothing to compare a reading with, of a run that is predicted."""
-    if row is None or reading.quantity == "outcome" or predicted(reading, run, row, most=False) is not None:
-        return None
-    if row["outcome"] == Outcome.HOST_OOM:
-        return "predicted to run out of the host's memory"
-    if row["outcome"] == Outcome.OOM:
-        needed = row["unlimited_peak_reserved_bytes"]
-        would = "" if needed is None else f": without a limit it would reserve {needed / GIB:,.2f} GiB"
-        return f"predicted to run out of memory{would}"
-    if reading.quantity in published_readings.MEMORY:
-        return f"no {_column(reading, Outcome.OK, most=False)} is predicted"
-    return next((note for note in row["notes"] or () if note.startswith(UNTIMED)), UNTIMED)
 
 
 def show(folder: Path) -> None:

@@ -23,6 +23,7 @@ from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.files import inferred_points
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
@@ -30,7 +31,6 @@ from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.resume import reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session, refuse_invalid
-from vramsweep.harness.verbs import plan_preview
 
 if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these import pandas and scipy, or plugins
     from vramsweep.analysis.model.adaptive import Answer, Grid, Search
@@ -188,14 +188,14 @@ def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row 
     assert settings is not None
     if not settings.predict or first.device.name != "cuda" or runner_table.runner(first.runner.name).starts:
         return None
-    card, problem = plan_preview.card(settings)
+    card, problem = fit_prediction.choose_card(settings)
     if card is None:
         print(f"nothing is predicted: {problem}", file=sys.stderr)
         return None
     found: list[Planned | None] = []
     for trial in possible:
         try:
-            resolved = plan_preview.simulated(trial, card).model_dump(mode="json")
+            resolved = fit_prediction.simulate(trial, card).model_dump(mode="json")
         except trials.InvalidTrial:
             found.append(None)
             continue

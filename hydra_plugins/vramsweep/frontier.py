@@ -1,7 +1,7 @@
 """The thin Hydra side of `sweep=frontier`: of one axis with a range, round by round, the trials that find the edge.
 
 Every other word that holds several values makes configurations. A round has one trial of each configuration whose edge
-is not known yet. What is tried next, and what is known before, is harness/verbs/frontier.py's.
+is not known yet. What is tried next, and what is known before, is harness/questions/edge_search.py's.
 """
 
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from hydra.core.override_parser.types import Override, RangeSweep
 from hydra_plugins.vramsweep.launcher import FREE, SweeperConf, VramsweepSweeper
 from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import edge_search
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.search.strategy import drive
-from vramsweep.harness.verbs import frontier
 
 if TYPE_CHECKING:
     from vramsweep.harness.config.compose import HydraTask
@@ -59,8 +59,8 @@ class FrontierSweeper(VramsweepSweeper):
             raise UserError("a preset of cases is run at once; sweep=frontier is a preset of its own")
         session, configs = task.session, task.plain_values(jobs)
         with variable(FULL_ERROR, None):  # which workers must not inherit
-            ahead = frontier.prepare_searches(session, configs, name, values)
-        searches = [frontier.Search(one) for one in ahead]
+            ahead = edge_search.prepare_searches(session, configs, name, values)
+        searches = [edge_search.Search(one) for one in ahead]
         returns: list[Any] = []
 
         def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, Row]]:
@@ -71,7 +71,7 @@ class FrontierSweeper(VramsweepSweeper):
             return {n: {value: row} for (n, [value]), row in points if row is not None}
 
         drive(searches, launch)
-        frontier.report_searches(session, searches, name)
+        edge_search.report_searches(session, searches, name)
         return returns
 
 

@@ -12,8 +12,8 @@ from conftest import refusal
 from vramsweep.__main__ import main
 from vramsweep.harness.files import yaml_guard
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import published_readings
 from vramsweep.harness.spec import deepspeed_config, length_distribution
-from vramsweep.harness.verbs import published_readings
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12)

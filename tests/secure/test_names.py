@@ -22,11 +22,12 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
 from vramsweep.harness.files import file_names, outputs
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_parser import parse
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.verbs import timeline, trace_query
+from vramsweep.harness.verbs import timeline
 
 OUT = [
     "../x", "/abs", "a/b", "..", ".", ".hidden", "   ", "x" * 300, "é" * 150, "a\nb", "a\x1b[2Jb", "a\u202eb", "a\0b",

@@ -16,7 +16,8 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.timeline import PARTS, holders, of_timeline
 from vramsweep.analysis.report.draw import draw
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.verbs import timeline, trace_query
+from vramsweep.harness.questions import trace_query
+from vramsweep.harness.verbs import timeline
 
 MIB = 1 << 20
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -11,11 +11,11 @@ from conftest import tiny
 
 from vramsweep.analysis.model.adaptive import Answer, Grid
 from vramsweep.analysis.model.adaptive import Search as AdaptiveSearch
+from vramsweep.harness.questions import edge_search
 from vramsweep.harness.search.fit_knowledge import Bracket, FitKnowledge, TriedPoint, find_bracket, needs_no_less
 from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.verbs import frontier
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_adaptive_dominance_and_the_frontier_say_the_same(
     adaptive.tell({at: Answer(ok) for at, ok in enumerate(tried.values())})
     assert adaptive.fits() == [*tried.values(), fits]
     assert (OomDominance(rows.values()).reason(item(asked)) is not None) is (fits is False)
-    search = frontier.Search(frontier.SearchPlan("x", sorted({*tried, asked})))
-    search.bisection.tell({n: frontier.probe_result(row) for n, row in rows.items()})
+    search = edge_search.Search(edge_search.SearchPlan("x", sorted({*tried, asked})))
+    search.bisection.tell({n: edge_search.probe_result(row) for n, row in rows.items()})
     edge = search.found()
     if fits:
         assert asked <= (edge.largest or 0) and asked not in search.ask()

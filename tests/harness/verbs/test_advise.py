@@ -11,6 +11,7 @@ import pytest
 from conftest import SETTINGS, Cli, cases, tiny
 from rich.console import Console
 
+from vramsweep.harness.questions import advice
 from vramsweep.harness.search import secant_search
 from vramsweep.harness.search.advice_search import Advice, Option, search
 from vramsweep.harness.search.memory_savings import REMEDIES
@@ -67,19 +68,19 @@ def test_rows_become_options() -> None:
     item = planned(seq_len=100, micro_batch=2, grad_accum=5)
     ok = {"outcome": "ok", "peak_reserved_bytes": 7, "peak_reserved_most_bytes": None, "estimated_step_s": 2.0,
           "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
-    assert advise.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
-    assert advise.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
-    assert advise.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
-    assert advise.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
+    assert advice.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
+    assert advice.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    assert advice.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
+    assert advice.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
     full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
-    assert advise.option((), item, full) == Option((), 11, None, full=True)
+    assert advice.option((), item, full) == Option((), 11, None, full=True)
     host = {"outcome": "host_oom", "unlimited_peak_reserved_bytes": 11, "reason": "a node's 64 GiB are too few"}
-    assert advise.option((), item, host) == Option((), 11, None, host["reason"], full=True)
-    assert advise.option((), item, host | {"unlimited_peak_reserved_bytes": None}).full
-    crash = advise.option((), item, {"outcome": "crash", "reason": "it broke"})
+    assert advice.option((), item, host) == Option((), 11, None, host["reason"], full=True)
+    assert advice.option((), item, host | {"unlimited_peak_reserved_bytes": None}).full
+    crash = advice.option((), item, {"outcome": "crash", "reason": "it broke"})
     assert (crash.need, crash.reason) == (None, "it broke")
     invalid = plan.Planned("x", {}, None, "needs compute capability 8.0")
-    assert advise.option((), invalid, None).reason == "needs compute capability 8.0"
+    assert advice.option((), invalid, None).reason == "needs compute capability 8.0"
 
 
 @pytest.mark.parametrize(("calibrated", "ratio"), [(4.0, None), (None, 0.5)])
@@ -91,9 +92,9 @@ def test_times_are_of_the_kind_that_the_run_as_it_is_has(
         other = base | {"estimated_step_s": 1.0, "calibrated_step_s": None}
         return {item.trial_id: other if item.trial.checkpointing == "full" else base for item in todo}, 0
 
-    monkeypatch.setattr(advise.run_trials, "run", rows)
+    monkeypatch.setattr(advice.run_trials, "run", rows)
     settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
-    asked = advise.AdviceRequest(planned(), settings, tmp_path, None)  # type: ignore[arg-type] # no worker is started
+    asked = advice.AdviceRequest(planned(), settings, tmp_path, None)  # type: ignore[arg-type] # no worker is started
     [base] = asked.predict([()])
     [full] = asked.predict([(FULL,)])
     assert base.seconds and (full.seconds and full.seconds / base.seconds) == ratio
@@ -160,27 +161,27 @@ def test_a_model_that_cannot_be_traced_has_its_states() -> None:
 
 
 def test_goals_of_length_say_how_far_each_gets() -> None:
-    advice = found()
-    by = {tuple(one.words for one in option.remedies): option for option in advice.tried}
-    reached = [advise.ReachedLimit(by[()], 700), advise.ReachedLimit(by["checkpointing=full",], 900),
-               advise.ReachedLimit(by["checkpointing=full", "optimizer=sgd"], 900),
-               advise.ReachedLimit(by["optimizer=sgd",], None)]  # fmt: skip
-    text = said(advice, "seq_len", reached, ["model=tiny", "seq_len=32"])
+    told = found()
+    by = {tuple(one.words for one in option.remedies): option for option in told.tried}
+    reached = [advice.ReachedLimit(by[()], 700), advice.ReachedLimit(by["checkpointing=full",], 900),
+               advice.ReachedLimit(by["checkpointing=full", "optimizer=sgd"], 900),
+               advice.ReachedLimit(by["optimizer=sgd",], None)]  # fmt: skip
+    text = said(told, "seq_len", reached, ["model=tiny", "seq_len=32"])
     assert "Recommended: checkpointing=full (the same result)" in text  # as far as with SGD
     assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full device=cuda" in text
-    assert advise.best([advise.ReachedLimit(by[()], None)]) is None
+    assert advice.best([advice.ReachedLimit(by[()], None)]) is None
 
 
 def test_a_goal_changes_less_of_the_result_before_it_goes_further() -> None:
     rounding = next(one for one in REMEDIES if one.words == "loss=chunked")
 
-    def got(taken: tuple[Any, ...], value: int | None) -> advise.ReachedLimit:
-        return advise.ReachedLimit(Option(taken, 1, None), value)
+    def got(taken: tuple[Any, ...], value: int | None) -> advice.ReachedLimit:
+        return advice.ReachedLimit(Option(taken, 1, None), value)
 
     reached = [got((), 6), got((FULL,), 18), got((rounding,), 100), got((SGD,), 150), got((PURE,), None)]
-    assert advise.best(reached) == reached[2]  # rounding at most
-    assert advise.best([got((), None), got((PURE,), 7), got((SGD,), 9)]) == got((PURE,), 7)
-    assert advise.best([got((), 6), got((FULL,), 6)]) == got((), 6)
+    assert advice.best(reached) == reached[2]  # rounding at most
+    assert advice.best([got((), None), got((PURE,), 7), got((SGD,), 9)]) == got((PURE,), 7)
+    assert advice.best([got((), 6), got((FULL,), 6)]) == got((), 6)
 
 
 @pytest.mark.parametrize(("typed", "message"), cases("advise_mistakes"))

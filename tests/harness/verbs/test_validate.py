@@ -14,11 +14,11 @@ from conftest import ROOT, TARGETS, Cli, cases, refusal
 from vramsweep import __main__ as front_door
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import published_readings, reference_runs
+from vramsweep.harness.questions.published_readings import Reading
+from vramsweep.harness.questions.reference_runs import OtherTools, ReadingRequest
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.verbs import published_readings, validate
-from vramsweep.harness.verbs.published_readings import Reading
-from vramsweep.harness.verbs.validate import OtherTools, ReadingRequest
 
 pytestmark = pytest.mark.deterministic
 
@@ -147,17 +147,26 @@ def test_each_quantity_has_its_column() -> None:
     )  # fmt: skip
     asked = [of("allocated"), of("active"), of("reserved"), of("device"), of("allocated", "forward"),
              of("reserved", "forward"), of("step", unit="s"), of("tokens/s", unit="all")]  # fmt: skip
-    assert [validate.predicted(one, RUN, found, most=False) for one in asked] == [100, 110, 200, 300, 80, 90, 2.0, 2.0]
-    assert [validate.predicted(one, RUN, found, most=True) for one in asked] == [
+    assert [reference_runs.predicted(one, RUN, found, most=False) for one in asked] == [
+        100,
+        110,
+        200,
+        300,
+        80,
+        90,
+        2.0,
+        2.0,
+    ]
+    assert [reference_runs.predicted(one, RUN, found, most=True) for one in asked] == [
         None, 120, 220, 320, None, None, 3.0, 3.0,
     ]  # fmt: skip
-    assert validate.predicted(of("allocated"), RUN, row(outcome="oom"), most=False) is None
-    assert validate.predicted(of("allocated"), RUN, None, most=False) is None
+    assert reference_runs.predicted(of("allocated"), RUN, row(outcome="oom"), most=False) is None
+    assert reference_runs.predicted(of("allocated"), RUN, None, most=False) is None
 
 
 def test_what_moves_with_batch_and_length() -> None:
     def kind(**values: Any) -> tuple[Any, Any, Any]:
-        found = validate.peak_composition(row(**values))
+        found = reference_runs.peak_composition(row(**values))
         return found["peak_phase"], found["states_bytes"], found["moves"]
 
     states = {"peak_parameters_bytes": 20, "peak_gradients_bytes": 5, "peak_optimizer_state_bytes": 40}
@@ -167,7 +176,7 @@ def test_what_moves_with_batch_and_length() -> None:
     assert kind(optimizer_peak_allocated_bytes=100, peak_activations_bytes=2) == ("optimizer", 0, False)
     assert kind(load_peak_allocated_bytes=300)[::2] == ("load", False)
     for unknown in (None, row(outcome="oom")):
-        assert validate.peak_composition(unknown)["moves"] is None
+        assert reference_runs.peak_composition(unknown)["moves"] is None
 
 
 @pytest.mark.slow
@@ -238,7 +247,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             folder.mkdir(exist_ok=True)
             return {one.item.trial_id: row(**values) for one in asked if one.item is not None}, 0
 
-        monkeypatch.setattr(validate, "predict", predict)
+        monkeypatch.setattr(reference_runs, "predict", predict)
         status = front_door.main(["validate", *words, f"results={tmp_path}", "--json"])
         told = capsys.readouterr()
         return status, json.loads(told.out or "{}"), told.err
@@ -280,7 +289,7 @@ def test_what_ends_in_no_prediction_is_named_too(tmp_path: Path, said: Said) -> 
 
 def test_a_version_of_two_parts_is_text() -> None:
     run = replace(RUN, overrides=("model=tiny",), versions={"transformers": "4.50", "numpy": "2"})
-    (one,), _ = validate.resolve([run], [])
+    (one,), _ = reference_runs.resolve([run], [])
     assert one.item is not None and one.item.trial is not None
     assert one.item.trial.versions == {"transformers": "4.50"}
 
@@ -294,7 +303,7 @@ def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, cli: Cli) -
         assert err.count(told) == 1 and "planning" not in out
     custom = replace(RUN, overrides=("runner=custom",), cannot=None)
     target = f"runner.target={TARGETS}/none.py:build"  # a word that only some runners have
-    (one,), _ = validate.resolve([custom], [target, "timeout_s=7"])
+    (one,), _ = reference_runs.resolve([custom], [target, "timeout_s=7"])
     assert one.reason is not None and "there is no file" in one.reason
 
 
@@ -321,7 +330,7 @@ def test_a_file_named_twice_is_read_once(tmp_path: Path, said: Said) -> None:
 
 
 def test_planning_says_how_far_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    validate.resolve([replace(RUN, name=str(n), cannot="closed") for n in range(120)], [])
+    reference_runs.resolve([replace(RUN, name=str(n), cannot="closed") for n in range(120)], [])
     said = capsys.readouterr().out.splitlines()
     assert said == [f"planning: {n} of 120 runs" for n in (0, 50, 100)]
 
@@ -333,7 +342,8 @@ def test_every_reading_without_a_prediction_says_why() -> None:
 
     def found(**values: Any) -> list[tuple[Any, Any]]:
         return [
-            (one["predicted"], one["reason"]) for one in validate.lines(ReadingRequest(run, item), {"1": row(**values)})
+            (one["predicted"], one["reason"])
+            for one in reference_runs.lines(ReadingRequest(run, item), {"1": row(**values)})
         ]
 
     full = "predicted to run out of memory: without a limit it would reserve 3.00 GiB"

@@ -1,11 +1,11 @@
-"""`vramsweep predict --largest AXIS`: the largest length or batch that fits, for every setting and card at once.
+"""The largest length or batch that is predicted to fit, for every setting and card at once.
 
-One attempt a template finds it out (runners/worker/largest_server.py). Nothing is journalled: an edge is no trial.
+One attempt a template finds it out (runners/worker/largest_server.py). Nothing is journalled: an edge is no trial. Not
+covered: which trials, and what is printed (`vramsweep predict --largest AXIS`).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections import defaultdict
@@ -13,9 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
 from vramsweep.harness.process.worker_files import LOGS
@@ -35,7 +32,7 @@ NO_ANSWER: dict[str, Any] = dict.fromkeys(
 )
 
 
-def find(
+def predict_edges(
     planned: Sequence[Planned],
     settings: Settings,
     folder: Path,
@@ -111,38 +108,6 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tu
     if axis == "seq_len" and positions is not None and max(asked) > positions:
         return f"{axis} up to {max(asked)}, but {trial.model.name} has {positions} positions", ()
     return None, asked
-
-
-def show(answers: Sequence[tuple[Planned, Answer]], axis: str, as_json: bool) -> int:
-    """Print what was found; the exit status: 1 where something asked for has no answer."""
-    status = int(any(found["unanswered"] or found["reason"] is not None for _, found in answers))
-    if as_json:
-        print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
-        return status
-    console = Console() if Console().is_terminal else Console(width=160)
-    table = Table("configuration", f"every {axis} fits up to", f"largest {axis} that fits", "looked at", "trace")
-    answered = [(item, found) for item, found in answers if found["reason"] is None]
-    for item, found in answered:
-        table.add_row(label(item, axis), *(_number(found, name) for name in ("all_up_to", "largest")),
-                      f"{found['looked_at']:,} of {found['of']:,}", found["trace_basis"] or "none")  # fmt: skip
-    console.print(table)
-    margins = [found["margin"] for _, found in answered if found["margin"] is not None]
-    if margins:
-        console.print(
-            "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
-            f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
-        )
-    if any(not found["complete"] for _, found in answered):
-        console.print(
-            "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
-            "cannot be traced (a sweep of them says why)."
-        )
-    return status
-
-
-def _number(found: Answer, name: str) -> str:
-    unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
-    return unknown if found[name] is None else f"{found[name]:,}"
 
 
 def label(item: Planned, axis: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,13 @@ from vramsweep.analysis.model import memory_frontier as of_rows
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.worker_files import ANSWER
+from vramsweep.harness.questions import edge_search, largest_prediction
+from vramsweep.harness.questions.edge_search import Search, SearchPlan
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.search.bisection import Edge, Probe
 from vramsweep.harness.sweep import session
 from vramsweep.harness.sweep.plan import Settings
-from vramsweep.harness.verbs import frontier, predict_largest
-from vramsweep.harness.verbs.frontier import Search, SearchPlan
 
 pytestmark = pytest.mark.deterministic
 
@@ -179,10 +180,10 @@ def test_the_table_tells_measured_from_inferred_and_unknown(capsys: pytest.Captu
         ended((50, fits), predicted=50, every=50, label="all"),
         ended((10, Probe("beyond", "no card")), label="refused", values=[10], remark="no card"),
     ]
-    assert frontier.show(searches, "seq_len", as_json=False) == 1
+    assert edge_search.show(searches, "seq_len", as_json=False) == 1
     told = capsys.readouterr().out
-    lines = {cells[1]: cells[2:7] for cells in ([c.strip() for c in line.split("│")] for line in told.splitlines())
-             if len(cells) > 2}  # fmt: skip
+    cells = [re.split(r"\s{2,}", line.strip()) for line in told.splitlines()]
+    lines = {first: rest for first, *rest in cells if rest}
     assert lines["measured"] == ["20", "30", "2", "20", "yes"]
     assert lines["inferred"] == ["20", "30 (not run)", "1", "20, every up to 10", "no"]
     assert lines["failed"] == ["20", "unknown", "2", "20", "no"]
@@ -193,21 +194,21 @@ def test_the_table_tells_measured_from_inferred_and_unknown(capsys: pytest.Captu
     assert "torn: from 10 to 20 it went either way: 10 did not fit, 20 did" in told
     assert "torn: no edge was predicted: predict=false" in told and "refused: no card" in told
     assert "all: all that were asked for fit, up to 50; larger ones may" in told
-    assert frontier.show(searches[:2], "seq_len", as_json=True) == 0
+    assert edge_search.show(searches[:2], "seq_len", as_json=True) == 0
     none = Search(SearchPlan("x", [5], "no positions"))
     assert none.found() == Edge(None, 5, Probe("beyond", "no positions")) and not none.ask()
 
 
 def test_what_is_predicted_and_how_far_beside_it_the_search_strides_first() -> None:
     before = SearchPlan("x", range(1, 8193))
-    assert frontier.predicted(before, PREDICTED, 0.01) == replace(before, predicted=1024, every=1024, margin=10)
-    assert frontier.predicted(before, PREDICTED, 0.0).margin == 1
-    assert frontier.predicted(SearchPlan("x", range(64, 8193, 64)), PREDICTED, 0.01).margin == 1
+    assert edge_search.predicted(before, PREDICTED, 0.01) == replace(before, predicted=1024, every=1024, margin=10)
+    assert edge_search.predicted(before, PREDICTED, 0.0).margin == 1
+    assert edge_search.predicted(SearchPlan("x", range(64, 8193, 64)), PREDICTED, 0.01).margin == 1
     none = PREDICTED | {"largest": None, "all_up_to": None}
-    assert frontier.predicted(before, none, 0.01).predicted == 0
-    unknown = frontier.predicted(before, none | {"looked_at": 0, "unanswered": 3}, 0.01)
+    assert edge_search.predicted(before, none, 0.01).predicted == 0
+    unknown = edge_search.predicted(before, none | {"looked_at": 0, "unanswered": 3}, 0.01)
     assert unknown.predicted is None and unknown.remark == "nothing could be traced"
-    refused = frontier.predicted(before, predict_largest.NO_ANSWER | {"reason": "a command has no edge"}, 0.01)
+    refused = edge_search.predicted(before, largest_prediction.NO_ANSWER | {"reason": "a command has no edge"}, 0.01)
     assert refused.predicted is None and refused.remark == "a command has no edge"
 
 
@@ -218,7 +219,7 @@ def test_a_card_that_is_not_listed_and_a_cpu_have_no_prediction(
 
     def remark(predict: Any, **over: Any) -> str | None:
         settings = Settings(**(SETTINGS | {"predict": predict}))
-        return frontier.plan_search([tiny(**over)], settings, "seq_len", [64, 128], tmp_path, None)[0].remark
+        return edge_search.plan_search([tiny(**over)], settings, "seq_len", [64, 128], tmp_path, None)[0].remark
 
     assert remark(True) == "device=cpu is no card; predict=CARD predicts for one"
     assert remark(False) == "predict=false" and remark("l4-24gb") is None

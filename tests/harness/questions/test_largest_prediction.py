@@ -12,11 +12,12 @@ from launchers import Still
 
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import AttemptResult
-from vramsweep.harness.process.worker_files import LARGEST
+from vramsweep.harness.process.worker_files import ANSWER
+from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.verbs import predict_largest
+from vramsweep.harness.verbs import predict
 
 FITS: dict[str, Any] = {
     "largest": 8, "all_up_to": 8, "looked_at": 9, "unanswered": 0, "of": 20, "margin": 0.0157, "complete": True,
@@ -25,7 +26,7 @@ FITS: dict[str, Any] = {
 NONE_FITS = FITS | {"largest": None, "all_up_to": None}
 TOO_LARGE = NONE_FITS | {"looked_at": 0}
 UNKNOWN = TOO_LARGE | {"unanswered": 9}
-REFUSED = predict_largest.NO_ANSWER | {"reason": "cannot be simulated"}
+REFUSED = largest_prediction.NO_ANSWER | {"reason": "cannot be simulated"}
 
 
 def planned(**over: Any) -> Planned:
@@ -40,7 +41,7 @@ def planned(**over: Any) -> Planned:
 def test_it_is_1_where_something_is_not_known(
     found: list[dict[str, Any]], status: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert predict_largest.show([(planned(), one) for one in found], "seq_len", as_json=True) == status
+    assert predict.show_edges([(planned(), one) for one in found], "seq_len", as_json=True) == status
     assert capsys.readouterr().out.count('"looked_at"') == len(found)
 
 
@@ -50,7 +51,7 @@ def test_it_is_1_where_something_is_not_known(
 def test_the_table_tells_what_does_not_fit_from_what_is_not_known(
     found: dict[str, Any], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predict_largest.show([(planned(), found)], "seq_len", as_json=False)
+    predict.show_edges([(planned(), found)], "seq_len", as_json=False)
     printed = capsys.readouterr().out
     assert printed.count(f" {told} ") == 2
     assert "by at least 1.6%" in " ".join(printed.split())
@@ -66,13 +67,13 @@ class Answers(Still):
     def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, *rest: Any) -> AttemptResult:
         folder.mkdir(parents=True)
         if runner != self._silent:
-            (folder / LARGEST).write_text(json.dumps({one["trial_id"]: FITS for one in spec["trials"]}))
+            (folder / ANSWER).write_text(json.dumps({one["trial_id"]: FITS for one in spec["trials"]}))
         return AttemptResult(Evidence(exit_code=-9), 1.0, "warm")
 
 
 def find(items: list[Planned], folder: Path, silent: str = "") -> list[Any]:
     settings = Settings(**SETTINGS)
-    found = predict_largest.find(items, settings, folder, Answers(silent), "seq_len", range(1, 2001), False)  # type: ignore[arg-type]
+    found = largest_prediction.predict_edges(items, settings, folder, Answers(silent), "seq_len", range(1, 2001), False)  # type: ignore[arg-type]
     assert [item for item, _ in found] == items
     return [answer["reason"] for _, answer in found]
 
@@ -103,7 +104,7 @@ def test_lengths_that_vary_and_commands_are_refused() -> None:
     simulated = {"name": "simulated", "gpu": "l4-24gb"}
     script = {"name": "script", "command": "true {seq_len} {micro_batch}"}
     for over in ({"data": "lengths:lognormal(64,1)"}, {"runner": script}):
-        reason, allowed = predict_largest._within(
+        reason, allowed = largest_prediction._within(
             trial_parser.parse(tiny(device=simulated, **over)), "seq_len", range(1, 9)
         )
         assert not allowed and reason is not None and "predict its trials themselves: seq_len=512,1024,..." in reason

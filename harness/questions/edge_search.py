@@ -1,7 +1,7 @@
 """The edge of memory of many configurations: what is known of each before its first trial, its search, the table.
 
 The trials are a sweep's own, with the whole protocol: a sweeper asks for them round by round (hydra_plugins). Not
-covered: which value is tried next (bisection.py), where an edge is predicted (predict_largest.py), what rows of any
+covered: which value is tried next (bisection.py), where an edge is predicted (largest_prediction.py), what rows of any
 sweep say of an edge (`vramsweep frontier`).
 """
 
@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from vramsweep.harness.machine import machine
-from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.questions import fit_prediction, largest_prediction
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
@@ -31,7 +30,6 @@ from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
-from vramsweep.harness.verbs import plan_preview, predict_largest
 
 NOT_STARTED = Probe("failed", "not started, as the budget has no time for it")
 MARGIN = 0.01  # of the predicted edge of a measured run: the first stride beside it. A simulated run's is exact
@@ -103,7 +101,7 @@ def probe_result(row: Row | None) -> Probe:
     return Probe("failed", f"{kind}: {reason}{again}")
 
 
-def check(settings: Settings) -> None:
+def check_settings(settings: Settings) -> None:
     """Raise UserError for settings that a search makes no sense with."""
     if settings.objective is not None:
         raise UserError("objective= is for sweepers that optimise; sweep=frontier looks for the edge of memory: null")
@@ -119,7 +117,7 @@ def prepare_searches(
     Edges are predicted where the trials are to run; a plan says what would be tried without. Raises UserError.
     """
     _, settings = session.first_trials(configs)
-    check(settings)
+    check_settings(settings)
     if settings.action != "run":
         return plan_search(configs, settings, axis, values, session.folder, None)
     refuse_links(session.folder)
@@ -172,19 +170,19 @@ def plan_search(
     for most, items in asked.items():
         assert launcher is not None
         try:
-            answers = predict_largest.find(
+            answers = largest_prediction.predict_edges(
                 [i for _, i in items], settings, folder, launcher, axis, values[:most], False
             )
         except UserError as error:
-            answers = [(item, predict_largest.NO_ANSWER | {"reason": str(error)}) for _, item in items]
+            answers = [(item, largest_prediction.NO_ANSWER | {"reason": str(error)}) for _, item in items]
         for (number, item), (_, answer) in zip(items, answers, strict=True):
             measured = firsts[number].trial != item.trial
             found[number] = predicted(found[number], answer, MARGIN if measured else 0.0)
     return found
 
 
-def predicted(before: SearchPlan, answer: predict_largest.Answer, margin: float) -> SearchPlan:
-    """The same with what `predict_largest.find` answers; `margin` is a share of the value."""
+def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: float) -> SearchPlan:
+    """The same with what `largest_prediction.predict_edges` answers; `margin` is a share of the value."""
     if answer["reason"] is not None or (answer["unanswered"] and not answer["looked_at"]):
         return replace(before, remark=answer["reason"] or "nothing could be traced")
     most = answer["largest"] or 0
@@ -204,11 +202,11 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
         return None, f"device={device} is no card; predict=CARD predicts for one"
     if settings.predict is True and not machine.visible_gpus(os.environ):
         return None, "no GPU can be seen here; predict=CARD predicts for one"
-    card, problem = plan_preview.card(settings)
+    card, problem = fit_prediction.choose_card(settings)
     if card is None:
         return None, problem
     try:
-        trial = plan_preview.simulated(item.trial, card)
+        trial = fit_prediction.simulate(item.trial, card)
     except trials.InvalidTrial as error:
         return None, str(error)
     return Planned(item.trial_id, trial.model_dump(mode="json"), trial, None), None
@@ -221,17 +219,16 @@ def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
     if as_json:
         print(json.dumps([_plain(one, edge, axis) for one, edge in edges]))
         return status
-    console = Console() if Console().is_terminal else Console(width=160)
-    names = ("configuration", f"largest {axis} that fits", "smallest that does not", "trials", "predicted", "confirmed")
-    table = Table(*names)
+    console = Console()
+    sides = (f"largest {axis} that fits", "smallest that does not", "trials")
+    table = make_table(("configuration", *sides, "predicted", "confirmed"), numbers=sides)
     for one, edge in edges:
         nothing = "unknown" if edge.unknown or _cannot(edge) else "none"
         table.add_row(one.ahead.label, f"{edge.largest:,}" if edge.largest is not None else nothing, _smallest(edge),
                       str(one.trials()), _predicted(one.ahead), "yes" if edge.confirmed else "no")  # fmt: skip
     console.print(table)
-    lines = [f"{one.ahead.label}: {line}" for one, edge in edges for line in remarks(one.ahead, edge)]
-    for line in lines:
-        console.print(line, highlight=False)
+    for line in (f"{one.ahead.label}: {line}" for one, edge in edges for line in remarks(one.ahead, edge)):
+        console.print(line)
     return status
 
 
@@ -296,7 +293,7 @@ def _plain(one: Search, edge: Edge, axis: str) -> dict[str, Any]:
 
 def _labels(items: Sequence[Planned], axis: str) -> list[str]:
     """A text for each configuration; those that would have the same one have what tells them apart."""
-    texts, named = [predict_largest.label(item, axis) for item in items], Labels(items, but=(axis,))
+    texts, named = [largest_prediction.label(item, axis) for item in items], Labels(items, but=(axis,))
     return [
         text if texts.count(text) == 1 else f"{text} · {named(item)}" for text, item in zip(texts, items, strict=True)
     ]

@@ -1,0 +1,162 @@
+"""Advice on a trial: predictions of changes that save memory, alone and together, and how far each gets.
+
+Every figure is a prediction of its own, a row of the folder's sweep. Not covered: the changes (memory_savings.py), how
+combinations are chosen (advice_search.py), what is printed (harness/verbs/advise.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.questions.largest_prediction import MOST_BATCH
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.search import advice_search, secant_search
+from vramsweep.harness.search.advice_search import Advice, Option
+from vramsweep.harness.search.memory_savings import ROUNDING, MemorySaving, applicable, apply_changes, too_old
+from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.sweep import plan, run_trials
+from vramsweep.harness.sweep.plan import Planned, Settings
+
+MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
+SECONDS = ("calibrated_step_s", "estimated_step_s")  # times that are compared are of one kind: the run's as it is
+
+
+@dataclass(frozen=True)
+class ReachedLimit:
+    """How far some remedies together get along a goal's axis; None where nothing fits or nothing is known."""
+
+    option: Option
+    value: int | None
+
+
+class AdviceRequest:
+    """What advice is asked about: a trial, the axis of the goal, and where variants are predicted."""
+
+    def __init__(
+        self,
+        base: Planned,
+        settings: Settings,
+        folder: Path,
+        launcher: Launcher,
+        axis: str | None = None,
+        command: Sequence[str] = (),
+    ) -> None:
+        assert base.trial is not None  # else the sweep would not have begun
+        self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
+        self.settings = dataclasses.replace(settings, report=False)
+        self.limit = self.trial.memory_limit()
+        self.seconds = SECONDS[0]
+        self._earlier: list[Planned] = []
+        self._command = command
+
+    @property
+    def start(self) -> int:
+        """The value of the goal's axis that the trial has."""
+        return int(self.base.resolved[self.axis or "seq_len"])
+
+    @property
+    def most(self) -> int:
+        """The largest value of the goal's axis that is looked at."""
+        positions = self.trial.model.max_positions or MOST_POSITIONS
+        return max(self.start, positions if self.axis == "seq_len" else MOST_BATCH)
+
+    def at(self, value: int) -> None:
+        """From now on the trial has this value of the goal's axis."""
+        self.base = self.planned((), value)
+        assert self.base.trial is not None
+        self.trial = self.base.trial
+
+    def planned(self, remedies: Sequence[MemorySaving], value: int | None = None) -> Planned:
+        """The trial with these remedies; without a trial where they do not go together."""
+        more = {} if value is None or self.axis is None else {self.axis: value}
+        [[found]] = plan.expand_trials([apply_changes(self.base.resolved | more, remedies)], 1)
+        return found
+
+    def predict(self, taken: Sequence[tuple[MemorySaving, ...]], values: Sequence[int] | None = None) -> list[Option]:
+        """What is predicted of each of these, at its value of the goal's axis; each is a row of the folder's sweep."""
+        points = [None] * len(taken) if values is None else values
+        planned = [self.planned(remedies, value) for remedies, value in zip(taken, points, strict=True)]
+        todo = list({item.trial_id: item for item in planned if item.trial is not None}.values())
+        rows: dict[str, Row] = {}
+        if todo:
+            rows, _ = run_trials.run(
+                todo, self.settings, self.folder, self._earlier, self.launcher, command=self._command
+            )
+            self._earlier += todo
+        found = [rows.get(item.trial_id) for item in planned]
+        if () in taken:
+            base = found[taken.index(())] or {}
+            self.seconds = next((name for name in SECONDS if base.get(name)), SECONDS[0])
+        return [option(*one, self.seconds) for one in zip(taken, planned, found, strict=True)]
+
+    def reach(self, options: Sequence[Option]) -> list[ReachedLimit]:
+        """How far each of these gets along the goal's axis."""
+
+        def needs(asked: Mapping[int, list[int]]) -> dict[int, dict[int, int | None]]:
+            taken = [options[number].remedies for number in asked]
+            found = self.predict(taken, [value for [value] in asked.values()])
+            points = zip(asked.items(), found, strict=True)
+            return {number: {value: one.beyond(self.limit)} for (number, [value]), one in points}
+
+        searches = [
+            secant_search.SecantSearch(self.start, self.most, self.limit, {self.start: one.beyond(self.limit)})
+            for one in options
+        ]
+        drive(searches, needs)
+        return [ReachedLimit(one, search.found()) for one, search in zip(options, searches, strict=True)]
+
+
+def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice, list[ReachedLimit]]:
+    """Advice, with what changes at most `level` of the result; for a goal along an axis also how far each gets.
+
+    What saves memory where a run ends is looked for there: that far, and more, is what the options are compared at.
+    """
+    axis = asked.axis
+    if axis is not None:
+        [base] = asked.predict([()])
+        if base.need is not None:
+            [first] = asked.reach([base])
+            if first.value is not None:
+                asked.at(min(asked.most, max(asked.start, secant_search.grid_floor(secant_search.MOST * first.value))))
+    remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
+    reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
+    found = advice_search.search(
+        [one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most, axis is not None
+    )
+    left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
+    found = dataclasses.replace(found, singles=(*found.singles, *left_out))
+    return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
+
+
+def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
+    """What a row says of these remedies, with the times of this column; `row` is None where there is none."""
+    if item.trial is None or row is None:
+        return Option(remedies, None, None, item.reason or "there is no answer")
+    need, tokens = needed(row), item.trial.tokens_per_step()
+    full = row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)
+    reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None
+    if need is None:
+        return Option(remedies, None, None, reason, full)
+    step = row.get(seconds)
+    work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
+    return Option(remedies, need, step and step / tokens, reason, full, work)
+
+
+def needed(row: Row) -> int | None:
+    """What a run reserves of the card at most, in bytes, if need be without a limit; None where it is not known."""
+    if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
+        return row.get("unlimited_peak_reserved_bytes")
+    found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
+    return found if row["outcome"] == Outcome.OK else None
+
+
+def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:
+    """What gets furthest of what changes rounding at most, else of what changes least; of equals what changes least."""
+    known = [one for one in reached if one.value is not None]
+    least = min((max(ROUNDING, one.option.level) for one in known), default=ROUNDING)
+    known = [one for one in known if one.option.level <= least]
+    return max(known, key=lambda one: (one.value or 0, -one.option.level, -len(one.option.remedies)), default=None)

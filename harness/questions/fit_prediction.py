@@ -1,0 +1,156 @@
+"""Whether the largest trial of each configuration is predicted to fit the GPU, before any is run.
+
+Predictions are made as any other (run_trials.py), in a folder that is thrown away. Not covered: what is said of them
+(harness/verbs/plan_preview.py), a configuration's largest length (largest_prediction.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.machine import machine
+from vramsweep.harness.process.signals import Deadline
+from vramsweep.harness.rows.journal import read, terminal
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.spec import runner_table, trial_parser
+from vramsweep.harness.spec import trial as trials
+from vramsweep.harness.sweep import run_trials
+from vramsweep.harness.sweep.labels import Labels
+from vramsweep.harness.sweep.plan import Planned, Settings
+
+PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
+PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
+CARD = "h100-80gb"  # the card to predict for where the machine has none, as device=simulated does
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a configuration's largest trial is predicted to reserve on `card`, in bytes.
+
+    `fits` is None where it could not be predicted, and `reason` says why.
+    """
+
+    trial_id: str
+    label: str
+    card: str
+    needed_bytes: int | None = None
+    card_bytes: int | None = None
+    fits: bool | None = None
+    reason: str | None = None
+
+
+def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
+    """Of each configuration on a GPU (all but length, batch, seed and repeat) the one with most tokens, largest first.
+
+    Large is by parameters, then by tokens of a micro-batch.
+    """
+
+    def size(p: Planned) -> tuple[int, int, int]:
+        assert p.trial is not None
+        return p.trial.model.parameters or 0, p.trial.seq_len * p.trial.micro_batch, p.trial.seq_len
+
+    found: dict[str, Planned] = {}
+    for p in todo:
+        if p.trial is None or p.trial.device.name != "cuda" or runner_table.runner(p.trial.runner.name).starts:
+            continue
+        axes = p.trial.model_dump(mode="json", exclude={"seq_len", "micro_batch", "seed", "repeat"})
+        key = json.dumps(axes, sort_keys=True)
+        if key not in found or size(p) > size(found[key]):
+            found[key] = p
+    return sorted(found.values(), key=size, reverse=True)
+
+
+def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[Planned]) -> list[Prediction]:
+    """Predict the first `PREDICTIONS` of the trials for this machine's GPU.
+
+    Each is named by what tells it apart `among` the sweep's trials, its length and batch too where they vary.
+    """
+    if not largest:
+        return []
+    named = Labels(among, but=("seed", "repeat"))
+    labels = {p.trial_id: named(p) for p in largest}
+    on, problem = choose_card(settings)
+    if on is None:
+        return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
+    print(
+        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false leaves it out",
+        file=sys.stderr,
+    )
+    asked: dict[str, Planned] = {}
+    refused: dict[str, str] = {}
+    for p in largest[:PREDICTIONS]:
+        assert p.trial is not None
+        try:
+            trial = simulate(p.trial, on)
+        except trials.InvalidTrial as error:
+            refused[p.trial_id] = str(error)
+        else:
+            asked[p.trial_id] = Planned(p.trial_id, trial.model_dump(mode="json"), trial, None)
+    rows = predicted_rows(list(asked.values()), settings)
+    return [
+        Prediction(p.trial_id, labels[p.trial_id], on.name, reason=refused[p.trial_id])
+        if p.trial_id in refused
+        else _judge(asked[p.trial_id], labels[p.trial_id], on.name, rows.get(p.trial_id))
+        for p in largest[:PREDICTIONS]
+    ]
+
+
+def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Row]:
+    """Predict trials in a folder that is thrown away, within `PREDICTION_S` in all and without a word; their rows by
+    id, as many as there was time for. Raises KeyboardInterrupt and UserError."""
+    alone = replace(
+        settings, report=False, shard=None, skip_dominated=False, budget=None, max_cost=None, others=False,
+        timeout_s=PREDICTION_S / 2, retries=0, breaker=0, answer=None,
+    )  # fmt: skip
+    quiet = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="vramsweep-plan-") as root:
+        folder = Path(root) / "plan"
+        try:
+            with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
+                return run_trials.run(asked, alone, folder, interrupts=Deadline(PREDICTION_S))[0]
+        except run_trials.Interrupted as stop:
+            if stop.at_once:
+                raise KeyboardInterrupt from None
+            return terminal(read(folder)[0])
+
+
+def simulate(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
+    """The trial that predicts another one for a card. Raises InvalidTrial where that cannot be predicted."""
+    over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
+    return trial_parser.parse(trial.model_dump(mode="json") | over)
+
+
+def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
+    """What a predicted row says of a trial; None where there was no time for it."""
+    assert item.trial is not None
+    kind = Outcome.TIMEOUT if row is None else row["outcome"]
+    if row is None or kind not in (Outcome.OK, Outcome.OOM):
+        slow = f"{PREDICTION_S:g} s were not enough for all"
+        reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
+        return Prediction(item.trial_id, label, card, reason=reason)
+    limit = item.trial.memory_limit()
+    if kind == Outcome.OOM:
+        needed = row["unlimited_peak_reserved_bytes"]
+        return Prediction(item.trial_id, label, card, needed, limit, False, row["reason"])
+    return Prediction(item.trial_id, label, card, row["peak_reserved_bytes"], limit, True)
+
+
+def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
+    """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
+    if isinstance(settings.predict, str):
+        return gpu_lookup.gpu_named(settings.predict), ""
+    cards = machine.visible_gpus(os.environ)
+    if not cards:
+        return gpu_lookup.gpu_named(CARD), ""
+    name = cards[0].name
+    known = gpu_lookup.find_gpu(name) if name else None
+    return known, f"{name or 'this GPU'} is not in the table of cards; predict=CARD predicts for one that is"
