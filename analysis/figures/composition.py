@@ -236,7 +236,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
     """A lying bar for each configuration."""
     frame = pd.DataFrame(rows)
     return _lying(
-        view, known, sizes(frame), frame, "peak memory", "composition", "Memory by what it is",
+        view, known, sizes(frame), frame, "peak memory", "Memory by what it is",
         sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "One length and batch of each."
                  if len(known) > 1 else ""),
     )  # fmt: skip
@@ -261,7 +261,7 @@ def _out_of_memory(view: View) -> list[Figure]:
     )
     title = "What was to be held when memory ran out"
     told = [group for group, _ in found]
-    return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
+    return [_lying(view, told, stack, frame, "memory", title, caption)]
 
 
 def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
@@ -274,8 +274,8 @@ def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
 
 
 def _lying(
-    view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, name: str,
-    title: str, caption: str,
+    view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, title: str,
+    caption: str,
 ) -> Figure:  # fmt: skip
     """Stacked bars that lie, one a row, with the card's limit where it is near."""
     total = np.sum(list(stack.values()), axis=0)
@@ -291,9 +291,9 @@ def _lying(
     for part, size in stack.items():
         if not size.any():
             continue
+        colour = GREY if part == BEYOND else PARTS[part]
+        pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
         for number, group in enumerate(known):
-            colour = GREY if part == BEYOND else PARTS[part]
-            pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
             plot.add_bar(
                 x=[size[number] / unit], y=[y[number]], orientation="h", name=called(part), legendgroup=part,
                 showlegend=number == 0 and float(size.max()) > top / THIN,
@@ -317,7 +317,7 @@ def _lying(
     data = rows.assign(group=[group.label for group in known], **stack).drop(
         columns=["oom_parts_bytes"], errors="ignore"
     )
-    return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)
+    return Figure("composition", title, sentence(caption, "" if own is None else own.told()), plot, data)
 
 
 def _most(row: pd.Series[Any], axis: str | None) -> str:

@@ -167,9 +167,7 @@ def _row(
     plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None
 ) -> tuple[int, str]:  # fmt: skip
     """One setting on one card; how far it reaches on the axis, and what that is in words."""
-    proven, low = one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
-    if predicted:
-        proven, low = 0, max(low, proven)
+    proven, low = 0 if predicted else one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     pale = 0.25 if one.extrapolated else 0.45
     bar: dict[str, Any] = {"y": [at], "orientation": "h", "showlegend": False, "width": 0.62, "name": escape(name)}
     if low > proven:

@@ -8,18 +8,8 @@ import pandas as pd
 from vramsweep.analysis.compare.residuals import COMPONENTS
 from vramsweep.analysis.compare.residuals_text import HEADLINES, name_of, percent
 from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import (
-    ABOVE,
-    COLOURS,
-    GREY,
-    MARKERS,
-    POINTS,
-    Figure,
-    escape,
-    faint,
-    new_plot,
-    thin,
-)
+from vramsweep.analysis.figures.plots import ABOVE, POINTS, Figure, escape, faint, new_plot, thin
+from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from vramsweep.analysis.data.fragmentation import highest_of
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.model.curves import FEWEST, Array, Numbers
 from vramsweep.analysis.model.kriging import Places, between, spread_out
@@ -65,10 +66,8 @@ class Grid:
 
         if sum(row is not None and row["outcome"] == "ok" for row in rows) < FEWEST:
             return cls(length, batch)
-        peaks = np.nan_to_num(np.column_stack([column(f"{phase}_peak_allocated_bytes") for phase in PHASES]))
-        phase = tuple(
-            name if any(own) else "" for name, own in zip(np.array(PHASES)[peaks.argmax(axis=1)], peaks, strict=True)
-        )
+        peaks = np.column_stack([column(f"{phase}_peak_allocated_bytes") for phase in PHASES])
+        phase = tuple(highest_of(peaks, PHASES))
         fits = np.array([row is None or row["outcome"] != "oom" for row in rows])
         reserved = np.where(fits, column("peak_reserved_bytes"), column("unlimited_peak_reserved_bytes"))
         allocated = np.where(fits, column("peak_allocated_bytes"), np.nan)

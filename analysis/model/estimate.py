@@ -354,9 +354,8 @@ class _Weighed:
         component = Component(kind, cuts, self.noise, 0.0, edges, tuple(best), chances)
         witnesses = _witnesses(cuts, self.starts, places) if kind.joined and len(kind.pieces) > 1 else None
         tries, thin = TRIES, _thin(component, self.different)
-        while (
-            True
-        ):  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+        # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+        while True:
             sizes = random.choice(known, tries, p=chances)
             draws = [run.draw(sizes, random) for run in runs]
             share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)
