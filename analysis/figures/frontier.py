@@ -43,11 +43,8 @@ def frontier_chart(view: View) -> list[Figure]:
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
-    least: dict[tuple[float, str], int] = {}
-    for size in sizes:
-        for group in shown:
-            over = [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused]
-            least |= {(size, group.id): min(over)} if over else {}
+    least = {(size, group.id): min(over) for size in sizes for group in shown
+             if (over := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])}  # fmt: skip
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
         f"{'Hatched: predicted to fit' if view.predicted else 'Solid: ran; hatched: a new run is safe (97.5 %)'}; "
@@ -205,5 +202,4 @@ def _row(
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    text = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
-    return end, text
+    return end, ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"

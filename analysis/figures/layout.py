@@ -167,10 +167,8 @@ def _wrapped(axis: Any, height: float, text: float) -> dict[str, Any]:
     low, high = axis.domain or (0.0, 1.0)
     words = str(axis.title.text or "").replace("<br>", " ")
     told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * text)))))
-    few = 5 if high - low > 0.5 else 3
-    return {"title": {"text": told, "font": {"size": text}, "standoff": 4}} | (
-        {"nticks": few} if axis.tickvals is None else {}
-    )
+    ticks: dict[str, Any] = {"nticks": 5 if high - low > 0.5 else 3} if axis.tickvals is None else {}
+    return {"title": {"text": told, "font": {"size": text}, "standoff": 4}} | ticks
 
 
 def _reach(plot: Any, across: float, text: float) -> float | None:

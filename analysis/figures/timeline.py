@@ -47,8 +47,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     said = "%{y:,.4f} GiB" if unit > MIB else "%{y:,.2f} MiB"
     plot = new_plot("allocation or free, in order (not in time)", f"memory ({called})")
     for name, colour in PARTS.items():
-        sizes = np.array(data["parts"][name])
-        if sizes.any():
+        if (sizes := np.array(data["parts"][name])).any():
             thin = float(sizes.max()) < reach / 300  # too thin to be looked for
             plot.add_scatter(
                 x=event, y=sizes / unit, name=of_part(name), stackgroup="held", mode="lines",
