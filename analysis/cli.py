@@ -44,11 +44,14 @@ def parser(name: str) -> Parser:
 def _parsers() -> dict[str, Parser]:
     found: dict[str, Parser] = {}
 
-    def verb(name: str) -> Parser:
-        return found.setdefault(name, Parser(prog=f"vramsweep {name}"))
+    def verb(name: str, run: Callable[[argparse.Namespace], int], rows: bool = True) -> Parser:
+        made = found[name] = Parser(prog=f"vramsweep {name}")
+        made.set_defaults(verb=run)
+        if rows:
+            _input(made)
+        return made
 
-    fit = verb("fit")
-    _input(fit)
+    fit = verb("fit", _fit)
     fit.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x to use")
     fit.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x to use")
     fit.add_argument(
@@ -60,27 +63,17 @@ def _parsers() -> dict[str, Parser]:
         "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"
     )
     fit.add_argument("--robust", action="store_true", help="Huber's weights: outliers count less")
-    fit.add_argument("--json", action="store_true", help="print the data instead")
-    fit.set_defaults(verb=_fit)
 
-    report = verb("report")
-    _input(report)
+    report = verb("report", _report)
     report.add_argument("--out", type=Path, help="default: the results folder itself")
     report.add_argument("--answer", choices=NAMES, help="begin with this table (default: what the sweep was run for)")
     report.add_argument(
         "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
     )
-    report.add_argument("--json", action="store_true", help="print the data instead")
-    report.set_defaults(verb=_report)
 
-    paper = verb("paper")
-    _input(paper)
-    paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
-    paper.add_argument("--json", action="store_true", help="print the data instead")
-    paper.set_defaults(verb=_paper)
+    verb("paper", _paper).add_argument("--out", type=Path, help="default: paper/ in the results folder")
 
-    frontier = verb("frontier")
-    _input(frontier)
+    frontier = verb("frontier", _frontier)
     frontier.add_argument(
         "--gib",
         type=_sizes,
@@ -88,17 +81,12 @@ def _parsers() -> dict[str, Parser]:
         help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)",
     )
     frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
-    frontier.add_argument("--json", action="store_true", help="print the data instead")
-    frontier.set_defaults(verb=_frontier)
 
-    export = verb("export")
-    _input(export)
-    export.add_argument(
+    verb("export", _export).add_argument(
         "out", type=OutFile((".csv", ".parquet")), metavar="FILE", help="something.csv or something.parquet"
     )
-    export.set_defaults(verb=_export)
 
-    compare = verb("compare")
+    compare = verb("compare", _compare, rows=False)
     compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument(
@@ -115,23 +103,21 @@ def _parsers() -> dict[str, Parser]:
     compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="a page of both: verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
     _foreign(compare)
-    compare.add_argument("--json", action="store_true", help="print the data instead")
-    compare.set_defaults(verb=_compare)
 
-    calibrate = verb("calibrate")
+    calibrate = verb("calibrate", _calibrate, rows=False)
     calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
     calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="simulated rows; may be the same")
-    calibrate.add_argument("--json", action="store_true", help="print the data instead")
-    calibrate.set_defaults(verb=_calibrate, columns=None, mapping=None, settings=())
+    calibrate.set_defaults(columns=None, mapping=None, settings=())
 
-    errors = verb("errors")
+    errors = verb("errors", _errors, rows=False)
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
-    errors.set_defaults(verb=_errors)
 
-    draw = verb("draw")
+    draw = verb("draw", _draw, rows=False)
     draw.add_argument("data", type=Path, help="what timeline --json printed")
     draw.add_argument("out", type=PAGE, help="the HTML page to write")
-    draw.set_defaults(verb=_draw)
+
+    for name in ("fit", "report", "paper", "frontier", "compare", "calibrate"):
+        found[name].add_argument("--json", action="store_true", help="print the data instead")
     return found
 
 

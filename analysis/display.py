@@ -248,8 +248,7 @@ def _summary(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     title = f"{len(rows):,} trials ({', '.join(devices) or 'of unknown device'}): {counts}"
     axes = [name for name in (*ASKED, "simulated_gpu", "gpu_name", "seq_len") if name in rows]
     shown_axes = [n for n in axes if n in ("seq_len", "micro_batch") or rows[n].nunique(dropna=False) > 1]
-    table = {name: rows[name].map(_text, na_action=None) for name in shown_axes}
-    table["outcome"] = rows["outcome"].map(_text, na_action=None)
+    table = {name: rows[name].map(_text, na_action=None) for name in (*shown_axes, "outcome")}
     for column, name in (("peak_allocated_bytes", "allocated (GiB)"), ("peak_reserved_bytes", "reserved (GiB)")):
         table[name] = rows[column].map(_gib, na_action=None)
     table["tokens/s"] = rows["tokens_per_s"].map(lambda v: UNKNOWN if pd.isna(v) else f"{v:,.0f}", na_action=None)
@@ -271,5 +270,4 @@ def _gib(value: Any) -> str:
 
 def titled(figure: Figure) -> Any:
     """The plot as a file has it, with title and source, but as wide as there is room; its caption in `layout.meta`."""
-    meta = {"name": figure.name, "caption": figure.caption}
-    return page(figure).update_layout(width=None, meta=meta)
+    return page(figure).update_layout(width=None, meta={"name": figure.name, "caption": figure.caption})

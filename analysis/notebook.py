@@ -91,8 +91,7 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
             told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]
             raise UserError("\n".join(told[-2:]).removeprefix("vramsweep: "))
         table = reading.load(kept)
-        asked = {str(one) for plan in journal.plans(kept)[-1:] for one in plan.get("trials") or []}
-        if asked:
+        if asked := {str(one) for plan in journal.plans(kept)[-1:] for one in plan.get("trials") or []}:
             table = table.where(table.frame["trial_id"].isin(asked))
         return _rows(table)
 
@@ -147,8 +146,7 @@ def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: s
     sizes = model.SIZES if gib is None else [gib] if isinstance(gib, int | float) else list(gib)
     if not sizes or not all(0 < size < float("inf") for size in sizes):
         raise UserError(f"gib={gib}: allowed are sizes above 0, such as gib=[24, 80]")
-    limits = model.frontier(_table(rows), sizes, axis)
-    if not limits:
+    if not (limits := model.frontier(_table(rows), sizes, axis)):
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")
     return Limits(limits)
 

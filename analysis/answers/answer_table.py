@@ -77,8 +77,7 @@ def answer_question(table: Table, name: str | None) -> Answered | None:
     """The answer of this name, None where none is asked for. Raises UserError for a name that is not known."""
     if name is None:
         return None
-    found = next((answer for answer in ANSWERS if answer.name == name), None)
-    if found is None:
+    if (found := next((answer for answer in ANSWERS if answer.name == name), None)) is None:
         raise UserError(f"answer={name}: there is no such answer; allowed: {', '.join(NAMES)}")
     frame, notes = found.make(table)
     return Answered(found.name, found.title, frame, tuple(notes), found.verdict)

@@ -93,10 +93,8 @@ def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
         }
         for card in found
     ]
-    notes = []
-    if any("predicted" in card.verdict for card in found):
-        notes.append("Predicted: no GPU has run these; `device=cuda` measures the same trials. Seconds are estimates.")
-    return pd.DataFrame(lines), notes
+    note = "Predicted: no GPU has run these; `device=cuda` measures the same trials. Seconds are estimates."
+    return pd.DataFrame(lines), [note] * any("predicted" in card.verdict for card in found)
 
 
 def cards(table: Table) -> list[Card]:
@@ -160,8 +158,7 @@ def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *col
         values = dict(same.groupby(axis)[list(columns)].median().iterrows())
         for a in (value for value in one if value in values):
             for b in (value for value in other if value in values):
-                column = shared(values[a], values[b], columns)
-                if column is not None:
+                if (column := shared(values[a], values[b], columns)) is not None:
                     ratio = float(values[b][column]) / float(values[a][column])
                     yield same, f"{where}, {b}" if len(other) > 1 else where, ratio
 
@@ -249,8 +246,11 @@ def _quadratic(rows: Rows) -> Numbers:
 def _optimizer_step_gb(rows: Rows) -> Numbers:
     """GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
     for same in group_alike(rows.ok("optimizer_peak_allocated_bytes")):
-        held = float(same["optimizer_peak_allocated_bytes"].median())
-        yield same, label(same.iloc[0], "adapter", "lora_r"), held / GB
+        yield (
+            same,
+            label(same.iloc[0], "adapter", "lora_r"),
+            float(same["optimizer_peak_allocated_bytes"].median()) / GB,
+        )
 
 
 def _reserved(rows: Rows) -> Numbers:

@@ -187,14 +187,12 @@ def _of_parts(values: Array, known: Iterable[bool]) -> tuple[float | None, ...]:
 
 def _seconds(parts: Array, factors: Array) -> Array:
     """Seconds of a step from its parts; not a number where it has one that no factor is known of."""
-    found: Array = np.where(parts > 0, parts * factors, 0.0).sum(axis=1)
-    return found
+    return np.asarray(np.where(parts > 0, parts * factors, 0.0).sum(axis=1))
 
 
 def _fit(seconds: Array, step: Array) -> Array:
     """The factors with the least sum of squared relative errors, none negative."""
-    factors: Array = nnls(seconds / step[:, None], np.ones(len(step)))[0]
-    return factors
+    return np.asarray(nnls(seconds / step[:, None], np.ones(len(step)))[0])
 
 
 def _margins(seconds: Array, step: Array, factors: Array) -> Array:

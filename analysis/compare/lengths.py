@@ -169,8 +169,7 @@ def _of(found: Runs) -> Iterator[str]:
 
 def _steps(rows: pd.DataFrame) -> str:
     """Tokens, padding and documents of the steps."""
-    done = rows[rows["outcome"].eq("ok")].dropna(subset=["step_tokens"])
-    if done.empty:
+    if (done := rows[rows["outcome"].eq("ok")].dropna(subset=["step_tokens"])).empty:
         return ""
     tokens = np.concatenate([np.array(one, dtype=float) for one in done["step_tokens"]])
     text = f"a step has {_ends(tokens)} tokens, {tokens.mean():,.0f} in the mean"
@@ -215,8 +214,7 @@ def _count(one: Setting) -> str:
 
 def _against(first: Setting, other: Setting) -> str:
     """One setting against the first, over the seeds on which both have the same steps."""
-    pairs = [(mine, its) for its in other.held if (mine := first.at(its.seed)) is not None]
-    if not pairs:
+    if not (pairs := [(mine, its) for its in other.held if (mine := first.at(its.seed)) is not None]):
         return f"{other.name} and {first.name} have no seed in common, so they are not compared"
     if not (pairs := [pair for pair in pairs if len(pair[0].reserved) == len(pair[1].reserved)]):
         counts = f"{_count(other)} and {_count(first)}"

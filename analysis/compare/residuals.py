@@ -130,8 +130,7 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
     """
     lines = []
     for name in COMPONENTS:
-        mine = found[(found["component"] == name) & found["relative"].notna()]
-        if mine.empty:
+        if (mine := found[(found["component"] == name) & found["relative"].notna()]).empty:
             continue
         relative = mine["relative"].to_numpy(float)
         worst = mine.iloc[int(np.argmax(np.abs(relative)))]

@@ -65,15 +65,13 @@ def _endings(found: pd.DataFrame) -> list[str]:
 
 
 def _versions(found: pd.DataFrame) -> list[str]:
-    differ = found[found["versions_differ"]]
-    if differ.empty:
+    if (differ := found[found["versions_differ"]]).empty:
         return []
     return [f"Predicted with another release of torch or transformers than measured: {_count(differ)}."]
 
 
 def _spread(found: pd.DataFrame) -> list[str]:
-    apart = found[found["spread_bytes"].fillna(0) > 0]
-    if apart.empty:
+    if (apart := found[found["spread_bytes"].fillna(0) > 0]).empty:
         return []
     most = apart.iloc[int(apart["spread_bytes"].to_numpy(float).argmax())]
     where = f"{show_bytes(float(most['spread_bytes']))} at {most['settings']}"

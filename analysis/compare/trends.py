@@ -99,8 +99,7 @@ def along(comparison: Comparison, axis: str | None = None) -> Along:
 
     Raises UserError for an axis that the pairs do not vary in.
     """
-    axis = chosen(comparison.pairs, axis)
-    if axis is None:
+    if (axis := chosen(comparison.pairs, axis)) is None:
         return Along(None)
     trends: list[Trend] = []
     crossovers: list[Crossover] = []
@@ -230,8 +229,7 @@ def memory_crossovers(metric: str, settings: Mapping[str, Any], sizes: Array, to
     found = []
     for verdict, sign in (("SMALLER", -1.0), ("LARGER", 1.0)):
         holds = sign * (b - a) - beyond
-        turn = _exact_turn(x, holds) or turning(*_once(x, holds), None)
-        if turn is not None:
+        if (turn := _exact_turn(x, holds) or turning(*_once(x, holds), None)) is not None:
             found.append(_crossover(metric, settings, x, np.log(b / a), verdict, turn))
     return found
 
@@ -244,8 +242,7 @@ def speed_crossover(settings: Mapping[str, Any], x: Array, logs: Array, errors: 
     """
     (places, middles), (_, spreads) = _once(x, logs), _once(x, errors)
     single = len(places) >= FEWEST_SINGLE  # then neighbours tell the noise, and also what is not from run to run
-    turn = turning(places, middles, None if single or np.isnan(spreads).any() else spreads)
-    if turn is None:
+    if (turn := turning(places, middles, None if single or np.isnan(spreads).any() else spreads)) is None:
         return []
     below = places < turn.at
     noise = turn.noise * np.sqrt(turn.inflation)
@@ -291,9 +288,7 @@ def _exact_turn(x: Array, y: Array) -> Turn | None:
     if len(changes) != 1 or not 2 <= changes[0] + 1 <= len(x) - 2:
         return None
     low, high = float(x[changes[0]]), float(x[changes[0] + 1])
-    if low == high:
-        return None
-    return Turn(high, low, high, bool(above[-1]), np.zeros(len(x)), 1.0, exact=True)
+    return None if low == high else Turn(high, low, high, bool(above[-1]), np.zeros(len(x)), 1.0, exact=True)
 
 
 def turning(x: Array, y: Array, errors: Array | None) -> Turn | None:

@@ -120,8 +120,7 @@ def of_class(found: pd.DataFrame) -> pd.DataFrame:
 
 def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
     """`summary` as text for people."""
-    lines = summary(of_class(found), ["kind", "class", *by])
-    if lines.empty:
+    if (lines := summary(of_class(found), ["kind", "class", *by])).empty:
         return lines
     order = {kind: number for number, kind in enumerate([*MEMORY, "step time"])}
     lines = lines.sort_values(
@@ -182,7 +181,6 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for title, mine in runs.groupby("title", sort=False):
         counts = Counter(zip(mine["was"], mine["is"], strict=True))
-        wrong = mine[mine["was"] != mine["is"]]
         lines.append(
             {
                 "source": title,
@@ -190,7 +188,7 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
                 "ran out, and predicted to": str(counts["oom", "oom"]),
                 "fitted, predicted to run out": str(counts["ok", "oom"]),
                 "ran out, predicted to fit": str(counts["oom", "ok"]),
-                "which": "; ".join(wrong["run"]),
+                "which": "; ".join(mine.loc[mine["was"] != mine["is"], "run"]),
             }
         )
     return pd.DataFrame(lines)
@@ -225,7 +223,6 @@ def _bounded(line: pd.Series[Any]) -> str:
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:
     """Every reading that was predicted."""
-    known = of_class(found[found["error"].notna()])
     return pd.DataFrame(
         {
             "source": line["title"],
@@ -239,7 +236,7 @@ def of_readings(found: pd.DataFrame) -> pd.DataFrame:
             "without differences": percent(line["plain_error"]),
             "peak in": FULL if line["outcome"] != "ok" else line["peak_phase"] or "–",
         }
-        for _, line in known.iterrows()
+        for _, line in of_class(found[found["error"].notna()]).iterrows()
     )
 
 
@@ -257,9 +254,7 @@ def gib(value: float | None) -> str:
 
 def percent(value: float | None) -> str:
     """A signed share in percent, three digits at least."""
-    if value is None or pd.isna(value):
-        return "–"
-    return f"{100 * value:+.{_digits(value)}f} %"
+    return "–" if value is None or pd.isna(value) else f"{100 * value:+.{_digits(value)}f} %"
 
 
 def size(value: float | None) -> str:

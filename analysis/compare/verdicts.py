@@ -437,9 +437,7 @@ def _no_speed(a: _Side, b: _Side) -> str:
     failed = [side.oom and not len(side.logs) for side in (a, b)]
     if all(failed):
         return "both ran out of memory"
-    if any(failed):
-        return f"{'A' if failed[0] else 'B'} ran out of memory"
-    return "no speed measured on both sides"
+    return f"{'A' if failed[0] else 'B'} ran out of memory" if any(failed) else "no speed measured on both sides"
 
 
 @lru_cache(maxsize=64)
@@ -463,8 +461,7 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:
     """The geometric mean over pairs: from run-to-run noise if there were repeats, else from the spread over pairs."""
     centres = _logs([s.change for s in speeds if s.change is not None])
-    n = len(centres)
-    if not n:
+    if not (n := len(centres)):
         return Speed("AMBIGUOUS", "no speed measured on both sides")
     if any(s.low is not None for s in speeds):
         return _judge(float(centres.mean()), shifts / n, f"repeats of {n:,} pairs")

@@ -67,17 +67,15 @@ def _reach(one: OverAll) -> str:
         return ""
     ends = (one.least, one.most)
     changes = [end.change for end in ends]
-    shares = (
-        [format_difference.speed(change) for change in changes]
-        if one.metric == SPEED
-        else format_difference.format_alike(*changes)
-    )
+    if one.metric == SPEED:
+        sizes = shares = [format_difference.speed(change) for change in changes]
+    else:
+        shares = format_difference.format_alike(*changes)
+        in_bytes = format_difference.in_bytes(*(end.difference for end in ends))
+        sizes = [f"{size} ({share})" for size, share in zip(in_bytes, shares, strict=True)]
     if changes[0] == changes[1]:
         return f", the same in all of them ({shares[0]})"
-    said = [f"{share} {_at(end)}" for share, end in zip(shares, ends, strict=True)]
-    if one.metric != SPEED:
-        in_bytes = format_difference.in_bytes(*(end.difference for end in ends))
-        said = [f"{size} ({share}) {_at(end)}" for size, share, end in zip(in_bytes, shares, ends, strict=True)]
+    said = [f"{size} {_at(end)}" for size, end in zip(sizes, ends, strict=True)]
     return f", from {said[0]} to {said[1]}"
 
 

@@ -83,8 +83,7 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
 
     Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
     """
-    frame = table.frame
-    if frame.empty:
+    if (frame := table.frame).empty:
         return []
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
@@ -110,15 +109,12 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
 
 def plain_value(value: Any) -> Any:
     """A cell as a value of Python's own, None where it is unknown."""
-    if pd.isna(value):
-        return None
-    return value.item() if isinstance(value, np.generic) else value
+    return None if pd.isna(value) else value.item() if isinstance(value, np.generic) else value
 
 
 def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
     """Which rows hold numbers that a later version corrects."""
-    flags = frame["flags"]
-    if not flags.notna().any():
+    if not (flags := frame["flags"]).notna().any():
         return pd.Series(False, index=frame.index)
     return flags.map(lambda of_row: CORRECTED in list(of_row), na_action="ignore").fillna(False).astype(bool)
 
@@ -178,9 +174,7 @@ def label(settings: Mapping[str, Any], long: int = LONG) -> str:
     }  # fmt: skip
     parts = []
     if len(settings) > long:
-        settings = {
-            key: value for key, value in settings.items() if value is None or value != _PLAIN.get(key)
-        } or settings
+        settings = {k: v for k, v in settings.items() if v is None or v != _PLAIN.get(k)} or settings
     for key, value in settings.items():
         if key.startswith(EXTRA) and settings.get(key.removeprefix(EXTRA)) == value is not None:
             continue

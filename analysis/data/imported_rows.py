@@ -152,14 +152,12 @@ def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes:
         notes.append(
             f"{_count(count, 'line')} with {example!r} where a value should be: memory ran out, values unknown"
         )
-    given = frame["outcome"].astype("string") if "outcome" in frame else said
-    said = said.fillna(given).str.strip()
+    said = said.fillna(frame["outcome"].astype("string") if "outcome" in frame else said).str.strip()
     word = said.str.lower()
     outcome = word.map(_WORDS).astype("string")
     outcome = outcome.mask(outcome.isna() & said.str.contains(_OF_HOST, na=False).astype(bool), "host_oom")
     outcome = outcome.mask(outcome.isna() & said.str.contains(OUT_OF_MEMORY, na=False).astype(bool), "oom")
-    strange = said[outcome.isna()].dropna()
-    if len(strange):
+    if len(strange := said[outcome.isna()].dropna()):
         notes.append(
             f"outcome: {_count(len(strange), 'value')} such as {str(strange.iloc[0])[:40]!r} read as bad_result; "
             f"known are {', '.join(Outcome)}"
@@ -181,8 +179,7 @@ def _runs(frame: pd.DataFrame, peaks: dict[str, Floats], notes: list[str]) -> pd
     run = pd.Series(_run_of_each_line(keys.tolist(), reported), index=frame.index)
 
     speed = -frame["tokens_per_s"] if "tokens_per_s" in frame else frame["line"]
-    slowness = frame.get("step_median_s", speed)
-    made = _first(frame, run, slowness.sort_values(ascending=False, kind="stable"))
+    made = _first(frame, run, frame.get("step_median_s", speed).sort_values(ascending=False, kind="stable"))
     badness = frame["outcome"].map({"oom": 3, "host_oom": 2, "ok": 0}).fillna(frame["outcome"].notna().astype(int))
     made[["outcome", "reason"]] = _first(frame[["outcome", "reason"]], run, badness.sort_values(ascending=False))
     largest = [n for n in frame if n in BY_NAME and BY_NAME[n].group == "memory" and BY_NAME[n].type in (int, float)]

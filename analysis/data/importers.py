@@ -101,8 +101,7 @@ def _declared(
         if unknown:
             notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
         return mapping
-    bare = by_position(_BARE)
-    if width != bare.width:
+    if width != (bare := by_position(_BARE)).width:
         raise UserError(
             f"{path} has no header; name its {width} columns with --columns seq_len,peak_allocated_mib,... or "
             "--mapping FILE"
@@ -162,8 +161,7 @@ def _padded(lines: Lines, width: int, path: Path, notes: list[str]) -> list[list
                     f"{path}, line {number}: {len(cells)} cells, but the file has {width} columns; put a text that "
                     "holds commas in double quotes"
                 )
-        elif len(cells) < width:
-            short += not _ran_out(cells)
+        short += len(cells) < width and not _ran_out(cells)
         padded.append([*cells[:width], *[None] * (width - len(cells))])
     if short:
         notes.append(f"{short} line{'s' * (short != 1)} with fewer than {width} cells; what lacks is unknown")

@@ -73,8 +73,7 @@ def load(path: Path) -> Table:
     Raises UserError if there is no such file, it is empty, or it is not one of these.
     """
     files = journal.files(path)
-    file = files[0]
-    if not file.is_file():
+    if not (file := files[0]).is_file():
         raise UserError(
             f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file"
             + suggestions.did_you_mean_path(file)
@@ -191,8 +190,7 @@ def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
         parsing = pa.json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="infer")
         table = pa.json.read_json(pa.BufferReader(piece), reading, parsing)
         found = {field.name for field in table.schema if not pa.types.is_null(field.type)}
-        new = found & BY_NAME.keys() - used - {*_NESTED, *_PARTS}
-        if not new:
+        if not (new := found & BY_NAME.keys() - used - {*_NESTED, *_PARTS}):
             return table
         used |= new
 
@@ -221,9 +219,7 @@ def _text(value: Any) -> Any:
 
 
 def _arrow_type(kind: type, name: str) -> pa.DataType:
-    if kind is list:
-        return pa.list_(pa.string()) if name in TEXT_LISTS else pa.list_(pa.float64())
-    return _ARROW[kind]
+    return pa.list_(pa.string() if name in TEXT_LISTS else pa.float64()) if kind is list else _ARROW[kind]
 
 
 def _pandas_type(kind: pa.DataType) -> Any:
@@ -253,9 +249,8 @@ def _varying(table: pa.Table) -> pd.DataFrame:
 def _read_lines(path: Path) -> tuple[pd.DataFrame, list[str]]:
     """The tolerant way: any line that is a whole JSON object with a trial id is a row, others are counted."""
     rows, unreadable = journal.read(path)
-    trials = pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
-    extras = _varying(trials)
+    extras = _varying(pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False))
     was = "were" if unreadable != 1 else "was"
     files = journal.files(path)
     lines = f"{unreadable} line{'s' * (unreadable != 1)} of {files[0].name if len(files) == 1 else path}"
@@ -291,7 +286,7 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             continue
         given = frame[column.name].map(_text) if column.name in _PARTS else frame[column.name]
         if kind is list:
-            given = given if given.dtype == dtype else _lists(given, pd.ArrowDtype(_arrow_type(list, column.name)))
+            given = given if given.dtype == dtype else _lists(given, dtype)
         elif str(given.dtype) != dtype:
             given = converted(given, kind, column.name, notes)
         columns[column.name] = given
@@ -370,8 +365,7 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
 
 def varying(frame: pd.DataFrame) -> pd.Series[bool]:
     """Which rows' samples vary in length (data=lengths:...): their seq_len is only where samples are cut."""
-    drawn = frame["data"].str.startswith(DRAWN).fillna(False) & frame["packing"].fillna("none").eq("none")
-    return drawn.astype(bool)
+    return (frame["data"].str.startswith(DRAWN).fillna(False) & frame["packing"].fillna("none").eq("none")).astype(bool)
 
 
 def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
@@ -380,8 +374,7 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         terminal = frame["terminal"].fillna(False).astype(bool)
         if not terminal.all():
             finished = frame[terminal]
-            unfinished = set(frame.loc[~terminal, "trial_id"].dropna()) - set(finished["trial_id"].dropna())
-            if unfinished:
+            if unfinished := set(frame.loc[~terminal, "trial_id"].dropna()) - set(finished["trial_id"].dropna()):
                 notes.append(f"{len(unfinished)} trial{'s' * (len(unfinished) != 1)} not finished yet, left out")
             frame = finished
     where = system_columns(frame)

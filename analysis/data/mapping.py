@@ -49,11 +49,9 @@ TARGETS: dict[str, Target] = {
         for ending, factors in [_SUFFIXES[column.unit]]
         for suffix, factor in factors.items()
     },
-    **{column.name: Target(column.name) for column in BY_NAME.values() if column.type is not dict},
+    **{name: Target(name) for name, column in BY_NAME.items() if column.type is not dict and name not in _MADE},
     "iterations_per_s": Target("step_median_s", inverse=True),
 }
-for _name in _MADE:
-    del TARGETS[_name]
 PER_RANK = {name: f"rank_{name}" for name in METRICS if f"rank_{name}" in BY_NAME}  # the lists that hold every rank's
 MEASURED = (*METRICS, "tokens_per_s", "samples_per_s")  # a 0 in these was never measured
 COUNTS = ("seq_len", "micro_batch", "grad_accum", "world_size")  # of which there is at least one

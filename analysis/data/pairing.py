@@ -112,11 +112,9 @@ class Chosen:
     def _of_card(self, group: Group) -> pd.DataFrame:
         """Those for the group's card, by the driver's name for it or ours; all where it is not known."""
         sides = group.take(*CARD)
-        names = {str(name) for name in pd.concat([sides["gpu_name"], card(sides)]).dropna()}
-        if not names:
+        if not (names := {str(name) for name in pd.concat([sides["gpu_name"], card(sides)]).dropna()}):
             return self._rows
-        found = self._rows[self._rows["simulated_gpu"].isin(names)]
-        if found.empty:
+        if (found := self._rows[self._rows["simulated_gpu"].isin(names)]).empty:
             there = ", ".join(map(str, self._rows["simulated_gpu"].dropna().unique()))
             raise UserError(f"{self._source} predicts nothing for {min(names)}, only for {there}")
         return found

@@ -123,8 +123,7 @@ def sentences(found: Sequence[Job]) -> list[str]:
 
 def remark(found: Sequence[Job]) -> str:
     """What to say beside anything that rests on a row's own peaks; "" where no job exceeds them."""
-    beyond = [job for job in found if job.excess.size]
-    if not beyond:
+    if not (beyond := [job for job in found if job.excess.size]):
         return ""
     worst = beyond[0]
     more = " and ".join(dict.fromkeys(called(job.excess.part) for job in beyond))

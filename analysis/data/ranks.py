@@ -27,11 +27,10 @@ class Spread:
 
 def statistics(frame: pd.DataFrame, column: str) -> pd.DataFrame:
     """min, mean, max and number of the ranks that are known, one line a row; null where no rank is."""
-    lists = frame[LISTS[column]]
-    known = [np.array([v for v in one if v is not None and np.isfinite(v)], float) for one in lists.dropna()]
-    index = lists.dropna().index
+    lists = frame[LISTS[column]].dropna()
+    known = [np.array([v for v in one if v is not None and np.isfinite(v)], float) for one in lists]
     made = [[v.min(), v.mean(), v.max(), len(v)] if len(v) else [np.nan] * 3 + [0] for v in known]
-    found = pd.DataFrame(made, index=index, columns=["min", "mean", "max", "ranks"], dtype=float)
+    found = pd.DataFrame(made, index=lists.index, columns=["min", "mean", "max", "ranks"], dtype=float)
     return found.reindex(frame.index)
 
 

@@ -58,13 +58,11 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
         return []
     for axis in AXES:
         found = view.groups if axis == "seq_len" else groups(view.table, axis)
-        known = [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]
-        first = view.groups[0].settings.items() if known else ()
-        known.sort(key=lambda one: (-sum(one.settings.get(k) == v for k, v in first), -len(_rows(one, axis))))
-        if known:
+        if known := [group for group in found if not group.varies and _rows(group, axis)[axis].nunique() > 1]:
+            first = view.groups[0].settings.items()
+            known.sort(key=lambda one: (-sum(one.settings.get(k) == v for k, v in first), -len(_rows(one, axis))))
             return [_stacked(view, known[:CONFIGURATIONS], axis, len(known), beside, measured)]
-    known = [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]
-    if known:
+    if known := [group for group in view.groups if len(_rows(group, "seq_len"))][:CONFIGURATIONS]:
         return [_bars(view, known, [_rows(group, "seq_len").iloc[-1] for group in known])]
     return _out_of_memory(view)
 
@@ -182,8 +180,7 @@ def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look, reach: float) -
 def _phases(rows: pd.DataFrame, axis: str) -> str:
     """Which phase holds the peak from where on: what the strip shows."""
     held, places = highest(rows), [int(place) for place in rows[axis]]
-    turns = [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]
-    if not turns:
+    if not (turns := [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]):
         return "Straight between the rows."
     told = [f"{held[i]}{f' from {places[i]:,} on' if i else ''}" for i in turns]
     return f"The peak is in {', '.join(told)} (strip); straight between the rows."
@@ -205,8 +202,7 @@ def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Grou
 
 def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) -> None:
     for peak, symbol in zip(PEAKS, ("circle", "diamond"), strict=True):
-        rows = ran.dropna(subset=[peak])
-        if len(rows):
+        if len(rows := ran.dropna(subset=[peak])):
             plot.add_scatter(
                 x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
                 name=f"measured {peak.split('_')[1]}", cliponaxis=False, hovertemplate="%{y:,.4~f}",
@@ -236,7 +232,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
     """A lying bar for each configuration."""
     frame = pd.DataFrame(rows)
     return _lying(
-        view, known, sizes(frame), frame, "peak memory", "composition", "Memory by what it is",
+        view, known, sizes(frame), frame, "peak memory", "Memory by what it is",
         sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "One length and batch of each."
                  if len(known) > 1 else ""),
     )  # fmt: skip
@@ -249,8 +245,7 @@ def _out_of_memory(view: View) -> list[Figure]:
         rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
         rows = rows.dropna(subset=["oom_parts_bytes", "seq_len", "micro_batch"])
         found += [(group, row) for _, row in rows.sort_values("seq_len").head(2).iterrows()]
-    found = [(group, row) for group, row in found if oom_parts(row)][:CONFIGURATIONS]
-    if not found:
+    if not (found := [(group, row) for group, row in found if oom_parts(row)][:CONFIGURATIONS]):
         return []
     frame = pd.DataFrame([row for _, row in found])
     known = [oom_parts(row) for _, row in found]
@@ -260,8 +255,7 @@ def _out_of_memory(view: View) -> list[Figure]:
         "would be reserved without a limit."
     )
     title = "What was to be held when memory ran out"
-    told = [group for group, _ in found]
-    return [_lying(view, told, stack, frame, "memory", "composition", title, caption)]
+    return [_lying(view, [group for group, _ in found], stack, frame, "memory", title, caption)]
 
 
 def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
@@ -274,8 +268,8 @@ def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
 
 
 def _lying(
-    view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, name: str,
-    title: str, caption: str,
+    view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, title: str,
+    caption: str,
 ) -> Figure:  # fmt: skip
     """Stacked bars that lie, one a row, with the card's limit where it is near."""
     total = np.sum(list(stack.values()), axis=0)
@@ -291,9 +285,9 @@ def _lying(
     for part, size in stack.items():
         if not size.any():
             continue
+        colour = GREY if part == BEYOND else PARTS[part]
+        pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
         for number, group in enumerate(known):
-            colour = GREY if part == BEYOND else PARTS[part]
-            pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
             plot.add_bar(
                 x=[size[number] / unit], y=[y[number]], orientation="h", name=called(part), legendgroup=part,
                 showlegend=number == 0 and float(size.max()) > top / THIN,
@@ -317,7 +311,7 @@ def _lying(
     data = rows.assign(group=[group.label for group in known], **stack).drop(
         columns=["oom_parts_bytes"], errors="ignore"
     )
-    return Figure(name, title, sentence(caption, "" if own is None else own.told()), plot, data)
+    return Figure("composition", title, sentence(caption, "" if own is None else own.told()), plot, data)
 
 
 def _most(row: pd.Series[Any], axis: str | None) -> str:

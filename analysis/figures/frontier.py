@@ -43,11 +43,8 @@ def frontier_chart(view: View) -> list[Figure]:
     if len(shown) > (most := max(1, LINES // len(sizes))):
         shown, note = shown[:most], f"{most} of {len(alike):,} groups."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
-    least: dict[tuple[float, str], int] = {}
-    for size in sizes:
-        for group in shown:
-            over = [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused]
-            least |= {(size, group.id): min(over)} if over else {}
+    least = {(size, group.id): min(over) for size in sizes for group in shown
+             if (over := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])}  # fmt: skip
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
         f"{'Hatched: predicted to fit' if view.predicted else 'Solid: ran; hatched: a new run is safe (97.5 %)'}; "
@@ -167,9 +164,7 @@ def _row(
     plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None
 ) -> tuple[int, str]:  # fmt: skip
     """One setting on one card; how far it reaches on the axis, and what that is in words."""
-    proven, low = one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
-    if predicted:
-        proven, low = 0, max(low, proven)
+    proven, low = 0 if predicted else one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     pale = 0.25 if one.extrapolated else 0.45
     bar: dict[str, Any] = {"y": [at], "orientation": "h", "showlegend": False, "width": 0.62, "name": escape(name)}
     if low > proven:
@@ -207,5 +202,4 @@ def _row(
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    text = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
-    return end, text
+    return end, ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"

@@ -33,8 +33,7 @@ def of_inferred(table: Table) -> list[Figure]:
             lines[name] = pd.to_numeric(lines[name], errors="coerce")
     found: list[Figure] = []
     for which, own in lines.groupby("configuration"):
-        measured = _measured(table, str(which))
-        if measured is not None:
+        if (measured := _measured(table, str(which))) is not None:
             found.append(_figure(own, measured, len(found)))
     return found[:FIGURES]
 
@@ -42,8 +41,7 @@ def of_inferred(table: Table) -> list[Figure]:
 def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
     """The rows that differ from this one in length and batch only; None if it is not in the table."""
     frame = table.frame
-    first = frame[frame["trial_id"] == trial_id]
-    if first.empty:
+    if (first := frame[frame["trial_id"] == trial_id]).empty:
         return None
     asked = ("model", "runner", "precision", "allocator", "device", "protocol", "sharding", "world_size")
     same = frame["outcome"].eq("ok").fillna(False)

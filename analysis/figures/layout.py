@@ -39,7 +39,7 @@ def page(figure: Figure) -> go.Figure:
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
         below += 26 * _legend_lines(plot, BLOG[0] - 80, text=13)
     height = (plot.layout.height or BLOG[1]) + 40
-    return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, below, _DARK)
+    return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, below)
 
 
 def column(figure: Figure) -> go.Figure:
@@ -52,7 +52,7 @@ def column(figure: Figure) -> go.Figure:
         note.font.size = SMALL if note.name in ("card", "limit") else max(SMALL, min(note.font.size or TEXT, TEXT))
     for trace in plot.select_traces(selector={"type": "scatter", "mode": "text"}):
         trace.textfont.size = SMALL
-    return _by_itself(plot, figure, (COLUMN[0], change["height"]), TEXT + 0.5, SMALL, plot.layout.margin.b, _DARK)
+    return _by_itself(plot, figure, (COLUMN[0], change["height"]), TEXT + 0.5, SMALL, plot.layout.margin.b)
 
 
 def on_phone(figure: Figure) -> dict[str, Any]:
@@ -167,10 +167,8 @@ def _wrapped(axis: Any, height: float, text: float) -> dict[str, Any]:
     low, high = axis.domain or (0.0, 1.0)
     words = str(axis.title.text or "").replace("<br>", " ")
     told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * text)))))
-    few = 5 if high - low > 0.5 else 3
-    return {"title": {"text": told, "font": {"size": text}, "standoff": 4}} | (
-        {"nticks": few} if axis.tickvals is None else {}
-    )
+    ticks: dict[str, Any] = {"nticks": 5 if high - low > 0.5 else 3} if axis.tickvals is None else {}
+    return {"title": {"text": told, "font": {"size": text}, "standoff": 4}} | ticks
 
 
 def _reach(plot: Any, across: float, text: float) -> float | None:
@@ -192,9 +190,7 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
         plot.data[number].update(update)
 
 
-def _by_itself(
-    plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float, colour: str
-) -> go.Figure:  # fmt: skip
+def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float) -> go.Figure:
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
@@ -219,7 +215,7 @@ def _by_itself(
         width=width, height=height, paper_bgcolor=_PAPER,
         margin={"t": math.ceil(top), "b": math.ceil(below + bottom)},
         title={"text": "<b>" + "<br>".join(map(escape, title)) + "</b>", "x": 6 / width, "xanchor": "left",
-               "y": 1 - first / height, "yanchor": "top", "font": {"size": text, "color": colour}},
+               "y": 1 - first / height, "yanchor": "top", "font": {"size": text, "color": _DARK}},
     )  # fmt: skip
     if told:
         plot.add_annotation(

@@ -15,8 +15,7 @@ from vramsweep.analysis.figures.style import View, baseline, names
 
 def having(groups: Sequence[Group], *columns: str) -> Sequence[Group]:
     """The groups, or none if their table knows nothing of one of these columns."""
-    there = bool(groups) and all(groups[0].source[column].notna().any() for column in columns)
-    return groups if there else []
+    return groups if groups and all(groups[0].source[column].notna().any() for column in columns) else []
 
 
 def groups_with(groups: Sequence[Group], column: str) -> list[tuple[Group, pd.DataFrame]]:

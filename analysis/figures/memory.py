@@ -101,16 +101,14 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
     at = plots.thin(points.x, points.y)
     ids = np.array(points.ids, dtype=object)[at]
     x, y, fitted = points.x[at], points.y[at], fit.value(points.x[at])
-    finely = 40 if look.hidden else 160
-    lines = [(part, kind, fit.predict(part)) for part, kind in parts_of(fit, finely) if len(part)]
+    lines = [(part, kind, fit.predict(part)) for part, kind in parts_of(fit, 40 if look.hidden else 160) if len(part)]
     for part, _, new in lines:
         plots.add_band(plot, part, new.new_low / unit, new.new_high / unit, look)
     plots.add_points(plot, x, y / unit, ids, look, name, hollow=dashed, faded=FAINT)
     above = look if len(x) <= plots.MANY else replace(look, colour=plots.shade(look.colour, 0.6))
     for part, kind, new in lines:
         plots.add_curve(plot, part, new.value / unit, above, name, "dash" if dashed else "solid")
-        told = f"{name}, {kind}" if kind else name
-        ends.append(End(float(part[-1]), float(new.value[-1]) / unit, told, look))
+        ends.append(End(float(part[-1]), float(new.value[-1]) / unit, f"{name}, {kind}" if kind else name, look))
     plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
     return pd.DataFrame(
         {
@@ -160,9 +158,7 @@ def _lines_are(fits: Sequence[Fit]) -> str:
     of: dict[str, list[str]] = {}
     for fit in fits:
         of.setdefault(fit.basis, []).append(fit.metric.label)
-    rest = [f"{BASES[basis]} ({' and '.join(dict.fromkeys(labels))})" for basis, labels in of.items()]
-    if len(of) == 1:
-        rest = [BASES[basis] for basis in of]
+    rest = [BASES[basis] + f" ({' and '.join(dict.fromkeys(labels))})" * (len(of) > 1) for basis, labels in of.items()]
     return (
         f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; "
         "below: what the fit misses."
@@ -176,7 +172,6 @@ def _kinds(groups: Sequence[Group], fits: Sequence[Fit]) -> str:
 
 
 def _crosses(out: Sequence[pd.DataFrame]) -> str:
-    every = pd.concat(out)
-    if every.empty:
+    if (every := pd.concat(out)).empty:
         return ""
     return f"Crosses: {len(every):,} ran out of memory, the shortest at {int(every['seq_len'].min()):,} tokens."

@@ -52,8 +52,7 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
     data = _data(comparison, along.axis, settings)
     memory = [metric for metric in METRICS if f"{metric}_a" in data]
     memory.sort(key=lambda metric: metric != "peak_reserved_bytes")  # it comes first where it is known
-    kinds = [kind for kind, there in (("memory", memory), ("speed", f"{SPEED}_a" in data)) if there]
-    if not kinds:
+    if not (kinds := [kind for kind, there in (("memory", memory), ("speed", f"{SPEED}_a" in data)) if there]):
         raise UserError("nothing to draw: the pairs have neither memory nor speed on both sides")
     plot: Any = make_subplots(
         rows=2 * len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=[5, 3] * len(kinds)
@@ -78,8 +77,7 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
         parts.append("Band: 95 % interval of where the difference changes its sign.")
     if len(every) > 1:
         parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
-    title = f"{names[0]} against {names[1]}"
-    return Figure("overlay", title, plots.sentence(*parts), plot, data, _sources(sides))
+    return Figure("overlay", f"{names[0]} against {names[1]}", plots.sentence(*parts), plot, data, _sources(sides))
 
 
 def _sources(sides: Sequence[Table]) -> str:
@@ -166,8 +164,7 @@ def _speed(plot: Any, row: int, data: pd.DataFrame, x: Array, names: Sequence[st
     a, b = (data[f"{SPEED}_{side}"].to_numpy(float, na_value=np.nan) for side in "ab")
     for number, y in enumerate((a, b)):
         _points(plot, row, x, y, number, names[number], "tokens/s", legend=row == 1)
-    change = 100 * (b / a - 1)
-    _gap(plot, row + 1, x, change, "B/A − 1 (%)")
+    _gap(plot, row + 1, x, 100 * (b / a - 1), "B/A − 1 (%)")
     plot.update_yaxes(title_text="tokens/s", rangemode="tozero", row=row)
     plot.update_yaxes(title_text="B/A − 1 (%)", row=row + 1)
 
@@ -244,8 +241,7 @@ def _turn(plot: Any, row: int, turn: Crossover, along: Along) -> None:
 
 def _crosses(plot: Any, row: int, data: pd.DataFrame, x: Array, top: float) -> None:
     for number, side in enumerate("ab"):
-        at = data["out_of_memory"].eq(side).to_numpy(bool)
-        if at.any():
+        if (at := data["out_of_memory"].eq(side).to_numpy(bool)).any():
             plot.add_scatter(
                 x=x[at], y=np.full(int(at.sum()), top * (1.13 - 0.06 * number)), mode="markers", hoverinfo="skip",
                 name=f"{'AB'[number]} out of memory", row=row, col=1,

@@ -15,8 +15,7 @@ _PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evalu
 
 def of_jobs(view: View) -> list[Figure]:
     """Bars of each part's peak, a group of them for each of the jobs that most exceed their steps; the steps marked."""
-    jobs = view.jobs
-    if not jobs:
+    if not (jobs := view.jobs):
         return []
     shown = jobs[:JOBS]
     bases = sorted({job.base for job in shown})

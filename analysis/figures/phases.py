@@ -57,15 +57,14 @@ def phases(view: View) -> list[Figure]:
     ends: list[End] = []
     for column in columns:
         y = middle[column].to_numpy(float) / unit
-        if not np.isfinite(y).any():
-            continue
         at = np.flatnonzero(np.isfinite(y))
+        if not len(at):
+            continue
         at = at[plots.thin(x[at], y[at])]
         name = column.removesuffix("_peak_allocated_bytes")
         if name in LOOKS:
             own = Look(LOOKS[name].colour, LOOKS[name].symbol, LOOKS[name].dash, look.settings)
             plots.add_line(plot, x[at], y[at], own, name)
-            ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
         else:
             reserved = column == "peak_reserved_bytes"
             name = "reserved" if reserved else _TOP[column]
@@ -76,23 +75,23 @@ def phases(view: View) -> list[Figure]:
                 line={"color": GREY, "width": 1}, hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + name + "</extra>",
                 **own.trace,
             )  # fmt: skip
-            ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
+        ends.append(End(float(x[at[-1]]), float(y[at[-1]]), name, own))
     reach = [0.0, float(np.nanmax(middle.to_numpy(float))) / unit]
     limit = card_limit(group, reach[1] * unit)
     if limit is not None and limit.near:
         add_card_limit(plot, limit, unit)
         reach.append(limit.size / unit)
     finish(plot, ends, reach, zero=True)
+    known_phases = rows[list(COLUMNS)].notna().any(axis=None)
     caption = sentence(
         f"Of {group.label}." if group.settings else "",
         "Lines: peak of each phase of the probe step; they follow each other, so they do not add up."
-        if rows[list(COLUMNS)].notna().any(axis=None) else "What its allocator counted; no phase is known.",
+        if known_phases else "What its allocator counted; no phase is known.",
         "Grey: allocated at most, hatched: reserved beyond it."
         if not group.resident and top == ["peak_allocated_bytes"] else "",
         "What the memory is of was not recorded." if not view.predicted else "",
         "" if limit is None else limit.told(),
     )  # fmt: skip
-    known_phases = rows[list(COLUMNS)].notna().any(axis=None)
     title = "Peak memory by phase" if known_phases else "Peak memory: what is known of it"
     return [Figure(NAME, title, caption, plot, rows)]
 

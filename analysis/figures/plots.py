@@ -149,8 +149,7 @@ def ink(colour: str) -> str:
         return colour
     linear = [(v / 255) ** 2.2 for v in _rgb(colour)]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    share = min(1.0, (0.18 / light) ** (1 / 2.2)) if light else 1.0
-    return shade(colour, share)
+    return shade(colour, min(1.0, (0.18 / light) ** (1 / 2.2)) if light else 1.0)
 
 
 def shade(colour: str, share: float) -> str:
@@ -202,8 +201,7 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
     for band in plot.data:
         if band.fill == "toself" and band.yaxis in (None, "y"):  # its end may be infinite
             band.y = np.clip(np.asarray(band.y, dtype=float), 2 * low - high, 2 * high - low)
-    ends = [end for end in ends if not end.look.hidden]
-    if not ends:
+    if not (ends := [end for end in ends if not end.look.hidden]):
         return
     drawn = [x for x, _ in _numbers(plot)] or [end.x for end in ends]
     first, last = min(drawn), max(drawn)
@@ -225,8 +223,7 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
         x, y = end.x * across, min(end.y * up, high * up - 9)
         places = [(x + 8, y + 16 * k) for k in (0, -1, 1, -2, 2, -3, 3, -4, -5, -6)] + [(x - width - 8, y)]
         boxes = [(left, at - 7, left + width, at + 7) for left, at in places if low * up + 8 < at < high * up]
-        free = [box for box in boxes if not _overlaps(box, taken)]
-        box = (free or boxes)[0]
+        box = next((box for box in boxes if not _overlaps(box, taken)), boxes[0])
         taken = np.vstack([taken, box])
         side = "middle left" if box[0] < x else "middle right"
         add_text(plot, [end.x], [(box[1] + 7) / up], [f" {short(end.name)} "], end.look, side, direct=True)

@@ -8,18 +8,8 @@ import pandas as pd
 from vramsweep.analysis.compare.residuals import COMPONENTS
 from vramsweep.analysis.compare.residuals_text import HEADLINES, name_of, percent
 from vramsweep.analysis.data.metrics import GIB
-from vramsweep.analysis.figures.plots import (
-    ABOVE,
-    COLOURS,
-    GREY,
-    MARKERS,
-    POINTS,
-    Figure,
-    escape,
-    faint,
-    new_plot,
-    thin,
-)
+from vramsweep.analysis.figures.plots import ABOVE, POINTS, Figure, escape, faint, new_plot, thin
+from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:
@@ -39,8 +29,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
     )
     parts = []
     for number, component in enumerate(HEADLINES):
-        mine = known[known["component"] == component].sort_values("measured_bytes")
-        if mine.empty:
+        if (mine := known[known["component"] == component].sort_values("measured_bytes")).empty:
             continue
         measured, predicted = (mine[f"{side}_bytes"].to_numpy(float) / GIB for side in ("measured", "predicted"))
         at = thin(measured, predicted)
@@ -63,8 +52,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
 def residuals(found: pd.DataFrame) -> Figure | None:
     """The relative residuals of each component: a box over all configurations, and the configurations as points."""
     known = found[found["relative"].notna()]
-    names = [name for name in COMPONENTS if (known["component"] == name).any()]
-    if not names:
+    if not (names := [name for name in COMPONENTS if (known["component"] == name).any()]):
         return None
     plot = new_plot("residual (% of measured)", "component (bytes)")
     plot.add_vline(x=0, line={"color": GREY, "dash": "dot"})

@@ -71,8 +71,7 @@ class View:
 
     def look(self, group: Group, hidden: bool = False) -> Look:
         """How this configuration looks in every figure."""
-        found = self.looks.get(group.id) or Look(COLOURS[0], settings=settings(group))
-        return replace(found, hidden=hidden)
+        return replace(self.looks.get(group.id) or Look(COLOURS[0], settings=settings(group)), hidden=hidden)
 
     def of_trial(self, trial_id: str) -> Look:
         """How the configuration of a row looks."""
@@ -95,8 +94,7 @@ def looks(groups: Sequence[Group]) -> dict[str, Look]:
     order: dict[tuple[str, ...], int] = {}
     found = {}
     for group in sorted(groups, key=lambda one: _apart(one, groups[0])):
-        number = order.setdefault(_identity(group), len(order))
-        turn, colour = divmod(number, len(COLOURS))
+        turn, colour = divmod(order.setdefault(_identity(group), len(order)), len(COLOURS))
         symbol, dash = MARKERS[(colour + turn) % len(MARKERS)], DASHES[turn % len(DASHES)]
         found[group.id] = Look(COLOURS[colour], symbol, dash, settings(group))
     return found
@@ -136,10 +134,8 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
     near = [g for g in groups[1:] if len(differs(g)) == 1]
     near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))
     chosen = [base, *near[: MOST - 1]]
-    return (
-        chosen,
-        f"{len(chosen)} of {len(groups):,} groups: {base.label}, and groups that differ from it in one setting.",
-    )
+    note = f"{len(chosen)} of {len(groups):,} groups: {base.label}, and groups that differ from it in one setting."
+    return chosen, note
 
 
 def shared(groups: Sequence[Group]) -> dict[str, Any]:

@@ -86,12 +86,10 @@ def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
 
 def _misses(rows: pd.DataFrame, most: int = 6) -> str:
     """How many rows the fit misses, the worst of them and where they are."""
-    missed = rows[rows["outside"]]
-    if missed.empty:
+    if (missed := rows[rows["outside"]]).empty:
         return "All lie inside the fit's 95 % interval for a new run."
     worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
-    lengths = sorted({int(x) for x in missed["seq_len"]})
-    others = [f"{x:,}" for x in lengths if x != worst["seq_len"]]
+    others = [f"{x:,}" for x in sorted({int(x) for x in missed["seq_len"]}) if x != worst["seq_len"]]
     also = f"; others at {', '.join(others[:most])}" if others else ""
     also += f" and {len(others) - most:,} more lengths" if len(others) > most else ""
     chance = round(0.05 * len(rows))

@@ -47,8 +47,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     said = "%{y:,.4f} GiB" if unit > MIB else "%{y:,.2f} MiB"
     plot = new_plot("allocation or free, in order (not in time)", f"memory ({called})")
     for name, colour in PARTS.items():
-        sizes = np.array(data["parts"][name])
-        if sizes.any():
+        if (sizes := np.array(data["parts"][name])).any():
             thin = float(sizes.max()) < reach / 300  # too thin to be looked for
             plot.add_scatter(
                 x=event, y=sizes / unit, name=of_part(name), stackgroup="held", mode="lines",
@@ -63,8 +62,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         x=event, y=reserved / unit, name="reserved", mode="lines",
         line={"width": 2, "shape": "hv", "color": RESERVED}, hovertemplate=said,
     )  # fmt: skip
-    top = reach * HEADROOM / unit
-    plot.update_yaxes(range=[0, top])
+    plot.update_yaxes(range=[0, reach * HEADROOM / unit])
     plot.update_xaxes(range=[0, max(data["events"], 1)])
     plot.update_layout(showlegend=True, hovermode="x unified", legend={"traceorder": "normal"})
     _phases(plot, data["phases"], data["events"])
@@ -83,16 +81,10 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         below = float(reserved.max()) > limit
         left = right or (not below and peak["event"] > 0.35 * data["events"])  # where the peak's words are not
         _limit(plot, limit, failure, unit, left, below)
-    figure = Figure(
-        name=make_safe(f"timeline_{record['trial_id']}"),
-        title=f"Memory over {'loading' if data['step'] is None else 'a step'}: {told}",
-        caption=_caption(data, limited, unit),
-        plot=plot,
-        data=_frame(record),
-    )
-    drawn = plots.of_world(figure, "predicted", alone=True)
-    drawn.plot.update_layout(margin={"t": 28})
-    return drawn
+    name = make_safe(f"timeline_{record['trial_id']}")
+    title = f"Memory over {'loading' if data['step'] is None else 'a step'}: {told}"
+    figure = Figure(name, title, _caption(data, limited, unit), plot, _frame(record))
+    return plots.of_world(figure, "predicted", alone=True)
 
 
 def label(about: Mapping[str, Any]) -> str:
@@ -209,15 +201,12 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
         return [], [], []
     records, notes = _request_timelines(folder)
     try:
+        drawn = of_timelines(records)
         peaks = [
-            (
-                f"What holds the peak of a step: {label(one['about'])}",
-                make_safe(f"peak_{one['trial_id']}"),
-                holders(one),
-            )
-            for one in records
+            (f"What holds the peak of a step: {label(one['about'])}", make_safe(f"peak_{one['trial_id']}"), held)
+            for one, (_, held) in zip(records, drawn, strict=True)
         ]
-        return [of_timeline(record) for record in records], peaks, notes
+        return [figure for figure, _ in drawn], peaks, notes
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         return [], [], [f"no timeline of a step: what is kept under {folder / 'timelines'} is none; delete it"]
 

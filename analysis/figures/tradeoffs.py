@@ -23,8 +23,7 @@ def heat_map(view: View) -> list[Figure]:
     if rows.empty or rows["micro_batch"].nunique() < 2 or rows["seq_len"].nunique() < 2:
         return []
     counted = ("peak_reserved_bytes", "peak_allocated_bytes")[shown[0].resident :]
-    column = next((c for c in counted if rows[c].notna().any()), None)
-    if column is None:
+    if (column := next((c for c in counted if rows[c].notna().any()), None)) is None:
         return []
     lengths = np.sort(rows["seq_len"].dropna().unique().astype(int))
     lengths = lengths[spread(lengths, 24)]
@@ -70,8 +69,7 @@ def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> N
 
 def pareto(view: View) -> list[Figure]:
     """Memory against speed at one length: what is not beaten in both is joined by a line."""
-    groups = view.groups
-    if not groups:
+    if not (groups := view.groups):
         return []
     what = "allocated" if groups[0].resident else "reserved"  # a process's resident set says little
     need = ("tokens_per_s", f"peak_{what}_bytes", "seq_len")

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
 
+from vramsweep.analysis.data.fragmentation import highest_of
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.model.curves import FEWEST, Array, Numbers
 from vramsweep.analysis.model.kriging import Places, between, spread_out
@@ -65,10 +67,8 @@ class Grid:
 
         if sum(row is not None and row["outcome"] == "ok" for row in rows) < FEWEST:
             return cls(length, batch)
-        peaks = np.nan_to_num(np.column_stack([column(f"{phase}_peak_allocated_bytes") for phase in PHASES]))
-        phase = tuple(
-            name if any(own) else "" for name, own in zip(np.array(PHASES)[peaks.argmax(axis=1)], peaks, strict=True)
-        )
+        peaks = np.column_stack([column(f"{phase}_peak_allocated_bytes") for phase in PHASES])
+        phase = tuple(highest_of(peaks, PHASES))
         fits = np.array([row is None or row["outcome"] != "oom" for row in rows])
         reserved = np.where(fits, column("peak_reserved_bytes"), column("unlimited_peak_reserved_bytes"))
         allocated = np.where(fits, column("peak_allocated_bytes"), np.nan)
@@ -197,21 +197,13 @@ class Search:
         order = np.flatnonzero(line)[np.argsort(self.grid.tokens[line], kind="stable")]
         done = np.isin(order, [*self.answers])
         here = int(np.flatnonzero(order == at)[0])
-        found = []
-        for side in (np.flatnonzero(done[:here])[-1:], here + 1 + np.flatnonzero(done[here + 1 :])[:1]):
-            if len(side) and abs(int(side[0]) - here) > 1:
-                found.append(int(order[(int(side[0]) + here) // 2]))
-        return found
+        sides = [*np.flatnonzero(done[:here])[-1:], *(here + 1 + np.flatnonzero(done[here + 1 :])[:1])]
+        return [int(order[(side + here) // 2]) for side in sides if abs(side - here) > 1]
 
     @property
     def agreeing(self) -> int:
         """How many of the last check points in a row agree."""
-        count = 0
-        for check in reversed(self.compared):
-            if not self._agrees(check):
-                break
-            count += 1
-        return count
+        return sum(1 for _ in takewhile(self._agrees, reversed(self.compared)))
 
     @property
     def enough(self) -> bool:
@@ -299,8 +291,7 @@ class Search:
         if known is not None and limits and len(full) % 2:
             over = np.flatnonzero(known.value[open_] > min(limits))
             if len(over):
-                pair = [int(open_[max(over[0] - 1, 0)]), int(open_[over[0]])]
-                return list(dict.fromkeys(pair))
+                return list(dict.fromkeys([int(open_[max(over[0] - 1, 0)]), int(open_[over[0]])]))
         return [int(open_[len(open_) // 2])]
 
     def _uncertain(self, count: int) -> list[int]:
@@ -315,11 +306,8 @@ class Search:
         where = _unit_coordinates(self.grid)
         nearest = np.argmin(((where[:, None] - where[done][None]) ** 2).sum(axis=-1), axis=1)
         around = np.bincount(nearest, weights=np.maximum(score - 1, 0.0), minlength=len(done))
-        chosen = []
-        for one in np.argsort(-around)[:count]:
-            if around[one] > 0:
-                chosen.append(int(np.argmax(np.where(nearest == one, score, 0.0))))
-        return chosen
+        best = [one for one in np.argsort(-around)[:count] if around[one] > 0]
+        return [int(np.argmax(np.where(nearest == one, score, 0.0))) for one in best]
 
     def _drawn(self, count: int) -> list[int]:
         """Check points: at random, one in each part of the points that are left, in order of tokens."""
@@ -333,8 +321,7 @@ class Search:
 
 def _jumps(grid: Grid, column: str) -> list[tuple[int, int]]:
     """Both sides of those jumps that are predicted, within a batch, on which most points hang."""
-    values = _predicted(grid, grid.predicted.get(column))
-    if values is None:
+    if (values := _predicted(grid, grid.predicted.get(column))) is None:
         return []
     order = np.lexsort((grid.length, grid.tokens))
     found: list[tuple[float, int, int]] = []
@@ -409,8 +396,7 @@ def _predicted(grid: Grid, values: Array | None) -> Array | None:
     of memory) on the line through those before. None if too few are known."""
     if values is None:
         return None
-    known = np.isfinite(values) & (values > 0)
-    if known.sum() < FEWEST:
+    if (known := np.isfinite(values) & (values > 0)).sum() < FEWEST:
         return None
     if known.all():
         return values

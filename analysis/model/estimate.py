@@ -114,8 +114,7 @@ class Run:
 
     def draw(self, sizes: Array, random: np.random.Generator) -> Array:
         """One draw of the coefficients for each size of noise, (sizes, parameters)."""
-        parameters = len(self.scales)
-        standard = random.standard_normal((len(sizes), parameters))
+        standard = random.standard_normal((len(sizes), len(self.scales)))
         spread = self.singular**2 + sizes[:, None] ** 2
         along = standard[:, : len(self.singular)]
         pulled = self.singular * self.projected / spread + along * sizes[:, None] / np.sqrt(spread)
@@ -188,8 +187,7 @@ class Posterior:
         """Whether one kind has 95 % and each of its pieces has as many observations as parameters."""
         name = self.kinds()[0]
         best = self.best(name)
-        edges = (0, *best.cuts, len(np.unique(self.data.axis)))
-        counts = [b - a for a, b in pairwise(edges)]
+        counts = np.diff([0, *best.cuts, len(np.unique(self.data.axis))])
         enough = all(n >= len(p) for n, p in zip(counts, best.kind.pieces, strict=True))
         return self.probability[name] >= 0.95 and enough
 
@@ -312,10 +310,8 @@ class _Weighed:
         self.order = [(each[i], float(logs[i])) for i in np.argsort(-logs)]
 
     def _long_enough(self, cuts: tuple[int, ...]) -> bool:
-        if not self.kind.share:
-            return True
-        edges = (0, *cuts, len(self.different))
-        return min(b - a for a, b in pairwise(edges)) >= max(3, self.kind.share * len(self.different))
+        least = max(3, self.kind.share * len(self.different))
+        return not self.kind.share or bool(np.diff([0, *cuts, len(self.different)]).min() >= least)
 
     @property
     def most(self) -> float:
@@ -337,8 +333,7 @@ class _Weighed:
         for tries, (cuts, log) in enumerate(self.order):
             if len(found) == KEPT or (found and log < top - CLEAR) or tries == 4 * KEPT:
                 break
-            component = self._component(cuts, places, random)
-            if component is not None:
+            if (component := self._component(cuts, places, random)) is not None:
                 found.append(replace(component, log=component.log + log))
         return found
 
@@ -354,9 +349,8 @@ class _Weighed:
         component = Component(kind, cuts, self.noise, 0.0, edges, tuple(best), chances)
         witnesses = _witnesses(cuts, self.starts, places) if kind.joined and len(kind.pieces) > 1 else None
         tries, thin = TRIES, _thin(component, self.different)
-        while (
-            True
-        ):  # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+        # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+        while True:
             sizes = random.choice(known, tries, p=chances)
             draws = [run.draw(sizes, random) for run in runs]
             share = _allowed(data, kind, draws, witnesses) * _bounded(data, component, draws, sizes)

@@ -63,9 +63,8 @@ def explain(fit: Fit) -> list[str]:
     unit = UNITS[fit.axis]
     sentences = []
     for key, curve in model.curves.items():
-        where = ""
-        if model.modulus:
-            where = f"{NOUNS[fit.axis][1]} {'' if key else 'not '}divisible by {model.modulus}: "
+        which = f"{NOUNS[fit.axis][1]} {'' if key else 'not '}divisible by {model.modulus}: "
+        where = which if model.modulus else ""
         bounds = fit.intervals[key]
         pieces = curve.lines()
         for i, (start, stop, a, b, c) in enumerate(pieces):
@@ -149,8 +148,7 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
     """What makes the peak on this piece: from the rows' phase peaks, otherwise what the slope allows to say."""
     if not fit.metric.memory:
         return ""
-    phase = fit.phases[piece] if piece < len(fit.phases) else ""
-    if phase:
+    if phase := fit.phases[piece] if piece < len(fit.phases) else "":
         return f"; the {phase} phase has the largest peak there in most rows"
     if pieces == 1:
         return ""
@@ -177,13 +175,11 @@ def rests_on(fit: Fit) -> list[str]:
     )
     found += [_jump(fit, jump.size, jump.x) for jump in fit.jumps]
     for part in fit.wavering:
-        side = "below" if part.size < 0 else "above"
         found.append(
             f"{part.count} {NOUNS[fit.axis][1]} from {part.start:,.0f} to {part.stop:,.0f} {unit} lie "
-            f"{fit.metric.show(abs(part.size))} {side} those around them (median)"
+            f"{fit.metric.show(abs(part.size))} {'below' if part.size < 0 else 'above'} those around them (median)"
         )
-    if fit.ranks is not None:
-        one = fit.ranks
+    if (one := fit.ranks) is not None:
         sizes = ", ".join(
             f"{fit.metric.show(v)} {n}" for v, n in ((one.least, "min"), (one.mean, "mean"), (one.most, "max"))
         )

@@ -135,11 +135,9 @@ def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None) -> list[_Part]:
 
 def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
     """The x at which y first exceeds the limit, and whether it never does; None also where it does from the start."""
-    over = np.flatnonzero(y > limit)
-    if not len(over):
+    if not len(over := np.flatnonzero(y > limit)):
         return None, True
-    at = int(over[0])
-    if at == 0:
+    if (at := int(over[0])) == 0:
         return None, False
     if not np.isfinite(y[at]):
         return float(x[at - 1]), False

@@ -127,8 +127,7 @@ def observations(
     if metric.memory and len(xs) and axis == "seq_len":
         repeats = pd.Series(ys).groupby(xs)
         spread = repeats.max() - repeats.min()
-        unequal = spread[spread > 0]
-        if len(unequal):
+        if len(unequal := spread[spread > 0]):
             warnings.append(
                 f"{metric.label} differs between repeats of {len(unequal)} length{'s' * (len(unequal) != 1)}, "
                 f"by up to {metric.show(float(unequal.max()))} at {unequal.idxmax():,.0f} tokens; "

@@ -121,8 +121,7 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         )
         own = replace(own, given_scales=scales)
         posteriors[phase] = estimate(own, _kinds(several, scores, phase == "backward"))
-    beyond = ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1)
-    return Phases(posteriors, beyond)
+    return Phases(posteriors, ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1))
 
 
 def _features(batch: Array, length: Array, forward: Array) -> Array:

@@ -93,12 +93,10 @@ def estimate_points(points: Points, metric: Metric, robust: bool) -> Estimated:
             weights, of_all = (_huber(p.y - best.predict(p.x), metric.resolution) for p in (seen, points))
         remark += f"; {int((of_all < 0.5).sum())} of {len(of_all)} points count less than half (Huber)"
     found = _aligned(seen, metric, weights, MODULI)
-    if len(np.unique(seen.x)) >= 30:
-        alike = _autocorrelation(seen, found.posteriors, found.modulus)
-        if alike > 0.3:
-            share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(seen.x)))
-            found = _aligned(seen, metric, weights * share, (found.modulus,) if found.modulus else ())
-            remark += f"; neighbours err alike, so that these count as {len(seen.x) * share:,.0f}"
+    if len(np.unique(seen.x)) >= 30 and (alike := _autocorrelation(seen, found.posteriors, found.modulus)) > 0.3:
+        share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(seen.x)))
+        found = _aligned(seen, metric, weights * share, (found.modulus,) if found.modulus else ())
+        remark += f"; neighbours err alike, so that these count as {len(seen.x) * share:,.0f}"
     return replace(found, weights=of_all, remark=remark)
 
 
@@ -171,8 +169,7 @@ def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, f
     shares = np.exp(logs - logs.max())
     drawn: dict[str, list[Array]] = {}
     for component, share in zip(mine, shares / shares.sum(), strict=True):
-        count = round(2000 * float(share))
-        if not count:
+        if not (count := round(2000 * float(share))):
             continue
         at = np.arange(count) % len(component.size)
         whole = [np.zeros((3, count)) for _ in component.kind.pieces]
@@ -239,8 +236,7 @@ def _huber(residuals: Array, least: float) -> Array:
     from statsmodels.robust import norms, scale
 
     spread = max(float(scale.mad(residuals, center=0)), least)
-    weights: Array = np.asarray(norms.HuberT().weights(residuals / spread), dtype=float)
-    return np.maximum(weights, 1e-6)
+    return np.asarray(np.maximum(norms.HuberT().weights(residuals / spread), 1e-6), dtype=float)
 
 
 def _autocorrelation(points: Points, posteriors: Mapping[bool, Posterior], modulus: int | None) -> float:

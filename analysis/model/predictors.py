@@ -206,14 +206,12 @@ def _on_prediction(
     """What `own` rows measured, on predicted rows of this batch (or length), `same`, of all of them; None with too
     few."""
     if not metric.memory:
-        found_parts = parts(same.frame, axis)
-        if found_parts is None:
+        if (found_parts := parts(same.frame, axis)) is None:
             return None
         timed = OfParts(found_parts, points.x, points.y)
         return Better(_these(found_parts.x, axis), "prediction", timed, timed.posterior.identified)
     phases = None if whole.phases is None else OfPhases(whole.phases, axis, per_x)
-    base = _predicted(same, phases, metric, axis)
-    if base is None:
+    if (base := _predicted(same, phases, metric, axis)) is None:
         return None
     parts_of_it = _each_phase(points, own, same, phases, metric, axis, per_x) if phases else ()
     parts_of_it = parts_of_it or _above(points.x, [(points.y, base)], metric, per_x)

@@ -40,14 +40,12 @@ _MACHINE = (
 
 def coverage(table: Table) -> dict[str, int]:
     """How many trials ended how, most frequent first."""
-    counts = table.frame["outcome"].fillna("unknown").value_counts()
-    return {str(outcome): int(n) for outcome, n in counts.items()}
+    return {str(outcome): int(n) for outcome, n in table.frame["outcome"].fillna("unknown").value_counts().items()}
 
 
 def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
     """The different values of a column in words, or "" when none is known."""
-    unique = sorted(value for value in frame[column].unique() if not pd.isna(value))
-    if not unique:
+    if not (unique := sorted(value for value in frame[column].unique() if not pd.isna(value))):
         return ""
     if len(unique) > most and BY_NAME.get(column) is not None and BY_NAME[column].type in (int, float):
         return f"{unique[0]:,} to {unique[-1]:,} ({len(unique):,} values)"
@@ -102,8 +100,7 @@ def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: i
 def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     found = []
     for group in groups[:3]:
-        fit = next((f for f in fits if f.group == group.id and f.metric.memory), None)
-        if fit is not None:
+        if (fit := next((f for f in fits if f.group == group.id and f.metric.memory), None)) is not None:
             what = "; ".join(fit_wording.explain(fit)[:6])
             which = f" ({group.label})" if group.settings else ""
             found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
@@ -117,12 +114,10 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
     for other in shown[1:]:
         names = _apart(shown[0], other)
         try:
-            sides = [_side(g, table.source) for g in (shown[0], other)]
-            result = verdicts.compare(sides[0], sides[1], names)
+            result = verdicts.compare(_side(shown[0], table.source), _side(other, table.source), names)
         except UserError:
             continue
-        reserved = next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)
-        if reserved is None:
+        if (reserved := next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)) is None:
             continue
         along = _once(trends.along(result))
         changes = verdicts_text.sentences(along, reserved.metric)
@@ -236,24 +231,19 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
         "step_iqr_s", "step_median_s", "unproven", "flags",
     )  # fmt: skip
-    simulated = int(frame["device"].eq("simulated").fillna(False).sum())
-    if simulated:
+    if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
         found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
         found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(count)})")
-    foreign = int(frame["foreign"].notna().sum())
-    if foreign:
+    if foreign := int(frame["foreign"].notna().sum()):
         found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
-    resident = int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum())
-    if resident:
+    if resident := int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum()):
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     found += _unflagged(frame[frame["flags"].isna()])
-    contended = table.frame[table.frame["outcome"].eq("contended").fillna(False)]
-    if len(contended):
+    if len(contended := table.frame[table.frame["outcome"].eq("contended").fillna(False)]):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
-    left = frame[frame["step_growth_bytes"].gt(0).fillna(False)]
-    if len(left):  # how much, no flag says
+    if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # how much, no flag says
         most = show_bytes(left["step_growth_bytes"].max())
         found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}")
     found += _repeats(groups)
@@ -268,17 +258,14 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
     found = []
     lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "others used the device"}
     for column, what in lists.items():
-        hit = frame[column].list.len().fillna(0).astype(int) > 0
-        if hit.any():
+        if (hit := frame[column].list.len().fillna(0).astype(int) > 0).any():
             found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
     creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
     leaking = frame["step_growth_bytes"].gt(0).fillna(False)
-    rising = frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]
-    if len(rising):
+    if len(rising := frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]):
         found.append(f"memory was still rising at the end of {_rows(len(rising))}: {_ids(rising)}")
-    jitter = (frame["step_iqr_s"] / frame["step_median_s"]).astype(float)
-    if (jitter > 0.1).any():
-        found.append(f"step times within {_rows(int((jitter > 0.1).sum()))} spread by more than 10 % (interquartile)")
+    if wide := int((frame["step_iqr_s"] / frame["step_median_s"]).astype(float).gt(0.1).sum()):
+        found.append(f"step times within {_rows(wide)} spread by more than 10 % (interquartile)")
     return found
 
 

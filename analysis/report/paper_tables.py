@@ -124,8 +124,7 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
 
 def _speed(found: pd.Series[float]) -> str:
     """The mean with its interval where that is known, else the median."""
-    sure = repeats.interval(list(found)) if len(found) else None
-    if sure is None:
+    if (sure := repeats.interval(list(found)) if len(found) else None) is None:
         return number(found.median() if len(found) else None)
     return _uncertain(sure.mean, (sure.low, sure.high), 0)
 

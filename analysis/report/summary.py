@@ -225,8 +225,7 @@ def _per_token(group: Group, ran: pd.DataFrame, axis: str) -> float | None:
     if base is None or (base == "peak_reserved_bytes" and group.resident):
         return None
     known = ran.dropna(subset=[base, "seq_len", "micro_batch"])
-    at = known.groupby(axis)[base].median().sort_index()
-    if len(at) < 2:
+    if len(at := known.groupby(axis)[base].median().sort_index()) < 2:
         return None
     high = at.index[-1]
     below = at.index[at.index <= high / 2]
@@ -238,8 +237,7 @@ def _per_token(group: Group, ran: pd.DataFrame, axis: str) -> float | None:
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:
     """What fits: the largest, and whether anything did not."""
     known = [line for line in lines if line.fits is not None and line.tried is not None]
-    best = max(known, key=lambda line: line.fits or 0, default=None)
-    if best is None:
+    if (best := max(known, key=lambda line: line.fits or 0, default=None)) is None:
         return []
     unit = UNITS[axis]
     predicted = " (predicted)" if all(line.predicted for line in known) else ""
@@ -256,8 +254,7 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
             f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. {beyond or 'More was not tried.'}"
         ]
     text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
-    worst = min(known, key=lambda line: line.fits or 0)
-    if worst.fits == best.fits:
+    if (worst := min(known, key=lambda line: line.fits or 0)).fits == best.fits:
         return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
     if nothing > 1:
         return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
@@ -295,8 +292,7 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
             rest = tuple((k, v) for k, v in group.settings.items() if k != name)
             alike.setdefault(rest, []).append(n)
         for rest, members in alike.items():
-            plain = PLAIN.get(name)
-            first = next((n for n in members if found[n].settings.get(name) == plain), members[0])
+            first = next((n for n in members if found[n].settings.get(name) == PLAIN.get(name)), members[0])
             for other in (n for n in members if n != first):
                 told = _saves(found, frames, (first, other), name, dict(rest), axis)
                 if told is not None and (best is None or told[:2] > best[:2]):
@@ -316,8 +312,7 @@ def _saves(
                  and all(side[b].notna().any() for side in sides)), None)  # fmt: skip
     if base is None:
         return None
-    common = set.intersection(*(set(side.dropna(subset=[base, axis])[axis]) for side in sides))
-    if not common:
+    if not (common := set.intersection(*(set(side.dropna(subset=[base, axis])[axis]) for side in sides))):
         return None
     at = [side[side[axis].eq(max(common)).fillna(False).to_numpy(bool)] for side in sides]
     before, after = (float(side[base].median()) for side in at)

@@ -54,8 +54,7 @@ def _between(speeds: pd.Series[Any]) -> str:
     """The interval of speed from repeats, each a process; what there is instead where it was measured once."""
     if speeds.empty:
         return "–"
-    found = repeats.interval(list(speeds))
-    if found is None:
+    if (found := repeats.interval(list(speeds))) is None:
         return "none: one process"
     return f"{found.low:,.0f} to {found.high:,.0f} ({found.runs} processes)"
 

@@ -27,15 +27,13 @@ def allocator(table: Table, of: Head | None) -> Tile:
     """By how much the allocator that changes most changes reserved memory, over all pairs of equal settings."""
     question = "What did the allocator change?"
     known = table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool), "allocator"].dropna()
-    names = [str(name) for name in known.value_counts().index]
-    if len(names) < 2:
+    if len(names := [str(name) for name in known.value_counts().index]) < 2:
         only = f"only {names[0]} was tried" if names else "no row names one"
         return Tile(question, "Not varied" if names else UNKNOWN, "", join(only, _unused(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     kind = kinds(table.frame)
     for which in KINDS:
-        found = _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}
-        if found:
+        if found := _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}:
             return _make_tile(question, base, found, which)
     return Tile(question, about=join(f"no pair of equal settings ran both with {base} and with another"))
 
@@ -90,8 +88,7 @@ def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _P
         found = verdicts.compare(one, two, (base, other))
     except UserError:
         return None
-    over = min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)
-    if over is None:
+    if (over := min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)) is None:
         return None
     return over, [(pair.settings, m) for pair in found.pairs for m in pair.memory if m.metric == over.metric]
 
@@ -106,8 +103,7 @@ def _some(side: Table) -> Table:
 
 def _unused(of: Head | None) -> str:
     """What was reserved beyond the peak, at most."""
-    rows = beyond_peak([of.group])[0] if of else pd.DataFrame()
-    if rows.empty:
+    if (rows := beyond_peak([of.group])[0] if of else pd.DataFrame()).empty:
         return ""
     row = rows.iloc[int(rows[BEYOND].argmax())]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0

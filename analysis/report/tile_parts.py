@@ -33,11 +33,9 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
             return Tile(question, about="No row holds a peak.")
         return Tile(question, phase.capitalize(), "", "Where memory ran out, so no peak is known.")
     at = f"at {of.longest:,} tokens"
-    own = _parts(of.row)
-    if own:
+    if own := _parts(of.row):
         return _largest(question, own, f"of {show_bytes(sum(own.values()))} allocated {at}", of.basis)
-    twin = _twin(of, beside)
-    if twin is not None:
+    if (twin := _twin(of, beside)) is not None:
         measured = of.row["peak_allocated_bytes"]
         beside_it = "" if pd.isna(measured) else f"; measured are {show_bytes(float(measured))}"
         parts = _parts(twin)
@@ -66,14 +64,10 @@ def _parts(row: pd.Series[Any]) -> dict[str, float]:
 
 def _twin(of: Head, beside: Beside) -> pd.Series[Any] | None:
     """The predicted row of these settings, this length and batch, that knows its parts."""
-    rows = beside.of(of.group)
-    if rows is None:
+    if (rows := beside.of(of.group)) is None:
         return None
     same = rows["outcome"].eq("ok") & rows["seq_len"].eq(of.longest) & rows["micro_batch"].eq(of.row["micro_batch"])
-    for _, row in rows[same.fillna(False).astype(bool)].iterrows():
-        if _parts(row):
-            return row
-    return None
+    return next((row for _, row in rows[same.fillna(False).astype(bool)].iterrows() if _parts(row)), None)
 
 
 def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> Tile:

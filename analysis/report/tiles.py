@@ -90,9 +90,8 @@ def ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
 
 
 def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
-    if not pd.isna(row["foreign"]):
-        return IMPORTED
-    return PREDICTED if str(row["device"]) == "simulated" else MEASURED
+    own = PREDICTED if str(row["device"]) == "simulated" else MEASURED
+    return own if pd.isna(row["foreign"]) else IMPORTED
 
 
 def kinds(frame: pd.DataFrame) -> pd.Series[str]:
@@ -202,8 +201,7 @@ def size_of_card(row: pd.Series[Any]) -> float | None:
 def _reach(of: Head, limits: Sequence[Limit]) -> str:
     """How far the curve goes on this card; on which card the longest fits, where the rows name none."""
     mine = [limit for limit in limits if limit.group == of.group.id and limit.multiples_of is None]
-    gib = size_of_card(of.row)
-    if gib is None:
+    if (gib := size_of_card(of.row)) is None:
         whole = [limit.gib for limit in mine if limit.largest_ok == of.longest]
         return f"fits in a card of {min(whole):g} GiB" if whole else ""
     one = next((limit for limit in mine if limit.gib == gib), None)
@@ -236,8 +234,7 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     question = "What does a token cost?"
     if of is None:
         return Tile(question, about="No row holds a peak.")
-    fit = memory_fit(of, found)
-    if fit is None:
+    if (fit := memory_fit(of, found)) is None:
         column = next((name for name in METRICS if METRICS[name].memory and not pd.isna(of.row[name])), None)
         peak = f"{METRICS[column].label} is {show_bytes(float(of.row[column]))} at {of.longest:,}" if column else ""
         lengths = of.frame["seq_len"].nunique()
@@ -280,8 +277,7 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     if of is not None and not pd.isna(of.row["model"]):  # a smaller model is always faster
         ok = ok[ok["model"].eq(of.row["model"]).fillna(False).astype(bool)]
     timed, rough = (ok.dropna(subset=[name]) for name in ("tokens_per_s", "estimated_tokens_per_s"))
-    timed = timed[timed["device"].ne("simulated").fillna(True)]
-    if len(timed):
+    if len(timed := timed[timed["device"].ne("simulated").fillna(True)]):
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
