@@ -24,12 +24,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work
-from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes
+from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace import cuda_allocations, fake_placement
 from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
@@ -171,7 +171,7 @@ class Tracer(TorchDispatchMode):
             self.trace.collectives.append((called, 1))
         value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
         if value is not UNKNOWN and func in ASKS:
-            out = tree_map(self._as_fake, value)
+            out = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), value)
         elif self.known is not None and func in INDEXING:
             with self:
                 at = self.known.by_place(args[1])
@@ -208,8 +208,7 @@ class Tracer(TorchDispatchMode):
         """Model and optimizer exist: what is alive now is the model."""
         for book in self._books:
             book.known["buffers"] = set(book.numbers.values())
-        # type() first: a lazy module's __class__ may import on being asked
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        tensors = tensors_alive()
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         self.know("parameters", self._parameters)
         self.mark(None, "load")
@@ -307,8 +306,7 @@ class Tracer(TorchDispatchMode):
 
     def _note_request(self) -> None:
         operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
-        maker = self._origins.maker(operator)
-        self.trace.origins.append(self._maker(maker))
+        self.trace.origins.append(self._maker(self._origins.maker(operator)))
         self.trace.streams.append(self.stream(torch.cpu.current_stream()))
 
     def _maker(self, maker: Maker) -> int:
@@ -327,11 +325,6 @@ class Tracer(TorchDispatchMode):
             fake_placement.current_placement() is None and any(map(self.holds, inputs))
         ):
             self._host.hold(tensor.untyped_storage())
-
-    def _as_fake(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
 
     def _made_on_host(self, inputs: list[torch.Tensor]) -> bool:
         if self._placing is not None:
