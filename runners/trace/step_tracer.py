@@ -130,10 +130,9 @@ class Tracer(TorchDispatchMode):
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0))])
         try:
-            with emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
+            with hook, emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
                 yield
         finally:
-            hook.remove()
             gc.unfreeze()
             if collects:
                 gc.enable()
@@ -336,14 +335,9 @@ class Tracer(TorchDispatchMode):
         """Whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
         return self._aside.number(tensor) is not None
 
-    @contextlib.contextmanager
-    def placing(self, place: Place) -> Iterator[None]:
+    def placing(self, place: Place) -> contextlib.AbstractContextManager[None]:
         """What a script makes inside is in this memory."""
-        before, self._placing = self._placing, place
-        try:
-            yield
-        finally:
-            self._placing = before
+        return patched([(self, "_placing", place)])
 
     def live(self) -> int:
         """Bytes that are allocated on the card now, unrounded."""
@@ -360,8 +354,7 @@ class Tracer(TorchDispatchMode):
         if storage._cdata in book.numbers:
             book.release(storage._cdata)
         book.hold(storage)
-        number = book.numbers.get(storage._cdata)
-        if number is not None:
+        if (number := book.numbers.get(storage._cdata)) is not None:
             book.known["communication"].add(number)
 
 
