@@ -79,11 +79,12 @@ def chunked(
 
 def fused_linear(trial: Trial) -> Loss:
     """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
-    fused: Loss
     if trial.device.name == "simulated":
-        fused = functools.partial(liger_stub.causal_loss, trial.device.card.capability)
+        fused: Loss = functools.partial(liger_stub.causal_loss, trial.device.card.capability)
     else:
-        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss as fused
+        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+        fused = LigerForCausalLMLoss
 
     def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         head = layer.__self__
