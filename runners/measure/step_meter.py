@@ -101,19 +101,15 @@ class StepMeter(Protocol):
         of optimizer steps so far whose update was skipped for an overflow; without it that is unknown. It is asked
         outside the measured steps only.
         """
-        ...
 
     def step_begin(self) -> None:
         """The next optimizer step begins."""
-        ...
 
     def fed(self, batch: Mapping[str, Any]) -> None:
         """The step's next forward pass gets this batch."""
-        ...
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         """The optimizer step has been issued."""
-        ...
 
 
 class Warmup:

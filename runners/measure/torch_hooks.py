@@ -92,7 +92,7 @@ class Listener(Protocol):
     def optimizer_stepped(self, optimizer: Any, *args: Any) -> None:
         """It has returned."""
 
-    def scaler_stepped(self, scaler: Any) -> None:
+    def scaler_stepped(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
         """GradScaler's `step` has returned."""
 
     def replays(self, *args: Any, **kwargs: Any) -> None:
@@ -140,17 +140,17 @@ class TorchHooks:
         self.undo.append(register_optimizer_step_post_hook(self._guarded(told.optimizer_stepped)).remove)
         for module, name in BACKWARD:
             self.patch(module, name, self._passes.watched(getattr(module, name)))
-        self.patch(torch.amp.GradScaler, "step", self._after(torch.amp.GradScaler.step, told.scaler_stepped))
+        self._tell(torch.amp.GradScaler, "step", told.scaler_stepped, after=True)
         for name, begins in (("capture_begin", True), ("capture_end", False)):
             self.patch(torch.cuda.CUDAGraph, name, self._capture(getattr(torch.cuda.CUDAGraph, name), begins))
-        self._before(torch.cuda.CUDAGraph, "replay", told.replays)
+        self._tell(torch.cuda.CUDAGraph, "replay", told.replays)
         self.patch(torch, "compile", self._compiling(torch.compile))
         self.patch(torch, "save", self._saving(torch.save))
         if job:
-            self._before(torch, "load", told.loads)
-            self._before(torch.optim.Optimizer, "load_state_dict", told.loads_state)
-            self._before(torch.nn.Module, "train", told.changes_mode)
-            self._before(torch.nn.Module, "state_dict", told.takes_state)
+            self._tell(torch, "load", told.loads)
+            self._tell(torch.optim.Optimizer, "load_state_dict", told.loads_state)
+            self._tell(torch.nn.Module, "train", told.changes_mode)
+            self._tell(torch.nn.Module, "state_dict", told.takes_state)
         if "torch._dynamo.eval_frame" in sys.modules:
             self.follow(sys.modules["torch._dynamo.eval_frame"].OptimizedModule)
 
@@ -246,28 +246,20 @@ class TorchHooks:
 
         return run
 
-    def _before(self, owner: Any, name: str, told: Callable[..., None]) -> None:
-        """Have the function tell of each call, with the same arguments, before it is made."""
+    def _tell(self, owner: Any, name: str, told: Callable[..., None], after: bool = False) -> None:
+        """Have the function tell of each call, with the same arguments, before it is made, or when it has returned."""
         function, tell = getattr(owner, name), self._guarded(told)
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
-            tell(*args, **kwargs)
-            return function(*args, **kwargs)
-
-        self.patch(owner, name, run)
-
-    def _after(self, function: Callable[..., Any], told: Callable[..., None]) -> Callable[..., Any]:
-        """The method, with its object told of when it has returned."""
-        tell = self._guarded(told)
-
-        @functools.wraps(function)
-        def run(one: Any, *args: Any, **kwargs: Any) -> Any:
-            result = function(one, *args, **kwargs)
-            tell(one)
+            if not after:
+                tell(*args, **kwargs)
+            result = function(*args, **kwargs)
+            if after:
+                tell(*args, **kwargs)
             return result
 
-        return run
+        self.patch(owner, name, run)
 
     def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
         """torch.save, which is told of. Picklers that write a class of the script's with all that it has find it as it

@@ -15,6 +15,7 @@ packed.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -113,15 +114,12 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     # Import the class's module now: what modules keep as tensors (torchaudio's, 4 bytes) would land on the device.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
+    shared = {"attn_implementation": _attention(trial), "trust_remote_code": trial.model.trust_remote_code}
+
     def make(dtype: torch.dtype, device: torch.device = device) -> Any:
         with device:
             try:
-                return AutoModelForCausalLM.from_config(
-                    config,
-                    dtype=dtype,
-                    attn_implementation=_attention(trial),
-                    trust_remote_code=trial.model.trust_remote_code,
-                )
+                return AutoModelForCausalLM.from_config(config, dtype=dtype, **shared)
             except ValueError as error:
                 raise _own_code(trial, error) or error from None
             except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
@@ -132,16 +130,8 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
         net: Any = _as_read(config, dtype, make).to(device)
     elif trial.weights == "pretrained" and not simulated:
         special = apply_techniques.pretrained(trial, device)
-        net = AutoModelForCausalLM.from_pretrained(
-            str(trial.model.path),
-            **{
-                "config": config,
-                "dtype": dtype,
-                "attn_implementation": _attention(trial),
-                "trust_remote_code": trial.model.trust_remote_code,
-                **special,
-            },
-        )
+        given = {"config": config, "dtype": dtype, **shared, **special}
+        net = AutoModelForCausalLM.from_pretrained(str(trial.model.path), **given)
         if not special:
             net.to(device)
     else:
@@ -254,11 +244,8 @@ def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
     """The trial's optimizer over those of the parameters that are trained."""
     kind, arguments = apply_techniques.optimizer(trial, device)
-
-    def make(trained: list[torch.Tensor]) -> torch.optim.Optimizer:
-        return kind(trained, **arguments)
-
-    return apply_techniques.stepping(trial, make, [parameter for parameter in parameters if parameter.requires_grad])
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return apply_techniques.stepping(trial, partial(kind, **arguments), trained)
 
 
 def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -324,11 +311,10 @@ class _Drawn(Sequence[Sample]):
 
 def _padded(samples: list[Sample], to: str, seq_len: int, left: bool) -> list[Sample]:
     width = length_distribution.width(max(len(sample["input_ids"]) for sample in samples), to, seq_len)
-    fill = {"labels": IGNORED}
 
     def one(key: str, row: torch.Tensor) -> torch.Tensor:
-        missing = width - len(row)
-        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=fill.get(key, 0))
+        missing, fill = width - len(row), IGNORED if key == "labels" else 0
+        return torch.nn.functional.pad(row, (missing, 0) if left else (0, missing), value=fill)
 
     return [{key: one(key, row) for key, row in sample.items()} for sample in samples]
 
@@ -416,11 +402,5 @@ def _lines(name: str) -> list[str]:
     except ModuleNotFoundError:
         text = f"data {name}: there is no such file, and hub data sets need `pip install vramsweep[data]`"
         raise InvalidTrial(text) from None
-    stream = datasets.load_dataset(name, split="train", streaming=True)
-    texts: list[str] = []
-    for record in stream:
-        if str(record["text"]).strip():
-            texts.append(str(record["text"]))
-        if len(texts) == POOL:
-            break
-    return texts
+    texts = (str(record["text"]) for record in datasets.load_dataset(name, split="train", streaming=True))
+    return list(itertools.islice(filter(str.strip, texts), POOL))

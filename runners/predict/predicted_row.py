@@ -145,9 +145,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
             for c in ("allocated", "reserved")
         },
         **{f"step_peak_{c}_bytes": values for c, values in by_step.items()},
-        "rank_peak_allocated_bytes": [predicted.peak["allocated"]],
-        "rank_peak_reserved_bytes": [predicted.peak["reserved"]],
-        "rank_peak_active_bytes": [predicted.peak["active"]],
+        **{f"rank_peak_{c}_bytes": [predicted.peak[c]] for c in ("allocated", "reserved", "active")},
         "plateau": reached_plateau(list(by_step["reserved"])),
         "alloc_retries": predicted.final.num_alloc_retries,
         "alloc_ooms": predicted.final.num_ooms,
@@ -193,11 +191,10 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
     if unknown is not None or found is None or sent is None or sent.seconds is None:
         return row, unknown
     shortest, longest = max(found.step_s, sent.seconds), found.step_s + sent.seconds
+    links = (within if per_node > 1 else None, between if ranks > per_node else None)
     several = {
         "estimated_communication_s": sent.seconds,
-        "estimated_link": " + ".join(
-            filter(None, (within if per_node > 1 else None, between if ranks > per_node else None))
-        ),
+        "estimated_link": " + ".join(filter(None, links)),
         "estimated_step_no_overlap_s": longest,
         "estimated_tokens_per_s_no_overlap": trial.tokens_per_step() / longest,
     }

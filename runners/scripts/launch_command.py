@@ -151,8 +151,7 @@ def _alive(one: psutil.Process) -> bool:
 def environment(folder: Path) -> dict[str, str]:
     """The command's: ours, and what lets the hook find its way."""
     path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    lent = {str(Path(str(module.__file__)).resolve().parent) for module in (pynvml,)}
-    lent.add(str(Path(str(psutil.__file__)).resolve().parent.parent))
+    lent = {str(Path(str(pynvml.__file__)).resolve().parent), str(Path(str(psutil.__file__)).resolve().parents[1])}
     return {
         "HYDRA_FULL_ERROR": "1",  # else it prints a script's exception, and ends it as if there was none
         **os.environ,

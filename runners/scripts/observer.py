@@ -203,7 +203,7 @@ class Observer:
         if self.meter is not None:
             self.meter.graphed = True
 
-    def scaler_stepped(self, scaler: Any) -> None:
+    def scaler_stepped(self, scaler: Any, *_: Any, **__: Any) -> None:
         if not scaler.is_enabled():
             return
         if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):

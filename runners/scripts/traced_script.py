@@ -187,16 +187,12 @@ class _Triton:
             return
         from triton.runtime import autotuner, jit
 
-        for owner in (jit.JITFunction, autotuner.Autotuner):
-            yield owner, "run", self._launched
-
-    @property
-    def _launched(self) -> Any:
         def run(kernel: Any, *args: Any, **kwargs: Any) -> None:
             self.launches += 1
             self.known.lose((args, kwargs))
 
-        return run
+        for owner in (jit.JITFunction, autotuner.Autotuner):
+            yield owner, "run", run
 
 
 def _refused(parser: argparse.ArgumentParser, message: str) -> None:

@@ -165,9 +165,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             raise UserError(f"{own['steps']} optimizer steps were seen, and it takes {needed}")
         row = self._base(own)
         if measured:
-            row |= {
-                k: v for k, v in observed_row.columns(self._trial, self._ranks, self._told).items() if v is not None
-            }
+            found = observed_row.columns(self._trial, self._ranks, self._told)
+            row |= {name: value for name, value in found.items() if value is not None}
         row.pop("steps_s", None)
         if error is not None:
             kind, reason = outcome.classify(outcome.Evidence(exit_code=1, result=process_end.error_result(error)))
@@ -177,10 +176,8 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
     def _base(self, own: observed_row.Seen) -> Row:
         """What the row says whatever was measured."""
-        trial = self._trial
         device = trials.DeviceAxis(name="cuda" if "card" in own else "cpu")
-        trial = trial.model_copy(update={"device": device, "world_size": own["world_size"]})
-        self._trial = trial
+        self._trial = trial = self._trial.model_copy(update={"device": device, "world_size": own["world_size"]})
         resolved = trial.model_dump(mode="json")
         axes = {name: resolved[name] for name in self._told if name in BY_NAME}
         return {

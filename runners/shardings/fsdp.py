@@ -77,10 +77,8 @@ def _flattened(trial: Trial, device: torch.device) -> Sharded:
     counts = model_description.counts(net)
     units = set(blocks(net))
     options = dict(trial.runner.options)
-    for name, kind in (
-        ("sharding_strategy", library.ShardingStrategy),
-        ("backward_prefetch", library.BackwardPrefetch),
-    ):
+    kinds = {"sharding_strategy": library.ShardingStrategy, "backward_prefetch": library.BackwardPrefetch}
+    for name, kind in kinds.items():
         if options.get(name) is not None:
             options[name] = _named(name, kind, str(options[name]))
     half = trial.precision == "bf16"

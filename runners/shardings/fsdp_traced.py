@@ -82,12 +82,8 @@ def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
     if tracer is not None and trial.sharding == "fsdp1":  # FSDP2 frees nothing that another stream may use
         replaced += stream_events.replaced(tracer)
         for module in (fsdp1_flat, fsdp1_runtime):  # which would leave a CPU's tensors out
-            replaced.append((module, "_no_dispatch_record_stream", _used))
+            replaced.append((module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)))
     return patched(replaced)
-
-
-def _used(tensor: torch.Tensor, stream: Any) -> None:
-    tensor.record_stream(stream)
 
 
 def _no_ddp(*args: Any, **kwargs: Any) -> None:

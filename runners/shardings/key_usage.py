@@ -30,11 +30,7 @@ class KeyUsage(dict[str, Any]):
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        return _Keys(self)
+        return KeysView(self)  # whose `in` asks for one
 
     def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
         return super().__iter__()
-
-
-class _Keys(KeysView[str]):
-    """Keys of a node: `in` asks for one."""

@@ -30,20 +30,14 @@ from vramsweep.runners.trace import fake_placement, step_tracer
 class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's view of a CUDA device where there is none."""
 
-    Stream = torch.cpu.Stream
-    Event = torch.cpu.Event
+    Stream, Event = torch.cpu.Stream, torch.cpu.Event
+    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
     def device(self, device_index: Any = None) -> torch.device:
         return torch.device("cuda", 0)  # at each call: the trace has the CPU for it (cuda_emulation.py)
 
     def default_stream(self, device_index: Any = None) -> Any:
         return torch.cpu._default_cpu_stream
-
-    def stream(self, stream: Any) -> Any:
-        return torch.cpu.stream(stream)
-
-    def current_stream(self, device_index: Any = None) -> Any:
-        return torch.cpu.current_stream()
 
     def empty_cache(self) -> None:
         torch.cuda.empty_cache()

@@ -81,18 +81,18 @@ class Candidates:
         self.points = tuple(points)
         columns = zip(Point._fields, zip(*points, strict=True), strict=True)
         self.names = {name: np.array(values, np.int64) for name, values in columns if None not in values}
-        spanned: list[Floats] = []
-        self.polynomial = [term for term in POLYNOMIAL if self._new(term, spanned)]
-        rank = len(self.polynomial)
-        self._directions = spanned[:rank]
-        self.others: list[str] = []
-        residues: list[Floats] = []
+        self._known: dict[str, Ints] = {}
+        self.polynomial, self._directions = list[str](), list[Floats]()
+        for term in POLYNOMIAL:
+            if (residue := _residue(self._floats(term), self._directions)) is not None:
+                self._directions.append(residue)
+                self.polynomial.append(term)
+        self.others, self._residues = list[str](), list[Floats]()
         for term in other_terms(list(self.names)):
             residue = _residue(self._floats(term), self._directions)
-            if residue is not None and not any(abs(residue @ known) > 1 - 1e-12 for known in residues):
-                residues.append(residue)
+            if residue is not None and not any(abs(residue @ known) > 1 - 1e-12 for known in self._residues):
+                self._residues.append(residue)
                 self.others.append(term)
-        self._residues = residues
 
     @property
     def enough(self) -> int:
@@ -178,14 +178,7 @@ class Candidates:
     def _sum(self, pairs: list[tuple[int, str]]) -> Ints:
         largest = sum(abs(c) * int(np.abs(self._of(term)).max()) for c, term in pairs)
         kind = np.int64 if largest < 1 << 62 else object
-        total = np.zeros(len(self.points), kind)
-        for coefficient, term in pairs:
-            total = total + coefficient * self._of(term).astype(kind)
-        return total
-
-    @cached_property
-    def _known(self) -> dict[str, Ints]:
-        return {}
+        return sum((c * self._of(term).astype(kind) for c, term in pairs), np.zeros(len(self.points), kind))
 
     def _of(self, term: str) -> Ints:
         if term not in self._known:
@@ -195,12 +188,6 @@ class Candidates:
 
     def _floats(self, term: str) -> Floats:
         return self._of(term).astype(np.float64)
-
-    def _new(self, term: str, spanned: list[Floats]) -> bool:
-        residue = _residue(self._floats(term), spanned)
-        if residue is not None:
-            spanned.append(residue)
-        return residue is not None
 
     @cached_property
     def _differences(self) -> Floats:
@@ -232,13 +219,12 @@ class _Fitting:
         sizes = np.linalg.norm(beyond, axis=0)
         alike = sizes <= 1e-10 * np.linalg.norm(columns, axis=0)
         # a term that looks like a polynomial at these points and is none: the points do not tell
-        self.blurred = None if not alike.any() else self._where_not(int(np.flatnonzero(alike)[0]))
+        self.blurred: int | None = None
+        if alike.any():
+            residue = np.abs(candidates._residues[int(np.flatnonzero(alike)[0])])
+            residue[at] = -1
+            self.blurred = int(np.argmax(residue))
         self.beyond = beyond / np.where(sizes > 0, sizes, 1)
-
-    def _where_not(self, term: int) -> int | None:
-        residue = np.abs(self.candidates._residues[term])
-        residue[self.at] = -1
-        return int(np.argmax(residue))
 
     def formulas(self, values: Ints) -> list[str | Unknown]:
         """One for each column."""

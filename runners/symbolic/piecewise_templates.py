@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 
 from vramsweep.runners.symbolic.exact_formulas import ROUNDINGS, Candidates, Ints, Unknown
 from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import HostStorages
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, following, function
 
 CHECKS = 2
@@ -203,17 +202,16 @@ class _Search:
         """The piece of these points, of one kind, with its formulas, or what is to be traced for them; and the columns
         through which none goes."""
         leaf, nothing = _Leaf(inside, guards, tuple(at)), np.zeros((len(at), 0), np.int64)
-        free = self._free(inside)
+        free = [i for i in np.flatnonzero(inside).tolist() if i not in self.seen]
         if not free:
             return leaf, nothing
         candidates = self.candidates(inside)
         missing = [i for i in self._extremes(inside) if i not in self.seen]
         if missing or len(free) <= CHECKS:
             return replace(leaf, ask=tuple(missing or free)), nothing
-        local = {index: n for n, index in enumerate(np.flatnonzero(inside).tolist())}
         rows = np.stack([self.seen[i].numbers for i in at])
         columns, column = np.unique(rows, axis=1, return_inverse=True)
-        found = candidates.fit([local[i] for i in at], columns)
+        found = candidates.fit(np.searchsorted(np.flatnonzero(inside), at).tolist(), columns)
         ask = Counter(i for one in found if isinstance(one, Unknown) for i in one.ask)
         if ask:
             most = max(CHECKS, candidates.enough - len(at))
@@ -243,8 +241,7 @@ class _Search:
     def _breaking(self, inside: Mask, at: list[int], values: Ints) -> tuple[_Rule | None, tuple[int, ...]]:
         """The rule on whose sides formulas may go through most points of these columns; without one, more points."""
         candidates = self.candidates(inside)
-        local = {index: n for n, index in enumerate(np.flatnonzero(inside).tolist())}
-        places = np.array([local[i] for i in at])
+        places = np.searchsorted(np.flatnonzero(inside), at)
 
         def explained(side: Mask) -> float:
             parts = (side, ~side)
@@ -252,7 +249,7 @@ class _Search:
 
         rule, ask = self._best(inside, at, explained, more_than=0)
         if rule is None and len(at) < candidates.enough + TRIES:
-            return None, tuple(self._global(inside, candidates.choose([local[i] for i in at], CHECKS)))
+            return None, tuple(self._global(inside, candidates.choose(places.tolist(), CHECKS)))
         return rule, ask
 
     def _best(
@@ -306,17 +303,10 @@ class _Search:
 
     def _extremes(self, inside: Mask) -> list[int]:
         """The shortest points and the longest, each with the smallest batch and the largest."""
-        numbers = np.flatnonzero(inside).tolist()
-
-        def corner(index: int, length: int, batch: int) -> tuple[int, int]:
-            point = self.points[index]
-            return length * point.seq_len, batch * point.micro_batch
-
-        signs = (1, -1)
-        return list(dict.fromkeys(min(numbers, key=lambda i: corner(i, a, b)) for a in signs for b in signs))
-
-    def _free(self, inside: Mask) -> list[int]:
-        return [i for i in np.flatnonzero(inside).tolist() if i not in self.seen]
+        points = [(i, self.points[i]) for i in np.flatnonzero(inside).tolist()]
+        signs = itertools.product((1, -1), repeat=2)
+        found = (min(points, key=lambda one: (a * one[1].seq_len, b * one[1].micro_batch)) for a, b in signs)
+        return list(dict.fromkeys(i for i, _ in found))
 
     def _piece(self, leaf: _Leaf) -> SymbolicTrace:
         """The leaf's first trace as the template, its numbers in the place of their formulas."""
@@ -353,7 +343,7 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
     if any(key not in details or details[key] != value for key, value in known.items()):
         return _Seen(None, np.zeros(0, np.int64))
     rest = _without(details, known)
-    host: HostStorages = trace.host
+    host = trace.host
     kind = repr(
         (
             [(s.events, s.categories, s.marks) for s in (trace, host)],

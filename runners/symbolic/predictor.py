@@ -65,4 +65,4 @@ def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
         except InvalidTrial as error:  # its own attempt would trace hundreds of steps to say the same
             return predicted_row.Predicted({}, (), error)
 
-    return Predictor(predict, lambda trial: varying_lengths.refused([trial], found, tracer), 1)
+    return Predictor(predict, lambda trial: varying_lengths.refused(trial, tracer), 1)

@@ -76,14 +76,8 @@ class Tracer:
         self._run([(partial(_trace_symbols, trial, place), self.deadline_s), *self._untraced(beside)])
         try:
             found = symbolic_shapes.from_plain(json.loads(read_content(place / SYMBOLIC, links=False)))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            RecursionError,
-        ):  # it ended before, or somebody was at the file
-            return None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            return None  # it ended before, or somebody was at the file
         if isinstance(found, symbolic_shapes.Refused):
             self.say(f"no symbolic trace: {found.reason}")
         return found

@@ -30,7 +30,7 @@ from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.step_meter import reached_plateau, step_growth
 from vramsweep.runners.predict import predicted_row
-from vramsweep.runners.predict.memory_timeline import Held
+from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import COUNTERS, Peaks, Prediction, Refused, parts, phase
 from vramsweep.runners.symbolic.trace_family import Curve, curve
 from vramsweep.runners.symbolic.trace_workers import Tracer
@@ -266,14 +266,13 @@ def family(trials: Collection[Trial], tracer: Tracer) -> TraceFamily:
     return TraceFamily(curves)
 
 
-def refused(trials: Collection[Trial], found: TraceFamily, tracer: Tracer) -> dict[str, Any] | None:
-    """The error that says why some batch of the trials cannot be traced, if one does."""
-    for trial in trials:
-        with suppress(EnvironmentFault):
-            for one in set(itertools.chain.from_iterable(passes(trial))):
-                error = tracer.refused(representative_trial(trial, one.padded, Point(one.width, one.samples)))
-                if error is not None:
-                    return error
+def refused(trial: Trial, tracer: Tracer) -> dict[str, Any] | None:
+    """The error that says why some batch of the trial cannot be traced, if one does."""
+    with suppress(EnvironmentFault):
+        for one in set(itertools.chain.from_iterable(passes(trial))):
+            error = tracer.refused(representative_trial(trial, one.padded, Point(one.width, one.samples)))
+            if error is not None:
+                return error
     return None
 
 
@@ -379,8 +378,7 @@ class _Replay:
         """Storage `full`, number `number` of the trace, for which there is no room."""
         size, allocated = self.sizes[full - 1], self.simulator.allocated
         beside = self._parts(operations, full, allocated + size)
-        module, operator = trace.makers[trace.origins[number]]
-        asked = Held(size, trace.categories[number], module, operator, mark.step, mark.phase)
+        asked = replace(describe_storage(trace, number, mark), bytes=size)
         return Refused(mark, number, size, allocated, self.simulator.reserved, beside), asked
 
 
@@ -405,14 +403,12 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
     about = predicted_row.static_columns(trial, _basis(rests), host)
     predicted = done.predicted
     if (text := predicted_row.host_refused(trial, host)) is not None:
-        return predicted_row.Predicted(
-            about, predicted.phases, predicted_row.SimulatedHostOutOfMemoryError(text, about)
-        )
+        error = predicted_row.SimulatedHostOutOfMemoryError(text, about)
+        return predicted_row.Predicted(about, predicted.phases, error)
     if predicted.refused is not None and done.asked is not None:
         whole = replay(load, steps(), replace(config, per_process_memory_fraction=1.0), None).predicted
-        about |= predicted_row.oom_columns(predicted.refused) | {
-            "unlimited_peak_reserved_bytes": whole.peak["reserved"]
-        }
+        about |= predicted_row.oom_columns(predicted.refused)
+        about |= {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
         text = predicted_row.refused_text(predicted.refused, done.asked, trial, whole)
 
         def fits(gpu: Gpu) -> bool:
@@ -451,16 +447,14 @@ def _columns(trial: Trial, done: Run, every: Sequence[Sequence[length_distributi
                 of_step[mark.step] = max(of_step[mark.step], peaks[counter])
     ends = [done.ends[step] for step in measured]
     allocated, reserved = (list(values) for values in zip(*ends, strict=True))
-    grown = step_growth(allocated)
+    grown, flat = step_growth(allocated), reached_plateau(list(most["reserved"].values()))
     return predicted_row.columns(replace(predicted, phases=tuple(shown))) | {
         **{f"step_peak_{counter}_bytes": list(of_step.values()) for counter, of_step in most.items()},
         "step_allocated_bytes": allocated,
         "step_reserved_bytes": reserved,
         "step_tokens": [sum(one.tokens for one in every[step]) for step in measured],
         "step_growth_bytes": grown,
-        "plateau": None
-        if (flat := reached_plateau(list(most["reserved"].values()))) is None
-        else flat and (grown or 0) <= 0,
+        "plateau": None if flat is None else flat and (grown or 0) <= 0,
     }
 
 

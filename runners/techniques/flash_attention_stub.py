@@ -16,7 +16,7 @@ import contextlib
 import functools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -107,14 +107,12 @@ class _Attention(torch.autograd.Function):
         return dq[..., :width], dk[..., :width], dv[..., :width], None, None
 
 
-def scratch_rows(shape: Any, sequences: int | None = None) -> int:
+def scratch_rows(shape: Sequence[int], sequences: int | None = None) -> int:
     """Rows of the backward kernels' accumulators: lengths rounded up to 128, or 128 more for each sequence."""
     if sequences is not None:
-        packed: int = shape[0] + 128 * sequences
-        return packed
+        return shape[0] + 128 * sequences
     batch, length = shape
-    rows: int = batch * -(-length // 128) * 128
-    return rows
+    return batch * -(-length // 128) * 128
 
 
 def flash_attn_func(

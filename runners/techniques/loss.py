@@ -79,7 +79,12 @@ def chunked(
 
 def fused_linear(trial: Trial) -> Loss:
     """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
-    fused = _stand_in(trial) if trial.device.name == "simulated" else _library()
+    if trial.device.name == "simulated":
+        fused: Loss = functools.partial(liger_stub.causal_loss, trial.device.card.capability)
+    else:
+        from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
+
+        fused = LigerForCausalLMLoss
 
     def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         head = layer.__self__
@@ -89,33 +94,24 @@ def fused_linear(trial: Trial) -> Loss:
     return loss
 
 
-def _library() -> Loss:
-    from liger_kernel.transformers.model.loss_utils import LigerForCausalLMLoss
-
-    loss: Loss = LigerForCausalLMLoss
-    return loss
-
-
-def _stand_in(trial: Trial) -> Loss:
-    return functools.partial(liger_stub.causal_loss, trial.device.card.capability)
-
-
 def without_logits(base: Any, loss: Loss) -> None:
     """Make the output layer let hidden states through, and `loss(layer, hidden, labels, number of items)` the loss."""
     head = base.get_output_embeddings()
     if head is None:
         raise InvalidTrial(f"{type(base).__name__} has no output layer to take the loss of; use loss=plain")
     layer = head.forward
-    passed = _Passed()
+    passed: torch.Tensor | None = None  # what the output layer let through and no loss was taken of yet
 
     def through(hidden: torch.Tensor) -> torch.Tensor:
-        passed.hidden = hidden
+        nonlocal passed
+        passed = hidden
         return hidden
 
     def of_hidden(
         logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
     ) -> torch.Tensor:
-        hidden, passed.hidden = passed.hidden, None
+        nonlocal passed
+        hidden, passed = passed, None
         if logits is not hidden:
             raise InvalidTrial(
                 f"{type(base).__name__} changes its logits after the output layer, so they are needed; use loss=plain"
@@ -130,12 +126,6 @@ def without_logits(base: Any, loss: Loss) -> None:
         return type(out)(**{key: value for key, value in out.items() if key != "logits"})
 
     head.forward, base.loss_function, base.forward = through, of_hidden, without
-
-
-class _Passed:
-    """What an output layer let through and no loss was taken of yet."""
-
-    hidden: torch.Tensor | None = None
 
 
 def _targets(labels: torch.Tensor) -> torch.Tensor:

@@ -140,7 +140,7 @@ def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Paramet
 
     functional.py: quantize_4bit and quantize_blockwise; backends/cuda/ops.py: their kernels.
     """
-    absmax = torch.empty(_blocks(weight.numel(), BLOCK), device=weight.device)
+    absmax = torch.empty(math.ceil(weight.numel() / BLOCK), device=weight.device)
     packed = torch.empty(((weight.numel() + 1) // 2, 1), dtype=torch.uint8, device=weight.device)
     fused([weight], made=[absmax, packed])
     code = torch.empty(16, device=weight.device)
@@ -148,15 +148,11 @@ def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Paramet
     if dynamic is not None:
         state.offset = absmax.mean()
         centred = absmax - state.offset
-        nested = torch.empty(_blocks(centred.numel(), NESTED_BLOCK), device=weight.device)
+        nested = torch.empty(math.ceil(centred.numel() / NESTED_BLOCK), device=weight.device)
         state.absmax = torch.empty_like(centred, dtype=torch.uint8)
         fused([centred, dynamic], made=[nested, state.absmax])
         state.state2 = QuantState(nested, dynamic.clone(), NESTED_BLOCK, centred.shape, centred.dtype)
     return nn.Parameter(packed, requires_grad=False), state
-
-
-def _blocks(elements: int, size: int) -> int:
-    return math.ceil(elements / size)
 
 
 class Linear4bit(nn.Module):

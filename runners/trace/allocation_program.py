@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -54,21 +54,15 @@ def build_program(trace: Trace, ahead: bool = False) -> Program:
 
     Traces that share their lists of events, as those made from one symbolic trace do, share it too.
     """
-    return _program(_Same(trace), ahead)
+    return _program(_Same(trace, (id(trace.events), id(trace.marks), id(trace.notes), id(trace.streams))), ahead)
 
 
+@dataclass(frozen=True)
 class _Same:
     """A trace as far as its program goes, equal to another by identity of the lists."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        self._lists = (id(trace.events), id(trace.marks), id(trace.notes), id(trace.streams))
-
-    def __hash__(self) -> int:
-        return hash(self._lists)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._lists == other._lists
+    trace: Trace = field(compare=False)
+    lists: tuple[int, ...]
 
 
 @lru_cache(maxsize=16)  # it holds the trace, so that no other list can get the same identity

@@ -186,11 +186,9 @@ def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tenso
 
         aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; its builds for Linux are gcc's.
         """
-        named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in reversed(in_order(kwargs))}
+        last_first = sorted(kwargs, key=places.index, reverse=True)
+        named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in last_first}
         return tuple(tree_map(lambda x: cast(x, dtype), value) for value in reversed(args))[::-1], named
-
-    def in_order(kwargs: Any) -> list[str]:
-        return sorted(kwargs, key=places.index)
 
     def cast(value: Any, dtype: torch.dtype) -> Any:
         if not _castable(value) or value.dtype is dtype:
@@ -291,9 +289,6 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         with CudaIsHere():
             return run_backward(*args, **kwargs)
 
-    def devices() -> list[str]:
-        return ["cpu", "cuda"]
-
     load = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
 
     def load_on_host(self: Any) -> Any:
@@ -328,7 +323,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     yield torch.utils, "swap_tensors", swap
     yield torch.amp.GradScaler, "_maybe_opt_step", step
     for owner in (importlib.import_module("torch.optim.optimizer"), torch.utils._foreach_utils):
-        yield owner, "_get_foreach_kernels_supported_devices", devices
+        yield owner, "_get_foreach_kernels_supported_devices", lambda: ["cpu", "cuda"]
         yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
     for name in ("_lazy_init", "synchronize", "reset_peak_memory_stats"):
         yield torch.cuda, name, lambda *args, **kwargs: None

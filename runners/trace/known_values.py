@@ -23,10 +23,7 @@ ASKS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2")
 )
-INDEXING = frozenset(
-    getattr(torch.ops.aten, name).default if name.endswith("_") else torch.ops.aten.index.Tensor
-    for name in ("index", "index_put_")
-)
+INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default))
 UNKNOWN: Any = object()
 
 

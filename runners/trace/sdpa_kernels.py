@@ -136,7 +136,7 @@ def _flash(asked: Attention) -> torch.Tensor:
 
 
 def _efficient(asked: Attention) -> torch.Tensor:
-    bias = None if asked.mask is None else _bias(asked.mask, asked.query, asked.key)
+    bias = _bias(asked)
     out: torch.Tensor = aten._scaled_dot_product_efficient_attention(
         *asked[:3], bias, _saves(asked), asked.dropout, asked.causal, scale=asked.scale
     )[0]
@@ -230,24 +230,23 @@ def accumulated_width(width: int) -> int:
 
 
 def _added(asked: Attention) -> torch.Tensor | None:
-    mask = asked.mask
-    return _additive(mask, asked.query.dtype) if mask is not None and mask.dtype is torch.bool else mask
-
-
-def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
-    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=dtype, device=mask.device))
+    mask = asked.mask
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.scalar_tensor(-math.inf, dtype=asked.query.dtype, device=mask.device))
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+def _bias(asked: Attention) -> torch.Tensor | None:
     """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
 
     Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
     """
-    if mask.dtype is torch.bool:
-        mask = _additive(mask, query.dtype)
+    mask = _added(asked)
+    if mask is None:
+        return None
     rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
     if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
         columns = mask.size(-1)
         mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]
-    return mask.expand(query.size(0), query.size(1), query.size(2), key.size(2))
+    return mask.expand(*asked.query.shape[:3], asked.key.size(2))

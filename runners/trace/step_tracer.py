@@ -24,12 +24,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work
-from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes
+from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace import cuda_allocations, fake_placement
 from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
@@ -130,10 +130,9 @@ class Tracer(TorchDispatchMode):
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0))])
         try:
-            with emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
+            with hook, emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
                 yield
         finally:
-            hook.remove()
             gc.unfreeze()
             if collects:
                 gc.enable()
@@ -171,7 +170,7 @@ class Tracer(TorchDispatchMode):
             self.trace.collectives.append((called, 1))
         value = UNKNOWN if self.known is None else self.known.compute(func, args, kwargs)
         if value is not UNKNOWN and func in ASKS:
-            out = tree_map(self._as_fake, value)
+            out = tree_map_only(torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), value)
         elif self.known is not None and func in INDEXING:
             with self:
                 at = self.known.by_place(args[1])
@@ -208,8 +207,7 @@ class Tracer(TorchDispatchMode):
         """Model and optimizer exist: what is alive now is the model."""
         for book in self._books:
             book.known["buffers"] = set(book.numbers.values())
-        # type() first: a lazy module's __class__ may import on being asked
-        tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+        tensors = tensors_alive()
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
         self.know("parameters", self._parameters)
         self.mark(None, "load")
@@ -307,8 +305,7 @@ class Tracer(TorchDispatchMode):
 
     def _note_request(self) -> None:
         operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
-        maker = self._origins.maker(operator)
-        self.trace.origins.append(self._maker(maker))
+        self.trace.origins.append(self._maker(self._origins.maker(operator)))
         self.trace.streams.append(self.stream(torch.cpu.current_stream()))
 
     def _maker(self, maker: Maker) -> int:
@@ -328,11 +325,6 @@ class Tracer(TorchDispatchMode):
         ):
             self._host.hold(tensor.untyped_storage())
 
-    def _as_fake(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        return torch.empty(value.shape, dtype=value.dtype, device="cpu")
-
     def _made_on_host(self, inputs: list[torch.Tensor]) -> bool:
         if self._placing is not None:
             return self._placing == "host"
@@ -343,14 +335,9 @@ class Tracer(TorchDispatchMode):
         """Whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
         return self._aside.number(tensor) is not None
 
-    @contextlib.contextmanager
-    def placing(self, place: Place) -> Iterator[None]:
+    def placing(self, place: Place) -> contextlib.AbstractContextManager[None]:
         """What a script makes inside is in this memory."""
-        before, self._placing = self._placing, place
-        try:
-            yield
-        finally:
-            self._placing = before
+        return patched([(self, "_placing", place)])
 
     def live(self) -> int:
         """Bytes that are allocated on the card now, unrounded."""
@@ -367,8 +354,7 @@ class Tracer(TorchDispatchMode):
         if storage._cdata in book.numbers:
             book.release(storage._cdata)
         book.hold(storage)
-        number = book.numbers.get(storage._cdata)
-        if number is not None:
+        if (number := book.numbers.get(storage._cdata)) is not None:
             book.known["communication"].add(number)
 
 

@@ -48,17 +48,13 @@ class Origins:
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
         """Look at modules and optimizers."""
-        hooks = [
+        with (
             register_module_forward_pre_hook(lambda module, args: self._entered(module)),
             register_module_forward_hook(lambda module, args, result: self._left(module), always_call=True),
             register_optimizer_step_pre_hook(lambda *args: self._stepping(1)),
             register_optimizer_step_post_hook(lambda *args: self._stepping(-1)),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def maker(self, operator: str) -> Maker:
         """Of a storage that this operator asks for now."""

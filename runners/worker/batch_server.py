@@ -79,11 +79,8 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     """The trials of each family, whose traces differ in sizes at most; where lengths vary those of its batches."""
     found: dict[str, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in trials.items():
-        traced = (
-            varying_lengths.representative_trial(trial, True, point(trial))
-            if length_distribution.has_varying_lengths(trial)
-            else trial
-        )
+        varying = length_distribution.has_varying_lengths(trial)
+        traced = varying_lengths.representative_trial(trial, True, point(trial)) if varying else trial
         found[trace_cache.family_key(traced, trial.device.card)][trial_id] = trial
     return found
 

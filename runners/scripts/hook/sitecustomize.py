@@ -98,11 +98,9 @@ def guarded(folder: str, function: Callable[[str], None]) -> None:
         function(folder)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        try:
-            with open(os.path.join(folder, PROBLEM.format(os.getpid())), "w") as file:
-                file.write(text)
-        except OSError:
-            pass
+        place = os.path.join(folder, PROBLEM.format(os.getpid()))
+        with contextlib.suppress(OSError), open(place, "w") as file:
+            file.write(text)
 
 
 def wait_for_torch(folder: str) -> None:

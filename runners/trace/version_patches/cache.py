@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -52,15 +53,11 @@ def of_views(trial: Trial) -> Iterator[Replacement]:
         if not self._earlier_cache:
             return original(self, *args, **kwargs)
         kept: list[torch.Tensor] = []
-        hooks = [
-            block.attn.c_attn.register_forward_hook(lambda _module, _inputs, made: kept.append(made))
-            for block in self.h
-        ]
-        try:
+        with contextlib.ExitStack() as stack:
+            for block in self.h:
+                hook = block.attn.c_attn.register_forward_hook(lambda _module, _inputs, made: kept.append(made))
+                stack.enter_context(hook)
             found = original(self, *args, **kwargs | {"use_cache": False})
-        finally:
-            for hook in hooks:
-                hook.remove()
         found.past_key_values = kept
         return found
 
