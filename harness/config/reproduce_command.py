@@ -90,8 +90,7 @@ def _changes(key: str, given: Any, wanted: Any, known: bool) -> Iterator[str]:
         if not _KEY.fullmatch(str(name)):
             raise UserError(f"the key {name!r} of {key} cannot be written on the command line")
         yield from _changes(f"{key}.{name}", given.get(name), wanted[name], name in given)
-    for name in given.keys() - wanted.keys():
-        yield f"~{key}.{name}"
+    yield from (f"~{key}.{name}" for name in given if name not in wanted)
 
 
 def value(of: Any) -> str:
