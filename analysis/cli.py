@@ -26,14 +26,10 @@ IMAGES = ("png", "svg", "pdf")
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb. Exit status 0, 2 for what the user can mend, or what the verb says (compare)."""
-    try:
-        arguments = parser(argv[0]).parse_args(argv[1:])
-        verb: Callable[[argparse.Namespace], int] = arguments.verb
-        return verb(arguments)
-    except UserError as error:
-        print(f"vramsweep: {error}", file=sys.stderr)
-        return 2
+    """Run one verb; return 0, or what the verb says (compare). Raises UserError for what the user can mend."""
+    arguments = parser(argv[0]).parse_args(argv[1:])
+    verb: Callable[[argparse.Namespace], int] = arguments.verb
+    return verb(arguments)
 
 
 def parser(name: str) -> Parser:
@@ -156,9 +152,8 @@ def _tokens(text: str) -> float:
 
 def _images(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    if unknown := sorted(set(names) - set(IMAGES)):
-        near = suggestions.did_you_mean(unknown[0], IMAGES)
-        raise UserError(f"takes {', '.join(IMAGES)} or none, not {', '.join(unknown)}{near}")
+    for name in names:
+        suggestions.check_listed(name, "format", name, (*IMAGES, "none"))
     return names
 
 

@@ -30,6 +30,7 @@ from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
 from vramsweep.harness.config import reproduce_command
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows import journal
@@ -59,8 +60,7 @@ def load(
     """
     if isinstance(source, pd.DataFrame):
         return _rows(reading.from_frame(source, _source(source)))
-    if ranks not in HOW:
-        raise UserError(f"ranks={ranks}: allowed is {', '.join(HOW)}")
+    suggestions.check_listed(f"ranks={ranks}", "way", ranks, HOW)
     said = [f"{name}={value}" for name, value in (settings or {}).items()]
     table, notes = importers.open_rows(Path(source), columns, None if mapping is None else Path(mapping), said)
     return _rows(over_ranks(table, ranks), notes)
@@ -119,9 +119,9 @@ def fit(
     from vramsweep.analysis.model.fit import fit_table
 
     metrics = (metric,) if isinstance(metric, str) else tuple(metric or METRICS)
-    if unknown := [name for name in metrics if name not in METRICS]:
-        raise UserError(f"metric={unknown[0]}: allowed is {', '.join(METRICS)}")
-    _axis(axis, FREE)
+    for name in metrics:
+        suggestions.check_listed(f"metric={name}", "metric", name, METRICS)
+    suggestions.check_listed(f"axis={axis}", "axis", axis, FREE)
     table = _table(rows)
     beside: Beside | Chosen = Beside(table) if prediction is None else Chosen(_table(prediction))
     fits, notes = fit_table(table, metrics, start, stop, robust, axis=axis, beside=beside.of)
@@ -142,7 +142,7 @@ def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: s
     """
     from vramsweep.analysis.model import memory_frontier as model
 
-    _axis(axis, FREE[:2])
+    suggestions.check_listed(f"axis={axis}", "axis", axis, FREE[:2])
     sizes = model.SIZES if gib is None else [gib] if isinstance(gib, int | float) else list(gib)
     if not sizes or not all(0 < size < float("inf") for size in sizes):
         raise UserError(f"gib={gib}: allowed are sizes above 0, such as gib=[24, 80]")
@@ -176,7 +176,7 @@ def compare(
     if not 0 <= tolerance < 1:
         raise UserError(f"tolerance={tolerance:g}: allowed is a share such as 0.001 (0.1 %), or 0")
     if axis is not None:
-        _axis(axis, FREE)
+        suggestions.check_listed(f"axis={axis}", "axis", axis, FREE)
     if by is not None:
         setting, _, values = by.partition("=")
         sides = groups.split(_table(a), setting, values.split(","))
@@ -215,8 +215,10 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
     from vramsweep.analysis.answers.answer_table import read_question
     from vramsweep.analysis.report.write import write_report
 
-    if unknown := sorted({images} if isinstance(images, str) else set(images) - {"png", "svg", "pdf"}):
-        raise UserError(f"images={', '.join(unknown)}: allowed is a list of png, svg and pdf")
+    if isinstance(images, str):
+        raise UserError(f"images={images}: allowed is a list of png, svg and pdf")
+    for name in images:
+        suggestions.check_listed(f"images={name}", "format", name, ("png", "svg", "pdf"))
     table = _table(rows)
     source = Path(table.source)
     if folder is None and not source.is_dir():
@@ -252,11 +254,6 @@ def units(frame: pd.DataFrame) -> pd.DataFrame:
         unit = told.get(name, column.unit if column else "")
         lines.append({"column": name, "unit": unit, "meaning": column.meaning if column else ""})
     return pd.DataFrame(lines, columns=["column", "unit", "meaning"]).set_index("column")
-
-
-def _axis(axis: str, allowed: Sequence[str]) -> None:
-    if axis not in allowed:
-        raise UserError(f"axis={axis}: allowed is {', '.join(allowed)}")
 
 
 def _source(frame: pd.DataFrame) -> str:

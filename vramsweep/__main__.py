@@ -64,8 +64,7 @@ def _main(words: list[str]) -> int:
     name = verbs.ALIASES.get(name, name)
     verb = verbs.BY_NAME.get(name)
     if verb is None and name not in verbs.INTERNAL:
-        said = f"there is no verb {name!r}; verbs: {', '.join(verbs.BY_NAME)}"
-        raise UserError(f"{said}{suggestions.did_you_mean(name, verbs.BY_NAME)}")
+        raise UserError(suggestions.no_such_value(name, "verb", name, verbs.BY_NAME))
     own = rest[: rest.index("--")] if "--" in rest else rest
     try:
         if verb is not None and {"-h", "--help"} & set(own):

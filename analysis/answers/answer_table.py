@@ -17,7 +17,7 @@ import pandas as pd
 from vramsweep.analysis.answers import claims
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table
-from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.rows.journal import plans
 
 WIDTH = 80
@@ -77,8 +77,8 @@ def answer_question(table: Table, name: str | None) -> Answered | None:
     """The answer of this name, None where none is asked for. Raises UserError for a name that is not known."""
     if name is None:
         return None
-    if (found := next((answer for answer in ANSWERS if answer.name == name), None)) is None:
-        raise UserError(f"answer={name}: there is no such answer; allowed: {', '.join(NAMES)}")
+    suggestions.check_listed(f"answer={name}", "answer", name, NAMES)
+    found = next(answer for answer in ANSWERS if answer.name == name)
     frame, notes = found.make(table)
     return Answered(found.name, found.title, frame, tuple(notes), found.verdict)
 

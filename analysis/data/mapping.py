@@ -304,8 +304,8 @@ def constant(name: str, value: Any, said: str) -> Any:
         raise UserError(f"{said}: {name} is {expected}, not {json.dumps(value)}")
     if to.column in COUNTS and fits < 1:
         raise UserError(f"{said}: {name} is 1 or more, not {fits}")
-    if to.column == "outcome" and fits not in set(Outcome):
-        raise UserError(f"{said}: outcome is one of {', '.join(Outcome)}; not {value!r}")
+    if to.column == "outcome":
+        suggestions.check_listed(f"{said}={value}", "outcome", fits, Outcome)
     return fits
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
+from vramsweep.harness.messages.errors import UserError
+
 # Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
 OPEN = ("runner.options", "model.config", "versions")
 
@@ -51,6 +53,13 @@ def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object])
     """`said` names a `kind` that there is not: what is allowed, and which was meant."""
     names = list(map(str, allowed))
     return f"{said}: there is no such {kind}; allowed: {', '.join(names)}{did_you_mean(str(name), names)}"
+
+
+def check_listed(said: str, kind: str, name: object, allowed: Iterable[object]) -> None:
+    """Raise UserError, as `no_such_value` says it, where `allowed` does not list the name."""
+    names = list(allowed)
+    if name not in names:
+        raise UserError(no_such_value(said, kind, name, names))
 
 
 def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from vramsweep.harness.files import bounded_reads
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep.plan import SETTINGS
 
@@ -206,7 +207,11 @@ class _Node:
     def known(self, *keys: str) -> None:
         for key in self._values:
             if key not in keys:
-                raise self.wrong(f"{_short(key)} is no key here; keys: {', '.join(keys)}")
+                raise self.wrong(suggestions.no_such_value(_short(key), "key", _short(key), keys))
+
+    def listed(self, key: str, value: Any, allowed: Iterable[str]) -> None:
+        if value not in (names := list(allowed)):
+            raise self.wrong(suggestions.no_such_value(f"{key} {_short(value)}", key, _short(value), names))
 
     def text(self, key: str, otherwise: str | None = None) -> str:
         value = otherwise if self._values.get(key) is None else self._values[key]
@@ -351,18 +356,15 @@ def _context(node: _Node) -> int | None:
 def _reading(node: _Node) -> Reading:
     node.known("quantity", "phase", "value", "unit", "of", "note")
     quantity, phase = node.text("quantity"), node.given("phase")
-    if quantity not in UNITS:
-        raise node.wrong(f"quantity {_short(quantity)}: allowed is {', '.join(UNITS)}")
+    node.listed("quantity", quantity, UNITS)
     if phase is not None and (phase not in PHASES or quantity not in ("allocated", "reserved")):
         raise node.wrong(f"phase {_short(phase)}: allocated and reserved have one of {', '.join(PHASES)}, or none")
     note, value = node.text("note", ""), node.given("value")
     if quantity == "outcome":
-        if value not in OUTCOMES:
-            raise node.wrong(f"outcome {_short(value)}: allowed is {' or '.join(OUTCOMES)}")
+        node.listed("outcome", value, OUTCOMES)
         return Reading(quantity, None, None, str(value), "", note, node.line)
     unit = node.text("unit")
-    if unit not in UNITS[quantity]:
-        raise node.wrong(f"unit {_short(unit)} of {quantity}: allowed is {', '.join(UNITS[quantity])}")
+    node.listed(f"unit of {quantity}", unit, UNITS[quantity])
     number = math.nan
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

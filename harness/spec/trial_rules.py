@@ -67,12 +67,10 @@ def _device(trial: Trial) -> Iterator[str]:
 
 def _simulated(trial: Trial) -> Iterator[str]:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
-        names = sorted(gpu.name for gpu in GPUS)
-        near = suggestions.did_you_mean(str(trial.device.gpu), names)
-        yield (
-            f"device=simulated: device.gpu is {trial.device.gpu}, which is not listed; choose one of "
-            f"{', '.join(names)}, or say what it has: device.memory_gib=8 device.capability=7.5{near}"
+        said = suggestions.no_such_value(
+            f"device.gpu={trial.device.gpu}", "GPU in our table", trial.device.gpu, sorted(gpu.name for gpu in GPUS)
         )
+        yield f"{said}; or say what it has: device.memory_gib=8 device.capability=7.5"
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
         yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"
@@ -82,8 +80,7 @@ def _simulated(trial: Trial) -> Iterator[str]:
     for name, between_nodes in (("link", False), ("interconnect", True)):
         chosen, listed = getattr(trial.device, name), interconnects.link_names(between_nodes)
         if chosen is not None and chosen not in listed:
-            near = suggestions.did_you_mean(chosen, listed)
-            yield f"device.{name} is {chosen}, which is not listed; choose one of {', '.join(listed)}{near}"
+            yield suggestions.no_such_value(f"device.{name}={chosen}", name, chosen, listed)
     conf = allocator_config.parse(trial.allocator.conf)
     if conf.throw_on_cudamalloc_oom:
         yield (

@@ -95,10 +95,9 @@ class Settings:
             some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
             columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
             raise UserError(f"objective={self.objective}: {columns}{meant}")
-        cards = [gpu.name for gpu in GPUS]
-        if not isinstance(self.predict, bool) and self.predict not in cards:
-            meant = suggestions.did_you_mean(str(self.predict), ("true", "false", *cards))
-            raise UserError(f"predict={self.predict}: allowed is true, false or a card: {', '.join(cards)}{meant}")
+        if not isinstance(self.predict, bool):
+            choices = ("true", "false", *(gpu.name for gpu in GPUS))
+            suggestions.check_listed(f"predict={self.predict}", "card", self.predict, choices)
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")

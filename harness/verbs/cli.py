@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from vramsweep.harness.messages.argument_parser import Parser
-from vramsweep.harness.messages.errors import UserError
 
 
 def import_verb(name: str) -> ModuleType:
@@ -23,10 +21,6 @@ def parser(name: str) -> Parser:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run one verb; return the exit status. A user's mistake is one line, and gives 2."""
-    try:
-        status: int = import_verb(words[0]).main(words[1:])
-        return status
-    except UserError as error:
-        print(f"vramsweep: {error}", file=sys.stderr)
-        return 2
+    """Run one verb; return the exit status. Raises UserError for a user's mistake."""
+    status: int = import_verb(words[0]).main(words[1:])
+    return status

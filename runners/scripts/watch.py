@@ -35,6 +35,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.files import file_names, redaction
 from vramsweep.harness.machine import machine
+from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError, describe
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.rows import outcome
@@ -219,8 +220,8 @@ def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trial
     values = {name: settings.get(name, default) for name, default in command_template.UNSAID.items()}
     for name in told:
         allowed = catalog.values(name)
-        if allowed and values[name] not in allowed:
-            raise UserError(f"vramsweep.watch: {name}={values[name]}: choose one of {', '.join(map(str, allowed))}")
+        if allowed:
+            suggestions.check_listed(f"vramsweep.watch: {name}={values[name]}", name, values[name], allowed)
     own = {name: value for name, value in settings.items() if name not in told}
     for name, value in own.items():
         try:

@@ -31,6 +31,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 from transformers import TrainingArguments
 
+from vramsweep.harness.messages.suggestions import no_such_value
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure import model_description
 from vramsweep.runners.model import build
@@ -97,7 +98,7 @@ def _flattened(trial: Trial, device: torch.device) -> Sharded:
 def _named(option: str, kind: Any, name: str) -> Any:
     known = [member.name for member in kind if "HYBRID" not in member.name]  # which need groups of ranks within a node
     if name.upper() not in known:
-        raise InvalidTrial(f"runner.options.{option}: {name} is none of {', '.join(known)}")
+        raise InvalidTrial(no_such_value(f"runner.options.{option}={name}", option, name, known))
     return kind[name.upper()]
 
 

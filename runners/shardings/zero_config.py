@@ -277,7 +277,8 @@ def _schedule(taken: Any) -> None:
         return
     kind = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
     if kind is None:
-        raise InvalidTrial(f"{WHERE}, scheduler.type: {name} is none of {', '.join(lr_schedules.VALID_LR_SCHEDULES)}")
+        said = f"{WHERE}, scheduler.type: {name}"
+        raise InvalidTrial(suggestions.no_such_value(said, "scheduler", name, lr_schedules.VALID_LR_SCHEDULES))
     try:
         inspect.signature(kind).bind(None, **(taken.scheduler_params or {}))
     except TypeError as error:

@@ -105,8 +105,8 @@ def test_what_rows_hold_is_text_in_every_display() -> None:
     [
         (lambda r: vramsweep.load("none"), "there is no file"),
         (lambda r: vramsweep.fit(r[["seq_len"]]), "filter rows, not columns"),
-        (lambda r: vramsweep.fit(r, metric="memory"), "allowed is peak_allocated_bytes"),
-        (lambda r: vramsweep.fit(r, axis="x"), "allowed is seq_len, micro_batch, tokens"),
+        (lambda r: vramsweep.fit(r, metric="memory"), "allowed: peak_allocated_bytes"),
+        (lambda r: vramsweep.fit(r, axis="x"), "allowed: seq_len, micro_batch, tokens"),
         (lambda r: vramsweep.fit(r[r["seq_len"] == 128]), "three values of seq_len"),
         (lambda r: vramsweep.frontier(r, gib=[0]), "sizes above 0"),
         (lambda r: vramsweep.compare(r), "two sets of rows"),
