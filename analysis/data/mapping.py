@@ -305,7 +305,7 @@ def constant(name: str, value: Any, said: str) -> Any:
     if to.column in COUNTS and fits < 1:
         raise UserError(f"{said}: {name} is 1 or more, not {fits}")
     if to.column == "outcome":
-        suggestions.check_listed(f"{said}={value}", "outcome", fits, Outcome)
+        suggestions.check_listed(f"{said}: outcome={value}", "outcome", fits, Outcome)
     return fits
 
 

@@ -269,7 +269,7 @@ def test_a_run_that_is_refused_is_named_and_makes_the_status_1(tmp_path: Path, s
     status, record, err = said(str(file(tmp_path, text + bad)))
     assert status == 1
     for line, name, reason in (
-        (7, "card", "device.gpu is gtx-9"),
+        (7, "card", "device.gpu=gtx-9"),
         (8, "divided", "sharding=zero3"),
         (9, "target", "runner.target: there is no file"),
         (10, "later", "versions.transformers=99.0 is later than"),
@@ -298,7 +298,7 @@ def test_a_version_of_two_parts_is_text() -> None:
 def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, cli: Cli) -> None:
     runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
     path = str(file(tmp_path, HEAD + runs))
-    for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "device.gpu is gtx-9")):
+    for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "device.gpu=gtx-9")):
         out, err = cli.run("validate", path, word, status=2)
         assert err.count(told) == 1 and "planning" not in out
     custom = replace(RUN, overrides=("runner=custom",), cannot=None)
@@ -382,5 +382,5 @@ def test_a_wrong_reading_leaves_the_others_and_a_mistaken_run_names_its_readings
     bad = "  - {name: bad, grade: C, measured: [{quantity: allocated, value: -1, unit: GB}]}\n"
     (run,), mistakes = published_readings.read(file(tmp_path, f"{HEAD}  - {{name: good, measured: {readings}}}\n{bad}"))
     assert [(one.quantity, one.value) for one in run.readings] == [("allocated", 10e9)]
-    assert len(mistakes) == 3 and "runs.yaml:5: unit min of step" in mistakes[0]
+    assert len(mistakes) == 3 and "runs.yaml:5: unit of step min" in mistakes[0]
     assert "value -1" in mistakes[1] and "grade C" in mistakes[2]
