@@ -6,6 +6,7 @@ where upstream would read only its first digits ("128.7"), and an unknown option
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -200,16 +201,12 @@ def parse(text: str) -> AllocatorConfig:
 
 
 # The keys of `allocator_settings` and the options whose value they report (`torch::cuda::_memory_snapshot_pickled`).
-_REPORTED = {
-    "expandable_segments": "expandable_segments",
-    "release_lock_on_cudamalloc": "release_lock_on_cudamalloc",
-    "pinned_use_cuda_host_register": "pinned_use_cuda_host_register",
-    "graph_capture_record_stream_reuse": "graph_capture_record_stream_reuse",
-    "pinned_num_register_threads": "pinned_num_register_threads",
-    "max_split_size": "max_split_size_mb",
-    "garbage_collection_threshold": "garbage_collection_threshold",
-    "roundup_power2_divisions": "roundup_power2_divisions",
-}
+_SAME_NAME = (
+    "expandable_segments", "release_lock_on_cudamalloc", "pinned_use_cuda_host_register",
+    "graph_capture_record_stream_reuse", "pinned_num_register_threads", "garbage_collection_threshold",
+    "roundup_power2_divisions",
+)  # fmt: skip
+_REPORTED = {name: name for name in _SAME_NAME} | {"max_split_size": "max_split_size_mb"}
 
 
 def reported(settings: Mapping[str, Any]) -> frozenset[str]:
@@ -229,18 +226,11 @@ def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not isinstance(text, str):
         raise AllocatorConfigError("allocator_settings: PYTORCH_CUDA_ALLOC_CONF is not text")
-    asked = parse(text)
-    values: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(asked)}
-    for key, name in _REPORTED.items():
-        if key in settings:
-            values[name] = _value(settings, key)
-    return AllocatorConfig(**values)
+    return replace(parse(text), **{name: _value(settings, key) for key, name in _REPORTED.items() if key in settings})
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
     """One reported setting in the option's own unit."""
-    if key == "pinned_num_register_threads":
-        return _typed(settings, key, int)
     if key == "max_split_size":  # bytes; -1 (all bits set, read as signed) is "no limit"
         size = _typed(settings, key, int)
         return None if size < 0 else size // MIB
@@ -252,7 +242,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
         if not all(type(d) is int and 0 <= d < 1 << 64 for d in divisions):
             raise AllocatorConfigError("allocator_settings: roundup_power2_divisions is not complete")
         return tuple(divisions)
-    return _typed(settings, key, bool)
+    return _typed(settings, key, int if key == "pinned_num_register_threads" else bool)
 
 
 def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> list[str]:
@@ -349,10 +339,8 @@ def _read(option: Option, text: str) -> Any:
         case "whole number" if (number := _parse_whole(text)) is not None:
             return number
         case "number":
-            try:
+            with suppress(ValueError):
                 return float(text)
-            except ValueError:
-                pass
         case "divisions":
             return _read_divisions(option, text)
     raise _wrong(option, text)

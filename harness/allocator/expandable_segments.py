@@ -18,8 +18,7 @@ def grow(pool: Pool, size: int, page: int, new_range: Callable[[], tuple[int, in
 
     `new_range` reserves address space, as (address, size), when no range has room left.
     """
-    block = _find(pool, size)
-    if block is None:
+    if (block := _find(pool, size)) is None:
         addr, span = new_range()
         block = Block(pool, addr, span, expandable=True, mapped=False)
         pool.add(block)
@@ -36,7 +35,10 @@ def grow(pool: Pool, size: int, page: int, new_range: Callable[[], tuple[int, in
 
 def whole_pages(block: Block, page: int) -> tuple[int, int]:
     """The part of a free block that can be unmapped, as (address, size); the size is 0 when no page is all free."""
-    base = _range_start(block)
+    first = block
+    while first.prev is not None:
+        first = first.prev
+    base = first.addr
     start = base + round_up(block.addr - base, page)
     end = base + (block.addr + block.size - base) // page * page
     return start, max(end - start, 0)
@@ -101,9 +103,3 @@ def _map(block: Block, size: int, page: int, mapped: Told) -> None:
     mapped(block.addr, size)
     merge_neighbours(block)
     pool.add(block)
-
-
-def _range_start(block: Block) -> int:
-    while block.prev is not None:
-        block = block.prev
-    return block.addr

@@ -129,8 +129,7 @@ class _Undo:
 
     def segment_free(self, addr: int, size: int, stream: int, expandable: bool) -> None:
         at = bisect_right(self.span_addrs, addr)
-        overlaps_left = self.span_at(addr) is not None
-        if overlaps_left or (at < len(self.span_addrs) and self.span_addrs[at] < addr + size):
+        if self.span_at(addr) or (at < len(self.span_addrs) and self.span_addrs[at] < addr + size):
             raise _Contradiction("frees memory that is still there afterwards")
         if expandable:
             self._remap(addr, size, stream)

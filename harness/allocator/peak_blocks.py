@@ -98,9 +98,8 @@ def innermost_frame(frames: Any) -> str | None:
             return f"{'/'.join(path.split('/')[-3:])}:{line} {name}{layer}"
         if not layer and (found := _LAYERS.search(path)) is not None:
             layer = f" (torch.nn.modules.{found[1]})"
-    nodes = (found[1] for _, _, name in stack if (found := _AUTOGRAD.search(name)) is not None)
-    node = next(nodes, None)
-    return None if node is None else f"{node} (backward)"
+    nodes = (f"{found[1]} (backward)" for _, _, name in stack if (found := _AUTOGRAD.search(name)) is not None)
+    return next(nodes, None)
 
 
 def find_vendor_library(recording: Recording) -> str | None:

@@ -252,13 +252,10 @@ def _operations(recording: Recording, start: Start) -> Iterator[tuple[int, tuple
     released = False
     for index in range(start.first, len(recording.events)):
         action, addr, size, stream = recording.events[index]
-        if action in SEGMENT_ACTIONS:
-            empties = action in RELEASES and not released
-            released = released or empties
-            action = "empty_cache" if empties else action
-        else:
-            released = False
-        yield index, (action, addr, size, stream, start.private[index] if start.private else 0)
+        empties = action in RELEASES and not released
+        released = action in SEGMENT_ACTIONS and (released or empties)
+        private = start.private[index] if start.private else 0
+        yield index, ("empty_cache" if empties else action, addr, size, stream, private)
 
 
 def _row(

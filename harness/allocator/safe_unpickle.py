@@ -57,8 +57,7 @@ def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
     plain containers.
     """
     try:
-        size = path.stat().st_size
-        if size > max_bytes:
+        if (size := path.stat().st_size) > max_bytes:
             raise UnsafePickle(
                 f"{path.name} has {size / 2**20:,.1f} MiB, more than the {max_bytes / 2**20:,.1f} MiB allowed: "
                 "record fewer events (max_entries), or raise the limit with --max-file-size"
@@ -114,8 +113,7 @@ def _scan(data: bytes) -> None:
 
 
 def _name(op: int, at: int) -> str:
-    known = {info.code: info.name for info in pickletools.opcodes}
-    name = known.get(chr(op))
+    name = {info.code: info.name for info in pickletools.opcodes}.get(chr(op))
     if name is None or at == 0:
         return "it is not a pickle"
     return f"pickle opcode {name} at byte {at}; a recording is made of plain containers only"

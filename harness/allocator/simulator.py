@@ -70,10 +70,6 @@ class Piece:
     requested: int = 0
 
 
-def _ignore(_event: SegmentEvent) -> None:
-    pass
-
-
 class Simulator:
     """One device's allocator under one setting.
 
@@ -88,7 +84,7 @@ class Simulator:
         self,
         config: AllocatorConfig,
         memory_limit: int | None = None,
-        on_segment: Callable[[SegmentEvent], None] = _ignore,
+        on_segment: Callable[[SegmentEvent], None] = lambda _event: None,
         next_address: Callable[[str, int], int | None] | None = None,
     ) -> None:
         self.config = config
@@ -133,9 +129,8 @@ class Simulator:
             rounded = round_request(size, self._divisions)
         else:
             rounded = (size + 511) & -512 if size >= MIN_BLOCK else MIN_BLOCK
-        pool = self._pools.get((private, stream, rounded <= SMALL_REQUEST)) or self.pool(
-            private, stream, rounded <= SMALL_REQUEST
-        )
+        small = rounded <= SMALL_REQUEST
+        pool = self._pools.get((private, stream, small)) or self.pool(private, stream, small)
         free = pool.free
         at = bisect_left(free, (rounded,))
         if not self._simple_search:
@@ -153,10 +148,7 @@ class Simulator:
         ):
             remainder = Block(pool, block.addr + rounded, rest, block.expandable)
             remainder.free = True
-            remainder.prev, remainder.next = block, block.next
-            if block.next is not None:
-                block.next.prev = remainder
-            block.next = remainder
+            insert_after(block, remainder)
             block.size = rounded
             insort(free, (rest, remainder.addr, remainder))
             if not block.expandable:
@@ -185,40 +177,31 @@ class Simulator:
 
     def free_requested(self, handle: Hashable) -> None:
         """The program lets go of a block; it stays active until `free_completed`. Raises ValueError if not live."""
-        block = self.live.pop(handle, None)
-        if block is None:
+        if (block := self.live.pop(handle, None)) is None:
             raise ValueError(f"block {handle!r} is not allocated")
         self.pending[handle] = block
         self.allocated -= block.size
 
     def free_completed(self, handle: Hashable) -> None:
         """No stream uses the block any more: it goes back to its pool. Nothing happens if it already did."""
-        block = self.pending.pop(handle, None)
-        if block is not None:
+        if (block := self.pending.pop(handle, None)) is not None:
             self._return(block)
 
     def free(self, handle: Hashable) -> None:
         """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
-        block = self.live.pop(handle, None)
-        if block is None:
-            raise ValueError(f"block {handle!r} is not allocated")
-        self.allocated -= block.size
-        self._return(block)
+        self.free_requested(handle)
+        self.free_completed(handle)
 
     def _return(self, block: Block) -> None:
         """`free_block`: back to its pool, as one with its free neighbours."""
         size = block.size
         if not size:
             return
-        before, after = block.prev, block.next
-        beside_free = (before is not None and before.free) or (after is not None and after.free)
-        gained = merge_neighbours(block) if beside_free else 0
+        gained = merge_neighbours(block)
         if not block.expandable:
-            is_split = block.prev is not None or block.next is not None
-            self._add_inactive_split((block.size if is_split else 0) - gained)
+            self._add_inactive_split((block.size if block.split else 0) - gained)
         block.born = self._searches
-        block.free = True
-        insort(block.pool.free, (block.size, block.addr, block))
+        block.pool.add(block)
         self.active -= size
         self.requested -= block.requested
 
@@ -226,7 +209,7 @@ class Simulator:
         """`torch.cuda.empty_cache`: what waits is waited for, then every unused segment or page is given back."""
         for handle in list(self.pending):
             self.free_completed(handle)
-        for pool in self._common_pools(small=False, then_small=True):
+        for pool in self._common_pools(small=True):
             for block in [b for _, _, b in pool.free if not b.expandable and not b.split]:
                 self._release(block)
             for block in [b for _, _, b in pool.free if b.expandable]:
@@ -237,7 +220,7 @@ class Simulator:
     def releasable(self) -> list[SegmentEvent]:
         """The segment events `empty_cache` would cause now (if nothing is pending), without doing it."""
         events: list[SegmentEvent] = []
-        for pool in self._common_pools(small=False, then_small=True):
+        for pool in self._common_pools(small=True):
             whole = [b for _, _, b in pool.free if not b.expandable and not b.split]
             events += [("segment_free", b.addr, b.size, pool.stream) for b in whole]
             pages = [expandable_segments.whole_pages(b, self._page(pool)) for _, _, b in pool.free if b.expandable]
@@ -336,16 +319,13 @@ class Simulator:
         size = segment_size(rounded, self._large_segment)
         if self._gc_above is not None:
             self._collect_garbage(self._gc_above)
-        if self._fits(size):
-            return self._device_malloc(pool, rounded, size)
-        if self._release_oversize(pool, rounded) and self._fits(size):
-            return self._device_malloc(pool, rounded, size)
-        self.empty_cache()
-        self.num_alloc_retries += 1
-        if self._fits(size):
-            return self._device_malloc(pool, rounded, size)
-        self.num_ooms += 1
-        raise OutOfMemory(f"{size} bytes more than the {self.reserved} reserved do not fit into {self.limit}")
+        if not self._fits(size) and not (self._release_oversize(pool, rounded) and self._fits(size)):
+            self.empty_cache()
+            self.num_alloc_retries += 1
+            if not self._fits(size):
+                self.num_ooms += 1
+                raise OutOfMemory(f"{size} bytes more than the {self.reserved} reserved do not fit into {self.limit}")
+        return self._device_malloc(pool, rounded, size)
 
     def _fits(self, size: int) -> bool:
         return self.limit is None or self.reserved + size <= self.limit
@@ -356,7 +336,7 @@ class Simulator:
                 pool,
                 rounded,
                 self._page(pool),
-                self._reserve_range(pool),
+                lambda: self._reserve_range(pool),
                 lambda start, length: self._count_segment("segment_map", start, length, pool.stream),
             )
         addr = self._next_address("segment_alloc", size) if self._next_address is not None else None
@@ -367,19 +347,15 @@ class Simulator:
         self._count_segment("segment_alloc", addr, size, pool.stream)
         return Block(pool, addr, size)
 
-    def _reserve_range(self, pool: Pool) -> Callable[[], tuple[int, int]]:
+    def _reserve_range(self, pool: Pool) -> tuple[int, int]:
         """`find_expandable_block`: 9/8 of the device's memory, in whole pages."""
-
-        def reserve() -> tuple[int, int]:
-            wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
-            span = round_up(wanted, self._page(pool))
-            start = self._next_address("segment_map", span) if self._next_address is not None else None
-            if start is None:
-                start = self._next_range
-                self._next_range += round_up(span, SMALL_SEGMENT)
-            return start, span
-
-        return reserve
+        wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
+        span = round_up(wanted, self._page(pool))
+        start = self._next_address("segment_map", span) if self._next_address is not None else None
+        if start is None:
+            start = self._next_range
+            self._next_range += round_up(span, SMALL_SEGMENT)
+        return start, span
 
     def _page(self, pool: Pool) -> int:
         return SMALL_SEGMENT if pool.small else self._large_segment
@@ -429,9 +405,9 @@ class Simulator:
         self._addresses.give(block.addr, block.size)
         self._count_segment("segment_free", block.addr, block.size, block.pool.stream)
 
-    def _common_pools(self, small: bool, then_small: bool = False) -> list[Pool]:
+    def _common_pools(self, small: bool) -> list[Pool]:
         """The pools that are nobody's private ones, in upstream's order: large before small, then by stream."""
-        wanted = [p for p in self._pools.values() if p.private == 0 and (p.small == small or then_small)]
+        wanted = [p for p in self._pools.values() if p.private == 0 and (small or not p.small)]
         return sorted(wanted, key=lambda p: (p.small, p.stream))
 
     def _count_segment(self, kind: str, addr: int, size: int, stream: int) -> None:

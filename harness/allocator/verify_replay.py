@@ -51,10 +51,10 @@ class Follower:
     """
 
     def __init__(self, recording: Recording, config: AllocatorConfig, memory_limit: int | None) -> None:
-        self.simulator = Simulator(config, memory_limit, self._note, self._recorded_address)
+        self._made: list[SegmentEvent] = []
+        self.simulator = Simulator(config, memory_limit, self._made.append, self._recorded_address)
         self._recording = recording
         self._limited = memory_limit is not None
-        self._made: list[SegmentEvent] = []
         self._run: list[Event] = []  # the recorded segment events since the last other event
         self._held: list[tuple[str, int]] = []  # frees completed late: by another stream, or by a retry waiting for it
         self._counts = dict.fromkeys(Match.__dataclass_fields__, 0)
@@ -181,9 +181,6 @@ class Follower:
         self._diverged = self._diverged or diverges
         if self._first is None:
             self._first = f"event {index}: {what}"
-
-    def _note(self, event: SegmentEvent) -> None:
-        self._made.append(event)
 
     def _recorded_address(self, kind: str, size: int) -> int | None:
         """Where the driver put the segment, if the recording makes such a one here; its choice decides between

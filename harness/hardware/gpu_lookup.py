@@ -81,8 +81,7 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak in FLOP/s for one of the trial's precisions, or None if it is not known."""
-    gpu = find_gpu(device_name)
-    if gpu is None:
+    if (gpu := find_gpu(device_name)) is None:
         return None
     peaks = {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half, "fp8": gpu.fp8}
     return (peaks | dict.fromkeys(("bf16", "bf16_pure", "bf16_master"), gpu.bf16))[precision]
@@ -98,8 +97,7 @@ def memory_limit(gpu: Gpu) -> int:
 
     Everything that asks whether something fits asks this: simulation, frontier, advice.
     """
-    reported = reported_bytes(gpu)
-    if reported is None:
+    if (reported := reported_bytes(gpu)) is None:
         reported = int(gpu.memory_gib * GIB * (1 - SHORTFALL))
     return reported - CONTEXT_BYTES - int(gpu.headroom_gib * GIB)
 

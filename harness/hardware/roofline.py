@@ -72,8 +72,7 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
     peaks = _peaks(gpu, tf32)
     seconds = {"compute": 0.0, "attention": 0.0, "memory": 0.0, "launch": 0.0}
     for work, count in kernels:
-        peak = peaks.get(work.kind.removeprefix(ATTENTION))
-        if peak is None:
+        if (peak := peaks.get(work.kind.removeprefix(ATTENTION))) is None:
             return None
         bounds = {  # of fused attention the part is its own: such a kernel gets less of the peak than a product does
             "attention" if work.kind.startswith(ATTENTION) else "compute": work.flops / peak,

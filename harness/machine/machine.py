@@ -92,7 +92,7 @@ def ask_nvml(name: str, *arguments: Any) -> tuple[Any, str | None]:
         arguments = tuple(a.encode() if isinstance(a, str) else a for a in arguments)
     try:
         answer = getattr(pynvml, name)(*arguments)
-        return answer.decode() if isinstance(answer, bytes) else answer, None
+        return answer.decode() if isinstance(answer, bytes) else answer, None  # older bindings give bytes
     except AttributeError:
         return None, nvml_problem() or f"pynvml has no {name}"
     except _NVML_ERROR as error:
@@ -105,7 +105,7 @@ def gpus() -> list[Gpu]:
         if not present:
             return []
         count, _ = ask_nvml("nvmlDeviceGetCount")
-        driver = _text(ask_nvml("nvmlSystemGetDriverVersion")[0])
+        driver, _ = ask_nvml("nvmlSystemGetDriverVersion")
         found = []
         for index in range(count or 0):
             handle, problem = ask_nvml("nvmlDeviceGetHandleByIndex", index)
@@ -121,7 +121,7 @@ def _slices(handle: Any) -> tuple[str, ...] | None:
         return None
     count, _ = ask_nvml("nvmlDeviceGetMaxMigDeviceCount", handle)
     found = (ask_nvml("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)[0] for number in range(count or 0))
-    named = (_text(ask_nvml("nvmlDeviceGetUUID", one)[0]) for one in found if one is not None)
+    named = (ask_nvml("nvmlDeviceGetUUID", one)[0] for one in found if one is not None)
     return tuple(uuid for uuid in named if uuid is not None)
 
 
@@ -133,8 +133,8 @@ def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
     name, uuid, memory, processes, capability = answers
     return Gpu(
         index,
-        _text(name),
-        _text(uuid),
+        name,
+        uuid,
         driver,
         None if memory is None else int(memory.total),
         None if memory is None else int(memory.used),
@@ -142,11 +142,6 @@ def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
         None if capability is None else (int(capability[0]), int(capability[1])),
         problem,
     )
-
-
-def _text(value: Any) -> str | None:
-    """NVML's text; older bindings give bytes."""
-    return value.decode() if isinstance(value, bytes) else None if value is None else str(value)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
@@ -328,24 +323,20 @@ def git_commit() -> str | None:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
 
-    commit = git("rev-parse", "--short=12", "HEAD")
-    if commit is None:
+    if (commit := git("rev-parse", "--short=12", "HEAD")) is None:
         return None
     return commit + "+dirty" if git("status", "--porcelain", "--untracked-files=no") else commit
 
 
-def _torch_file() -> str:
-    """The text of torch/version.py, found without importing torch; "" without torch."""
+def _stated(name: str) -> str | None:
+    """What torch/version.py says of it, found without importing torch; None without torch."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            return (Path(folder) / "version.py").read_text(encoding="utf-8")
-    return ""
-
-
-def _stated(name: str) -> str | None:
-    match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", _torch_file(), re.MULTILINE)
-    return match[1] if match else None
+            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
+            match = re.search(rf"^{name}\b[^=\n]*= *['\"]([^'\"]+)['\"]", text, re.MULTILINE)
+            return match[1] if match else None
+    return None
 
 
 def deepspeed_version(sharding: str) -> str | None:

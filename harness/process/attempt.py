@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from vramsweep.harness.files import plain_json
@@ -164,7 +163,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         self._nvml = contextlib.ExitStack()  # open as long: without persistence mode each opening loads the driver anew
         self._nvml.enter_context(machine.nvml())
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -353,9 +352,8 @@ def ask_attempt(
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
     """The worker's result, or None and why it cannot be used."""
-    path = folder / RESULT
     try:
-        result = json.loads(read_content(path, RESULT_LIMIT, links=False))
+        result = json.loads(read_content(folder / RESULT, RESULT_LIMIT, links=False))
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:
@@ -375,10 +373,9 @@ def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
 def _misfit(result: Mapping[str, Any]) -> str | None:
     """What of a result would not fit into a row, if anything."""
     error = result.get("error")
-    if error is not None:
-        told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
-        if not told:
-            return "its error has no type and message"
+    told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
+    if error is not None and not told:
+        return "its error has no type and message"
     values = result.get("values", {})
     if not isinstance(values, dict):
         return "its values are no object"

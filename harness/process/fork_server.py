@@ -75,10 +75,9 @@ class Replies:
                 raise ForkServerError(f"wrote {len(line)} bytes that are no message")
             return None
         self._buffer = rest
-        try:
+        message = None
+        with contextlib.suppress(ValueError):
             message = json.loads(line)
-        except ValueError:
-            message = None
         if not isinstance(message, dict) or "event" not in message:
             raise ForkServerError(f"wrote {line[:80]!r}, which is no message")
         return message
@@ -231,8 +230,7 @@ class ForkServer:
         # its own end is watched too: others may hold the pipe open
         watched = [replies.descriptor, self._end] + ([] if until is None else [until])
         while True:
-            message = replies.take()
-            if message is not None:
+            if (message := replies.take()) is not None:
                 return message
             found = readable(watched, deadline - time.monotonic(), look)
             if replies.descriptor in found:

@@ -113,7 +113,6 @@ def describe_dropped(environ: Mapping[str, str]) -> list[str]:
     """A line for each reason for which variables of this environment are not passed on."""
     names: dict[str, list[str]] = {}
     for name in sorted(environ):
-        found = rule(name)
-        if found and found.fate is Fate.DROP:
+        if (found := rule(name)) and found.fate is Fate.DROP:
             names.setdefault(found.why, []).append(name)
     return [f"workers do not get {', '.join(those)}: {why}" for why, those in names.items()]

@@ -62,20 +62,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         except OSError as error:
             raise _unwritable(self.path, error) from None
         try:
-            self._lock = self._locked()
+            self._lock = Lock(self.path, self._fd)
             if new:
                 _sync_folder(folder)
             self._turn = threading.Lock()  # trials that run beside each other write too
             self._end = 0 if new else None  # of what was written last; not known where a line may be torn
             self._last = b""  # what stands there
-        except BaseException:
+        except BaseException as error:
             os.close(self._fd)
-            raise
-
-    def _locked(self) -> Lock:
-        try:
-            return Lock(self.path, self._fd)
-        except OSError as error:
+            if not isinstance(error, OSError):
+                raise
             raise UserError(f"cannot lock {self.path}: {error.strerror}; choose another folder: results=DIR") from None
 
     def append(self, row: Row) -> Row:
@@ -302,12 +298,10 @@ def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[st
         trial_id = row["trial_id"]
         if not row.get("terminal") or trial_id not in wanted:
             continue
-        if row.get("attempt") != 0 and not wanted[trial_id]:  # cannot run here, so nothing is compared with it
-            continue
         if row.get("attempt") == 0:  # never started: measured nowhere, and no word against what was measured
             if mine.get(trial_id, row).get("attempt") == 0:
                 mine[trial_id] = row
-        else:
+        elif wanted[trial_id]:  # else it cannot run here, so nothing is compared with it
             (mine if system_of(row) == wanted[trial_id] else others)[trial_id] = row
     return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
 

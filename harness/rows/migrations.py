@@ -32,17 +32,14 @@ def upgrade_layout(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(runner, Mapping):
         return dict(values)
     found, kept = dict(values), dict(runner)
-    checkpointing = found.pop("gradient_checkpointing", None)
-    if checkpointing is not None:
+    if (checkpointing := found.pop(EARLY, None)) is not None:
         found["checkpointing"] = "full" if checkpointing else "none"
     if isinstance(found.get("optimizer"), str):
         found["optimizer"] = OPTIMIZERS.get(found["optimizer"], found["optimizer"])
     for name in MOVED:
-        moved = kept.pop(name, None)
-        if moved is not None:
+        if (moved := kept.pop(name, None)) is not None:
             found[name] = moved
-    stage = kept.pop("zero_stage", None)
-    if stage is not None:
+    if (stage := kept.pop("zero_stage", None)) is not None:
         found["sharding"] = f"zero{stage}"
     if kept.get("name") == "fsdp":
         kept["name"] = "torch"

@@ -150,8 +150,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
         return kind, reason if rank is None or kind is Outcome.INVALID else f"rank {rank}: {reason}"
     if has_published_result(evidence):
         return Outcome.OK, None
-    ended = _ended(evidence)
-    if ended is not None:
+    if (ended := _ended(evidence)) is not None:
         return ended[0], f"{ended[1]}{_HINTS.get(ended[0], '')}"
     if evidence.result is None:
         return Outcome.BAD_RESULT, evidence.result_error or "exit status 0 without a result"
@@ -231,13 +230,12 @@ def _said_full(memory: object) -> str | None:
 
 def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome, str]:
     kind, message = error["type"], error["message"]
-    lines = message.strip().splitlines()
-    lines = [line[:REASON_LENGTH] for line in lines[:1]]
-    reason = f"{kind}: {lines[0]}" if lines and not kind.startswith("vramsweep.") else lines[0] if lines else kind
+    said = "".join(message.strip().splitlines()[:1])[:REASON_LENGTH]
+    reason = f"{kind}: {said}" if said and not kind.startswith("vramsweep.") else said or kind
     if kind.endswith("EnvironmentFault"):
-        return Outcome.ENVIRONMENT, lines[0] if lines else kind
+        return Outcome.ENVIRONMENT, said or kind
     if kind.endswith("InvalidTrial"):
-        return Outcome.INVALID, lines[0] if lines else kind
+        return Outcome.INVALID, said or kind
     if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # of a simulated node, Python's
         return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError"):

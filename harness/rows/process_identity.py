@@ -24,10 +24,9 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
     pid, ticks = process.get("pid"), process.get("ticks")
     if process.get("host") != platform.node() or not isinstance(pid, int) or not isinstance(ticks, int):
         return None
-    boot, space = (process.get(name) for name in ("boot", "space"))
-    if boot != _space()["boot"]:
+    if process.get("boot") != _space()["boot"]:
         return False
-    return None if space != _space()["space"] else _ticks(pid) == ticks
+    return None if process.get("space") != _space()["space"] else _ticks(pid) == ticks
 
 
 def _ticks(pid: int) -> int | None:

@@ -69,8 +69,7 @@ def p_value(times: Sequence[float]) -> float:
     n = len(times)
     if n <= EXACT:
         pairs = n * (n - 1) // 2
-        orders = _orders(n)
-        return min(1.0, 2 * sum(orders[: (pairs - score) // 2 + 1]))
+        return min(1.0, 2 * sum(_orders(n)[: (pairs - score) // 2 + 1]))
     deviation = math.sqrt(n * (n - 1) * (2 * n + 5) / 18)
     return 2 * (1 - statistics.NormalDist().cdf(max(score - 1, 0) / deviation))
 
