@@ -169,7 +169,10 @@ def test_a_key_that_nobody_heeds_is_refused_and_one_that_the_trainer_fills_in_is
         (asked(tmp_path, 3, overlapped, **simulated), "does not take overlap_com: .*the closest is overlap_comm"),
         (asked(tmp_path, 3, {"zero": {"zero_quantized_weights": True}}, **simulated), "has no kernel for a CPU"),
         (asked(tmp_path, 3, {"optimizer": {"type": "Foo"}}, **engine), "has no Foo; it has adagrad, adam"),
-        (asked(tmp_path, 2, {"scheduler": {"type": "Foo"}}, **fake), "there is no such scheduler; allowed: LRRangeTest"),
+        (
+            asked(tmp_path, 2, {"scheduler": {"type": "Foo"}}, **fake),
+            "there is no such scheduler; allowed: LRRangeTest",
+        ),
         (asked(tmp_path, 2, {"scheduler": {"type": "WarmupDecayLR", "params": {}}}, **fake), "total_num_steps"),
         (asked(tmp_path, 2, {"communication_data_type": "foo"}, **fake), "DeepSpeed cannot read it"),
     ]
