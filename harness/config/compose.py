@@ -164,8 +164,7 @@ def _cases(args: argparse.Namespace, session: Session) -> tuple[list[str], dict[
 
     Raises UserError where they are something else.
     """
-    named = [word for word in args.overrides if word.startswith("sweep=")]
-    if not named:
+    if not (named := [word for word in args.overrides if word.startswith("sweep=")]):
         return [], {}
     if "," in named[-1]:
         raise UserError(f"{named[-1]}: a preset is a sweep of its own, so one at a time: {named[-1].partition(',')[0]}")

@@ -111,9 +111,7 @@ def check(args: argparse.Namespace) -> None:
         key, text = override.key_or_group, str(override.input_line)
         if not key:
             raise UserError(suggestions.describe_unreadable(text, {}))
-        values: list[Any] = [override._value]
-        if isinstance(override._value, ChoiceSweep):
-            values = list(override._value.list)
+        values: list[Any] = override._value.list if isinstance(override._value, ChoiceSweep) else [override._value]
         texts = [value.text if isinstance(value, QuotedString) else str(value) for value in values]
         leads_out = [one for one in texts if one.startswith("/") or ".." in one.split("/")]
         if leads_out and groups.repository.group_exists(key):

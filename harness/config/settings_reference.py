@@ -11,9 +11,9 @@ Not covered: which values go together (trial.py), how words are read (overrides.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -116,7 +116,7 @@ def values(key: str) -> tuple[str, ...]:
     if key in ("device.link", "device.interconnect"):
         return tuple(interconnects.link_names(key == "device.interconnect"))
     if named := shardings.NAMES if key == "sharding" else catalog.values(key):
-        return tuple(str(value).lower() if isinstance(value, bool) else str(value) for value in named)
+        return tuple(map(catalog.text, named))
     kind = _kind(Trial, key.split(".")) or {one.name: one.type for one in dataclasses.fields(Settings)}.get(key)
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
@@ -142,18 +142,13 @@ def _group(name: str) -> Group:
 
 
 def _option(file: Path) -> Option:
-    lines = []
-    for line in file.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        if not line.startswith("# @package"):
-            lines.append(line.lstrip("# "))
-    meaning = " ".join(lines)
+    head = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+    meaning = " ".join(line.lstrip("# ") for line in head if not line.startswith("# @package"))
     first = re.sub(r": `[^`]*`$", "", meaning.partition(". ")[0].rstrip("."))
     return Option(file.stem, first, meaning)
 
 
-def _read(file: Path, prefix: str = "") -> Iterator[Setting]:
+def _read(file: Path, prefix: str = "") -> list[Setting]:
     """The settings of a file, with their comments; those of a node below theirs."""
     whole = "# @package _global_" in file.read_text()
     found: list[Setting] = []
@@ -166,8 +161,7 @@ def _read(file: Path, prefix: str = "") -> Iterator[Setting]:
             last = found.pop()
             found.append(dataclasses.replace(last, meaning=f"{last.meaning} {line.strip()[2:]}".strip()))
             continue
-        match = _LINE.fullmatch(line)
-        if match is None:
+        if (match := _LINE.fullmatch(line)) is None:
             continue
         if not match["indent"]:
             node = match["key"] if not match["value"] else ""
@@ -179,7 +173,7 @@ def _read(file: Path, prefix: str = "") -> Iterator[Setting]:
         meaning = match["comment"] or (schema.BY_NAME[key].meaning if key in schema.BY_NAME else "")
         default = said[1] if said else match["value"] or ""
         found.append(Setting(key, default, meaning, values(key), section))
-    yield from found
+    return found
 
 
 def text() -> str:

@@ -24,7 +24,6 @@ from vramsweep.harness.questions import fit_prediction, largest_prediction
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
-from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -205,11 +204,8 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
     card, problem = fit_prediction.choose_card(settings)
     if card is None:
         return None, problem
-    try:
-        trial = fit_prediction.simulate(item.trial, card)
-    except trials.InvalidTrial as error:
-        return None, str(error)
-    return Planned(item.trial_id, trial.model_dump(mode="json"), trial, None), None
+    found = fit_prediction.predictable(item, card)
+    return (None, found.reason) if found.trial is None else (found, None)
 
 
 def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:

@@ -85,23 +85,9 @@ def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[
         f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false leaves it out",
         file=sys.stderr,
     )
-    asked: dict[str, Planned] = {}
-    refused: dict[str, str] = {}
-    for p in largest[:PREDICTIONS]:
-        assert p.trial is not None
-        try:
-            trial = simulate(p.trial, on)
-        except trials.InvalidTrial as error:
-            refused[p.trial_id] = str(error)
-        else:
-            asked[p.trial_id] = Planned(p.trial_id, trial.model_dump(mode="json"), trial, None)
-    rows = predicted_rows(list(asked.values()), settings)
-    return [
-        Prediction(p.trial_id, labels[p.trial_id], on.name, reason=refused[p.trial_id])
-        if p.trial_id in refused
-        else _judge(asked[p.trial_id], labels[p.trial_id], on.name, rows.get(p.trial_id))
-        for p in largest[:PREDICTIONS]
-    ]
+    asked = [predictable(p, on) for p in largest[:PREDICTIONS]]
+    rows = predicted_rows([p for p in asked if p.trial is not None], settings)
+    return [_judge(p, labels[p.trial_id], on.name, rows.get(p.trial_id)) for p in asked]
 
 
 def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Row]:
@@ -129,9 +115,20 @@ def simulate(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
     return trial_parser.parse(trial.model_dump(mode="json") | over)
 
 
+def predictable(item: Planned, card: gpu_lookup.Gpu) -> Planned:
+    """The same, by its id, as it is predicted for a card; without a trial where it cannot be, for that reason."""
+    assert item.trial is not None
+    try:
+        trial = simulate(item.trial, card)
+    except trials.InvalidTrial as error:
+        return replace(item, trial=None, reason=str(error))
+    return Planned(item.trial_id, trial.model_dump(mode="json"), trial, None)
+
+
 def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
     """What a predicted row says of a trial; None where there was no time for it."""
-    assert item.trial is not None
+    if item.trial is None:
+        return Prediction(item.trial_id, label, card, reason=item.reason)
     kind = Outcome.TIMEOUT if row is None else row["outcome"]
     if row is None or kind not in (Outcome.OK, Outcome.OOM):
         slow = f"{PREDICTION_S:g} s were not enough for all"
@@ -148,8 +145,7 @@ def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
     """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
     if isinstance(settings.predict, str):
         return gpu_lookup.gpu_named(settings.predict), ""
-    cards = machine.visible_gpus(os.environ)
-    if not cards:
+    if not (cards := machine.visible_gpus(os.environ)):
         return gpu_lookup.gpu_named(CARD), ""
     name = cards[0].name
     known = gpu_lookup.find_gpu(name) if name else None

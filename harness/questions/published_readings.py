@@ -341,8 +341,7 @@ def later(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _grade(node: _Node) -> str:
-    grade = node.text("grade")
-    if grade not in ("A", "B"):
+    if (grade := node.text("grade")) not in ("A", "B"):
         raise node.wrong(
             f"grade {_short(grade)}: allowed is A (script and versions are there) or B (configuration is clear)"
         )

@@ -17,18 +17,17 @@ from pydantic import BaseModel, ValidationError
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.files.bounded_reads import error_reason, read_content
-from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, GIB
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import published_readings
 from vramsweep.harness.questions.published_readings import PHASES, Reading, Run
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.spec import trial_identity, version_differences
+from vramsweep.harness.spec import version_differences
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import run_trials
-from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.sweep.plan import Planned, Settings, plan_trial
 
-GIB = 1 << 30
 PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
 SOME = 5  # runs beside which words of the command are tried that are no trial alone
 TOLD = 50  # runs that are planned from one line to the next
@@ -109,17 +108,14 @@ def resolve(runs: Sequence[Run], words: Sequence[str]) -> tuple[list[ReadingRequ
     for number, run in enumerate(runs):
         if number % TOLD == 0:  # planning takes some tenths of a second a run
             print(f"planning: {number} of {len(runs)} runs", flush=True)
-        if run.cannot is not None:
-            asked.append(ReadingRequest(run, reason=run.cannot))
-            continue
-        try:
-            item, _ = _planned(_words(run, words))
-        except UserError as error:
-            asked.append(ReadingRequest(run, reason=str(error)))
-            continue
-        asked.append(
-            ReadingRequest(run, reason=item.reason) if item.trial is None else ReadingRequest(run, item, _plain(item))
-        )
+        one = ReadingRequest(run, reason=run.cannot)
+        if run.cannot is None:
+            try:
+                item, _ = _planned(_words(run, words))
+                one = ReadingRequest(run, item, _plain(item)) if item.trial else replace(one, reason=item.reason)
+            except UserError as error:
+                one = replace(one, reason=str(error))
+        asked.append(one)
     return asked, replace(settings, report=False, action="run")
 
 
@@ -174,9 +170,7 @@ def _plain(item: Planned) -> Planned | None:
     assert item.trial is not None
     if not version_differences.find_differences(item.trial):
         return None
-    trial = item.trial.model_copy(update={"versions": {}})
-    resolved = trial.model_dump(mode="json")
-    return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
+    return plan_trial(item.trial.model_copy(update={"versions": {}}))
 
 
 def predict(asked: Sequence[ReadingRequest], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
@@ -189,8 +183,7 @@ def why(one: ReadingRequest, rows: Mapping[str, Row]) -> str | None:
     """Why nothing is predicted of a run."""
     if one.item is None:
         return one.reason
-    row = rows.get(one.item.trial_id)
-    if row is None:
+    if (row := rows.get(one.item.trial_id)) is None:
         return "not predicted"
     return None if row["outcome"] in PREDICTED else f"{row['outcome']}: {row['reason']}"
 

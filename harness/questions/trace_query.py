@@ -37,9 +37,7 @@ def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
 
     device=simulated is understood where no other is named.
     """
-    given = any(word.partition("=")[0] == "device" for word in words)
-    planned = compose.resolve([*([] if given else ["device=simulated"]), *spelled(words)], verb).trials
-    if not planned:
+    if not (planned := compose.resolve(spelled(words), verb).trials):
         return None
     if len(planned) != 1:
         raise UserError(f"{verb} takes one trial, and these are {len(planned)}; give each setting one value")
@@ -64,8 +62,11 @@ def name_a_trial(words: Sequence[str]) -> bool:
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """The words of a verb that is of predictions alone: gpu=NAME is short for device.gpu=NAME."""
-    return [f"device.{word}" if word.startswith("gpu=") else word for word in words]
+    """The words of a verb that is of predictions alone: gpu=NAME is short for device.gpu=NAME, and device=simulated is
+    understood where no other is named."""
+    given = any(word.partition("=")[0] == "device" for word in words)
+    own = [f"device.{word}" if word.startswith("gpu=") else word for word in words]
+    return own if given else ["device=simulated", *own]
 
 
 def finished(folder: Path, ids: Sequence[str]) -> list[Row]:

@@ -117,7 +117,8 @@ def search(
         before = (base.need, base.seconds, base.work)
         idle = {one.remedies[0] for one in known if (one.need, one.seconds, one.work) == before}
         busy = [taken for taken in combinations if not idle.intersection(taken)]
-        fitting = len(LEVELS) if smallest else _fitting([base, *known], limit)
+        levels = [] if smallest else [one.level for one in (base, *known) if one.fits(limit)]
+        fitting = min(levels, default=len(LEVELS))  # beyond all levels where nothing is known to fit
         look(_promising(busy, guess, fitting, limit)[: most - most // 2])
         left = most // 2
         while near := _near(list(tried.values()), combinations, guess, limit, smallest)[: min(left, WAVE)]:
@@ -166,11 +167,6 @@ def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
         return Option(taken, round(need), seconds, work=(work[0], work[1]))
 
     return guess
-
-
-def _fitting(options: Sequence[Option], limit: int) -> int:
-    """The least level in which something is known to fit; beyond all levels where nothing does."""
-    return min((one.level for one in options if one.fits(limit)), default=len(LEVELS))
 
 
 def _promising(

@@ -140,12 +140,5 @@ def _batches(resolved: Mapping[str, Any]) -> list[MemorySaving]:
     """The same samples a step in more passes: half, a quarter and one at a time."""
     batch, passes = int(resolved["micro_batch"]), int(resolved["grad_accum"])
     sizes = [size for size in (batch // 2, batch // 4, 1) if 1 <= size < batch and batch % size == 0]
-    return [
-        MemorySaving(
-            f"micro_batch={size} grad_accum={passes * batch // size}",
-            "batch",
-            {"micro_batch": size, "grad_accum": passes * batch // size},
-            ROUNDING,
-        )
-        for size in dict.fromkeys(sizes)
-    ]
+    changes = ({"micro_batch": size, "grad_accum": passes * batch // size} for size in dict.fromkeys(sizes))
+    return [MemorySaving(" ".join(f"{key}={n}" for key, n in one.items()), "batch", one, ROUNDING) for one in changes]

@@ -161,8 +161,7 @@ def command_problems(trial: Trial) -> Iterator[str]:
                 f"{name}={_spelt(value)} does not reach the command: write {{{name}}} where it takes it, "
                 f"{{{name}:{_spelt(value)}=TEXT}} if it calls it otherwise"
             )
-    unused = [name for name in trial.runner.options if name not in told]
-    if unused:
+    if unused := [name for name in trial.runner.options if name not in told]:
         yield f"{unused[0]} is given, but the command has no {{{unused[0]}}}; write it where the command takes it"
     if trial.device.name == "simulated" and trial.world_size > 1:
         yield "a command is simulated as one process: world_size=1, or measure on device=cuda"
@@ -197,14 +196,10 @@ def _values(trial: Trial) -> dict[str, Any]:
 
 
 def _read(match: re.Match[str]) -> Placeholder:
-    cases = match["cases"]
-    pairs = None if cases is None else [_case(case) for case in cases.split(":")]
-    return Placeholder(match["name"], pairs)
-
-
-def _case(case: str) -> tuple[str, str]:
-    value, _, text = case.partition("=")
-    return value.strip(), text
+    if match["cases"] is None:
+        return Placeholder(match["name"], None)
+    parts = (case.partition("=") for case in match["cases"].split(":"))
+    return Placeholder(match["name"], [(value.strip(), text) for value, _, text in parts])
 
 
 def _text(match: re.Match[str], values: Mapping[str, Any]) -> str:

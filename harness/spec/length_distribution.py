@@ -120,14 +120,12 @@ def is_file(place: Path) -> bool:
 def source(data: str, fingerprint: str | None = None) -> Source:
     """What lengths are drawn from. Raises LengthsError, or EnvironmentFault for a file with another fingerprint."""
     text = data.removeprefix(PREFIX)
-    place = lengths_file(data)
-    if place is None:
+    if (place := lengths_file(data)) is None:
         return _lognormal(data, text)
     if not is_file(place):
         if fingerprint is not None:
             raise EnvironmentFault(CHANGED.format(place))
-        call = _CALL.fullmatch(text)
-        if call is not None:
+        if (call := _CALL.fullmatch(text)) is not None:
             raise LengthsError(f"data={data}: there is no distribution {call[1]}, only lognormal; {WAYS}")
         raise LengthsError(f"data={data}: there is no file {place}; {WAYS}")
     state = place.stat()
@@ -138,8 +136,7 @@ def source(data: str, fingerprint: str | None = None) -> Source:
 
 
 def _lognormal(data: str, text: str) -> Lognormal:
-    found = _LOGNORMAL.fullmatch(text)
-    if found is None:
+    if (found := _LOGNORMAL.fullmatch(text)) is None:
         raise LengthsError(f"data={data} says no lengths; {WAYS}")
     try:
         median, sigma = float(found[1]), float(found[2])

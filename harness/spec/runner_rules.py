@@ -111,8 +111,7 @@ def zero_precision(trial: Trial) -> Iterator[str]:
 
 def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
     """The axis has DeepSpeed's Adam; its other optimizers are options, which have kernels of their own."""
-    asked = trial.runner.options.get("optimizer")
-    if asked is None:
+    if (asked := trial.runner.options.get("optimizer")) is None:
         return
     kind = str(asked.get("type") if isinstance(asked, Mapping) else asked)
     if kind.lower() in ("adam", "adamw"):
@@ -136,8 +135,7 @@ _TRACED = ("adagrad", "rmsprop")
 
 
 def _trainer_optimizer(trial: Trial) -> Iterator[str]:
-    asked = trial.runner.options.get("optim")
-    if asked is None:
+    if (asked := trial.runner.options.get("optim")) is None:
         return
     name = {"adamw_8bit": "adamw_bnb_8bit"}.get(str(asked), str(asked))  # an alias in TrainingArguments
     axis = next((t.name for t in catalog.entries("optimizer") if t.optim == name), None)

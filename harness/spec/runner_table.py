@@ -187,8 +187,7 @@ def markdown_table() -> str:
 
 def runner_rules_of(trial: Trial) -> Iterator[str]:
     """What the tables say against a trial, reason by reason."""
-    entry = _RUNNERS.get(trial.runner.name)
-    if entry is None:
+    if (entry := _RUNNERS.get(trial.runner.name)) is None:
         yield suggestions.no_such_value(f"runner {trial.runner.name}", "runner", trial.runner.name, _RUNNERS)
         return
     if trial.sharding not in _SHARDINGS:
@@ -269,8 +268,7 @@ def _options(trial: Trial, entry: Runner) -> Iterator[str]:
             yield f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
     if entry.options is not None:
         known = (*entry.options, *_SHARDINGS[trial.sharding].options)
-        unknown = sorted(set(trial.runner.options) - set(known))
-        if unknown:
+        if unknown := sorted(set(trial.runner.options) - set(known)):
             others = " or ".join(s.name for s in SHARDINGS if unknown[0] in s.options)
             where = f" (it belongs to sharding={others})" if others else ""
             takes = f"with sharding={trial.sharding} takes {', '.join(known) or 'no options'}"

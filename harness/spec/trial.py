@@ -95,8 +95,7 @@ class DeviceAxis(_Frozen):
     def _typed_as_a_number(cls, value: Any) -> str | None:
         if value is None:
             return None
-        found = re.fullmatch(r"(\d+)(?:\.(\d))?", str(value), re.ASCII)
-        if found is None:
+        if (found := re.fullmatch(r"(\d+)(?:\.(\d))?", str(value), re.ASCII)) is None:
             raise PydanticCustomError("capability", "write major.minor, such as 8.6")
         given, highest = (int(found[1]), int(found[2] or 0)), max(gpu.capability for gpu in GPUS)
         if given > highest:

@@ -51,8 +51,7 @@ def _device(trial: Trial) -> Iterator[str]:
         yield from _simulated(trial)
         return
     defaults = type(trial.device).model_fields
-    given = [name for name in SIMULATED if getattr(trial.device, name) not in (None, defaults[name].default)]
-    if given:
+    if given := [name for name in SIMULATED if getattr(trial.device, name) not in (None, defaults[name].default)]:
         yield f"device.{given[0]} belongs to device=simulated, not {trial.device.name}; leave it out"
     if trial.device.name == "cuda":
         return

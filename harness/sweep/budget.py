@@ -77,8 +77,7 @@ class Budget:
         return why
 
     def _against(self, item: Planned, now_s: float, allowed: float, name: str) -> str | None:
-        left = allowed - (now_s - self._began)
-        if left <= 0:
+        if (left := allowed - (now_s - self._began)) <= 0:
             return f"{name} is spent"
         expected = self.total([item])
         if expected.seconds is None or expected.seconds <= left:
@@ -89,19 +88,17 @@ class Budget:
     def learn(self, rows: Iterable[Row]) -> None:
         """Trials have come to their ends with these rows, each of which says what trial it is of."""
         for row in rows:
-            if row.get("duration_s") is not None:
-                self._learn(row, row["duration_s"], row.get("trial"))
-
-    def _learn(self, row: Row, spent: float, resolved: object) -> None:
-        self._spent.append(spent)
-        work = _work(resolved) if isinstance(resolved, Mapping) else None
-        if row.get("outcome") != "ok" or work is None or not isinstance(resolved, Mapping):  # it ended before its time
-            return
-        parameters = row.get("parameters") or 0
-        start = min(row.get("overhead_s") or 0.0, spent)
-        self._of.setdefault(configuration(resolved), _Took()).add(work, spent, start)
-        if parameters > 0 and node_name(resolved, "device") != "simulated":
-            self._any.add(work * parameters, spent, start)
+            resolved: Any = row.get("trial")
+            if (spent := row.get("duration_s")) is None:
+                continue
+            self._spent.append(spent)
+            work = _work(resolved) if isinstance(resolved, Mapping) else None
+            if row.get("outcome") != "ok" or work is None:  # it ended before its time
+                continue
+            parameters, start = row.get("parameters") or 0, min(row.get("overhead_s") or 0.0, spent)
+            self._of.setdefault(configuration(resolved), _Took()).add(work, spent, start)
+            if parameters > 0 and node_name(resolved, "device") != "simulated":
+                self._any.add(work * parameters, spent, start)
 
     def expected(self, item: Planned) -> Expected:
         """What one trial will take; 0 s if it cannot run. A simulated one without the trace, which others share."""
@@ -134,8 +131,7 @@ class Budget:
         """What trials will take one after the other, with a trace for each configuration that is simulated."""
         items = list(items)
         each = [self.expected(item) for item in items]
-        unknown = next((one for one in each if one.seconds is None), None)
-        if unknown is not None:
+        if (unknown := next((one for one in each if one.seconds is None), None)) is not None:
             return unknown
         traced = {configuration(p.resolved) for p in items if p.trial and p.trial.device.name == "simulated"}
         bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))

@@ -81,10 +81,8 @@ def _follows(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
     part, _, rest = key.partition(".")
     if part not in PARTS or not rest or rest == "name" or key.startswith(OPTIONS):
         return False
-    of_name: dict[str, set[str]] = {}
-    for one in values:
-        of_name.setdefault(repr(one.get(f"{part}.name")), set()).add(repr(one.get(key)))
-    return all(len(found) == 1 for found in of_name.values())
+    pairs = {(repr(one.get(f"{part}.name")), repr(one.get(key))) for one in values}
+    return len(pairs) == len({name for name, _ in pairs})
 
 
 def flatten(resolved: Mapping[str, Any], only: set[str] | None = None) -> dict[str, Any]:

@@ -60,10 +60,7 @@ class OomDominance:
 
 def order(planned: Sequence[Planned]) -> list[Planned]:
     """Lengths in their order, and of each the small batches first: what runs out of memory before what needs more."""
-    turn: dict[int, int] = {}
-    for item in planned:
-        if item.trial:
-            turn.setdefault(item.trial.seq_len, len(turn))
+    turn = {length: n for n, length in enumerate(dict.fromkeys(p.trial.seq_len for p in planned if p.trial))}
 
     def place(item: Planned) -> tuple[int, int]:
         return (turn[item.trial.seq_len], item.trial.micro_batch) if item.trial else (-1, 0)

@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, FiniteFloat, SkipValidation, ValidationError, model_validator
@@ -160,15 +160,10 @@ def _short(value: Any) -> Any:
 
 def expand_trials(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:
     """For each configuration its trials, one a repeat."""
-    trial_values = [
-        migrations.upgrade_layout({k: v for k, v in config.items() if k not in SETTINGS}) for config in configs
-    ]
+    own = ({key: value for key, value in config.items() if key not in SETTINGS} for config in configs)
     return [
-        [
-            dataclasses.replace(_planned(values | {"repeat": repeat}), position=at * repeats + repeat)
-            for repeat in range(repeats)
-        ]
-        for at, values in enumerate(trial_values)
+        [replace(_planned(values | {"repeat": n}), position=at * repeats + n) for n in range(repeats)]
+        for at, values in enumerate(map(migrations.upgrade_layout, own))
     ]
 
 
@@ -179,6 +174,11 @@ def _planned(values: dict[str, Any]) -> Planned:
         trial = trial_parser.parse(values)
     except trials.InvalidTrial as error:
         return Planned(trial_identity.trial_id(values), values, None, redaction.mask_text(str(error)))
+    return plan_trial(trial)
+
+
+def plan_trial(trial: trials.Trial) -> Planned:
+    """A trial that can run, by its own id."""
     resolved = trial.model_dump(mode="json")
     return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
 
@@ -250,14 +250,10 @@ def halving(count: int) -> list[int]:
     """
     if count < 2:
         return list(range(count))
-    order = [count - 1, 0]
-    gaps = [(0, count - 1)]
-    while gaps:
-        following = []
-        for low, high in gaps:
-            if high - low > 1:
-                middle = (low + high) // 2
-                order.append(middle)
-                following += [(low, middle), (middle, high)]
-        gaps = following
+    order, gaps = [count - 1, 0], [(0, count - 1)]
+    for low, high in gaps:  # to which those are added that each leaves
+        if high - low > 1:
+            middle = (low + high) // 2
+            order.append(middle)
+            gaps += [(low, middle), (middle, high)]
     return order

@@ -93,8 +93,7 @@ def phase(records: Sequence[Mapping[str, Any]]) -> str:
     if "phase" in records[-1]:  # a simulated run says more
         step = records[-1].get("at_step")
         return "load" if step is None else f"step {step}, {records[-1]['phase']}"
-    done = [r["step"] for r in records if "step" in r]
-    if done:
+    if done := [r["step"] for r in records if "step" in r]:
         return f"step {done[-1] + 1}"
     return "step 0" if records[-1].get("event") == "train" else "load"
 

@@ -82,15 +82,13 @@ def run(
     mine = {p.trial_id: mine[p.trial_id] for p in share if p.trial_id in mine}
     unanswered = [row["outcome"] for row in mine.values() if not outcome.is_answer(row["outcome"])]
     faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
-    failed = len(unanswered) - faults
-    if failed:
+    if failed := len(unanswered) - faults:
         print(
             f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
         )
     if faults:
         print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")
-    left_out = budget.left_out(len(share), mine)
-    if left_out:
+    if left_out := budget.left_out(len(share), mine):
         print(left_out)
     if settings.others:
         print("others=true: other tools are not asked any more; docs/validation.md has what they said")

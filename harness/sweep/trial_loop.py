@@ -62,8 +62,7 @@ def run_all(
         progress.show(done[item.trial_id], item)
     left = [p for p in todo if dominators is None or dominators.reason(p) is None]
     for batch in batch_prediction.batches(left).values():
-        allowed = [item for item in batch if budget.allows(item, time.monotonic()) is None]
-        if allowed:
+        if allowed := [item for item in batch if budget.allows(item, time.monotonic()) is None]:
             with interrupts.finishing():
                 done |= batch_prediction.run(
                     allowed, tried, settings, folder, journal, launcher, progress, interrupts.check

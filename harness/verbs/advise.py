@@ -73,9 +73,7 @@ def main(argv: Sequence[str]) -> int:
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
         raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which card")
-    named = any(word.partition("=")[0] == "device" for word in given)
-    asked_for = [*([] if named else ["device=simulated"]), *trace_query.spelled(given)]
-    axis = GOALS[options.goal]
+    asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
     with compose.resolve(asked_for, "advise", suffix="advice") as session:
         if session.settings is None:
@@ -159,8 +157,7 @@ def show(
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
         console.print(_compared("What fits and nothing beats in both, the fastest first", found.front, found))
-    rest = found.space - len(found.tried)
-    if rest > 0:
+    if (rest := found.space - len(found.tried)) > 0:
         console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
     if axis:
         console.print(_reached(found, reached, axis))
@@ -184,8 +181,7 @@ def show(
 
 def exact(trial: Trial) -> str:
     """What is known of a model that cannot be traced."""
-    count = trial.model.parameters
-    if count is None:
+    if (count := trial.model.parameters) is None:
         return "How many parameters it has is not known either: nothing can be said without measuring."
     plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
     other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)

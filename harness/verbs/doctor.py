@@ -43,8 +43,7 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
     for package in ("torch", "transformers", "deepspeed"):
         found = machine.torch_version() if package == "torch" else machine.version(package)
         checks.append(Check(package, "ok" if found else "problem", found or f"not installed: pip install {package}"))
-    shadowed = machine.nvml_problem()
-    if shadowed:
+    if shadowed := machine.nvml_problem():
         checks.append(Check("nvml", "problem", shadowed))
     with machine.nvml():  # once: without persistence mode each opening loads the driver anew
         cards = machine.gpus()
@@ -137,8 +136,7 @@ def _visible(environ: Mapping[str, str]) -> list[Check]:
     notes = [Check("order", "note", otherwise)] if otherwise else []
     if value is None:
         return notes
-    seen = machine.visible_gpus(environ)
-    if not seen:
+    if not (seen := machine.visible_gpus(environ)):
         text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
         return [*notes, Check("visible", "problem", text)]
     names = ", ".join(

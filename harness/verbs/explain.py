@@ -22,7 +22,6 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
 MIB = 1 << 20
-GIB = 1 << 30
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 DETAILS = """\
@@ -46,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise UserError(f"explain what? {_USAGE}")
     if trace_query.name_a_trial(words):
-        found = trace_query.find_trial("explain", words)
-        if found is None:
+        if (found := trace_query.find_trial("explain", words)) is None:
             return 0
         asked, traces = [found], None
     else:

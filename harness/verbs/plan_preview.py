@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.hardware.gpu_lookup import GIB
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
@@ -27,8 +28,6 @@ from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_tria
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.sweep.time_limit import duration_words
 from vramsweep.harness.verbs import plan_summary
-
-GIB = 1 << 30
 
 
 def show_session(session: Session) -> None:
@@ -91,17 +90,14 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         Console().print(plan_summary.show_plan(planned, plan_summary.lines(planned, todo, budget.total)))
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
-    unproven = sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)})
-    if unproven:
+    if unproven := sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)}):
         print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
     for line in notes:
         print(line)
     time_s = "unknown" if total.seconds is None else duration(total.seconds)
     priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
     print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)
-    for line in _together(pending, one_by_one, total, settings):
-        print(line)
-    for line in report(predictions, len(largest)):
+    for line in (*_together(pending, one_by_one, total, settings), *report(predictions, len(largest))):
         print(line)
 
 
@@ -136,12 +132,10 @@ def report(predictions: Sequence[Prediction], configurations: int) -> list[str]:
     if not predictions:
         return []
     lines = [f"memory predicted for {predictions[0].card}, the largest trial of each configuration:"]
-    for one in sorted(predictions, key=lambda p: p.fits is False):
-        lines.append(f"  {one.label}: {_verdict(one)}")
+    lines += [f"  {one.label}: {_verdict(one)}" for one in sorted(predictions, key=lambda p: p.fits is False)]
     if configurations > len(predictions):
         lines.append(f"  {configurations - len(predictions)} smaller configurations were not predicted")
-    failing = sum(one.fits is False for one in predictions)
-    if failing:
+    if failing := sum(one.fits is False for one in predictions):
         lines.append(f"{failing} of {configurations} configurations: the largest trial will run out of memory")
     return lines
 

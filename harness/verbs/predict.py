@@ -109,8 +109,7 @@ def show_edges(answers: Sequence[tuple[Planned, largest_prediction.Answer]], axi
         looked = f"{found['looked_at']:,} of {found['of']:,}"
         table.add_row(largest_prediction.label(item, axis), *edges, looked, found["trace_basis"] or "none")
     console.print(table)
-    margins = [found["margin"] for _, found in answered if found["margin"] is not None]
-    if margins:
+    if margins := [found["margin"] for _, found in answered if found["margin"] is not None]:
         console.print(
             "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
             f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
@@ -166,12 +165,8 @@ def words(argv: Sequence[str]) -> list[str]:
 def _values(word: str) -> list[int]:
     """The whole numbers of a word such as seq_len=1..2048 or micro_batch=1,2,4..16, in order."""
     key, _, value = word.partition("=")
-    found: set[int] = set()
-    for item in (item.strip() for item in value.split(",")):
-        if item.isdigit():
-            found.add(int(item))
-        else:
-            found |= set(_span(word, item))
+    items = [item.strip() for item in value.split(",")]
+    found = {number for item in items for number in ([int(item)] if item.isdigit() else _span(word, item))}
     if min(found) < 1:
         raise UserError(f"{word}: {key} starts at 1")
     return sorted(found)
@@ -182,8 +177,7 @@ def _spelled(word: str) -> str:
     key, _, value = word.partition("=")
     items = [item.strip() for item in value.split(",")]
     whole = key in whole_numbers()
-    ranges = [item for item in items if _RANGE.fullmatch(item) or (whole and ".." in item)]
-    if not ranges:
+    if not (ranges := [item for item in items if _RANGE.fullmatch(item) or (whole and ".." in item)]):
         return word
     if not whole:
         raise UserError(f"{word}: only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}")
@@ -195,8 +189,7 @@ def _spelled(word: str) -> str:
 
 
 def _span(word: str, item: str) -> range:
-    found = _RANGE.fullmatch(item)
-    if found is None:
+    if (found := _RANGE.fullmatch(item)) is None:
         raise UserError(
             f"{word}: {item} is no range; write FIRST..LAST or FIRST..LAST..STEP, as 1..2048 or 64..2048..64"
         )

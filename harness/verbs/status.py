@@ -60,8 +60,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
     submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
-    folders = arguments.folder or sorted(begun | submitted)
-    if not folders:
+    if not (folders := arguments.folder or sorted(begun | submitted)):
         raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
     if arguments.watch is not None:
         return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)

@@ -48,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
     if trace_query.name_a_trial(words):
-        found = trace_query.find_trial("timeline", words)
-        if found is None:
+        if (found := trace_query.find_trial("timeline", words)) is None:
             return 0
         records, place = [of_trial(*found)], Path()
     else:
@@ -70,8 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 def of_trial(trial_id: str, trial: Trial) -> Record:
     """The timeline of a trial that is traced for it. Raises UserError."""
-    found = trace_query.of_trial("timeline", "timeline", trial_id, trial, None)
-    if found is None:
+    if (found := trace_query.of_trial("timeline", "timeline", trial_id, trial, None)) is None:
         raise UserError("the step allocates nothing, so it has no timeline")
     return {"trial_id": trial_id, "about": trace_query.describe_trial(trial), "timeline": found}
 
@@ -81,8 +79,7 @@ def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
     out, or traced. Raises UserError."""
     own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
     found = [_read_kept(folder, row) for row, _ in own]
-    missing = [i for i, one in enumerate(found) if one is None]
-    if missing:
+    if missing := [i for i, one in enumerate(found) if one is None]:
         answers = trace_query.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
         for i, answer in zip(missing, answers, strict=True):
             if answer is None and trace:

@@ -44,8 +44,7 @@ def main(argv: Sequence[str]) -> int:
     """`validate`; returns the exit status. Raises UserError where nothing can be predicted."""
     arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
-    files = [Path(word) for word in arguments.words if "=" not in word]
-    if not files:
+    if not (files := [Path(word) for word in arguments.words if "=" not in word]):
         raise UserError("validate which runs? Name files, as benchmarks/published/*.yaml")
     runs, mistakes = reference_runs.read(files)
     estimates = OtherTools.beside(files)

@@ -26,9 +26,9 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.strategy import drive
-from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.sweep.plan import Planned
+from vramsweep.harness.sweep.plan import Planned, plan_trial
 from vramsweep.harness.sweep.resume import reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session, refuse_invalid
 
@@ -63,19 +63,17 @@ class AdaptiveSweeper(BasicSweeper):
         max_batch_size: int | None, params: Any,
     ) -> None:  # fmt: skip
         super().__init__(max_batch_size=max_batch_size, params=params)
-        self.whole = {"most": most, "checks": checks, "together": together, "seed": seed}
-        self.shares = {"allocated": allocated, "reserved": reserved}
         self.most, self.checks, self.together, self.seed = most, checks, together, seed
+        self.shares = {"allocated": allocated, "reserved": reserved}
         self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
 
     def check(self) -> None:
         """Raise UserError for a setting that is not allowed; not where Hydra makes this, which would bury it."""
         if self.max_batch_size is not None:
             raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
-        least = {"most": 3, "checks": 1, "together": 1, "seed": 0}
-        for key, value in self.whole.items():
-            if type(value) is not int or value < least[key]:
-                raise UserError(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least[key]}")
+        for key, least in (("most", 3), ("checks", 1), ("together", 1), ("seed", 0)):
+            if type(value := getattr(self, key)) is not int or value < least:
+                raise UserError(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least}")
         for key, share in self.shares.items():
             if not isinstance(share, (int, float)) or not 0 < share < 1:
                 raise UserError(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
@@ -85,8 +83,7 @@ class AdaptiveSweeper(BasicSweeper):
         assert self.hydra_context is not None
         assert self.launcher is not None
         self.check()
-        compose = getattr(self.launcher, "compose", None)
-        if compose is None:
+        if (compose := getattr(self.launcher, "compose", None)) is None:
             raise UserError("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
@@ -117,8 +114,7 @@ class AdaptiveSweeper(BasicSweeper):
             done = self.launcher.launch([jobs[n] for n in wanted], initial_job_idx=sum(map(len, returns)))
             returns.append(done)
             rows = {n: one.return_value for n, one in zip(wanted, done, strict=True) if one.return_value is not None}
-            known = {n: {at: rows.get(groups[n][at]) for at in own} for n, own in asked.items()}
-            told = {n: {at: answer(row) for at, row in of_one.items() if row} for n, of_one in known.items()}
+            told = {n: {at: answer(rows[m]) for at in own if rows.get(m := groups[n][at])} for n, own in asked.items()}
             return {n: answers for n, answers in told.items() if answers}
 
         ended = not drive(searches, launch, lambda: self._write(session.folder, planned, groups, searches))
@@ -195,13 +191,10 @@ def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row 
     found: list[Planned | None] = []
     for trial in possible:
         try:
-            resolved = fit_prediction.simulate(trial, card).model_dump(mode="json")
+            found.append(plan_trial(fit_prediction.simulate(trial, card)))
         except trials.InvalidTrial:
             found.append(None)
-            continue
-        found.append(Planned(trial_identity.trial_id(resolved), resolved, trial_parser.parse(resolved), None))
-    asked = [one for one in found if one is not None]
-    if not asked:
+    if not (asked := [one for one in found if one is not None]):
         return None
     print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
     try:
@@ -267,8 +260,7 @@ def said(first: Planned, search: "Search", ended: bool = False) -> str:
         return text
     worst = []
     for name in search.inferred():
-        off = [abs(check.off(name)) for check in search.compared if name in check.measured]
-        if off:
+        if off := [abs(check.off(name)) for check in search.compared if name in check.measured]:
             worst.append(f"{name} by at most {max(off):.2%}")
     checks = f"{len(search.compared)} check points were off: {', '.join(worst)}" if worst else "none was a check point"
     full = sum(check.full for check in search.compared)

@@ -87,8 +87,7 @@ def _axis(overrides: list[Override]) -> Override:
         if wanted in swept:
             return swept[wanted]
     ranges = list(filter(_ranged, swept.values()))
-    found = ranges or list(swept.values())
-    if not found:
+    if not (found := ranges or list(swept.values())):
         raise UserError(f"sweep=frontier looks for the edge of a length or batch: give '{LENGTHS}'")
     if len(found) > 1:
         raise UserError("seq_len and micro_batch both have several values; say whose edge: edge_of=seq_len")
@@ -107,7 +106,6 @@ def _values(axis: Override) -> list[int]:
         raise UserError(
             f"{axis.input_line}: sweep=frontier looks among whole numbers from 1; '{name}=range(64,8193,64)'"
         )
-    values = sorted(set(map(int, texts)))
-    if not values:
+    if not (values := sorted(set(map(int, texts)))):
         raise UserError(f"{axis.input_line} holds no value; a range is '{name}=range(FIRST,END,STEP)', without END")
     return values

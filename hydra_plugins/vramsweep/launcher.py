@@ -147,17 +147,11 @@ def _referred(config: DictConfig) -> set[str]:
         elif isinstance(node, str) and "${" in node:
             yield node
 
-    values = _values(config)
+    values = OmegaConf.to_container(config, resolve=False)  # as they are written, interpolations included
+    assert isinstance(values, dict)
     found: set[str] = set()
     for key in FREE:
         others = [text for name, value in values.items() if name != key for text in texts(value)]
         if key not in values or any(key in text or not OURS.fullmatch(text) for text in others):
             found.add(key)
     return found
-
-
-def _values(config: DictConfig) -> dict[str, Any]:
-    """A configuration's values as they are written, interpolations included."""
-    values = OmegaConf.to_container(config, resolve=False)
-    assert isinstance(values, dict)
-    return {str(key): value for key, value in values.items()}

@@ -51,8 +51,7 @@ def technique(axis: str, name: Any) -> Technique:
 
 def chosen_techniques(trial: Trial) -> tuple[Technique, ...]:
     """The entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
-    found = [entries.get(getattr(trial, name)) for name, entries in _BY_AXIS.items()]
-    return tuple(entry for entry in found if entry is not None)
+    return tuple(entry for name, of in _BY_AXIS.items() if (entry := of.get(getattr(trial, name))) is not None)
 
 
 def changed_settings(trial: Trial) -> list[str]:
