@@ -152,8 +152,8 @@ def _tokens(text: str) -> float:
 
 def _images(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
-    for name in names:
-        suggestions.check_listed(name, "format", name, (*IMAGES, "none"))
+    if unknown := [name for name in names if name not in IMAGES]:
+        raise UserError(suggestions.no_such_value(unknown[0], "format", unknown[0], IMAGES) + "; none stands alone")
     return names
 
 

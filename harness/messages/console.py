@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any
 
@@ -27,7 +26,7 @@ class Console(console.Console):
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
         super().__init__(markup=markup, highlight=False, **options)
-        if not self.is_terminal and "width" not in options and "COLUMNS" not in os.environ:
+        if not self.file.isatty() and "width" not in options:
             self.width = PIPED
 
     @property

@@ -339,15 +339,22 @@ def ask_attempt(
     environ: Mapping[str, str],
     runner: str,
     deadline_s: float,
+    cure: str = "raise timeout_s",
+    failed: str = "",
 ) -> Any:
     """Return what an attempt that is asked about trials leaves as its answer (JSON); for arguments see `attempt`.
 
-    Raises UserError with the reason where there is no answer, OSError if the folder cannot be written.
+    Raises UserError with the reason where there is no answer: `cure` says what to do where it took too long, `failed`
+    begins the text where something broke. Raises OSError if the folder cannot be written.
     """
-    done = launcher.attempt(spec, folder, environ, runner, deadline_s)
-    if (folder / ANSWER).exists():
+    evidence = launcher.attempt(spec, folder, environ, runner, deadline_s).evidence
+    with contextlib.suppress(OSError, ValueError):  # renamed to that name, so it is whole, however the worker ended
         return json.loads(read_content(folder / ANSWER, links=False))
-    raise UserError(classify(done.evidence)[1] or "the process ended without an answer")
+    if evidence.expired:
+        raise UserError(f"no answer within {deadline_s:g} s; {cure}")
+    kind, reason = classify(evidence)
+    reason = reason or "its answer cannot be read"
+    raise UserError(reason if kind is schema.Outcome.INVALID else f"{failed}{reason}")
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:

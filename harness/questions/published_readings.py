@@ -1,7 +1,7 @@
 """Reference runs: what others measured and published, with the overrides that predict the same run, in YAML.
 
 The format is described in benchmarks/published/README.md; what a file may say is checked here, and a mistake names file
-and line. Pure, apart from reading the file. Not covered: predicting the runs (validate.py), how far off they are
+and line. Pure, apart from reading the file. Not covered: predicting the runs (reference_runs.py), how far off they are
 (analysis/compare/validation.py).
 """
 
@@ -209,9 +209,9 @@ class _Node:
             if key not in keys:
                 raise self.wrong(suggestions.no_such_value(_short(key), "key", _short(key), keys))
 
-    def listed(self, key: str, value: Any, allowed: Iterable[str]) -> None:
+    def listed(self, key: str, value: Any, allowed: Iterable[str], of: str = "") -> None:
         if value not in (names := list(allowed)):
-            raise self.wrong(suggestions.no_such_value(f"{key} {_short(value)}", key, _short(value), names))
+            raise self.wrong(suggestions.no_such_value(f"{key} {_short(value)}", f"{key}{of}", _short(value), names))
 
     def text(self, key: str, otherwise: str | None = None) -> str:
         value = otherwise if self._values.get(key) is None else self._values[key]
@@ -363,7 +363,7 @@ def _reading(node: _Node) -> Reading:
         node.listed("outcome", value, OUTCOMES)
         return Reading(quantity, None, None, str(value), "", note, node.line)
     unit = node.text("unit")
-    node.listed(f"unit of {quantity}", unit, UNITS[quantity])
+    node.listed("unit", unit, UNITS[quantity], f" of {quantity}")
     number = math.nan
     if isinstance(value, str):
         with contextlib.suppress(ValueError):

@@ -169,5 +169,8 @@ def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool)
             "trace": trace,
         }
         known = environ if traces is None else worker_environment.unknown(environ)
-        answers: list[Answer | None] = ask_attempt(launcher, spec, Path(root) / "attempt", known, "", SECONDS)
+        answers: list[Answer | None] = ask_attempt(
+            launcher, spec, Path(root) / "attempt", known, "", SECONDS, "take a smaller trial",
+            "the step could not be traced: ",
+        )  # fmt: skip
     return answers

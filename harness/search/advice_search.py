@@ -1,6 +1,6 @@
 """Which changes to take together: a search over predictions, the front of memory against time, what to recommend. Pure.
 
-Not covered: what the changes are (memory_savings.py), how they are predicted and shown (advise.py).
+Not covered: what the changes are (memory_savings.py), how they are predicted and shown (advice.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Changes of a trial that may make it fit: what each sets, and what of the training's result it changes.
 
-A new remedy is an entry in `REMEDIES`. Not covered: whether one helps, which a prediction tells (advise.py); which of
+A new remedy is an entry in `REMEDIES`. Not covered: whether one helps, which a prediction tells (advice.py); which of
 them a trial can have, which the rules of settings and techniques tell (trial.py).
 """
 

@@ -66,10 +66,8 @@ def _device(trial: Trial) -> Iterator[str]:
 
 def _simulated(trial: Trial) -> Iterator[str]:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
-        said = suggestions.no_such_value(
-            f"device.gpu={trial.device.gpu}", "GPU in our table", trial.device.gpu, sorted(gpu.name for gpu in GPUS)
-        )
-        yield f"{said}; or say what it has: device.memory_gib=8 device.capability=7.5"
+        kind, names = "GPU (or say what it has: device.memory_gib=8 device.capability=7.5)", (gpu.name for gpu in GPUS)
+        yield suggestions.no_such_value(f"device.gpu={trial.device.gpu}", kind, trial.device.gpu, sorted(names))
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
         yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"

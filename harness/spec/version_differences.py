@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.transformers_differences import TRANSFORMERS, Difference, uses_sdpa
@@ -97,8 +96,7 @@ def rule(trial: Trial) -> Iterator[str]:
         yield "versions: they can be predicted only; take them out, or use device=simulated"
     for package, version in trial.versions.items():
         if package not in known:
-            what = "package whose versions are known to differ"
-            yield suggestions.no_such_value(f"versions.{package}", what, package, known)
+            yield f"versions.{package}: no differences of its versions are known, only of {', '.join(known)}"
         try:
             asked = Version(version)
         except InvalidVersion:

@@ -95,9 +95,10 @@ class Settings:
             some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
             columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
             raise UserError(f"objective={self.objective}: {columns}{meant}")
-        if not isinstance(self.predict, bool):
-            choices = ("true", "false", *(gpu.name for gpu in GPUS))
-            suggestions.check_listed(f"predict={self.predict}", "card", self.predict, choices)
+        cards = [gpu.name for gpu in GPUS]
+        if not isinstance(self.predict, bool) and self.predict not in cards:
+            choices = ("true", "false", *cards)
+            raise UserError(suggestions.no_such_value(f"predict={self.predict}", "value", self.predict, choices))
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")

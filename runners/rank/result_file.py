@@ -16,7 +16,7 @@ from typing import Any
 
 from vramsweep.harness.files import redaction
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.process.worker_files import RESULT
+from vramsweep.harness.process.worker_files import ANSWER, RESULT
 
 # Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
 ENDED_EARLY = 80
@@ -32,6 +32,13 @@ class EndedEarly(Exception):
 def write(folder: Path, result: Mapping[str, Any]) -> None:
     """Make `result` the attempt's: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
     _aside(folder, result).rename(folder / RESULT)
+
+
+def answer(folder: Path, found: Any) -> None:
+    """Make `found` what the attempt answers, where it is asked about trials."""
+    aside = folder / f"{ANSWER}.{os.getpid()}"
+    aside.write_text(json.dumps(found))
+    aside.rename(folder / ANSWER)
 
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:

@@ -24,7 +24,6 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.harness.machine import host_memory
-from vramsweep.harness.process.worker_files import ANSWER
 from vramsweep.harness.search.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, Survey
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
@@ -50,7 +49,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     found: dict[str, Any] = {}
     for family in families(trials).values():
         found |= _of_family(family, spec["axis"], spec["values"], spec["every"], tracer, spec["timeout_s"])
-    (folder / ANSWER).write_text(json.dumps(found))
+    result_file.answer(folder, found)
     result_file.values(folder, {}, complete=True)
     return 0
 

@@ -7,7 +7,6 @@ leaves a list: for each trial its answer, in bytes, or null.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -15,8 +14,6 @@ from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
-from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.worker_files import ANSWER
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
@@ -65,9 +62,10 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         answers = [
             answer_trial(spec["question"], trial, folder, Path(spec["traces"]), spec["trace"]) for trial in trials
         ]
-    except UserError as error:
+    except Exception as error:
+        process_end.print_traceback()
         result_file.error(folder, process_end.error_result(error))
         return result_file.FAILED
-    (folder / ANSWER).write_text(json.dumps(answers))
+    result_file.answer(folder, answers)
     result_file.values(folder, {}, complete=True)
     return 0

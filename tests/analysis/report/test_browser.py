@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 import synthetic
-from conftest import tiny
+from conftest import refusal, tiny
 
 from vramsweep.analysis import cli
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.report import page as pages
 from vramsweep.analysis.report.content import collect
+from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.sweep import plan
 
@@ -315,7 +316,8 @@ def test_a_comparison_has_a_page(folder: Path, tab: Tab, tmp_path: Path) -> None
     assert tab.page.locator(".sides .tile").count() == 12
     assert tab.page.locator("#verdicts td", has_text="SMALLER").count() >= 1
     assert tab.page.evaluate("document.documentElement.scrollWidth") <= 390
-    assert cli.main(["compare", str(folder), "--by", "allocator=default,expandable", "--report", "x.pdf"]) == 2
+    words = ["compare", str(folder), "--by", "allocator=default,expandable", "--report", "x.pdf"]
+    assert "allowed suffixes are .html" in refusal(UserError, cli.main, words)
 
 
 def test_a_page_of_twenty_thousand_rows_stays_small(tab: Tab, tmp_path: Path) -> None:

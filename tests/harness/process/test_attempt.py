@@ -22,13 +22,13 @@ import psutil
 import pytest
 import torch
 from conftest import ROOT, TARGETS, Run, custom, refusal, tiny, wait_for
-from launchers import swept
+from launchers import FINE, Still, error, swept
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import attempt, fork_server, fork_server_pool, orphans, waiting, worker_files
 from vramsweep.harness.rows import process_identity
-from vramsweep.harness.rows.outcome import classify, is_retryable
+from vramsweep.harness.rows.outcome import Evidence, classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import plan, resume
 from vramsweep.runners.worker import serve_forks
@@ -453,3 +453,32 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert started.call_count == starts
     lengths = [item.trial.seq_len for item in planned if item.trial]
     assert lengths == [128] * 9 + [32] * 9 + [64] * 9 + [96] * 9  # still coarse to fine
+
+
+@pytest.mark.parametrize(
+    ("evidence", "text", "said"),
+    [
+        (FINE, '[{"a": 1}]', None),
+        (FINE, '[{"a": 1', "it broke: its answer cannot be read"),
+        (FINE, None, "it broke: its answer cannot be read"),
+        (Evidence(exit_code=-9), '[{"a": 1}]', None),
+        (Evidence(exit_code=-9), None, "it broke: killed by SIGKILL"),
+        (Evidence(expired=True, deadline_s=7.0), None, "no answer within 7 s; ask less"),
+        (error("vramsweep.harness.spec.trial.InvalidTrial", "has no shape"), None, "has no shape"),
+        (error("builtins.ValueError", "no such thing"), None, "it broke: builtins.ValueError: no such thing"),
+    ],
+)
+def test_an_answer_that_is_there_counts_however_the_worker_ended(
+    evidence: Evidence, text: str | None, said: str | None, tmp_path: Path
+) -> None:
+    class Asked(Still):
+        def answer(self, spec: Any, folder: Path, environ: Any, look: Any) -> Evidence:
+            if text is not None:
+                (folder / worker_files.ANSWER).write_text(text)
+            return evidence
+
+    request: Any = (Asked(), {}, tmp_path, {}, "", 7.0, "ask less", "it broke: ")
+    if said is None:
+        assert attempt.ask_attempt(*request) == [{"a": 1}]
+    else:
+        assert refusal(UserError, attempt.ask_attempt, *request) == said

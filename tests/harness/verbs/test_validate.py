@@ -382,5 +382,5 @@ def test_a_wrong_reading_leaves_the_others_and_a_mistaken_run_names_its_readings
     bad = "  - {name: bad, grade: C, measured: [{quantity: allocated, value: -1, unit: GB}]}\n"
     (run,), mistakes = published_readings.read(file(tmp_path, f"{HEAD}  - {{name: good, measured: {readings}}}\n{bad}"))
     assert [(one.quantity, one.value) for one in run.readings] == [("allocated", 10e9)]
-    assert len(mistakes) == 3 and "runs.yaml:5: unit of step min" in mistakes[0]
+    assert len(mistakes) == 3 and "runs.yaml:5: unit min: there is no such unit of step" in mistakes[0]
     assert "value -1" in mistakes[1] and "grade C" in mistakes[2]
