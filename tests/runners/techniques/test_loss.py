@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -207,13 +209,11 @@ class InForward(torch.autograd.Function):
 def test_gradients_that_the_loss_computes_in_the_forward_pass_count_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def library() -> loss.Loss:
-        def of(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, width: int, **kwargs: Any) -> Any:
-            return InForward.apply(hidden.flatten(0, 1), weight, loss._targets(labels))
+    def of(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, width: int, **kwargs: Any) -> Any:
+        return InForward.apply(hidden.flatten(0, 1), weight, loss._targets(labels))
 
-        return of
-
-    monkeypatch.setattr(loss, "_library", library)
+    library: Any = SimpleNamespace(LigerForCausalLMLoss=of)
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.model.loss_utils", library)
     plain = trial_parser.parse(tiny())
     rows = [run_rank.run(one, tmp_path) for one in (plain, plain.model_copy(update={"loss": "fused_linear"}))]
     (expected, found) = (row or {} for row in rows)

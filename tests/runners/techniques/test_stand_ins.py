@@ -81,7 +81,8 @@ def with_liger(monkeypatch: pytest.MonkeyPatch) -> Any:
         counting = (*step_tracer.FRAMEWORKS, "liger_kernel.")  # it counts the labels
         monkeypatch.setattr(step_tracer, "FRAMEWORKS", counting)
         monkeypatch.setattr(liger, "_stand_in", liger._library)
-        monkeypatch.setattr(loss, "_stand_in", lambda chosen: loss._library())
+        fused = pytest.importorskip("liger_kernel.transformers.model.loss_utils").LigerForCausalLMLoss
+        monkeypatch.setattr(loss.liger_stub, "causal_loss", lambda capability, *given, **named: fused(*given, **named))
 
     return use
 
