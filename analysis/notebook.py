@@ -60,7 +60,7 @@ def load(
     """
     if isinstance(source, pd.DataFrame):
         return _rows(reading.from_frame(source, _source(source)))
-    suggestions.check_listed(f"ranks={ranks}", "way", ranks, HOW)
+    suggestions.check_listed(f"ranks={ranks}", "way to combine ranks", ranks, HOW)
     said = [f"{name}={value}" for name, value in (settings or {}).items()]
     table, notes = importers.open_rows(Path(source), columns, None if mapping is None else Path(mapping), said)
     return _rows(over_ranks(table, ranks), notes)

@@ -37,3 +37,12 @@ def test_a_way_is_as_it_is_described(way: str) -> None:
         first.setdefault(f"{call.module}.{call.function}", at)
     assert not set(functions) - set(first), "called at all"
     assert sorted(functions, key=first.__getitem__) == functions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "stays", "returns"), [("a measured trial", 25, 8), ("a predicted trial", 30, 10)])
+def test_a_way_is_as_straight_as_it_was(way: str, stays: int, returns: int) -> None:
+    """How often whoever follows a trial changes the module, and comes back to one."""
+    (found,) = (one for name, one in followed.WAYS.items() if name.startswith(way))
+    changes, _, back = followed.count(followed.cut(followed.follow(found.words, ROOT), found))
+    assert 3 < changes <= stays and back <= returns

@@ -27,9 +27,10 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
     recorded = table.frame[table.frame["recording"].notna()]
     for _, row in recorded.head(MOST).iterrows():
         path = file_names.is_inside(Path(table.source), str(row["recording"]))
+        if path is None:
+            notes.append(f"recording of trial {row['trial_id']}: {row['recording']} is not in {table.source}; left out")
+            continue
         try:
-            if path is None:
-                raise UserError(f"{row['recording']} is not in {table.source}; left out")
             result = what_if(path, grid(limited=False))
             if result.history == "none":
                 raise UserError(f"{path.name} has no history, only a final state")

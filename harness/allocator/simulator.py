@@ -148,7 +148,10 @@ class Simulator:
         ):
             remainder = Block(pool, block.addr + rounded, rest, block.expandable)
             remainder.free = True
-            insert_after(block, remainder)
+            remainder.prev, remainder.next = block, block.next
+            if block.next is not None:
+                block.next.prev = remainder
+            block.next = remainder
             block.size = rounded
             insort(free, (rest, remainder.addr, remainder))
             if not block.expandable:
@@ -189,19 +192,25 @@ class Simulator:
 
     def free(self, handle: Hashable) -> None:
         """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
-        self.free_requested(handle)
-        self.free_completed(handle)
+        if (block := self.live.pop(handle, None)) is None:
+            raise ValueError(f"block {handle!r} is not allocated")
+        self.allocated -= block.size
+        self._return(block)
 
     def _return(self, block: Block) -> None:
         """`free_block`: back to its pool, as one with its free neighbours."""
         size = block.size
         if not size:
             return
-        gained = merge_neighbours(block)
+        before, after = block.prev, block.next
+        beside_free = (before is not None and before.free) or (after is not None and after.free)
+        gained = merge_neighbours(block) if beside_free else 0
         if not block.expandable:
-            self._add_inactive_split((block.size if block.split else 0) - gained)
+            is_split = block.prev is not None or block.next is not None
+            self._add_inactive_split((block.size if is_split else 0) - gained)
         block.born = self._searches
-        block.pool.add(block)
+        block.free = True
+        insort(block.pool.free, (block.size, block.addr, block))
         self.active -= size
         self.requested -= block.requested
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any
 
@@ -14,20 +15,22 @@ from rich.text import Text
 
 from vramsweep.harness.messages.terminal import behind_escapes, escape_text
 
-PIPED = 140  # columns, where the output is no terminal
+PIPED = 180  # columns, where the output is no terminal and COLUMNS says nothing
 
 
 class Console(console.Console):
     """Markup is off unless asked for: a name may hold brackets. With it, texts from outside need rich's escape.
 
     Texts are written out before they are measured (`render_str`), and whatever else becomes a segment (`render`): a
-    bar's columns, what others print while it is there. Links are left out. A file or a pipe is `PIPED` columns wide.
+    bar's columns, what others print while it is there. Links are left out. A file or a pipe is `PIPED` columns wide, or
+    as COLUMNS says.
     """
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
         super().__init__(markup=markup, highlight=False, **options)
         if not self.file.isatty() and "width" not in options:
-            self.width = PIPED
+            columns = os.environ.get("COLUMNS", "")
+            self.width = int(columns) if columns.isdigit() and int(columns) else PIPED
 
     @property
     def redraws(self) -> bool:

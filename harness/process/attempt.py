@@ -350,9 +350,9 @@ def ask_attempt(
     evidence = launcher.attempt(spec, folder, environ, runner, deadline_s).evidence
     with contextlib.suppress(OSError, ValueError):  # renamed to that name, so it is whole, however the worker ended
         return json.loads(read_content(folder / ANSWER, links=False))
-    if evidence.expired:
-        raise UserError(f"no answer within {deadline_s:g} s; {cure}")
     kind, reason = classify(evidence)
+    if kind is schema.Outcome.TIMEOUT:
+        raise UserError(f"no answer within {deadline_s:g} s; {cure}")
     reason = reason or "its answer cannot be read"
     raise UserError(reason if kind is schema.Outcome.INVALID else f"{failed}{reason}")
 

@@ -181,7 +181,7 @@ def plan_search(
 
 
 def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: float) -> SearchPlan:
-    """The same with what `largest_prediction.predict_edges` answers; `margin` is a share of the value."""
+    """Add what `largest_prediction.predict_edges` answers to a plan; `margin` is a share of the value."""
     if answer["reason"] is not None or (answer["unanswered"] and not answer["looked_at"]):
         return replace(before, remark=answer["reason"] or "nothing could be traced")
     most = answer["largest"] or 0

@@ -110,13 +110,13 @@ def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Ro
 
 
 def simulate(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
-    """The trial that predicts another one for a card. Raises InvalidTrial where that cannot be predicted."""
+    """Return the trial that predicts another one for a card. Raises InvalidTrial where that cannot be predicted."""
     over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
     return trial_parser.parse(trial.model_dump(mode="json") | over)
 
 
 def predictable(item: Planned, card: gpu_lookup.Gpu) -> Planned:
-    """The same, by its id, as it is predicted for a card; without a trial where it cannot be, for that reason."""
+    """Turn a trial into its prediction for a card, under the same id; into a reason where it cannot be predicted."""
     assert item.trial is not None
     try:
         trial = simulate(item.trial, card)
@@ -142,7 +142,7 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
 
 
 def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
-    """The card to predict for: the named one, this machine's, or `CARD`; None and why if it is not in our table."""
+    """Return the card to predict for: the named one, this machine's, or `CARD`; None and why if our table lacks it."""
     if isinstance(settings.predict, str):
         return gpu_lookup.gpu_named(settings.predict), ""
     if not (cards := machine.visible_gpus(os.environ)):

@@ -210,6 +210,7 @@ class _Node:
                 raise self.wrong(suggestions.no_such_value(_short(key), "key", _short(key), keys))
 
     def listed(self, key: str, value: Any, allowed: Iterable[str], of: str = "") -> None:
+        """Raise what `wrong` makes, with what is allowed, for a value that is not listed; `of` says more of the key."""
         if value not in (names := list(allowed)):
             raise self.wrong(suggestions.no_such_value(f"{key} {_short(value)}", f"{key}{of}", _short(value), names))
 

@@ -66,8 +66,10 @@ def _device(trial: Trial) -> Iterator[str]:
 
 def _simulated(trial: Trial) -> Iterator[str]:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
-        kind, names = "GPU (or say what it has: device.memory_gib=8 device.capability=7.5)", (gpu.name for gpu in GPUS)
-        yield suggestions.no_such_value(f"device.gpu={trial.device.gpu}", kind, trial.device.gpu, sorted(names))
+        names = sorted(gpu.name for gpu in GPUS)
+        said = suggestions.no_such_value(f"device.gpu={trial.device.gpu}", "GPU", trial.device.gpu, names)
+        more = "For a GPU that is not listed, say what it has: device.memory_gib=8 device.capability=7.5"
+        yield f"{said} {more}" if said.endswith("?") else f"{said}. {more}"
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
         yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"

@@ -98,7 +98,7 @@ class Settings:
         cards = [gpu.name for gpu in GPUS]
         if not isinstance(self.predict, bool) and self.predict not in cards:
             choices = ("true", "false", *cards)
-            raise UserError(suggestions.no_such_value(f"predict={self.predict}", "value", self.predict, choices))
+            raise UserError(suggestions.no_such_value(f"predict={self.predict}", "card", self.predict, choices))
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")
@@ -179,7 +179,7 @@ def _planned(values: dict[str, Any]) -> Planned:
 
 
 def plan_trial(trial: trials.Trial) -> Planned:
-    """A trial that can run, by its own id."""
+    """Plan a trial that can run, under its own id."""
     resolved = trial.model_dump(mode="json")
     return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
 
@@ -251,10 +251,14 @@ def halving(count: int) -> list[int]:
     """
     if count < 2:
         return list(range(count))
-    order, gaps = [count - 1, 0], [(0, count - 1)]
-    for low, high in gaps:  # to which those are added that each leaves
-        if high - low > 1:
-            middle = (low + high) // 2
-            order.append(middle)
-            gaps += [(low, middle), (middle, high)]
+    order = [count - 1, 0]
+    gaps = [(0, count - 1)]
+    while gaps:
+        following = []
+        for low, high in gaps:
+            if high - low > 1:
+                middle = (low + high) // 2
+                order.append(middle)
+                following += [(low, middle), (middle, high)]
+        gaps = following
     return order

@@ -1,28 +1,19 @@
 """`vramsweep timeline`: what a predicted step holds from event to event, of one trial or of a sweep's rows.
 
-The figure is drawn in a process of the analysis. What comes of a sweep's trial is kept beside its traces, in
-`timelines/`, as long as its row is the same.
+The figure is drawn in a process of the analysis. Not covered: where timelines come from (kept_timelines.py).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from vramsweep.harness.files import file_names, plain_json
-from vramsweep.harness.files.bounded_reads import replaced
 from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
-from vramsweep.harness.questions import trace_query
-from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_identity import SIMULATION
+from vramsweep.harness.questions import kept_timelines, trace_query
 
-Record = dict[str, Any]  # trial_id; about: what it is of; timeline (runners.predict.memory_timeline.Timeline; bytes)
-FORMAT = 1  # of what is kept; raise it when a timeline's layout changes
 _USAGE = (
     "vramsweep timeline model=NAME seq_len=N device=simulated ... | vramsweep timeline results/SWEEP [TRIAL_ID ...]"
 )
@@ -50,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("timeline", words)) is None:
             return 0
-        records, place = [of_trial(*found)], Path()
+        records, place = [kept_timelines.trace_timeline(*found)], Path()
     else:
         place = Path(words[0])
-        records = of_sweep(place, words[1:], trace=not arguments.kept)
+        records = kept_timelines.read_timelines(place, words[1:], trace=not arguments.kept)
         if not records and not arguments.json:
             raise UserError(
                 f"{place} has no predicted row with a trace; sweep with device=simulated, or leave --kept out"
@@ -65,60 +56,3 @@ def main(argv: Sequence[str]) -> int:
     draw_page(json.dumps(records), out)
     print(out)
     return 0
-
-
-def of_trial(trial_id: str, trial: Trial) -> Record:
-    """The timeline of a trial that is traced for it. Raises UserError."""
-    if (found := trace_query.of_trial("timeline", "timeline", trial_id, trial, None)) is None:
-        raise UserError("the step allocates nothing, so it has no timeline")
-    return {"trial_id": trial_id, "about": trace_query.describe_trial(trial), "timeline": found}
-
-
-def of_sweep(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
-    """Timelines of a sweep's trials, or of those that `trace_query.chosen` takes; a trial without a kept trace is left
-    out, or traced. Raises UserError."""
-    own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
-    found = [_read_kept(folder, row) for row, _ in own]
-    if missing := [i for i, one in enumerate(found) if one is None]:
-        answers = trace_query.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
-        for i, answer in zip(missing, answers, strict=True):
-            if answer is None and trace:
-                answer = trace_query.of_trial(
-                    "timeline", "timeline", own[i][0]["trial_id"], own[i][1], folder / "traces"
-                )
-            if answer is not None:
-                _keep(folder, own[i][0], answer)
-            found[i] = answer
-    return [
-        {"trial_id": row["trial_id"], "about": trace_query.describe_trial(trial), "timeline": one}
-        for (row, trial), one in zip(own, found, strict=True)
-        if one is not None
-    ]
-
-
-def _timeline_path(folder: Path, row: Row) -> Path:
-    return folder / "timelines" / f"{file_names.make_safe(row['trial_id'])}.json"
-
-
-def _mark(row: Row) -> list[Any]:
-    return [FORMAT, SIMULATION, row.get("started_at")]
-
-
-def _read_kept(folder: Path, row: Row) -> dict[str, Any] | None:
-    stored = plain_json.read_object(_timeline_path(folder, row))
-    if stored is None or stored.get("of") != _mark(row):
-        return None
-    found = stored.get("timeline")
-    return found if isinstance(found, dict) and isinstance(found.get("peak"), dict) else None
-
-
-def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
-    place = _timeline_path(folder, row)
-    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
-        return
-    try:
-        place.parent.mkdir(exist_ok=True)
-        with replaced(place) as aside:
-            aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
-    except OSError:
-        pass  # a folder that is only read; it is made again next time

@@ -114,7 +114,8 @@ class AdaptiveSweeper(BasicSweeper):
             done = self.launcher.launch([jobs[n] for n in wanted], initial_job_idx=sum(map(len, returns)))
             returns.append(done)
             rows = {n: one.return_value for n, one in zip(wanted, done, strict=True) if one.return_value is not None}
-            told = {n: {at: answer(rows[m]) for at in own if rows.get(m := groups[n][at])} for n, own in asked.items()}
+            known = {n: {at: rows.get(groups[n][at]) for at in own} for n, own in asked.items()}
+            told = {n: {at: answer(row) for at, row in of_one.items() if row} for n, of_one in known.items()}
             return {n: answers for n, answers in told.items() if answers}
 
         ended = not drive(searches, launch, lambda: self._write(session.folder, planned, groups, searches))

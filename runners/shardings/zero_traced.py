@@ -31,10 +31,13 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     """DeepSpeed's view of a CUDA device where there is none."""
 
     Stream, Event = torch.cpu.Stream, torch.cpu.Event
-    stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
+    stream = staticmethod(torch.cpu.stream)
 
     def device(self, device_index: Any = None) -> torch.device:
         return torch.device("cuda", 0)  # at each call: the trace has the CPU for it (cuda_emulation.py)
+
+    def current_stream(self, device_index: Any = None) -> Any:
+        return torch.cpu.current_stream()
 
     def default_stream(self, device_index: Any = None) -> Any:
         return torch.cpu._default_cpu_stream

@@ -48,8 +48,9 @@ def _run(folder: Path) -> int:
         from vramsweep.runners.worker import batch_server, largest_server, query_server
 
         torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-        servers = {"axis": largest_server.main, "question": query_server.main}
-        return next((main for key, main in servers.items() if key in spec), batch_server.main)(folder, spec)
+        if "axis" in spec:
+            return largest_server.main(folder, spec)
+        return query_server.main(folder, spec) if "question" in spec else batch_server.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
     predicted = trial.device.name == "simulated"  # of which one rank stands for the many
     alone = predicted or trial.world_size == 1 or runner_table.runner(trial.runner.name).starts

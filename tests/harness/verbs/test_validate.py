@@ -269,7 +269,7 @@ def test_a_run_that_is_refused_is_named_and_makes_the_status_1(tmp_path: Path, s
     status, record, err = said(str(file(tmp_path, text + bad)))
     assert status == 1
     for line, name, reason in (
-        (7, "card", "device.gpu=gtx-9"),
+        (7, "card", "device.gpu=gtx-9: there is no such GPU"),
         (8, "divided", "sharding=zero3"),
         (9, "target", "runner.target: there is no file"),
         (10, "later", "versions.transformers=99.0 is later than"),
@@ -298,7 +298,7 @@ def test_a_version_of_two_parts_is_text() -> None:
 def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, cli: Cli) -> None:
     runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
     path = str(file(tmp_path, HEAD + runs))
-    for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "device.gpu=gtx-9")):
+    for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "there is no such GPU")):
         out, err = cli.run("validate", path, word, status=2)
         assert err.count(told) == 1 and "planning" not in out
     custom = replace(RUN, overrides=("runner=custom",), cannot=None)

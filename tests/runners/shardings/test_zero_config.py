@@ -171,7 +171,7 @@ def test_a_key_that_nobody_heeds_is_refused_and_one_that_the_trainer_fills_in_is
         (asked(tmp_path, 3, {"optimizer": {"type": "Foo"}}, **engine), "has no Foo; it has adagrad, adam"),
         (
             asked(tmp_path, 2, {"scheduler": {"type": "Foo"}}, **fake),
-            "there is no such scheduler; allowed: LRRangeTest",
+            "scheduler.type: Foo: there is no such scheduler; allowed: LRRangeTest, ",
         ),
         (asked(tmp_path, 2, {"scheduler": {"type": "WarmupDecayLR", "params": {}}}, **fake), "total_num_steps"),
         (asked(tmp_path, 2, {"communication_data_type": "foo"}, **fake), "DeepSpeed cannot read it"),

@@ -1,0 +1,82 @@
+"""Timelines of predicted steps, of one trial or of a sweep's rows.
+
+What is made for a sweep's trial is kept next to its traces, in `timelines/`, as long as its row is the same. Not
+covered: what a timeline is (runners/predict/memory_timeline.py), its figure (analysis/figures).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.files import file_names, plain_json
+from vramsweep.harness.files.bounded_reads import replaced
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.questions import trace_query
+from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_identity import SIMULATION
+
+Record = dict[str, Any]  # trial_id; about: what it is of; timeline (runners.predict.memory_timeline.Timeline; bytes)
+FORMAT = 1  # of what is kept; raise it when a timeline's layout changes
+
+
+def trace_timeline(trial_id: str, trial: Trial) -> Record:
+    """Trace a trial and return its timeline. Raises UserError."""
+    if (found := trace_query.of_trial("timeline", "timeline", trial_id, trial, None)) is None:
+        raise UserError("the step allocates nothing, so it has no timeline")
+    return {"trial_id": trial_id, "about": trace_query.describe_trial(trial), "timeline": found}
+
+
+def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
+    """Return timelines of a sweep's trials, or of those that `trace_query.finished` takes where none is named.
+
+    A trial without a kept trace is left out, or with `trace` traced. Raises UserError.
+    """
+    own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
+    found = [_read_kept(folder, row) for row, _ in own]
+    if missing := [i for i, one in enumerate(found) if one is None]:
+        answers = trace_query.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
+        for i, answer in zip(missing, answers, strict=True):
+            if answer is None and trace:
+                answer = trace_query.of_trial(
+                    "timeline", "timeline", own[i][0]["trial_id"], own[i][1], folder / "traces"
+                )
+            if answer is not None:
+                _keep(folder, own[i][0], answer)
+            found[i] = answer
+    return [
+        {"trial_id": row["trial_id"], "about": trace_query.describe_trial(trial), "timeline": one}
+        for (row, trial), one in zip(own, found, strict=True)
+        if one is not None
+    ]
+
+
+def _timeline_path(folder: Path, row: Row) -> Path:
+    return folder / "timelines" / f"{file_names.make_safe(row['trial_id'])}.json"
+
+
+def _mark(row: Row) -> list[Any]:
+    return [FORMAT, SIMULATION, row.get("started_at")]
+
+
+def _read_kept(folder: Path, row: Row) -> dict[str, Any] | None:
+    stored = plain_json.read_object(_timeline_path(folder, row))
+    if stored is None or stored.get("of") != _mark(row):
+        return None
+    found = stored.get("timeline")
+    return found if isinstance(found, dict) and isinstance(found.get("peak"), dict) else None
+
+
+def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
+    place = _timeline_path(folder, row)
+    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
+        return
+    try:
+        place.parent.mkdir(exist_ok=True)
+        with replaced(place) as aside:
+            aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
+    except OSError:
+        pass  # a folder that is only read; it is made again next time
