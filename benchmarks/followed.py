@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 ROOT, OUT = "VRAMSWEEP_FOLLOWED", "VRAMSWEEP_FOLLOWED_OUT"
 PACKAGES = ("harness", "runners", "analysis", "vramsweep", "hydra_plugins")
 TRIAL = ["model=tiny", "runner=torch", "micro_batch=1", "isolation=cold", "report=false"]
-TRAINING = ("runners/predict/trace_cache:trace_trial", "runners/tracing:trace_trial")  # now, and before the rooms
+TRAINING = ("runners/predict/make_trace:trace_trial", "runners/tracing:trace_trial")  # now, and before the rooms
 
 
 class Way(NamedTuple):

@@ -40,9 +40,9 @@ from vramsweep.harness.spec import (  # noqa: E402
     trial_parser,
 )
 from vramsweep.runners.measure import counters  # noqa: E402
-from vramsweep.runners.predict import trace_cache  # noqa: E402
+from vramsweep.runners.predict import make_trace  # noqa: E402
 from vramsweep.runners.predict.replay_trace import host_replay  # noqa: E402
-from vramsweep.runners.trace.step_tracer import Trace  # noqa: E402
+from vramsweep.runners.trace.trace_data import Trace  # noqa: E402
 from vramsweep.runners.worker import worker  # noqa: E402
 
 DTYPES = ("float32", "bfloat16")
@@ -103,7 +103,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 def traced(chosen: trial.Trial) -> Trace:
     """The trial's trace."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
-        return trace_cache.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), sharded.runner(chosen))[
+        return make_trace.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), sharded.runner(chosen))[
             0
         ]
 

@@ -40,7 +40,7 @@ from vramsweep.harness.spec import (  # noqa: E402
     trial_parser,
 )
 from vramsweep.runners.loops import deepspeed_engine  # noqa: E402
-from vramsweep.runners.predict import predicted_row, trace_cache  # noqa: E402
+from vramsweep.runners.predict import make_trace, predicted_row  # noqa: E402
 from vramsweep.runners.predict.replay_trace import replay  # noqa: E402
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
     """Peaks in MiB, what was applied, and whether it fits the card."""
     chosen, card = trial_of(axis, value, checkpointing), gpu_lookup.gpu_named("a100-80gb")
     with tempfile.TemporaryDirectory() as folder:
-        trace, details = trace_cache.trace_trial(chosen, card, Path(folder), deepspeed_engine)
+        trace, details = make_trace.trace_trial(chosen, card, Path(folder), deepspeed_engine)
     config = allocator_config.parse("")
     limit = gpu_lookup.memory_limit(card)
     found = replay(trace, config, limit)

@@ -60,10 +60,10 @@ from vramsweep.runners.measure.dispatch_modes import (  # noqa: E402
     tensors_alive,
 )
 from vramsweep.runners.model import build  # noqa: E402
-from vramsweep.runners.predict import trace_cache  # noqa: E402
+from vramsweep.runners.predict import make_trace  # noqa: E402
 from vramsweep.runners.rank.entry_modules import import_entry  # noqa: E402
 from vramsweep.runners.trace import operator_cost  # noqa: E402
-from vramsweep.runners.trace.step_tracer import Trace  # noqa: E402
+from vramsweep.runners.trace.trace_data import Trace  # noqa: E402
 from vramsweep.runners.worker import worker  # noqa: E402
 
 FORK = multiprocessing.get_context("fork")
@@ -386,7 +386,7 @@ def predicted(case: Case, world: int) -> dict[str, int]:
     """The same of the trace."""
     chosen = make(case, world, {"name": "simulated", "gpu": "a100-80gb"})
     with tempfile.TemporaryDirectory() as folder:
-        trace, _ = trace_cache.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), runner(chosen))
+        trace, _ = make_trace.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), runner(chosen))
     # a batch: token ids and labels, 8 bytes each; the Trainer's loader makes them outside the trace
     ids = 0 if chosen.runner.name == "trainer" else 2 * 8 * chosen.micro_batch * chosen.seq_len
     sent = sum(count * one.nbytes for one, count in trace.collectives)

@@ -36,6 +36,7 @@ __all__ = ["pytest_addoption", "pytest_configure"]
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 hypothesis.settings.load_profile("untimed")
 
+os.environ["VRAMSWEEP_CACHE"] = ""  # no test depends on, or leaves anything in, what is kept for a user
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it to 80 for its workers; a test that wants a width says which
 
 ROOT = Path(__file__).resolve().parents[1]

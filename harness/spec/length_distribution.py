@@ -349,3 +349,8 @@ def _predicted(trial: Trial) -> Iterator[str]:
             "attention=flash_attention_2 with padding of many lengths cannot be simulated: how many tokens are left "
             "differs from batch to batch; use attention=sdpa, packing or micro_batch=1"
         )
+
+
+def padded_tokens(padding: float, length: int) -> int:
+    """How many of a synthetic sample's tokens are padding."""
+    return round(padding * length)

@@ -14,9 +14,9 @@ from vramsweep.harness.hardware.gpu_lookup import peak_flops
 from vramsweep.runners.measure.compile_events import Compiler
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.measure.dispatch_modes import FlopCount, SdpaKernels
+from vramsweep.runners.measure.steady_memory import NO_BACKWARD
 from vramsweep.runners.rank.aggregate_ranks import Columns
 
-NO_BACKWARD = "no backward pass of torch.autograd was seen"
 COUNTED_EAGERLY = (
     "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
 )

@@ -14,7 +14,6 @@ what it would have told, and has a note that says so.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import statistics
@@ -30,15 +29,15 @@ from vramsweep.harness.process.worker_files import RECORDING, STEPS
 from vramsweep.harness.spec import length_distribution
 from vramsweep.runners.measure.counters import COUNTERS, HostMemory, Peaks, backward_boundaries
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
-from vramsweep.runners.measure.flop_step import NO_BACKWARD, Count
+from vramsweep.runners.measure.flop_step import Count
 from vramsweep.runners.measure.rank_instruments import Gauges, larger, meet_ranks
+from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, all_known, reached_plateau, step_growth
 from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 
 if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
     from vramsweep.harness.spec.trial import Trial
 
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
-PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
@@ -227,7 +226,7 @@ class Measured:
         joules = None if energy is None or self._energy is None else energy - self._energy
         skipped = self.skipped()
         recompiled = self.gauges.compiler.graphs() - self._graphs
-        fed = _all_known(self.tokens)
+        fed = all_known(self.tokens)
         tokens = None if fed is None else sum(fed)
         if self.asked.tokens_per_step is not None:
             tokens = self.asked.tokens_per_step * len(times)
@@ -256,11 +255,11 @@ class Measured:
         return {
             **self._columns,
             "measured_steps": len(self.peaks),
-            "step_peak_allocated_bytes": _all_known([peaks["allocated"] for peaks in self.peaks]),
-            "step_peak_reserved_bytes": _all_known(reserved),
-            "step_allocated_bytes": _all_known(self.held),
-            "step_reserved_bytes": _all_known(self.reserved),
-            "step_tokens": _all_known(self.tokens) if self.asked.tokens_per_step is None else None,
+            "step_peak_allocated_bytes": all_known([peaks["allocated"] for peaks in self.peaks]),
+            "step_peak_reserved_bytes": all_known(reserved),
+            "step_allocated_bytes": all_known(self.held),
+            "step_reserved_bytes": all_known(self.reserved),
+            "step_tokens": all_known(self.tokens) if self.asked.tokens_per_step is None else None,
             "step_growth_bytes": step_growth(self.held),
             "plateau": reached_plateau(reserved),
         }
@@ -454,30 +453,6 @@ def timed(times: Sequence[float]) -> Columns:
         "step_median_s": statistics.median(times),
         "step_iqr_s": _iqr(times),
     }
-
-
-def step_growth(held: Sequence[int | None]) -> int | None:
-    """The least by which a step ended with more than the one before; None for fewer than three steps or unknown values.
-
-    A step that ends with as much as another, or with less, leaves nothing behind.
-    """
-    known = _all_known(held)
-    if known is None or len(known) < 3:
-        return None
-    return min(after - before for before, after in itertools.pairwise(known))
-
-
-def reached_plateau(reserved: list[int | None]) -> bool | None:
-    """Whether the peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
-    known = _all_known(reserved)
-    if known is None or len(known) < 2:
-        return None
-    return max(known[len(known) // 2 :]) <= max(known[: len(known) // 2])
-
-
-def _all_known(values: Sequence[int | None]) -> list[int] | None:
-    known = [value for value in values if value is not None]
-    return known if len(known) == len(values) else None
 
 
 def _finite(loss: torch.Tensor | None) -> float | None:

@@ -330,17 +330,12 @@ def _synthetic(trial: Trial) -> Samples:
     if trial.packing == "documents":
         positions = torch.arange(trial.seq_len) % -(-trial.seq_len // DOCUMENTS)
         return [_packed(row, positions) for row in ids]
-    kept = trial.seq_len - padded_tokens(trial.padding, trial.seq_len)
+    kept = trial.seq_len - length_distribution.padded_tokens(trial.padding, trial.seq_len)
     if kept == trial.seq_len:
         return [{"input_ids": row, "labels": row} for row in ids]
     mask = (torch.arange(trial.seq_len) < kept).long()
     mask = mask.flip(0) if trial.padding_side == "left" else mask
     return [_masked(row, mask) for row in ids]
-
-
-def padded_tokens(padding: float, length: int) -> int:
-    """How many of a synthetic sample's tokens are padding."""
-    return round(padding * length)
 
 
 def _masked(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:

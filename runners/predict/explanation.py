@@ -14,8 +14,7 @@ from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict.memory_timeline import LARGEST, STEP, Alike, Held, describe_storage, group_alike, holders
 from vramsweep.runners.predict.predicted_row import upper_bounds
 from vramsweep.runners.predict.replay_trace import Refused, replay
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import CATEGORIES, Mark
+from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
 
 ROUNDING = "rounding"
 Parts = dict[str, int]  # by category, and ROUNDING

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict.replay_trace import replay
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import CATEGORIES, Mark
+from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
 
 POINTS = 2000  # more cannot be told apart
 LARGEST = 10

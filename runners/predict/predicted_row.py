@@ -1,6 +1,6 @@
 """device=simulated: the trial's own runner, traced on fake tensors, and the trace replayed through the allocator.
 
-Not covered: how a trace is made and kept (trace_cache.py), its replay (replay_trace.py).
+Not covered: how a trace is made (make_trace.py) and kept (trace_cache.py), its replay (replay_trace.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline_efficiency
 from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
@@ -20,12 +18,11 @@ from vramsweep.harness.machine import host_memory, machine
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.version_differences import DIFFERENCES
-from vramsweep.runners.measure.step_meter import PHASES_UNKNOWN, reached_plateau
+from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, reached_plateau
 from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
 from vramsweep.runners.trace.allocation_program import growth
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import Mark
+from vramsweep.runners.trace.trace_data import Mark, Trace
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -104,7 +101,7 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction) -> dict
         "device_total_bytes": reported_bytes(card),
         "memory_limit_bytes": trial.memory_limit(),
         "allocator_conf_effective": allocator_config.parse(trial.allocator.conf).render(),
-        "torch_version": torch.__version__,
+        "torch_version": machine.torch_version(),
         **host_columns(trial, host),
     }
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
 from vramsweep.runners.trace.allocation_program import Program, build_program
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark
+from vramsweep.runners.trace.trace_data import CATEGORIES, HOST_CATEGORIES, HostStorages, Mark, Trace
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 Peaks = dict[str, int]

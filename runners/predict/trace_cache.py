@@ -1,8 +1,9 @@
 """Traces of trials: made by running the trial's own runner on fake tensors, and kept for every trial that shares them.
 
 A trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
-folder, under a hash of what it does depend on. The cuBLAS workspaces of the card are put in when it is read. Its file
-is JSON with the CRC-32 of that as a last line: one that is not what was written is made anew.
+folder, and for the user (user_cache.py), under a hash of what it does depend on. The cuBLAS workspaces of the card are
+put in when it is read. Its file is JSON with the CRC-32 of that as a last line: one that is not what was written is
+made anew. Not covered: making it (make_trace.py).
 """
 
 from __future__ import annotations
@@ -15,31 +16,23 @@ from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from pydantic import TypeAdapter
-from torch._subclasses import fake_tensor as fakes
 
 from vramsweep.harness.files import redaction
 from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.spec.runner_table import USER_CODE
-from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.harness.spec import runner_table
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
-from vramsweep.runners.measure.counters import backward_boundaries
-from vramsweep.runners.model import apply_techniques, build
-from vramsweep.runners.predict import mask_facts
-from vramsweep.runners.rank.aggregate_ranks import Columns
+from vramsweep.runners.predict import user_cache
+from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace import stream_lag
-from vramsweep.runners.trace.cuda_emulation import behave
-from vramsweep.runners.trace.step_tracer import Trace, Tracer, generation, on
-from vramsweep.runners.trace.storage_log import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
-from vramsweep.runners.trace.version_patches import install
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Of a kept trace; raise it when its layout changes, and trial_identity.SIMULATION when what is predicted does.
 FORMAT = 11
@@ -60,109 +53,50 @@ class _Kept:
 _KEPT = TypeAdapter(_Kept)
 
 
-class Runner(Protocol):
-    """A runner's module."""
-
-    def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
-        """Train `trial.steps()` steps under the meter."""
-
-
-class TraceMeter:
-    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
-
-    def __init__(self, trial: Trial, tracer: Tracer) -> None:
-        self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
-        self.details: Columns = {}
-        self._describe: Callable[[], Columns] = dict
-
-    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
-        self._describe = describe
-        self.tracer.built()
-
-    def step_begin(self) -> None:
-        self.tracer.in_step = True
-        self.tracer.in_last_step = self.index == self.trial.steps() - 1
-
-    def fed(self, batch: Any) -> None: ...
-
-    def step_end(self, loss: torch.Tensor | None = None) -> None:
-        self.mark("optimizer")
-        if self.tracer.in_last_step:
-            self.details = self._describe()
-            self._describe = dict  # or it would keep the model alive
-        self.tracer.in_step = self.tracer.in_last_step = False
-        self.index += 1
-
-    def mark(self, phase: Any) -> None:
-        """A phase of the current step ends here."""
-        self.tracer.mark(self.index, phase)
-
-
-def trace_trial(
-    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer | None = None
-) -> tuple[Trace, dict[str, Any]]:
-    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be.
-
-    `tracer` is a plain one unless given.
-    """
-    tracer = tracer or Tracer(card.capability)
-    meter = TraceMeter(trial, tracer)
-    build.prepare(trial)
-    try:
-        with (
-            behave(card.capability) as attention,
-            mask_facts.answer_questions(trial),
-            backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
-            tracer.record(),
-            apply_techniques.around(trial, torch.device("cpu")),
-            install.applied(trial) as applied,
-        ):
-            runner.run(trial, torch.device("cpu"), meter, folder)
-    except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
-        raise InvalidTrial(
-            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
-            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
-        ) from error
-    except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
-        unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
-        if not unsupported and "fake impl" not in str(error):  # what custom operators say
-            raise
-        what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
-        raise InvalidTrial(
-            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
-            "torch.library.register_fake, or measure on device=cuda"
-        ) from error
-    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
-    return tracer.trace, meter.details | about
-
-
-def load_or_trace(
-    trial: Trial, card: Gpu, folder: Path, runner: ModuleType, traces: Path
-) -> tuple[Trace, dict[str, Any]]:
+def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[Trace, dict[str, Any]]:
     """The trial's trace from the folder `traces`, made and left there if it is not in it yet. Raises InvalidTrial."""
     found = load_trace(trial, card, traces)
     if found is not None:
         return found
-    trace, details = trace_trial(trial, card, folder, runner)
-    traces.mkdir(parents=True, exist_ok=True)
+    from vramsweep.runners.predict import make_trace  # and torch: seconds, which a kept trace does not need
+
+    trace, details = make_trace.trace_trial(trial, card, folder, import_entry(runner_table.module(trial)))
     told = redaction.redact(details, worker_environment.secrets(os.environ))  # a library's configuration among them
+    content = serialize({"trace": asdict(on(trace, KEPT_ON)), "details": told})
+    traces.mkdir(parents=True, exist_ok=True)
     with replaced(trace_path(trial, card, traces)) as aside:
-        aside.write_bytes(serialize({"trace": asdict(on(trace, KEPT_ON)), "details": told}))
+        aside.write_bytes(content)
+    user_cache.keep(trace_key(trial, card), trial, content)
     return trace, details
 
 
 def load_trace(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
-    """The trial's trace from the folder `traces`; None if it is not in it, or not as it was written."""
+    """The trial's trace from the folder `traces`, else what is kept for the user; None if it is in neither, or not as
+    it was written."""
     file = trace_path(trial, card, traces)
+    found = _read_whole(file, lambda: read_content(file))
+    if found is None:
+        kept = user_cache.place_of(trace_key(trial, card), trial)
+        found = None if kept is None else _read_whole(kept, lambda: user_cache.load(trace_key(trial, card), trial))
+    return None if found is None else (on(found[0], card.capability), found[1])
+
+
+def _read_whole(file: Path, ask: Callable[[], bytes | None]) -> tuple[Trace, dict[str, Any]] | None:
     try:
-        trace, details = read(read_content(file))
+        content = ask()
+        return None if content is None else read(content)
     except OSError:
         return None
     except ValueError as error:
         print(f"{file} is no trace as it was written ({error!s:.80}): it is made anew", flush=True)
         file.unlink(missing_ok=True)
         return None
-    return on(trace, card.capability), details
+
+
+def is_kept(trial: Trial, card: Gpu, traces: Path) -> bool:
+    """Whether there is a file of the trial's trace, in the folder `traces` or kept for the user."""
+    kept = user_cache.place_of(trace_key(trial, card), trial)
+    return trace_path(trial, card, traces).is_file() or (kept is not None and kept.is_file())
 
 
 def serialize(values: Mapping[str, Any]) -> bytes:
@@ -171,12 +105,17 @@ def serialize(values: Mapping[str, Any]) -> bytes:
     return text + b"\n%08x\n" % zlib.crc32(text)
 
 
-def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
-    """What a file holds. Raises ValueError for anything that was not written."""
+def checked(content: bytes) -> bytes:
+    """The JSON that `serialize` wrote. Raises ValueError where the checksum is another one."""
     text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError("its checksum is not that of its content")
-    kept = _KEPT.validate_json(text)
+    return text
+
+
+def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
+    """What a file holds. Raises ValueError for anything that was not written."""
+    kept = _KEPT.validate_json(checked(content))
     check(kept.trace)
     return kept.trace, kept.details
 
@@ -203,7 +142,7 @@ def family_key(trial: Trial, card: Gpu) -> str:
 
 def _may_take_cudnn(trial: Trial) -> bool:
     """Whether a call of attention may be cuDNN's, which serves halves; what a user's code asks for is not known."""
-    ours = trial.runner.name not in USER_CODE
+    ours = trial.runner.name not in runner_table.USER_CODE
     return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
 
 

@@ -106,7 +106,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         except SystemExit as end:
             ended = "ended" if end.code is None else f"ended with {end.code!r}"
         except (InvalidTrial, *_REFUSED):
-            raise  # trace_cache.py says what it is
+            raise  # make_trace.py says what it is
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error

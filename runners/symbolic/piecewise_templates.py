@@ -9,7 +9,7 @@ take.
 
 What a few points cannot show is not seen: a size that is another at one length alone, amid others that follow one rule.
 
-Not covered: how a point is traced (trace_cache.py), the formulas (exact_formulas.py).
+Not covered: how a point is traced (runners/predict/make_trace.py), the formulas (exact_formulas.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vramsweep.runners.symbolic.exact_formulas import ROUNDINGS, Candidates, Ints, Unknown
-from vramsweep.runners.trace.step_tracer import Trace
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, following, function
+from vramsweep.runners.trace.trace_data import Trace
 
 CHECKS = 2
 FEW = 10  # points that are as quickly traced one by one

@@ -10,18 +10,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.model import build
 from vramsweep.runners.predict import predicted_row
-from vramsweep.runners.symbolic import piecewise_templates
+from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
 from vramsweep.runners.symbolic.trace_workers import Tracer
-from vramsweep.runners.trace.step_tracer import Trace, on
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
-
-if TYPE_CHECKING:
-    from vramsweep.runners.symbolic import symbolic_shapes
+from vramsweep.runners.trace.trace_data import Trace, on
 
 FEW = piecewise_templates.FEW  # points that are as quickly traced one by one
 TRIES = 3  # symbolic traces of a family at most: of one sample and of several, say
@@ -82,6 +79,8 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
 
     @cache
     def padding(seq_len: int) -> Any:  # the same for every batch
+        from vramsweep.runners.model import build  # and torch, which kept traces do not need
+
         return build.data(anyone.model_copy(update={"seq_len": seq_len})).columns["padding_fraction"]
 
     def known(where: Point) -> dict[str, Any]:
@@ -106,32 +105,28 @@ def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> Symboli
     that is otherwise aligned, and with another batch."""
     if len(points) <= FEW:
         return None
-    from vramsweep.runners.symbolic import symbolic_shapes  # seconds, which few points do not need
-
     middle = points[len(points) // 2]
     found = tracer.symbolic(at(anyone, middle), beside=[at(anyone, where) for where in witnesses(points)])
-    if not isinstance(found, symbolic_shapes.Candidate):
+    if not isinstance(found, symbolic_candidate.Candidate):
         return None
     confirmed = _confirmed(found, anyone, points, tracer)
-    if isinstance(confirmed, symbolic_shapes.Refused):
+    if isinstance(confirmed, symbolic_candidate.Refused):
         tracer.say(f"no symbolic trace: {confirmed.reason}")
         return None
     return confirmed
 
 
 def _confirmed(
-    found: symbolic_shapes.Candidate, anyone: Trial, points: Sequence[Point], tracer: Tracer
-) -> SymbolicTrace | symbolic_shapes.Refused:
-    from vramsweep.runners.symbolic import symbolic_shapes
-
+    found: symbolic_candidate.Candidate, anyone: Trial, points: Sequence[Point], tracer: Tracer
+) -> SymbolicTrace | symbolic_candidate.Refused:
     held = [where for where in points if found.symbolic.holds(where)]
     if len(held) <= FEW:
-        return symbolic_shapes.Refused(f"its guards hold at {len(held)} of {len(points)} points")
+        return symbolic_candidate.Refused(f"its guards hold at {len(held)} of {len(points)} points")
     asked = witnesses(held)
     direct = tracer.kept({where: at(anyone, where) for where in asked})
     if len(direct) < len(asked):
-        return symbolic_shapes.Refused("it would hold where nothing can be traced")
-    return symbolic_shapes.verified(found, {where: (one.trace, one.details) for where, one in direct.items()})
+        return symbolic_candidate.Refused("it would hold where nothing can be traced")
+    return symbolic_candidate.verified(found, {where: (one.trace, one.details) for where, one in direct.items()})
 
 
 def witnesses(held: Sequence[Point]) -> list[Point]:
@@ -145,7 +140,7 @@ def witnesses(held: Sequence[Point]) -> list[Point]:
 
 def point(trial: Trial) -> Point:
     """Where in its family a trial is."""
-    padded = build.padded_tokens(trial.padding, trial.seq_len) if trial.data == "synthetic" else 0
+    padded = length_distribution.padded_tokens(trial.padding, trial.seq_len) if trial.data == "synthetic" else 0
     return Point(trial.seq_len, trial.micro_batch, trial.seq_len - padded if padded else None)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
@@ -24,14 +24,11 @@ from vramsweep.harness.process.waiting import readable
 from vramsweep.harness.process.worker_files import RESULT, STEPS
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import trace_cache, user_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.rank.entry_modules import import_entry
-from vramsweep.runners.symbolic import piecewise_templates
+from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
 from vramsweep.runners.trace.symbolic_trace import Point
-
-if TYPE_CHECKING:
-    from vramsweep.runners.symbolic import symbolic_shapes
 
 TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
 SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
@@ -52,6 +49,7 @@ class Tracer:
     traced: int = 0
     of: int = 0
     here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
+    preload: Sequence[str] = ()  # modules that tracing needs
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""
@@ -63,22 +61,24 @@ class Tracer:
         if not self.forks:
             return {where: piecewise_templates.Traced(*self._trace_here(trial)) for where, trial in trials.items()}
         self.trace(trials.values())
-        there = {where: self.found(trial) for where, trial in trials.items() if self.place(trial).is_file()}
+        there = {where: self.found(trial) for where, trial in trials.items() if self._is_kept(trial)}
         return {where: piecewise_templates.Traced(*found) for where, found in there.items() if found is not None}
 
     def symbolic(
         self, trial: Trial, beside: Iterable[Trial] = ()
-    ) -> symbolic_shapes.Candidate | symbolic_shapes.Refused | None:
+    ) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
         """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
-        from vramsweep.runners.symbolic import symbolic_shapes  # seconds, for those alone who ask
-
-        place = self.folder / f"{_key(trial)}-symbolic"
-        self._run([(partial(_trace_symbols, trial, place), self.deadline_s), *self._untraced(beside)])
-        try:
-            found = symbolic_shapes.from_plain(json.loads(read_content(place / SYMBOLIC, links=False)))
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            return None  # it ended before, or somebody was at the file
-        if isinstance(found, symbolic_shapes.Refused):
+        name = f"{_key(trial)}-symbolic"
+        place = self.folder / name
+        found = symbolic_candidate.read(user_cache.load(name, trial))
+        job: list[Job] = [(partial(_trace_symbols, trial, place), self.deadline_s)] if found is None else []
+        self._run([*job, *self._untraced(beside)])
+        if found is None:
+            with contextlib.suppress(OSError):  # it ended before
+                found = symbolic_candidate.read(content := read_content(place / SYMBOLIC, links=False))
+                if found is not None:
+                    user_cache.keep(name, trial, content)
+        if isinstance(found, symbolic_candidate.Refused):
             self.say(f"no symbolic trace: {found.reason}")
         return found
 
@@ -104,18 +104,16 @@ class Tracer:
             return error
         return None
 
-    def place(self, trial: Trial) -> Path:
-        """The file that holds its trace, once it has been traced."""
-        return trace_cache.file_of(_key(trial), self._traces())
+    def _is_kept(self, trial: Trial) -> bool:
+        return trace_cache.is_kept(trial, trial.device.card, self._traces())
 
     def _traces(self) -> Path:
         return self.folder.parents[2] / "traces"
 
     def _trace(self, trial: Trial, place: Path) -> None:
         place.mkdir()
-        runner = import_entry(runner_table.module(trial))
         try:
-            trace_cache.load_or_trace(trial, trial.device.card, place, runner, self._traces())
+            trace_cache.load_or_trace(trial, trial.device.card, place, self._traces())
         except InvalidTrial as error:
             result_file.error(place, process_end.error_result(error))
 
@@ -123,19 +121,20 @@ class Tracer:
         """Trace in this process; raise what tracing raises."""
         key = _key(trial)
         if key not in self.here:
-            runner = import_entry(runner_table.module(trial))
-            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, self.folder, runner, self._traces())
+            self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, self.folder, self._traces())
         return self.here[key]
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
         """What traces those that have not been traced, or tried, before."""
         for trial in trials:
             key = _key(trial)
-            if key not in self.asked and not self.place(trial).is_file():
+            if key not in self.asked and not self._is_kept(trial):
                 yield partial(self._trace, trial, self.folder / key), self.deadline_s
             self.asked.add(key)
 
     def _run(self, jobs: Sequence[Job]) -> None:
+        if jobs:
+            import_makers(self.preload)
         self._say(len(jobs))
         for _ in forked(jobs, at_once()):
             self.traced += 1
@@ -148,13 +147,23 @@ class Tracer:
             records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
 
 
+def import_makers(modules: Iterable[str]) -> None:
+    """Import what tracing needs, once for all processes that this one forks from now on."""
+    import torch
+
+    torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
+    for name in ("vramsweep.runners.predict.make_trace", *modules):
+        with contextlib.suppress(ModuleNotFoundError):  # which is left to the trial to miss
+            import_entry(name)
+
+
 def _trace_symbols(trial: Trial, place: Path) -> None:
     from vramsweep.runners.symbolic import symbolic_shapes
 
     place.mkdir()
     runner = import_entry(runner_table.module(trial))
     found = symbolic_shapes.trace(trial, trial.device.card, place, runner)
-    (place / SYMBOLIC).write_text(json.dumps(symbolic_shapes.to_plain(found)))
+    (place / SYMBOLIC).write_bytes(trace_cache.serialize(symbolic_candidate.to_plain(found)))
 
 
 def _key(trial: Trial) -> str:

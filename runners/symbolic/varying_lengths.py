@@ -28,17 +28,15 @@ from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu, memory_limit
 from vramsweep.harness.messages.errors import EnvironmentFault
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
-from vramsweep.runners.measure.step_meter import reached_plateau, step_growth
+from vramsweep.runners.measure.steady_memory import reached_plateau, step_growth
 from vramsweep.runners.predict import predicted_row
 from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import COUNTERS, Peaks, Prediction, Refused, parts, phase
 from vramsweep.runners.symbolic.trace_family import Curve, curve
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.allocation_program import EMPTY_CACHE, build_program
-from vramsweep.runners.trace.cuda_allocations import cublas_workspace, fitted
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import Mark
 from vramsweep.runners.trace.symbolic_trace import Point
+from vramsweep.runners.trace.trace_data import Mark, Trace, cublas_workspace, fitted
 
 STEPS = 3  # of a trace
 OTHERWISE = "cannot be predicted with lengths that vary: {}; give one length (data=synthetic), or measure it"

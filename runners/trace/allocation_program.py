@@ -20,9 +20,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import Mark
 from vramsweep.runners.trace.stream_lag import Ahead
+from vramsweep.runners.trace.trace_data import Mark, Trace
 
 EMPTY_CACHE = 0
 MIB = 1 << 20

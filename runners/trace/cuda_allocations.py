@@ -22,7 +22,6 @@ from vramsweep.runners.trace import sdpa_kernels
 
 aten = torch.ops.aten
 KIB = 1 << 10
-WORKSPACES = "workspaces"  # a category of storages
 MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
 # Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {aten.native_dropout.default}
@@ -37,8 +36,6 @@ IN_PLACE = {
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
 }
-# Of each handle and stream of cuBLASLt, where it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
-LT_WORKSPACE = 1024 * KIB
 # What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
 # the tensor, torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
@@ -114,19 +111,6 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
         Stepwise(enough * shared * partial, f"{if_enough} * {together} * {partial}", rows),
         Stepwise(enough * 4 * grid, f"{if_enough} * {4 * grid}", rows),
     ]
-
-
-def cublas_workspace(capability: Capability) -> int:
-    """Bytes that torch allocates for each cuBLAS handle and stream (at::cuda::getChosenWorkspaceSize)."""
-    return 4096 * KIB * 8 if capability[0] == 9 else 4096 * KIB * 2 + 16 * KIB * 8
-
-
-def fitted(size: int, category: str, workspace: int) -> int:
-    """The size of a storage on a card whose cuBLAS handles have workspaces of this size; cuBLASLt's are the same.
-
-    No card's is as large as cuBLASLt's, so the size says which it is.
-    """
-    return workspace if category == WORKSPACES and size != LT_WORKSPACE else size
 
 
 def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Callable[[], Any] | None) -> Any:

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
-from vramsweep.harness.spec.version_differences import ANY_DROPOUT, FLASH_FIRST, installed_is
+from vramsweep.harness.spec.version_differences import ANY_DROPOUT, installed_is
+from vramsweep.runners.trace.trace_data import prefers_cudnn, widest_cudnn
 
 aten = torch.ops.aten
 MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
 CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what _cudnn_scratch says (seen: cuDNN 9.19, an H200)
-CUDNN_FIRST = not installed_is(FLASH_FIRST)  # of wheels for CUDA 13, and 12.9: others bring an earlier cuDNN
 IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
 
 
@@ -75,16 +75,6 @@ def chosen_kernel(asked: Attention, capability: Capability) -> str:
         if enabled:
             reasons.append(f"{name}: {reason}")
     raise RuntimeError("\n".join(("No available kernel. Aborting execution.", *reasons)))
-
-
-def prefers_cudnn(capability: Capability) -> bool:
-    """Whether cuDNN's kernel comes first: on Hopper and data centres' Blackwell (check_prefer_cudnn_attention)."""
-    return CUDNN_FIRST and capability[0] in (9, 10)
-
-
-def widest_cudnn(capability: Capability) -> int:
-    """The widest heads of cuDNN's kernel: what an H200 served, elsewhere torch's limit (check_cudnn_tensor_shapes)."""
-    return 256 if capability[0] == 9 else 128
 
 
 def _flash_lacks(asked: Attention, capability: Capability) -> str | None:

@@ -16,7 +16,6 @@ import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any, Literal
 
@@ -27,64 +26,29 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_map_only
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
-from vramsweep.harness.hardware.interconnects import Collective
-from vramsweep.harness.hardware.roofline import Work
 from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace import cuda_allocations, fake_placement
-from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
+from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
 from vramsweep.runners.trace.operator_cost import C10D, collective, work
-from vramsweep.runners.trace.sdpa_kernels import Freed, prefers_cudnn, widest_cudnn
-from vramsweep.runners.trace.storage_log import HostStorages, Mark, MemoryLog, Number, Phase, Storages, of_host
-from vramsweep.runners.trace.storage_origins import Maker, Origins
-from vramsweep.runners.trace.stream_lag import Note
+from vramsweep.runners.trace.sdpa_kernels import Freed
+from vramsweep.runners.trace.storage_log import MemoryLog, of_host
+from vramsweep.runners.trace.storage_origins import Origins
+from vramsweep.runners.trace.trace_data import (
+    LT_WORKSPACE,
+    WORKSPACES,
+    Maker,
+    Mark,
+    Phase,
+    Storages,
+    Trace,
+    cublas_workspace,
+)
 
 Place = Literal["card", "host"]
 # They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
-
-
-@dataclass
-class Trace(Storages):
-    """Those in GPU memory, of `CATEGORIES`, and beside them the host's. Event 0 is `torch.cuda.empty_cache`.
-
-    `streams[i]` is the stream that asked for it, 0 the default one: each has a pool of its own in the allocator.
-    `kernels` are the operators of the last step in order, `collectives` its calls to other ranks, each with how often
-    it ran.
-    `origins[i]` says where in `makers` to find what asked for storage i: the module's path (of a parameter: its name),
-    the operator (storage_origins.py).
-    `notes` say what the streams do, where blocks are freed that another stream still uses (stream_lag.py).
-    `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
-    """
-
-    streams: list[Number] = field(default_factory=list)
-    origins: list[Number] = field(default_factory=list)
-    makers: list[Maker] = field(default_factory=list)
-    kernels: list[tuple[Work, Number]] = field(default_factory=list)
-    collectives: list[tuple[Collective, Number]] = field(default_factory=list)
-    host: HostStorages = field(default_factory=HostStorages)
-    notes: list[Note] = field(default_factory=list)
-    stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
-
-
-def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:
-    """All that a trace depends on of a card's compute capability, workspaces apart: cards that share it share traces.
-
-    It is whether the card has bf16 tensor cores, as kernels of attention and products of halves ask, and, where
-    attention may be `cudnn`'s, whether that comes first and how wide its heads may be.
-    """
-    return capability >= (8, 0), *((prefers_cudnn(capability), widest_cudnn(capability)) if cudnn else ())
-
-
-def on(trace: Trace, capability: Capability) -> Trace:
-    """The trace of a card of the same generation, as one of this compute capability has it: with its own workspaces.
-
-    Events, marks and notes are the same lists.
-    """
-    size = cuda_allocations.cublas_workspace(capability)
-    sizes = [cuda_allocations.fitted(s, c, size) for s, c in zip(trace.sizes, trace.categories, strict=True)]
-    return replace(trace, sizes=sizes)
 
 
 class Tracer(TorchDispatchMode):
@@ -100,7 +64,7 @@ class Tracer(TorchDispatchMode):
         self.in_step = False
         self.in_last_step = False
         self._capability = capability
-        self._workspace = cuda_allocations.cublas_workspace(capability)
+        self._workspace = cublas_workspace(capability)
         # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
@@ -297,7 +261,7 @@ class Tracer(TorchDispatchMode):
         """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good; so does the
         one of cuBLASLt, where that is apart."""
         backward = cuda_allocations.in_backward()
-        wanted = [(False, self._workspace)] + [(True, cuda_allocations.LT_WORKSPACE)] * through_lt
+        wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * through_lt
         for lt, size in wanted:
             if (backward, lt) not in self._handles:
                 self._handles.add((backward, lt))

@@ -8,56 +8,14 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any
 
 import torch
-from pydantic import ConfigDict, Field
 from torch._subclasses.fake_tensor import FakeTensor
 
-from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise
+from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.sdpa_kernels import Freed
-
-Phase = Literal["load", "forward", "backward", "optimizer"]
-CATEGORIES = (
-    "parameters",
-    "buffers",
-    "gradients",
-    "optimizer_state",
-    "activations",
-    "communication",
-    "temporaries",
-    WORKSPACES,
-)
-HOST_CATEGORIES = ("parameters", "gradients", "optimizer_state", "activations", "loading", "other")
-Number = Annotated[int, Field(ge=0, lt=1 << 63)]  # in what is read from a file (trace_cache.py)
-AS_WRITTEN = ConfigDict(strict=True, extra="forbid")
-
-
-class Mark(NamedTuple):
-    """The end of a phase: events before `end` and after the mark before belong to it. `step` is None while loading."""
-
-    end: Number
-    step: Number | None
-    phase: Phase
-
-
-@dataclass
-class Storages:
-    """Storage number i has `sizes[i]` bytes and a category; event i + 1 allocates it, event -(i + 1) frees it."""
-
-    __pydantic_config__ = AS_WRITTEN
-    sizes: list[Number] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    events: list[int] = field(default_factory=list)
-    marks: list[Mark] = field(default_factory=list)
-
-
-@dataclass
-class HostStorages(Storages):
-    """Those in host memory, of `HOST_CATEGORIES`; `pinned[i]`: page-locked. What is "loading" does not outlive it."""
-
-    pinned: list[bool] = field(default_factory=list)
+from vramsweep.runners.trace.trace_data import CATEGORIES, HOST_CATEGORIES, WORKSPACES, HostStorages, Mark, Storages
 
 
 class MemoryLog:

@@ -20,7 +20,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-Maker = tuple[str, str]  # the module's path, the operator
+from vramsweep.runners.trace.trace_data import Maker
+
 # Classes, each with the package of its code, whose only child is the module that they stand for.
 WRAPPERS = {
     ("torch", "DistributedDataParallel"),

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work, merge_work
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import AS_WRITTEN, HostStorages, Number
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, HostStorages, Number, Trace
 
 
 class Point(NamedTuple):

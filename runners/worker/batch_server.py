@@ -19,10 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from vramsweep.harness.process.worker_files import PREDICTIONS, STEPS
-from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
@@ -42,7 +40,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
         for vary in (False, True)
     )
-    tracer = Tracer(folder, spec["timeout_s"])
+    tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
     alone = [next(iter(family.values())) for family in fixed.values() if len(set(map(point, family.values()))) == 1]
     tracer.trace(alone)  # all at once; the others know better which of their points to trace
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
@@ -52,6 +50,11 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     return 0
 
 
+def preload_of(trial: Trial) -> tuple[str, ...]:
+    """The modules that tracing the trial needs."""
+    return runner_table.preload(runner_table.fork_server_name(trial))
+
+
 def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     """Predict one trial in this process; the row's columns. The attempt's folder gets its last phase.
 
@@ -59,9 +62,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
     forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
-    if forks:
-        torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-    known = trace_family({"": trial}, Tracer(folder, math.inf, forks))
+    known = trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
     predicted = known.predict(trial)

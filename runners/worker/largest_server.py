@@ -33,10 +33,9 @@ from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
 from vramsweep.runners.trace.allocation_program import build_program
-from vramsweep.runners.trace.cuda_allocations import cublas_workspace
-from vramsweep.runners.trace.step_tracer import Trace, on
 from vramsweep.runners.trace.symbolic_trace import Point
-from vramsweep.runners.worker.batch_server import Trials, families
+from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, on
+from vramsweep.runners.worker.batch_server import Trials, families, preload_of
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 CHUNK = 8  # points that one process looks at
@@ -45,7 +44,7 @@ CHUNK = 8  # points that one process looks at
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Find the edge of each trial of the spec along its axis; returns the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
-    tracer = Tracer(folder, spec["timeout_s"])
+    tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
     found: dict[str, Any] = {}
     for family in families(trials).values():
         found |= _of_family(family, spec["axis"], spec["values"], spec["every"], tracer, spec["timeout_s"])

@@ -14,14 +14,12 @@ from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
-from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.predict.explanation import explanation
 from vramsweep.runners.predict.memory_timeline import timeline
 from vramsweep.runners.rank import process_end, result_file
-from vramsweep.runners.rank.entry_modules import import_entry
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 Answer = dict[str, Any] | None
 
@@ -51,7 +49,7 @@ def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace:
     if not trace:  # then nothing may run, whatever becomes of the file meanwhile
         found = trace_cache.load_trace(trial, card, traces)
     else:
-        found = trace_cache.load_or_trace(trial, card, folder, import_entry(runner_table.module(trial)), traces)
+        found = trace_cache.load_or_trace(trial, card, folder, traces)
     return None if found is None else QUESTIONS[question](found[0], trial)
 
 

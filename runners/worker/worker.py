@@ -43,11 +43,8 @@ def _run(folder: Path) -> int:
     spec = json.loads((folder / SPEC).read_text())
     _pin_cpus(spec.get("cpus"))
     if "trials" in spec:
-        import torch
-
         from vramsweep.runners.worker import batch_server, largest_server, query_server
 
-        torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
         if "axis" in spec:
             return largest_server.main(folder, spec)
         return query_server.main(folder, spec) if "question" in spec else batch_server.main(folder, spec)

@@ -20,11 +20,11 @@ from vramsweep.harness.hardware.roofline import Work
 from vramsweep.harness.machine import machine
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import runner_table, trial_parser
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.predict.replay_trace import Prediction, replay
 from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace.operator_cost import work
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 A100 = gpu_lookup.gpu_named("a100-80gb")
 SIMULATED: dict[str, Any] = {"name": "simulated", "gpu": "a100-80gb"}
@@ -48,7 +48,7 @@ def trace_trial(values: dict[str, Any], folder: Path) -> tuple[Trace, dict[str, 
     """The trace for the trial's own card, and its details."""
     chosen = trial_parser.parse(values)
     runner = import_entry(runner_table.runner(chosen.runner.name).module)
-    return trace_cache.trace_trial(chosen, chosen.device.card, folder, runner)
+    return make_trace.trace_trial(chosen, chosen.device.card, folder, runner)
 
 
 def trace_tiny(folder: Path, **over: Any) -> tuple[Trace, dict[str, Any]]:

@@ -17,11 +17,10 @@ from vramsweep.harness.hardware.roofline import Work
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_parser import parse
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.symbolic import symbolic_shapes
+from vramsweep.runners.symbolic import symbolic_candidate
 from vramsweep.runners.trace import symbolic_trace
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import HostStorages, Mark
 from vramsweep.runners.trace.symbolic_trace import Point, compiled
+from vramsweep.runners.trace.trace_data import HostStorages, Mark, Trace
 
 EVIL: tuple[Any, ...] = (
     None, True, -1, 2**63, 10**40, 0.5, float("nan"), "", "x", "__import__('os')", [], {}, [[]], [-1],
@@ -146,21 +145,21 @@ def candidate() -> dict[str, Any]:
         "unconfirmed",
     )
     found: dict[str, Any] = json.loads(
-        json.dumps(symbolic_shapes.to_plain(symbolic_shapes.Candidate(made, frozenset(), frozenset({1}))))
+        json.dumps(symbolic_candidate.to_plain(symbolic_candidate.Candidate(made, frozenset(), frozenset({1}))))
     )
     return found
 
 
 def test_a_symbolic_trace_holds_what_can_be_worked_out_or_is_refused() -> None:
-    assert isinstance(symbolic_shapes.from_plain(candidate()), symbolic_shapes.Candidate)
+    assert isinstance(symbolic_candidate.from_plain(candidate()), symbolic_candidate.Candidate)
     worked = 0
     for path in places(candidate()):
         for value in EVIL:
             try:
-                found = symbolic_shapes.from_plain(put(candidate(), path, value))
+                found = symbolic_candidate.from_plain(put(candidate(), path, value))
             except (ValueError, KeyError, TypeError):
                 continue
-            assert isinstance(found, symbolic_shapes.Candidate)
+            assert isinstance(found, symbolic_candidate.Candidate)
             if found.symbolic.holds(Point(8, 2)):
                 made, _ = found.symbolic.at(Point(8, 2))
                 assert len(made.sizes) == 2

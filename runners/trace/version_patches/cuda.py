@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement
-from vramsweep.runners.trace import cuda_allocations, sdpa_kernels
+from vramsweep.runners.trace import cuda_allocations, sdpa_kernels, trace_data
 
 
 def flash_first(trial: Trial) -> Iterator[Replacement]:
     """cuDNN's attention comes last on every card."""
-    yield sdpa_kernels, "CUDNN_FIRST", False
+    yield trace_data, "CUDNN_FIRST", False
 
 
 def any_dropout(trial: Trial) -> Iterator[Replacement]:

@@ -23,7 +23,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.predict import predicted_row, trace_cache
+from vramsweep.runners.predict import make_trace, predicted_row
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import card_page
@@ -137,7 +137,7 @@ def test_the_trace_asks_for_blocks_in_the_order_in_which_a_card_was_asked(tmp_pa
     (row,) = [one for one in ROWS if one["trial_id"] == "3a0a7c8785543d2b" and one["sweep"] == "factors"]
     values = row["trial"] | {"device": {"name": "simulated", "gpu": "h100-80gb"}, "versions": {"torch": "2.11.0"}}
     trial = Trial.model_validate(values)
-    trace, _ = trace_cache.trace_trial(trial, gpu_lookup.gpu_named("h100-80gb"), tmp_path, torch_loop)
+    trace, _ = make_trace.trace_trial(trial, gpu_lookup.gpu_named("h100-80gb"), tmp_path, torch_loop)
     step = next(mark.end for mark in trace.marks if (mark.step, mark.phase) == (0, "optimizer"))
     found = traced(trace, 0, step)
     with recorded_events(FOLDER, "miss-3a0a7c8785543d2b") as events:
@@ -194,7 +194,7 @@ def predicted_as(row: Row, folder: Path) -> dict[str, Any]:
     """The prediction of a trial that the H200 measured, with its torch, made now."""
     values = row["trial"] | {"device": {"name": "simulated", "gpu": "h200-141gb"}, "versions": {"torch": "2.11.0"}}
     trial = Trial.model_validate(values)
-    trace, details = trace_cache.trace_trial(trial, gpu_lookup.gpu_named("h200-141gb"), folder, torch_loop)
+    trace, details = make_trace.trace_trial(trial, gpu_lookup.gpu_named("h200-141gb"), folder, torch_loop)
     return predicted_row.predict(trial, trace, details).columns
 
 
@@ -248,7 +248,7 @@ def test_a_compiled_optimizer_asks_for_what_a_card_was_asked_while_its_kernels_w
     first moment are free."""
     (row,) = [one for one in h200() if one["trial_id"] == "62253bc0214d1bb1" and one["device"] == "cuda"]
     trial = Trial.model_validate(row["trial"] | {"device": {"name": "simulated", "gpu": "h200-141gb"}})
-    trace, _ = trace_cache.trace_trial(trial, gpu_lookup.gpu_named("h200-141gb"), tmp_path, torch_loop)
+    trace, _ = make_trace.trace_trial(trial, gpu_lookup.gpu_named("h200-141gb"), tmp_path, torch_loop)
     begin, end = (next(m.end for m in trace.marks if (m.step, m.phase) == (0, p)) for p in ("backward", "optimizer"))
     found = once(traced(trace, begin, end))
     with recorded_events(ROOT / "results" / "reference" / "h200-141gb", f"miss-{row['trial_id']}") as events:

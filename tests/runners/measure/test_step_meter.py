@@ -22,7 +22,8 @@ from vramsweep.runners.measure import dispatch_modes, rank_instruments, step_met
 from vramsweep.runners.measure.counters import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
 from vramsweep.runners.measure.dispatch_modes import FlopCount, LiveBytes
 from vramsweep.runners.measure.rank_instruments import Gauges
-from vramsweep.runners.measure.step_meter import Meter, alone, meter_spec, reached_plateau, step_growth
+from vramsweep.runners.measure.steady_memory import reached_plateau, step_growth
+from vramsweep.runners.measure.step_meter import Meter, alone, meter_spec
 
 CPU = torch.device("cpu")
 

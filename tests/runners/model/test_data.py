@@ -16,7 +16,7 @@ from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import mask_facts, predicted_row
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.worker import run_rank
 
 pytestmark = pytest.mark.deterministic

@@ -21,8 +21,7 @@ from vramsweep.runners.predict import memory_timeline, predicted_row
 from vramsweep.runners.predict.explanation import ROUNDING, Explanation, explanation
 from vramsweep.runners.predict.memory_timeline import Timeline
 from vramsweep.runners.predict.replay_trace import replay
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import CATEGORIES
+from vramsweep.runners.trace.trace_data import CATEGORIES, Trace
 from vramsweep.runners.worker import query_server
 
 pytestmark = pytest.mark.deterministic

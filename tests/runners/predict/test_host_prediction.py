@@ -21,7 +21,7 @@ from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.measure.counters import Process
 from vramsweep.runners.predict.replay_trace import host_replay
 from vramsweep.runners.rank.aggregate_ranks import over_ranks
-from vramsweep.runners.trace.storage_log import HostStorages, Mark
+from vramsweep.runners.trace.trace_data import HostStorages, Mark
 from vramsweep.runners.worker import batch_server
 
 pytestmark = pytest.mark.deterministic

@@ -17,7 +17,7 @@ from vramsweep.harness.allocator.replay import replay_as_recorded
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.predict import predicted_row, replay_trace, trace_cache
-from vramsweep.runners.trace.storage_log import CATEGORIES
+from vramsweep.runners.trace.trace_data import CATEGORIES
 
 pytestmark = pytest.mark.deterministic
 

@@ -17,9 +17,9 @@ from torch import nn
 from traces import signed as requests
 
 from vramsweep.harness.spec import trial_parser
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.scripts import import_constants, traced_script
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 
@@ -62,7 +62,7 @@ def traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Traced:
         script = tmp_path / "loop.py"
         script.write_text(LOOP.format(before=before, net=NET, loaded=loaded, after=after))
         chosen = trial_parser.parse(command(f"PYTHON {script}"))
-        return trace_cache.trace_trial(chosen, chosen.device.card, tmp_path, traced_script)[0]
+        return make_trace.trace_trial(chosen, chosen.device.card, tmp_path, traced_script)[0]
 
     return run
 

@@ -19,8 +19,7 @@ from vramsweep.harness.process import attempt
 from vramsweep.harness.rows import migrations
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.predict.replay_trace import replay
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import Mark
+from vramsweep.runners.trace.trace_data import Mark, Trace
 
 PARAMETERS = 119360
 SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # by default 2 GB of zeros each

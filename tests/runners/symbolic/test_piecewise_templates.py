@@ -18,13 +18,12 @@ from traces import small, trace_trial
 
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work
-from vramsweep.harness.spec import trial_parser
+from vramsweep.harness.spec import length_distribution, trial_parser
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.model import build
 from vramsweep.runners.symbolic.piecewise_templates import CHECKS, FEW, MOST, Cover, Known, Traced, cover
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import HostStorages, Mark
 from vramsweep.runners.trace.symbolic_trace import Point, difference
+from vramsweep.runners.trace.trace_data import HostStorages, Mark, Trace
 
 pytestmark = pytest.mark.deterministic
 
@@ -249,7 +248,7 @@ def test_thousands_of_points_quickly() -> None:
 
 def point(values: dict[str, Any], length: int, batch: int) -> Point:
     share = values.get("padding", 0.0)
-    return Point(length, batch, length - build.padded_tokens(share, length) if share else None)
+    return Point(length, batch, length - length_distribution.padded_tokens(share, length) if share else None)
 
 
 def filled(values: dict[str, Any], p: Point) -> dict[str, Any]:

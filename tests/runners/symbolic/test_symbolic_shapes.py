@@ -16,14 +16,14 @@ from traces import A100, small
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.spec import runner_table, trial, trial_parser
 from vramsweep.runners.model import build
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.rank.entry_modules import import_entry
-from vramsweep.runners.symbolic import symbolic_shapes
-from vramsweep.runners.symbolic.symbolic_shapes import Candidate, Refused
+from vramsweep.runners.symbolic import symbolic_candidate, symbolic_shapes
+from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.symbolic.trace_family import _symbolic, _traceable, curve, witnesses
-from vramsweep.runners.trace.step_tracer import Trace
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 
@@ -45,7 +45,7 @@ def target(name: str) -> dict[str, Any]:
 
 
 def direct(folder: Path, point: Point, **over: Any) -> Traced:
-    return trace_cache.trace_trial(chosen(point, **over), A100, folder, module(over))
+    return make_trace.trace_trial(chosen(point, **over), A100, folder, module(over))
 
 
 def symbolic(folder: Path, point: Point, **over: Any) -> Candidate | Refused:
@@ -61,7 +61,7 @@ def candidate(folder: Path, point: Point, **over: Any) -> Candidate:
 def confirmed(folder: Path, traced: Point, at: tuple[Point, Point], **over: Any) -> SymbolicTrace | Refused:
     """The symbolic trace of one point, held against direct traces of two others."""
     found = candidate(folder, traced, **over)
-    return symbolic_shapes.verified(found, {point: direct(folder, point, **over) for point in at})
+    return symbolic_candidate.verified(found, {point: direct(folder, point, **over) for point in at})
 
 
 def apart(work: Callable[..., T], *args: Any, **over: Any) -> T:
@@ -129,12 +129,12 @@ def test_a_length_that_nobody_sees_is_found_in_direct_traces(tmp_path: Path, mon
         return make(tmp_path, point, **target("hidden"))
 
     found = with_length(candidate, Point(77, 2))
-    refused = symbolic_shapes.verified(found, {p: with_length(direct, p) for p in (Point(512, 3), Point(90, 7))})
+    refused = symbolic_candidate.verified(found, {p: with_length(direct, p) for p in (Point(512, 3), Point(90, 7))})
     assert isinstance(refused, Refused)
     assert "sizes differ from those traced at seq_len 512" in refused.reason
     alike = {p: with_length(lambda *args, **over: direct(*args, **over), p) for p in (Point(77, 3), Point(77, 9))}
-    assert isinstance(symbolic_shapes.verified(found, alike), SymbolicTrace)  # nothing else was wrong
-    assert "two points" in refusal(ValueError, symbolic_shapes.verified, found, {})
+    assert isinstance(symbolic_candidate.verified(found, alike), SymbolicTrace)  # nothing else was wrong
+    assert "two points" in refusal(ValueError, symbolic_candidate.verified, found, {})
 
 
 def test_points_without_guards_values_and_padding_are_refused(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_so_are_other_runners_and_techniques(tmp_path: Path, over: dict[str, Any
     assert isinstance(found, Candidate), found
     points = [Point(509, 2), Point(90, 7), Point(12, 4)]
     assert all(found.symbolic.holds(point) for point in points), found.symbolic.guards
-    sure = symbolic_shapes.verified(found, {point: apart(direct, tmp_path, point, **over) for point in points})
+    sure = symbolic_candidate.verified(found, {point: apart(direct, tmp_path, point, **over) for point in points})
     assert isinstance(sure, SymbolicTrace), sure
 
 
@@ -248,8 +248,8 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
     said: list[str] = []
 
     class Fake:
-        def symbolic(self, *given: Any, **more: Any) -> symbolic_shapes.Candidate:
-            return symbolic_shapes.Candidate(empty, frozenset(), frozenset())
+        def symbolic(self, *given: Any, **more: Any) -> symbolic_candidate.Candidate:
+            return symbolic_candidate.Candidate(empty, frozenset(), frozenset())
 
         def kept(self, trials: Any) -> dict[Point, Any]:
             return {}

@@ -24,11 +24,11 @@ from vramsweep.runners.loops import hf_trainer, torch_loop
 from vramsweep.runners.measure.rank_instruments import Gauges
 from vramsweep.runners.measure.step_meter import OTHER_STEPS, Meter, meter_spec
 from vramsweep.runners.model import build
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import make_trace, trace_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.symbolic import varying_lengths
-from vramsweep.runners.trace.step_tracer import Trace
 from vramsweep.runners.trace.symbolic_trace import Point
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 
@@ -198,7 +198,7 @@ class Direct:
     def at(self, trial: trials.Trial) -> tuple[Trace, dict[str, Any], str]:
         key = trace_cache.trace_key(trial, A100)
         if key not in TRACED:
-            TRACED[key] = trace_cache.trace_trial(trial, A100, self.folder, self.module)
+            TRACED[key] = make_trace.trace_trial(trial, A100, self.folder, self.module)
         return *TRACED[key], "traced"
 
 
@@ -250,7 +250,7 @@ def test_steps_of_several_lengths_are_those_of_a_trace_of_these_lengths(
     documents(monkeypatch, *given)
     trial = tried(device=SIMULATED, **over)
     config = allocator_config.parse(trial.allocator.conf)
-    truth = replay(trace_cache.trace_trial(trial, A100, tmp_path, RUNNERS[trial.runner.name])[0], config, None)
+    truth = replay(make_trace.trace_trial(trial, A100, tmp_path, RUNNERS[trial.runner.name])[0], config, None)
     steps = varying_lengths.passes(trial)[:3]
     assert tuple(tuple(one.width for one in step) for step in steps) == widths
     monkeypatch.undo()
@@ -276,7 +276,7 @@ def test_equal_lengths_need_what_one_length_needs(over: dict[str, Any], padded: 
     trial = tried(device=SIMULATED, **over)
     long = followed(trial, tmp_path, [batch] * 7)
     one = varying_lengths.representative_trial(trial, padded, Point(24, 2))
-    truth = replay(trace_cache.trace_trial(one, A100, tmp_path, torch_loop)[0], AllocatorConfig(), None)
+    truth = replay(make_trace.trace_trial(one, A100, tmp_path, torch_loop)[0], AllocatorConfig(), None)
     assert long.predicted.peak == truth.peak
     ends: Sequence[Any] = [allocated for allocated, _ in long.ends[1:]] if over else long.ends
     assert len(set(ends)) == 1
@@ -338,7 +338,7 @@ def test_the_row_has_the_probe_step_and_every_measured_one(tmp_path: Path, monke
     assert row["step_reserved_bytes"] == [reserved for _, reserved in run.ends[2:]]
     assert row["step_growth_bytes"] == min(after - before for before, after in itertools.pairwise(held))
     assert row["step_tokens"] == [one.tokens for one in batches[2:]]
-    widest = trace_cache.trace_trial(
+    widest = make_trace.trace_trial(
         varying_lengths.representative_trial(trial, True, Point(1024, 2)), A100, tmp_path, torch_loop
     )
     assert row["attention_kernels"] == sorted({*widest[1]["attention_kernels"], *kernels(trial, tmp_path, batches)})

@@ -24,7 +24,8 @@ from vramsweep.harness.spec.techniques import catalog, schema
 from vramsweep.runners.measure import dispatch_modes, model_description
 from vramsweep.runners.model import build
 from vramsweep.runners.techniques import gptq, lora, nf4
-from vramsweep.runners.trace.step_tracer import Trace, Tracer
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.worker import run_rank
 
 pytestmark = pytest.mark.deterministic

@@ -23,7 +23,7 @@ from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.techniques import flash_attention_stub
 from vramsweep.runners.trace.cuda_allocations import scratch
 from vramsweep.runners.trace.sdpa_kernels import Attention, chosen_kernel
-from vramsweep.runners.trace.step_tracer import Trace, generation
+from vramsweep.runners.trace.trace_data import Trace, generation
 from vramsweep.runners.worker import run_rank
 
 pytestmark = pytest.mark.deterministic

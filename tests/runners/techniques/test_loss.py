@@ -20,7 +20,7 @@ from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.model import build
 from vramsweep.runners.predict.replay_trace import Prediction
 from vramsweep.runners.techniques import kernel_stubs, loss
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.worker import run_rank
 
 pytestmark = pytest.mark.deterministic

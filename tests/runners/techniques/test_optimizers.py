@@ -29,7 +29,7 @@ from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import replay_trace
 from vramsweep.runners.techniques import bitsandbytes_optimizers, torchao_adamw
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.worker import run_rank
 
 pytestmark = pytest.mark.deterministic

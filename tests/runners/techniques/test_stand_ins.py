@@ -23,7 +23,7 @@ from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.predict.replay_trace import Prediction
 from vramsweep.runners.techniques import fp8, liger, loss
 from vramsweep.runners.trace import step_tracer
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 

@@ -16,8 +16,8 @@ from conftest import ROOT, tiny
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial, trial_parser, version_differences
 from vramsweep.runners.loops import deepspeed_engine, hf_trainer
-from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.predict import make_trace
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.deterministic]
 A100 = gpu_lookup.gpu_named("a100-80gb")
@@ -153,5 +153,5 @@ if __name__ == "__main__":
     folder = Path(sys.argv[1])
     asked = trial.Trial.model_validate_json((folder / "trial.json").read_text())
     driver = {"deepspeed": deepspeed_engine, "trainer": hf_trainer}[asked.runner.name]
-    traced, about = trace_cache.trace_trial(asked, A100, folder, driver)
+    traced, about = make_trace.trace_trial(asked, A100, folder, driver)
     print(json.dumps([peaks(traced), about["differences"]]))

@@ -19,7 +19,7 @@ from vramsweep.harness.hardware.roofline import ATTENTION, Work, estimate
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import predicted_row
 from vramsweep.runners.trace import cuda_emulation, operator_cost
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from conftest import ROOT
 
-from vramsweep.runners.trace import sdpa_kernels
-from vramsweep.runners.trace.cuda_allocations import WORKSPACES, Stepwise, cublas_workspace, scratch
+from vramsweep.runners.trace import sdpa_kernels, trace_data
+from vramsweep.runners.trace.cuda_allocations import Stepwise, scratch
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
+from vramsweep.runners.trace.trace_data import WORKSPACES, cublas_workspace
 
 HOPPER = (9, 0)
 WORKSPACE = cublas_workspace(HOPPER)
@@ -38,7 +39,7 @@ def on_the_card() -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def torch_of_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """2.11: cuDNN first, whatever the dropout."""
-    monkeypatch.setattr(sdpa_kernels, "CUDNN_FIRST", True)
+    monkeypatch.setattr(trace_data, "CUDNN_FIRST", True)
     monkeypatch.setattr(sdpa_kernels, "IN_SIXTEENTHS", False)
 
 

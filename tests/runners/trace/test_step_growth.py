@@ -12,7 +12,7 @@ from traces import SIMULATED, trace_trial
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.predict import predicted_row
 from vramsweep.runners.trace.allocation_program import growth
-from vramsweep.runners.trace.step_tracer import Trace
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 

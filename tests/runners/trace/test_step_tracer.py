@@ -23,12 +23,11 @@ from vramsweep.harness.allocator.config import parse
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import make_trace, trace_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.trace import cuda_emulation
-from vramsweep.runners.trace.cuda_allocations import cublas_workspace
-from vramsweep.runners.trace.step_tracer import Tracer, on
-from vramsweep.runners.trace.storage_log import CATEGORIES
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.trace_data import CATEGORIES, cublas_workspace, on
 
 pytestmark = pytest.mark.deterministic
 
@@ -185,7 +184,7 @@ def test_cards_of_one_generation_have_one_trace(tmp_path: Path, over: dict[str, 
     halves on 9.x and 10.x too."""
     chosen = trial_parser.parse(tiny(device=SIMULATED, **over))
     cards = ["a100-80gb", "rtx3090-24gb", "l40s-48gb", "rtx5090-32gb", "h100-80gb"]
-    traces = [trace_cache.trace_trial(chosen, gpu_lookup.gpu_named(card), tmp_path, torch_loop)[0] for card in cards]
+    traces = [make_trace.trace_trial(chosen, gpu_lookup.gpu_named(card), tmp_path, torch_loop)[0] for card in cards]
     *alike, hopper = traces
     assert all(one == alike[0] for one in alike)
     changed = {c for c, a, b in zip(hopper.categories, alike[0].sizes, hopper.sizes, strict=True) if a != b}
@@ -202,8 +201,8 @@ def test_a_kept_trace_has_the_workspaces_of_the_card_that_reads_it(tmp_path: Pat
         for name in (first, second):
             card = gpu_lookup.gpu_named(name)
             chosen = trial_parser.parse(tiny(device={"name": "simulated", "gpu": name}))
-            kept, _ = trace_cache.load_or_trace(chosen, card, tmp_path, torch_loop, traces)
-            assert kept == trace_cache.trace_trial(chosen, card, tmp_path, torch_loop)[0]
+            kept, _ = trace_cache.load_or_trace(chosen, card, tmp_path, traces)
+            assert kept == make_trace.trace_trial(chosen, card, tmp_path, torch_loop)[0]
         files |= {(path.name, path.read_bytes()) for path in traces.iterdir()}
     assert len(files) == 1
 
@@ -211,11 +210,11 @@ def test_a_kept_trace_has_the_workspaces_of_the_card_that_reads_it(tmp_path: Pat
 @pytest.mark.slow
 def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does(tmp_path: Path) -> None:
     chosen = trial_parser.parse(tiny(device=SIMULATED))
-    first, _ = trace_cache.trace_trial(chosen, A100, tmp_path, torch_loop)
+    first, _ = make_trace.trace_trial(chosen, A100, tmp_path, torch_loop)
     before = gc.get_threshold()
     gc.set_threshold(3)
     try:
-        second, _ = trace_cache.trace_trial(chosen, A100, tmp_path, torch_loop)
+        second, _ = make_trace.trace_trial(chosen, A100, tmp_path, torch_loop)
     finally:
         gc.set_threshold(*before)
     assert first == second and gc.isenabled()
@@ -227,10 +226,10 @@ from pathlib import Path
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.predict import trace_cache, make_trace
 chosen = trial_parser.parse(json.loads(sys.argv[1]))
 gpu = gpu_lookup.gpu_named("a100-80gb")
-first, second = (trace_cache.trace_trial(chosen, gpu, Path(sys.argv[2]), torch_loop)[0] for _ in "12")
+first, second = (make_trace.trace_trial(chosen, gpu, Path(sys.argv[2]), torch_loop)[0] for _ in "12")
 print(first == second)
 """
 

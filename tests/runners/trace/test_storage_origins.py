@@ -12,8 +12,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from traces import traced, traced_once
 
-from vramsweep.runners.trace.step_tracer import Trace, Tracer
+from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.storage_origins import Origins
+from vramsweep.runners.trace.trace_data import Trace
 
 pytestmark = pytest.mark.deterministic
 

@@ -6,9 +6,8 @@ import pytest
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners.predict.replay_trace import replay
-from vramsweep.runners.trace.step_tracer import Trace
-from vramsweep.runners.trace.storage_log import Mark
 from vramsweep.runners.trace.stream_lag import Note
+from vramsweep.runners.trace.trace_data import Mark, Trace
 
 MIB = 1 << 20
 USE: Note = (1, "use", 0, 1)  # before the first block is freed, stream 1 uses it

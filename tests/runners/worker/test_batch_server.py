@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, TARGETS, tiny
 from traces import A100, SIMULATED
 
-from vramsweep.harness.process.worker_files import PREDICTIONS, SPEC
+from vramsweep.harness.process.worker_files import PREDICTIONS
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.symbolic import predictor, trace_family, trace_workers
@@ -141,19 +141,13 @@ print(coordinator.found(chosen) is not None)
 """
 
 
-def test_what_makes_predictions_together_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It forks, and OpenMP's threads are not there after a fork."""
-
-    def tells(folder: Path, spec: dict[str, Any]) -> int:
-        return (folder / "threads").write_text(str(torch.get_num_threads()))
-
-    monkeypatch.setattr(batch_server, "main", tells)
-    (tmp_path / SPEC).write_text(json.dumps({"trials": []}))
-    own = os.getpid()
+def test_what_forks_to_trace_has_one_thread(tmp_path: Path) -> None:
+    """OpenMP's threads are not there after a fork."""
 
     def job() -> None:
         torch.set_num_threads(2)
-        worker.main(tmp_path, own)
+        trace_workers.import_makers(())
+        (tmp_path / "threads").write_text(str(torch.get_num_threads()))
 
     list(trace_workers.forked([(job, 60.0)], 1))
     assert (tmp_path / "threads").read_text() == "1"

@@ -18,12 +18,12 @@ from vramsweep.harness.rows.journal import read, terminal
 from vramsweep.harness.search.fit_survey import REACH, RequiredBytes
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.loops import torch_loop
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.predict import predicted_row as simulated_run
-from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.symbolic import trace_workers
 from vramsweep.runners.symbolic.trace_workers import Tracer
-from vramsweep.runners.trace.step_tracer import Trace, on
+from vramsweep.runners.trace.trace_data import Trace, on
 from vramsweep.runners.worker import largest_server
 
 pytestmark = pytest.mark.deterministic
@@ -58,7 +58,7 @@ def simulated(**over: Any) -> trial.Trial:
 @pytest.mark.parametrize("conf", ["", "expandable_segments:True", "garbage_collection_threshold:0.8"])
 def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
     chosen = simulated(seq_len=200, micro_batch=8, allocator={"name": "a", "conf": conf})
-    traced, _ = trace_cache.trace_trial(chosen, A100, tmp_path, torch_loop)
+    traced, _ = make_trace.trace_trial(chosen, A100, tmp_path, torch_loop)
     config = allocator_config.parse(conf)
     unlimited = peak(traced, conf)
     found = largest_server.need(traced, chosen, (), [1, 1 << 35])
@@ -86,7 +86,7 @@ def test_the_room_that_a_trace_needs(tmp_path: Path, conf: str) -> None:
 @pytest.mark.slow
 def test_a_trace_for_which_the_host_is_too_small_fits_no_card(tmp_path: Path) -> None:
     small = simulated(device={"name": "simulated", "gpu": "a100-80gb", "node_memory_gib": 0.001})
-    traced, _ = trace_cache.trace_trial(small, A100, tmp_path, torch_loop)
+    traced, _ = make_trace.trace_trial(small, A100, tmp_path, torch_loop)
     assert largest_server.need(traced, small, (), [1 << 35]).least == math.inf
 
 
@@ -114,7 +114,7 @@ def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> No
     lengths = [16, 64, 128, 192, 256]
     plain = {n: simulated(seq_len=n, micro_batch=16) for n in lengths}
     card = A100
-    curve = Drawn({n: trace_cache.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()})
+    curve = Drawn({n: make_trace.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()})
     middle = peak(curve.at(plain[128])[0])["reserved"]
     share = f"per_process_memory_fraction:{middle / gpu_lookup.memory_limit(card):.6f}"
     devices = [

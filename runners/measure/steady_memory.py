@@ -1,0 +1,34 @@
+"""Whether memory is the same from step to step, of steps that were measured or predicted. Pure; torch is not needed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+NO_BACKWARD = "no backward pass of torch.autograd was seen"
+PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
+
+
+def step_growth(held: Sequence[int | None]) -> int | None:
+    """The least by which a step ended with more than the one before; None for fewer than three steps or unknown values.
+
+    A step that ends with as much as another, or with less, leaves nothing behind.
+    """
+    known = all_known(held)
+    if known is None or len(known) < 3:
+        return None
+    return min(after - before for before, after in itertools.pairwise(known))
+
+
+def reached_plateau(reserved: list[int | None]) -> bool | None:
+    """Whether the peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
+    known = all_known(reserved)
+    if known is None or len(known) < 2:
+        return None
+    return max(known[len(known) // 2 :]) <= max(known[: len(known) // 2])
+
+
+def all_known(values: Sequence[int | None]) -> list[int] | None:
+    """Return the values; None where any of them is not known."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None

@@ -1,0 +1,100 @@
+"""Makes a trial's trace, by running the trial's own runner on fake tensors.
+
+Not covered: how a trace is kept, and which trials share it (trace_cache.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch._subclasses import fake_tensor as fakes
+
+from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure.counters import backward_boundaries
+from vramsweep.runners.model import apply_techniques, build
+from vramsweep.runners.predict import mask_facts
+from vramsweep.runners.rank.aggregate_ranks import Columns
+from vramsweep.runners.trace.cuda_emulation import behave
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.trace_data import Trace
+from vramsweep.runners.trace.version_patches import install
+
+
+class Runner(Protocol):
+    """A runner's module."""
+
+    def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
+        """Train `trial.steps()` steps under the meter."""
+
+
+class TraceMeter:
+    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
+
+    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+        self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+        self.details: Columns = {}
+        self._describe: Callable[[], Columns] = dict
+
+    def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        self._describe = describe
+        self.tracer.built()
+
+    def step_begin(self) -> None:
+        self.tracer.in_step = True
+        self.tracer.in_last_step = self.index == self.trial.steps() - 1
+
+    def fed(self, batch: Any) -> None: ...
+
+    def step_end(self, loss: torch.Tensor | None = None) -> None:
+        self.mark("optimizer")
+        if self.tracer.in_last_step:
+            self.details = self._describe()
+            self._describe = dict  # or it would keep the model alive
+        self.tracer.in_step = self.tracer.in_last_step = False
+        self.index += 1
+
+    def mark(self, phase: Any) -> None:
+        """A phase of the current step ends here."""
+        self.tracer.mark(self.index, phase)
+
+
+def trace_trial(
+    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer | None = None
+) -> tuple[Trace, dict[str, Any]]:
+    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be.
+
+    `tracer` is a plain one unless given.
+    """
+    tracer = tracer or Tracer(card.capability)
+    meter = TraceMeter(trial, tracer)
+    build.prepare(trial)
+    try:
+        with (
+            behave(card.capability) as attention,
+            mask_facts.answer_questions(trial),
+            backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
+            tracer.record(),
+            apply_techniques.around(trial, torch.device("cpu")),
+            install.applied(trial) as applied,
+        ):
+            runner.run(trial, torch.device("cpu"), meter, folder)
+    except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
+        raise InvalidTrial(
+            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
+            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
+        ) from error
+    except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
+        unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
+        if not unsupported and "fake impl" not in str(error):  # what custom operators say
+            raise
+        what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
+        raise InvalidTrial(
+            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
+            "torch.library.register_fake, or measure on device=cuda"
+        ) from error
+    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
+    return tracer.trace, meter.details | about

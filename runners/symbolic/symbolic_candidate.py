@@ -1,0 +1,122 @@
+"""A symbolic trace that is not confirmed yet: how it is kept, read, and confirmed by direct traces; without torch.
+
+Not covered: how it is made (symbolic_shapes.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from vramsweep.runners.predict import trace_cache
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, put
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace
+
+
+@dataclass(frozen=True)
+class Refused:
+    """There is no symbolic trace, and why."""
+
+    __pydantic_config__ = AS_WRITTEN
+    reason: str
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A symbolic trace that is not confirmed yet.
+
+    `collected` and `host_collected` are the numbers of storages that the garbage collector freed. When it runs is not
+    the traced code's doing, and symbols make it run at other times.
+    """
+
+    __pydantic_config__ = AS_WRITTEN
+    symbolic: SymbolicTrace
+    collected: frozenset[int]
+    host_collected: frozenset[int]
+
+
+def to_plain(found: Candidate | Refused) -> dict[str, Any]:
+    """The same in values that JSON can say."""
+    values = asdict(found)
+    freed = {name: sorted(values[name]) for name in ("collected", "host_collected") if name in values}
+    return values | freed
+
+
+_FOUND: TypeAdapter[Candidate | Refused] = TypeAdapter(Candidate | Refused)
+
+
+def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
+    """What `to_plain` returned. Raises ValueError, KeyError or TypeError for anything else."""
+    found = _FOUND.validate_json(json.dumps(values))
+    if isinstance(found, Refused):
+        return found
+    symbolic = found.symbolic
+    template, formulas = symbolic.template, len(symbolic.formulas)
+    for text in (*symbolic.formulas, *symbolic.guards):
+        compiled(text)
+    trace_cache.check(template, sized=False)
+    numbers = [*symbolic.sizes, *symbolic.host, *(number for _, number in symbolic.varying)]
+    numbers += [number for _, flops, nbytes, launches, _ in symbolic.kernels for number in (flops, nbytes, launches)]
+    numbers += [number for _, number, _ in symbolic.collectives]
+    numbers += [number for _, _, number in symbolic.stepwise]
+    if not all(number < formulas for number in numbers):
+        raise ValueError("a number is that of no formula")
+    if (len(symbolic.sizes), len(symbolic.host)) != (len(template.categories), len(template.host.categories)):
+        raise ValueError("its storages have not one size each")
+    for storage, text, number in symbolic.stepwise:
+        if storage >= len(symbolic.sizes):
+            raise ValueError("a size that follows a number is that of no storage")
+        compiled(following(text, symbolic.formulas[number]))
+    for path, _ in symbolic.varying:
+        put(symbolic.details, path, 0)
+    return found
+
+
+def read(content: bytes | None) -> Candidate | Refused | None:
+    """What a file holds (trace_cache.serialize); None for anything else."""
+    try:
+        return None if content is None else from_plain(json.loads(trace_cache.checked(content)))
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+
+
+def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any]]]) -> SymbolicTrace | Refused:
+    """The symbolic trace, if it gives all of these direct traces with their details; its events are theirs.
+
+    There must be two at least, which should be far apart, and differ in what divides their lengths. Raises ValueError
+    for fewer.
+    """
+    if len(direct) < 2:
+        raise ValueError("it takes direct traces of two points to confirm a symbolic one")
+    own, template = found.symbolic.template, next(iter(direct.values()))[0]
+    symbolic = replace(found.symbolic, template=template, basis="symbolic")
+    for point, (traced, details) in direct.items():
+        at = f"at seq_len {point.seq_len}, micro_batch {point.micro_batch}"
+        if not symbolic.holds(point):
+            return Refused(f"its guards do not hold {at}")
+        books = ((own, traced, found.collected), (own.host, traced.host, found.host_collected))
+        if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
+            return Refused(f"symbols led the code another way: its events differ from those traced {at}")
+        try:
+            what = difference(symbolic.at(point), (traced, details))
+        except ValueError as error:
+            return Refused(str(error))
+        if what is not None:
+            return Refused(f"its {what} differ from those traced {at}")
+    return symbolic
+
+
+def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ...]:
+    """Events, marks, notes and categories without what the garbage collector did."""
+    events, before = [], [0]
+    for event in storages.events:
+        if -event - 1 not in collected:
+            events.append(event)
+        before.append(len(events))
+    marks = [Mark(before[mark.end], mark.step, mark.phase) for mark in storages.marks]
+    notes = [(before[note[0]], *note[1:]) for note in storages.notes] if isinstance(storages, Trace) else []
+    return events, marks, notes, [c for i, c in enumerate(storages.categories) if i not in collected]
