@@ -6,9 +6,11 @@ Trials are called by what varies in their sweep (labels.py). Not covered: a swee
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -16,12 +18,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vramsweep.harness.messages.activity import Activity, duration
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.terminal import escape_others
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.sweep.labels import Labels
+from vramsweep.harness.sweep.pace import Pace
 from vramsweep.harness.sweep.plan import Planned
 
 MIB = 1 << 20
@@ -32,7 +36,8 @@ MANY = 50  # predictions, of which there may be hundreds a second
 class Progress:
     """Is told what a sweep does, and counts: finished trials, what came out, the time left.
 
-    `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail.
+    `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail;
+    `batches` are still to be predicted after this one, and nobody knows what they take.
     """
 
     def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
@@ -41,8 +46,10 @@ class Progress:
         self.label = Labels(of)
         predicted = all(item.trial is None or item.trial.device.name == "simulated" for item in of)
         self.many = total >= MANY and bool(of) and predicted
-        self._began = time.monotonic()
-        self._since = (self._began, 0)  # of what the time left is reckoned from, and how many were done by then
+        self.batches = 0
+        self._began, self._pace = time.monotonic(), Pace()
+        self._running: dict[str, tuple[str, float]] = {}  # label, and since when
+        self._doing: dict[str | None, str] = {}  # the phase of a trial, under None that of a batch
         self.counts: Counter[str] = Counter()
 
     def began(self, text: str) -> None:
@@ -51,10 +58,25 @@ class Progress:
 
     def starts(self, item: Planned) -> None:
         """Hear that a trial is started, or tried again."""
+        self._running[item.trial_id] = (self.label(item), time.monotonic())
+
+    def works(self, item: Planned | None, record: Mapping[str, Any] | None) -> None:
+        """Hear what the worker of a trial, or of a batch, does (attempt.read_progress)."""
+        if record is None:
+            return
+        done, total = record.get("done", 0), record.get("total", 0)
+        key = None if item is None else item.trial_id
+        self._doing[key] = "" if item is None and done == total > 0 else record["text"]
+        if item is None and "total" in record:
+            self._pace.count_traces(done, total, record.get("later"))
 
     def show(self, row: Row, item: Planned) -> None:
         """Count a trial that has come to its end."""
         self.done += 1
+        self._running.pop(item.trial_id, None)
+        self._doing.pop(item.trial_id, None)
+        if item.trial is not None:
+            self._pace.count_row()
         kind = row["outcome"]
         self.counts["failed" if outcome.is_verdict(kind) and not outcome.is_answer(kind) else kind] += 1
 
@@ -66,16 +88,9 @@ class Progress:
         return f"[{self.done}/{self.total}] {row['outcome']:<9} {result}"
 
     def left(self) -> str:
-        """The time that the others will take, if they are as these."""
-        began, before = self._since
-        if self.done == before:
-            return "?"
-        return duration((time.monotonic() - began) / (self.done - before) * (self.total - self.done))
-
-    def tracing(self, done: int, of: int) -> None:
-        """Hear that of the points that predictions rest on, so many are traced: what comes after it takes less time."""
-        if done < of:
-            self._since = (time.monotonic(), self.done)
+        """The time that the others will take, with what is still to be traced for them."""
+        seconds = None if self.batches else self._pace.seconds_left(self.total - self.done)
+        return "unknown" if seconds is None else duration(seconds)
 
     def note(self, text: str) -> None:
         """Answer what the user asks for meanwhile; from within a signal's handler."""
@@ -88,26 +103,55 @@ class Progress:
 
 
 class Lines(Progress):
-    """For a log: a line for each finished trial, of many predictions for each tenth and failure; one for tracing."""
+    """For a log: a line for each finished trial, of many predictions for each tenth and failure; on stderr what runs,
+    where nothing else was said for a while."""
 
     tenths = 0
-    traced = -1
+
+    def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
+        super().__init__(total, of)
+        self._activity = Activity("")
+
+    def began(self, text: str) -> None:
+        """Say it; from now on what runs is said too."""
+        super().began(text)
+        if self.total:
+            self._activity.__enter__()
+
+    def starts(self, item: Planned) -> None:
+        """It runs from now on."""
+        super().starts(item)
+        self._activity.update(self.running())
+
+    def works(self, item: Planned | None, record: Mapping[str, Any] | None) -> None:
+        """Say it where nothing else was said for a while."""
+        super().works(item, record)
+        self._activity.update(self.running())
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line if there is something to say."""
         super().show(row, item)
         if (line := self.line(row, item)) is not None:
             print(f"{line} · {self.text()}", flush=True)
+            self._activity.postpone()
         elif 10 * self.done // self.total > self.tenths:
             self.tenths = 10 * self.done // self.total
             print(f"[{self.done}/{self.total}] {self.text()}", flush=True)
+            self._activity.postpone()
+        self._activity.update(self.running())
 
-    def tracing(self, done: int, of: int) -> None:
-        """Print it where more than before are to be traced."""
-        super().tracing(done, of)
-        if done < of and of > self.traced:
-            self.traced = of
-            print(f"tracing {done} of {of} points", flush=True)
+    def close(self) -> None:
+        """Nothing runs any more."""
+        if self.total:
+            self._activity.__exit__()
+        super().close()
+
+    def running(self) -> str:
+        """What runs, in words, and how far the sweep is."""
+        names = [": ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
+        more = [f"and {len(names) - 1} more"] * (len(names) > 1)
+        doing = " ".join([self._doing.get(None) or " ".join([*names[:1], *more]) or "predicting"])
+        return f"[{self.done}/{self.total}] {doing} · ETA {self.left()}"
 
     def text(self) -> str:
         """The counts in words."""
@@ -123,10 +167,11 @@ class Region(Progress):
 
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
         super().__init__(total, of)
-        self._console = console or Console()
-        self._running: dict[str, tuple[str, float]] = {}
-        self._note, self._traced = "", ""
-        self._live = Live(console=self._console, get_renderable=self.drawn, refresh_per_second=1, transient=True)
+        self._console, self._note = console or Console(), ""
+        self._live = Live(
+            console=self._console, get_renderable=self.drawn, refresh_per_second=1, transient=True,
+            redirect_stderr=sys.stderr.isatty(),  # else it is a log of its own
+        )  # fmt: skip
 
     def began(self, text: str) -> None:
         """Say it, above the region."""
@@ -134,23 +179,13 @@ class Region(Progress):
         self._live.start()
         escape_others()  # Rich has taken the streams over, until the region is gone
 
-    def starts(self, item: Planned) -> None:
-        """It runs from now on."""
-        self._running[item.trial_id] = (self.label(item), time.monotonic())
-
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line above the region."""
         super().show(row, item)
-        self._running.pop(item.trial_id, None)
         if (line := self.line(row, item)) is not None:
             self._console.print(Text(line, style="" if outcome.is_answer(row["outcome"]) else "red"))
         if not self.many:
             self._live.refresh()
-
-    def tracing(self, done: int, of: int) -> None:
-        """Say it while it lasts."""
-        super().tracing(done, of)
-        self._traced = f"tracing {done} of {of} points" if done < of else ""
 
     def note(self, text: str) -> None:
         """Show it in the region from now on: nothing is written here."""
@@ -173,10 +208,13 @@ class Region(Progress):
             f"{self.done}/{self.total}", " · ".join(f"{n} {kind}" for kind, n in counts.items()), f"ETA {self.left()}",
         )  # fmt: skip
         parts: list[RenderableType] = [head, *(Text(said, style="red") for said in self.cards)]
-        if self._traced:
-            parts.append(self._traced)
-        running, now = list(self._running.values()), time.monotonic()
-        parts += [Text(f"▸ {label} · {duration(now - since)}", style="bold") for label, since in running[:RUNNING]]
+        if doing := self._doing.get(None):
+            parts.append(doing)
+        running, now = list(self._running.items()), time.monotonic()
+        parts += [
+            Text(" · ".join(filter(None, [f"▸ {label}", self._doing.get(key), duration(now - since)])), style="bold")
+            for key, (label, since) in running[:RUNNING]
+        ]
         if len(running) > RUNNING:
             parts.append(f"  and {len(running) - RUNNING} more")
         if self._note:
@@ -202,10 +240,3 @@ def describe_result(row: Row) -> str:
         if row.get(name) is not None:
             return ", ".join([*parts, f"{sign}{row[name]:,.0f} tokens/s"])
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

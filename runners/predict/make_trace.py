@@ -17,6 +17,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.predict import mask_facts
+from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -34,14 +35,20 @@ class Runner(Protocol):
 class TraceMeter:
     """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
 
-    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+    def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+        self._folder = folder
+        ours = f"building {trial.model.name} on fake tensors"
+        result_file.progress(
+            folder, ours if trial.runner.command is None else "running the script up to its first step"
+        )
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         self._describe = describe
         self.tracer.built()
+        self._say_step()
 
     def step_begin(self) -> None:
         self.tracer.in_step = True
@@ -56,6 +63,11 @@ class TraceMeter:
             self._describe = dict  # or it would keep the model alive
         self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
+        if self.index < self.trial.steps():
+            self._say_step()
+
+    def _say_step(self) -> None:
+        result_file.progress(self._folder, f"tracing step {self.index + 1} of {self.trial.steps()}")
 
     def mark(self, phase: Any) -> None:
         """A phase of the current step ends here."""
@@ -70,7 +82,7 @@ def trace_trial(
     `tracer` is a plain one unless given.
     """
     tracer = tracer or Tracer(card.capability)
-    meter = TraceMeter(trial, tracer)
+    meter = TraceMeter(trial, tracer, folder)
     build.prepare(trial)
     try:
         with (

@@ -21,7 +21,7 @@ from typing import Any
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.process.waiting import readable
-from vramsweep.harness.process.worker_files import RESULT, STEPS
+from vramsweep.harness.process.worker_files import RESULT
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import trace_cache, user_cache
@@ -48,6 +48,9 @@ class Tracer:
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
+    alone: int = 0  # of them those of families that have one point
+    families: int = 0  # of several points, of which nothing is traced yet
+    begun: int = 0  # of such families
     here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
     preload: Sequence[str] = ()  # modules that tracing needs
 
@@ -141,10 +144,12 @@ class Tracer:
             self._say(0)
 
     def _say(self, more: int) -> None:
-        """Leave a record of how far it is, for the parent."""
+        """Leave a record of how far it is, for the parent; families that are still to come need as many as these."""
         self.of += more
-        with (self.folder / STEPS).open("a") as records:
-            records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
+        each = (self.of - self.alone) / self.begun if self.begun else None
+        later = 0 if not self.families else None if each is None else round(self.families * each)
+        text = f"tracing: {self.traced} of {self.of} done"
+        result_file.progress(self.folder, text, done=self.traced, total=self.of, later=later)
 
 
 def import_makers(modules: Iterable[str]) -> None:

@@ -41,10 +41,16 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         for vary in (False, True)
     )
     tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
-    alone = [next(iter(family.values())) for family in fixed.values() if len(set(map(point, family.values()))) == 1]
-    tracer.trace(alone)  # all at once; the others know better which of their points to trace
+    alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
+    several = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1]
+    tracer.families = len(several) + len(varying)
+    tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
+    tracer.alone = tracer.of
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in (*fixed.values(), *varying.values()):
+    for family in alone:
+        _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
+    for family in (*several, *varying.values()):
+        tracer.families, tracer.begun = tracer.families - 1, tracer.begun + 1
         _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
@@ -65,6 +71,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     known = trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
+    result_file.progress(folder, "replaying its allocations")
     predicted = known.predict(trial)
     assert predicted is not None  # else tracing had raised
     # as a worker leaves its steps: the last phase of the replay is where memory ran out
