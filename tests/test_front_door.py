@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import Cli
+from conftest import ROOT, Cli
 
 
 def sweeps(folder: Path, *names: str) -> None:
@@ -42,3 +43,23 @@ def test_many_sweeps_are_counted_and_the_newest_named(here: Path, cli: Cli) -> N
     sweeps(here / "results", *(f"sweep-{number:02}" for number in range(12)))
     said = cli.refuse("check", "results")
     assert "12 sweeps" in said and "sweep-04 and 4 more; name one, as results/sweep-11" in said
+
+
+def made(*words: str, active: str = "") -> str:
+    """What make prints, or would run (-n), where the environment env/ is set up."""
+    environ = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"VIRTUAL_ENV": active}
+    done = subprocess.run(
+        ["make", "-s", "-o", "env/.ready", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_what_sets_up_ends_with_the_line_that_makes_vramsweep_reachable() -> None:
+    line = "  source env/bin/activate"
+    assert made("setup", "VENV=env").splitlines()[-1] == line
+    assert made("setup", "VENV=env", active=str(ROOT / "env")) == ""  # it is reachable
+    assert made("setup", "VENV=") == ""  # an environment of the user's own
+    for words in (("sweep", "MODEL=tiny"), ("test",)):
+        assert f"'{line}'" in made("-n", *words, "VENV=env").splitlines()[-1]
+    set_up = made("-n", "-W", "pyproject.toml", "plan", "VENV=other").splitlines()
+    assert any("'  source other/bin/activate'" in one for one in set_up)  # as does whatever sets up first

@@ -322,7 +322,9 @@ def describe_missing(place: Path) -> str:
     """Say that no sweep lies there: what sweeps lie below it, the newest first, or what to name instead."""
     if not place.exists():
         near = suggestions.did_you_mean_path(place)
-        return f"there is no file or folder {place}; name a folder under results/, as `vramsweep status` lists them{near}"
+        return (
+            f"there is no file or folder {place}; name a folder under results/, as `vramsweep status` lists them{near}"
+        )
     found = [file for level in ("*", "*/*") for file in place.glob(f"{level}/journal*.jsonl") if file.is_file()]
     newest = sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
     below = [str(file.parent.relative_to(place)) for file in newest]
