@@ -18,10 +18,13 @@ ifeq ($(strip $(VENV)),)
 PY := $(PYTHON)
 READY :=
 TECHNIQUES :=
+REACH := :
 else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TECHNIQUES := $(VENV)/.techniques
+# The last lines of what sets up: without them the shell finds no `vramsweep`.
+REACH := $(if $(filter $(abspath $(VENV)),$(VIRTUAL_ENV)),:,printf '%s\n' 'vramsweep is a command of this shell after:' '  source $(VENV)/bin/activate')
 endif
 
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
@@ -54,6 +57,7 @@ else
 	@$(FITS)
 endif
 	@touch $@
+	@$(if $(filter setup sweep test,$(MAKECMDGOALS)),:,$(REACH))
 
 # The optional packages that measure techniques, and those that users' scripts train with; the long tests need them.
 # liger_kernel needs a triton, and a torch for CPUs brought none.
@@ -68,9 +72,11 @@ endif
 	@touch $@
 
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt, by the hashes in locked*.txt
+	@$(REACH)
 
 sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
 	$(PY) -m vramsweep sweep $(GRID)
+	@$(REACH)
 
 plan: $(READY)  ## list the sweep's trials, rejections and an estimated time
 	@$(PY) -m vramsweep plan $(GRID)
@@ -98,6 +104,7 @@ NO_GPU = [ "$$($(GPUS))" = 0 ] && echo 'no NVIDIA GPU here: the tests marked gpu
 test: $(READY)  ## run the tests, in three minutes: the pure core and one path per runner
 	@$(NO_GPU) || $(PY) -m pytest -m gpu -rs
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
+	@$(REACH)
 
 # tests/unchanged.py leaves out what depends on code and packages alone and passed with those of now.
 test-all: $(READY) $(TECHNIQUES) test  ## and the long ones: wheel, ranks, browser, libraries; ALL=1: also what has not changed since

@@ -163,7 +163,7 @@ def test_the_gpus_are_listed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     assert listed["t4-16gb"]["memory_limit_bytes"] == (14912 - 768) << 20 and listed["t4-16gb"]["bf16"] is None
     assert listed.keys() <= {line.partition(" ")[0] for line in lines}
     for verb in ("explain", "predict", "sweep"):
-        said = cli.run(verb, "--help").out
+        said = cli.run(verb, "--help-all").out
         assert "vramsweep gpus" in said and "rtx2070-8gb 6.8" in said
 
 

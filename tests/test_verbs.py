@@ -27,6 +27,7 @@ from vramsweep.harness.verbs import doctor
 from vramsweep.verbs import VERBS, Verb
 
 each = pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.name)
+COMMONEST = settings_reference.COMMONEST
 ROWS = str(ROOT / "results" / "reference" / "gpt2-cpu")
 INTERNAL = {"repeat", "fingerprints"}  # of a trial, which nobody types
 
@@ -41,10 +42,14 @@ def words(example: str) -> list[str]:
 
 
 @each
-def test_help_is_one_page_of_100_columns_with_examples(verb: Verb, cli: Cli) -> None:
+def test_help_is_40_lines_of_100_columns_with_examples(verb: Verb, cli: Cli) -> None:
     page = cli.run(verb.name, "--help").out
-    assert max(map(len, page.splitlines())) <= 100
-    assert verb.line in page and all(example in page for example in verb.examples) and len(verb.examples) == 2
+    assert len(page.splitlines()) <= 40 and max(map(len, page.splitlines())) <= 100
+    assert verb.line in page and all(example in page for example in verb.examples)
+    assert len(verb.examples) == (4 if verb.settings else 2)
+    assert all(re.search(rf"^  {re.escape(key)}=", page, re.M) for key in COMMONEST if verb.settings)
+    assert (f"{verb.name} --help-all, docs/options.md" in page) == verb.settings
+    assert max(map(len, cli.run(verb.name, "--help-all").out.splitlines())) <= 100
     assert (f"1, {verb.no};" in page) == (verb.no is not None)
     assert cli.run("help", verb.name).out == page
 
@@ -66,6 +71,9 @@ def test_the_overview_has_every_verb_in_a_section_and_every_status(cli: Cli) -> 
     assert max(map(len, page.splitlines())) <= 100
     assert {verb.section for verb in VERBS} == set(verbs.SECTIONS)
     lines = page.splitlines()
+    assert cli.run().out == page and lines[-4] == "Start here"
+    for line in lines[-3:]:  # commands that can be typed as they are
+        assert words(line.strip())[0] in verbs.BY_NAME
     assert all(f"  {verb.name:<12}{verb.line}" in lines for verb in VERBS)
     assert all(re.search(rf"^  {status} +\w", page, re.MULTILINE) for status in verbs.STATUSES)
 
@@ -80,7 +88,7 @@ def test_what_is_documented_exists_and_what_exists_is_documented() -> None:
 
 
 def test_help_on_settings_has_every_setting_option_and_preset(cli: Cli) -> None:
-    page = cli.run("sweep", "--help").out
+    page = cli.run("sweep", "--help-all").out
     told = settings_reference.defaults()
     assert {key for key in (*SETTINGS, *Trial.model_fields) if key not in INTERNAL} <= {
         *told, *(group.name for group in settings_reference.groups()),

@@ -67,8 +67,8 @@ def _main(words: list[str]) -> int:
         raise UserError(suggestions.no_such_value(name, "verb", name, verbs.BY_NAME))
     own = rest[: rest.index("--")] if "--" in rest else rest
     try:
-        if verb is not None and {"-h", "--help"} & set(own):
-            print(verb.help(), end="")
+        if verb is not None and {"-h", "--help", "--help-all"} & set(own):
+            print(verb.help(whole="--help-all" in own), end="")
             return 0
         side = verbs.ANALYSIS if verb is None else verb.side
         _stands_in_a_folder()

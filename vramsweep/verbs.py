@@ -1,4 +1,4 @@
-"""Every verb of `vramsweep`, as data: name, section, one line, two examples, what its exit status 1 means, its parser.
+"""Every verb of `vramsweep`, as data: name, section, one line, examples, what its exit status 1 means, its parser.
 
 Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
 verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function
@@ -48,22 +48,25 @@ class Verb:
         found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
         return found
 
-    def help(self) -> str:
-        """What `vramsweep VERB --help` prints: at most 100 columns wide."""
+    def help(self, whole: bool = False) -> str:
+        """What `vramsweep VERB --help` prints, 40 lines at most; `whole`: all that there is to say (--help-all)."""
         parser = self.parser()
         usage, about = parser.usage and parser.format_usage().removeprefix("usage: ").strip(), parser.description
         words = [action.metavar or action.dest for action in parser._get_positional_actions()]
         parts = [f"usage: {usage or ' '.join([parser.prog, *map(str, words), '[OPTION ...]'])}", self.line]
         parts.append("\n".join(f"  {one}" for one in self.examples))
-        parts += [textwrap.fill(paragraph, WIDTH, break_on_hyphens=False) for paragraph in (about or "").split("\n\n")]
+        paragraphs = (about or "").split("\n\n")[: None if whole else 1]
+        parts += [textwrap.fill(paragraph, WIDTH, break_on_hyphens=False) for paragraph in paragraphs]
         parser.description, parser.usage = None, argparse.SUPPRESS
         parts.append(parser.format_help().strip())
         if self.settings:
             from vramsweep.harness.config import settings_reference
 
-            parts.append(settings_reference.text())
+            parts.append(settings_reference.text() if whole else settings_reference.commonest())
         no = f"1, {self.no}; " if self.no else ""
         parts.append(_filled("Status", f"0; {no}2, a mistake; 130, interrupted."))
+        if self.settings and not whole:
+            parts[-1] += f"\nAll settings, presets and GPUs: vramsweep {self.name} --help-all, docs/options.md"
         return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -73,18 +76,24 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
         ("vramsweep sweep model=gpt2 seq_len=512",
-         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc"),
+         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
+         "vramsweep sweep -m sweep=frontier model=qwen0.5b 'seq_len=range(64,8193,64)'",
+         "vramsweep sweep -m model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
         "run", SWEEP, "sweep a training command of your own, as it is",
         ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
-         "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py"),
+         "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py",
+         "vramsweep run --dry-run seq_len=512,1024 -- python train.py --max_len {seq_len}",
+         "vramsweep run device=simulated device.gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
         "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
-        ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json"),
+        ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json",
+         "vramsweep plan -m model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
+         "vramsweep plan -m model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"),
         HARNESS, settings=True,
     ),
     Verb(
@@ -93,25 +102,33 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
-        ("vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
-         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb"),
+        ("vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096",
+         "vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
+         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb",
+         "vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=512,1024"),
         HARNESS, "some trials failed, or reserve more than --max-reserved", settings=True,
     ),
     Verb(
         "advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
         ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 device.gpu=rtx2070-8gb",
+         "vramsweep advise model=llama3-8b seq_len=2048 device.gpu=h100-80gb",
+         "vramsweep advise --accept rounding model=gpt2 seq_len=1024 micro_batch=32 device.gpu=l4-24gb",
          "vramsweep advise --goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"),
         HARNESS, "nothing fits", settings=True,
     ),
     Verb(
         "explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
         ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb",
+         "vramsweep explain model=llama3-8b adapter=lora seq_len=4096",
+         "vramsweep explain model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096 --json",
          "vramsweep explain results/gpt2-torch-predicted"),
         HARNESS, settings=True,
     ),
     Verb(
         "timeline", PREDICT, "what a predicted step holds from event to event, as a page",
         ("vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --out step.html",
+         "vramsweep timeline model=llama3-8b adapter=lora seq_len=2048 --out lora.html",
+         "vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --json",
          "vramsweep timeline results/gpt2-torch-predicted"),
         HARNESS, settings=True,
     ),
@@ -186,6 +203,11 @@ VERBS: tuple[Verb, ...] = (
 )  # fmt: skip
 BY_NAME = {verb.name: verb for verb in VERBS}
 ALIASES = {"cards": "gpus"}  # names of before
+START = (
+    "  vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096  # fits on 8 GPUs?",
+    "  vramsweep explain model=gpt2 seq_len=512                                    # what takes memory?",
+    "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
+)
 INTERNAL = ("errors", "draw")  # of the analysis: validate, timeline and replay start them; in no help, and may change
 
 
@@ -195,13 +217,10 @@ def overview() -> str:
     for section in SECTIONS:
         lines = [f"  {verb.name:<12}{verb.line}" for verb in VERBS if verb.section == section]
         parts.append("\n".join([section, *lines]))
-    parts.append(
-        "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024\n"
-        "  vramsweep predict model=llama3-8b device.gpu=h100-80gb seq_len=512..8192..512"
-    )
-    parts.append("vramsweep VERB --help tells more: options, settings, presets, cards; --version prints the version")
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
+    parts.append("vramsweep VERB --help tells more, --help-all has every setting; --version prints the version")
+    parts.append("\n".join(["Start here", *START]))
     return "\n\n".join(parts) + "\n"
 
 

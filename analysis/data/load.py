@@ -24,7 +24,6 @@ import pyarrow.parquet
 from vramsweep.analysis.data.export import as_it_was, each
 from vramsweep.analysis.data.warnings_of_rows import flagged, measured_again, system_columns, systems
 from vramsweep.harness.files.bounded_reads import open_regular
-from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
@@ -74,10 +73,7 @@ def load(path: Path) -> Table:
     """
     files = journal.files(path)
     if not (file := files[0]).is_file():
-        raise UserError(
-            f"there is no file {file}; name a results folder, a journal, a CSV or a Parquet file"
-            + suggestions.did_you_mean_path(file)
-        )
+        raise UserError(f"{journal.describe_missing(path)}; a CSV or a Parquet file can be read, too")
     if file.suffix == ".parquet":
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":

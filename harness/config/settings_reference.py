@@ -30,6 +30,9 @@ from vramsweep.harness.sweep.plan import Settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
+COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
+             "checkpointing", "allocator")  # fmt: skip
+OWN = "with model=hub those that model.path= names, a folder or a hub's"
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
 _TITLES = {  # sections of conf/config.yaml by how their comment begins
@@ -85,8 +88,13 @@ def unwritten() -> dict[tuple[str, str], str]:
 @cache
 def groups() -> tuple[Group, ...]:
     """The groups of conf/, in the order in which conf/config.yaml chooses of them."""
-    chosen = re.findall(r"^  - (\w+): ", (CONF / "config.yaml").read_text(), re.MULTILINE)
-    return tuple(map(_group, chosen))
+    return tuple(map(_group, chosen_options()))
+
+
+@cache
+def chosen_options() -> dict[str, str]:
+    """The option that conf/config.yaml chooses of each group."""
+    return dict(re.findall(r"^  - (\w+): (\S+)", (CONF / "config.yaml").read_text(), re.MULTILINE))
 
 
 def every() -> tuple[Setting, ...]:
@@ -199,6 +207,20 @@ def text() -> str:
     parts.append("\n".join(["Presets: sweep=NAME", auto, *lines]))
     parts.append(gpu_lookup.CARDS[0].upper() + gpu_lookup.CARDS[1:])
     return "\n\n".join(parts)
+
+
+def commonest() -> str:
+    """The settings that are set most, each in a line: for a help text that fits a screen."""
+    told = {one.key: one for one in every()}
+    of = {group.name: tuple(one.name for one in group.options) for group in groups()}
+    lines = ["The commonest settings, each with its default, and what it can be:"]
+    for key in COMMONEST:
+        one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built in, and {OWN}", of[key])
+        text = ", ".join(one.values) if 0 < len(one.values) < 20 else one.meaning
+        lines.append(
+            f"  {key}={one.default}".ljust(INDENT) + textwrap.shorten(text, WIDTH - INDENT, placeholder=" ...")
+        )
+    return "\n".join(lines)
 
 
 def _setting(one: Setting) -> str:

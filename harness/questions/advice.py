@@ -16,8 +16,16 @@ from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search import advice_search, secant_search
 from vramsweep.harness.search.advice_search import Advice, Option
-from vramsweep.harness.search.memory_savings import ROUNDING, MemorySaving, applicable, apply_changes, too_old
+from vramsweep.harness.search.memory_savings import (
+    ROUNDING,
+    MemorySaving,
+    applicable,
+    apply_changes,
+    divide_among_gpus,
+    too_old,
+)
 from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
 
@@ -129,7 +137,28 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
     )
     left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
     found = dataclasses.replace(found, singles=(*found.singles, *left_out))
+    if axis is None and found.base.need is not None and not found.base.fits(asked.limit):
+        found = dataclasses.replace(found, on_gpus=tuple(predict_on_gpus(asked, found, level)))
     return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
+
+
+def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Option]:
+    """What does not fit, divided among ever more GPUs until it does: at last with what saves most at the same result.
+
+    Where the trial names several GPUs it stays with them, unless nothing fits there.
+    """
+    trial, options = asked.trial, list[Option]()
+    way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
+    changes = divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
+    alone = [(one,) for one in changes if one.level <= level]
+    most = alone[-1][0] if alone else None
+    helped = [one for one in found.smallest_same if most and not one.change.keys() & most.change.keys()]
+    for taken in (*alone, *([(most, *helped)] if most and helped else ())):
+        more = taken[0].change["world_size"] > trial.world_size > 1
+        if any(one.fits(asked.limit) for one in (*options, *(found.tried if more else ()))):
+            break
+        options += asked.predict([taken])
+    return options
 
 
 def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:

@@ -54,13 +54,15 @@ Guess = Callable[[tuple[MemorySaving, ...]], Option]
 
 @dataclass(frozen=True)
 class Advice:
-    """`singles` are each remedy alone, `tried` all options, `space` how many combinations there are."""
+    """`singles` are each remedy alone, `tried` all options, `space` how many combinations there are; `on_gpus` are
+    options of more GPUs, or of dividing the work among them, which count only where no other fits."""
 
     base: Option
     singles: tuple[Option, ...]
     tried: tuple[Option, ...]
     space: int
     limit: int
+    on_gpus: tuple[Option, ...] = ()
 
     @property
     def front(self) -> list[Option]:
@@ -70,14 +72,25 @@ class Advice:
     @property
     def recommended(self) -> Option | None:
         """The fastest of those that fit and change least of the result; None where nothing fits."""
-        fitting = [one for one in self.tried if one.fits(self.limit)]
+        fitting = [one for one in self.tried if one.fits(self.limit)] or self.fitting_gpus
         return min(fitting, key=lambda one: (one.level, _order_key(one)), default=None)
+
+    @property
+    def fitting_gpus(self) -> list[Option]:
+        """Of the options of more GPUs those that fit, the fewest GPUs first."""
+        return [one for one in self.on_gpus if one.fits(self.limit)]
 
     @property
     def nearest(self) -> Option | None:
         """What needs least, whether or not it fits."""
-        known = [one for one in self.tried if one.need is not None]
+        known = [one for one in (*self.tried, *self.on_gpus) if one.need is not None]
         return min(known, key=_size, default=None)
+
+    @property
+    def smallest_same(self) -> tuple[MemorySaving, ...]:
+        """The changes of what needs least with the same result."""
+        known = [one for one in self.tried if one.need is not None and one.level == SAME]
+        return min(known, key=_size).remedies if known else ()
 
     @property
     def least(self) -> list[Option]:

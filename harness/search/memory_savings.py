@@ -6,12 +6,14 @@ them a trial can have, which the rules of settings and techniques tell (trial.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 # What may change of the result, from what nobody would notice to another training.
 SAME, ROUNDING, PRECISION, METHOD = range(4)
+GPU_COUNTS = (2, 4, 8)
 ACCEPTED = ("same", "rounding", "precision", "method")  # the same as words of a command
 LEVELS = ("the same result", "the same but for rounding", "less precision", "another training")
 
@@ -100,6 +102,27 @@ def applicable(resolved: Mapping[str, Any]) -> list[MemorySaving]:
     fixed = [one for one in REMEDIES if any(not _has(resolved, key, value) for key, value in one.change.items())]
     able = (one for one in fixed if one.where(resolved))
     return [*_batches(resolved), *(_without_cache(one) if resolved["use_cache"] == "on" else one for one in able)]
+
+
+def divide_among_gpus(resolved: Mapping[str, Any], way: str) -> list[MemorySaving]:
+    """The trial with `way` of sharding on as many GPUs as it has, unless it has that, and on more; the fewest first.
+
+    A step's samples stay what they are where the GPUs can share them; else each GPU has as many as one had.
+    """
+    ranks, batch, passes = (int(resolved[key]) for key in ("world_size", "micro_batch", "grad_accum"))
+    found = []
+    for count in dict.fromkeys((ranks, *GPU_COUNTS)):
+        if count < 2 or count % ranks or (count, way) == (ranks, resolved["sharding"]):
+            continue
+        fewer = math.gcd(passes, count // ranks)  # passes first, then samples
+        rest = count // ranks // fewer
+        same = batch % rest == 0
+        shared = {"micro_batch": batch // rest, "grad_accum": passes // fewer} if same else {}
+        change = {"world_size": count, "sharding": way, **{k: n for k, n in shared.items() if n != resolved[k]}}
+        result = f"{count} GPUs" if same else f"{count} GPUs, and {count // ranks} times the samples a step"
+        text = " ".join(f"{key}={value}" for key, value in change.items())
+        found.append(MemorySaving(text, "gpus", change, ROUNDING if same else METHOD, result))
+    return found
 
 
 def too_old(one: MemorySaving, capability: tuple[int, int]) -> str | None:

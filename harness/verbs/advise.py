@@ -116,6 +116,7 @@ def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Seque
         "front": [plain(one) for one in found.front],
         "recommended": plain(goal.option if goal else None) if axis else plain(found.recommended),
         "nearest": plain(found.nearest),
+        "on_gpus": [plain(one) for one in found.on_gpus],
         "tried": len(found.tried),
         "combinations": found.space,
         **({axis: [{"largest": one.value} | (plain(one.option) or {}) for one in reached]} if axis else {}),
@@ -152,11 +153,16 @@ def show(
         console.print("[dim]result: the same, or but for rounding, with less precision, or by another method[/]")
     for remedy in known:
         console.print(f"[dim]{escape(remedy.words)}: {escape(remedy.result)}[/]")
-    left_out = [one for one in found.singles if one.need is None]
+    left_out = [one for one in (*found.singles, *found.on_gpus) if one.need is None]
     for one in left_out:
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
         console.print(_compared("What fits and nothing beats in both, the fastest first", found.front, found))
+    if found.on_gpus:
+        predicted = [one for one in found.on_gpus if one.need is not None]
+        console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
+    for change, result in ((one.remedies[0].change, one.remedies[0].result) for one in found.fitting_gpus[:1]):
+        console.print(f"{change['world_size']} x {card.name} with {change['sharding']} fits ({result})")
     if (rest := found.space - len(found.tried)) > 0:
         console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
     if axis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from io import StringIO
 from pathlib import Path
@@ -144,6 +145,63 @@ def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> Non
     assert "Recommended: optimizer=sgd" in text
     nothing = said(search([FULL], predict, 1000 * MIB))
     assert ("The nearest is as it is: a node's" if need else "nothing is known to fit") in nothing
+
+
+def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, **over: Any) -> Advice:
+    """Advice on a run that needs too much, where each of so many GPUs needs so many MiB and one with SGD `single`."""
+    stub = Stub(**over)
+    base = stub.base.resolved["world_size"]
+
+    def predict(taken: Any) -> list[Option]:
+        counts = [next((one.change["world_size"] for one in these if one.group == "gpus"), base) for these in taken]
+        need = [single if SGD in these else needs[count] - 100 * (FULL in these) for count, these in
+                zip(counts, taken, strict=True)]  # fmt: skip
+        return [Option(these, mib * MIB, 1e-5) for these, mib in zip(taken, need, strict=True)]
+
+    stub.predict, stub.limit = predict, 3000 * MIB  # type: ignore[attr-defined]
+    advised = search([FULL, SGD], predict, 3000 * MIB, most=0)
+    options = advice.predict_on_gpus(stub, advised, level)  # type: ignore[arg-type]
+    return dataclasses.replace(advised, on_gpus=tuple(options))
+
+
+def names(options: Any) -> list[str]:
+    return [advise._name(one.remedies) for one in options]
+
+
+def test_more_gpus_are_looked_at_until_it_fits() -> None:
+    told = on_gpus({1: 8000, 2: 4500, 4: 2500}, micro_batch=8)
+    changes = ["world_size=2 sharding=fsdp2 micro_batch=4", "world_size=4 sharding=fsdp2 micro_batch=2"]
+    assert names(told.on_gpus) == changes
+    assert told.recommended is not None and names([told.recommended]) == changes[1:]  # nothing else fits
+    text = said(told, given=["model=tiny", "micro_batch=8"])
+    assert "4 x t4-16gb with fsdp2 fits (4 GPUs)" in text
+    assert "vramsweep sweep model=tiny world_size=4 sharding=fsdp2 micro_batch=2 device=cuda" in text
+
+
+def test_one_gpu_with_a_change_comes_before_several() -> None:
+    told = on_gpus({1: 8000, 2: 2900}, single=2000)
+    assert told.recommended is not None and told.recommended.remedies == (SGD,)
+    assert names(told.on_gpus) == ["world_size=2 sharding=fsdp2 micro_batch=1"]
+
+
+def test_samples_that_gpus_cannot_share_are_said_and_another_training() -> None:
+    told = on_gpus({1: 8000, 2: 2900}, micro_batch=1)
+    assert "(2 GPUs, and 2 times the samples a step)" in said(told) and told.on_gpus[0].level == 3
+    assert on_gpus({1: 8000}, level=1, micro_batch=1).on_gpus == ()
+    passes = on_gpus({1: 8000, 2: 2900}, micro_batch=1, grad_accum=6)
+    assert names(passes.on_gpus) == ["world_size=2 sharding=fsdp2 grad_accum=3"]
+
+
+def test_gpus_that_are_named_stay_unless_nothing_fits() -> None:
+    named: dict[str, Any] = {"world_size": 2, "sharding": "ddp", "micro_batch": 4}
+    assert names(on_gpus({2: 4000}, single=2000, **named).on_gpus) == ["world_size=2 sharding=fsdp2"]
+    told = on_gpus({2: 9000, 4: 6000, 8: 3050}, **named)
+    least = "world_size=8 sharding=fsdp2 micro_batch=1"  # does not fit: then with what saves most at the same result
+    assert names(told.on_gpus)[2:] == [least, f"{least} checkpointing=full"]
+    assert told.recommended == told.on_gpus[-1]
+    divided: dict[str, Any] = {"world_size": 4, "sharding": "zero3", "runner": {"name": "deepspeed"}, "micro_batch": 2}
+    assert names(on_gpus({4: 8000, 8: 100}, **divided).on_gpus) == ["world_size=8 sharding=zero3 micro_batch=1"]
+    assert "Nothing fits. The nearest is world_size=8" in said(on_gpus({4: 8000, 8: 5000}, **divided))
 
 
 def test_how_far_a_run_gets_ends_where_a_node_is_full() -> None:

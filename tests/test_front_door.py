@@ -1,0 +1,65 @@
+"""What somebody meets first: nothing typed, help that fits a screen, a folder that is no sweep, pages that lead on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Cli
+
+
+def sweeps(folder: Path, *names: str) -> None:
+    """Make folders of sweeps without rows, each newer than the one before."""
+    for number, name in enumerate(names):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "journal.jsonl").touch()
+        os.utime(folder / name / "journal.jsonl", (number, number))
+
+
+VERBS_OF_A_FOLDER = ("report", "fit", "frontier", "paper", "check", "status", "explain", "timeline", "compare a")
+
+
+@pytest.mark.parametrize("verb", VERBS_OF_A_FOLDER)
+def test_a_folder_of_sweeps_lists_them(verb: str, here: Path, cli: Cli) -> None:
+    sweeps(here / "results", "gpt2-torch-cuda", "reference/h100", "night")
+    name, *words = verb.split()
+    said = cli.refuse(name, *(["results"] if not words else ["results", "results/night"]))
+    assert "results is no sweep, and has 3 sweeps below it, the newest first: night, reference/h100, gpt2-torch" in said
+    assert "name one, as results/night" in said and len(said.splitlines()) <= 2
+
+
+@pytest.mark.parametrize("verb", VERBS_OF_A_FOLDER[:-1])
+def test_a_folder_without_sweeps_says_what_to_name(verb: str, here: Path, cli: Cli) -> None:
+    (here / "docs").mkdir()
+    said = cli.refuse(verb, "docs")
+    assert "docs holds no sweep; name a folder under results/, as `vramsweep status` lists them" in said
+    assert len(said.splitlines()) <= 2
+
+
+@pytest.mark.usefixtures("here")
+def test_many_sweeps_are_counted_and_the_newest_named(here: Path, cli: Cli) -> None:
+    sweeps(here / "results", *(f"sweep-{number:02}" for number in range(12)))
+    said = cli.refuse("check", "results")
+    assert "12 sweeps" in said and "sweep-04 and 4 more; name one, as results/sweep-11" in said
+
+
+def made(*words: str, active: str = "") -> str:
+    """What make prints, or would run (-n), where the environment env/ is set up."""
+    environ = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"VIRTUAL_ENV": active}
+    done = subprocess.run(
+        ["make", "-s", "-o", "env/.ready", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
+    )
+    return done.stdout
+
+
+def test_what_sets_up_ends_with_the_line_that_makes_vramsweep_reachable() -> None:
+    line = "  source env/bin/activate"
+    assert made("setup", "VENV=env").splitlines()[-1] == line
+    assert made("setup", "VENV=env", active=str(ROOT / "env")) == ""  # it is reachable
+    assert made("setup", "VENV=") == ""  # an environment of the user's own
+    for words in (("sweep", "MODEL=tiny"), ("test",)):
+        assert f"'{line}'" in made("-n", *words, "VENV=env").splitlines()[-1]
+    set_up = made("-n", "-W", "pyproject.toml", "plan", "VENV=other").splitlines()
+    assert any("'  source other/bin/activate'" in one for one in set_up)  # as does whatever sets up first
