@@ -13,7 +13,7 @@ from typing import Any
 from vramsweep.harness.hardware.gpu_specs import GPUS, TERA, Capability, Gpu
 
 __all__ = ["CONTEXT_BYTES", "GIB", "GPUS", "SHORTFALL", "TERA", "Capability", "Gpu", "find_gpu", "gpu_lines",
-           "gpu_named", "gpus_with_enough", "lowest_limit_gpu", "memory_limit", "peak_flops",
+           "gpu_named", "gpus_with_enough", "lowest_limit_gpu", "memory_limit", "peak_flops", "peak_of",
            "reported_bytes", "resolve_gpu"]  # fmt: skip
 
 GIB = 1 << 30
@@ -81,8 +81,12 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak in FLOP/s for one of the trial's precisions, or None if it is not known."""
-    if (gpu := find_gpu(device_name)) is None:
-        return None
+    gpu = find_gpu(device_name)
+    return None if gpu is None else peak_of(gpu, precision)
+
+
+def peak_of(gpu: Gpu, precision: str) -> float | None:
+    """Return the dense peak of a GPU in FLOP/s for one of the trial's precisions, or None if it is not known."""
     peaks = {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half, "fp8": gpu.fp8}
     return (peaks | dict.fromkeys(("bf16", "bf16_pure", "bf16_master"), gpu.bf16))[precision]
 

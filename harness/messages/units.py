@@ -62,7 +62,7 @@ def gib(text: str, said: str | None = None) -> float:
 
 
 def format_gib(size: float) -> str:
-    """Bytes as every verb shows them, in GiB without the unit: one digit after the point, below 1 GiB two that count."""
+    """Bytes as a number of GiB, as every verb shows it: one digit after the point, two that count below 1 GiB."""
     number = abs(size) / GIB
     if 0 < number < LEAST_GIB:
         return f"<{LEAST_GIB}"

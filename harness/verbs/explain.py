@@ -27,12 +27,12 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
 AMPERE = (8, 0)
-MOST_GPUS = 8  # that are named
+MOST_GPUS = 6  # that are named
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 DETAILS = """\
-Its parts in each phase, the largest storages with module and operator, and what lies between weights and
-card. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
+Its parts in each phase, the largest tensors with module and operator, and what lies between weights and
+GPU. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
 are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
 in settings device=simulated is understood, and gpu=NAME is short for device.gpu=NAME."""
 
@@ -143,11 +143,11 @@ def list_gpus(trial: Trial, need: int) -> Iterator[str]:
     alike = [gpu.name for gpu in enough if gpu.capability == own.capability]
     others = [gpu.name for gpu in enough if gpu.capability != own.capability]
     if not enough:
-        yield "would fit on none of the listed GPUs" + each
+        yield f"would fit on none of the listed GPUs{each}"
     if alike:
-        yield f"would fit on: {_shorten(alike)} (same generation)"
+        yield f"would fit on{each}: {_shorten(alike)}"
     if others:
-        yield f"would fit on, about: {_shorten(others)} (other generations allocate a little more or less)"
+        yield f"probably also on: {_shorten(others)} (other generations, whose steps need a little more or less)"
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -159,8 +159,8 @@ def _shorten(names: Sequence[str]) -> str:
 def _phases(answer: Mapping[str, Any]) -> Table:
     phases, refused, most = answer["phases"], answer["refused"], answer["most"]
     names = ["loading" if one["step"] is None else one["phase"] for one in phases]
-    last = ["at its own most", *([] if refused is None else ["asked for when it ran out"])]
-    table = make_table(("", *names, *last), title="What each phase holds at its peak", numbers=(*names, *last))
+    last = ["its own peak", *([] if refused is None else ["when memory ran out"])]
+    table = make_table(("", *names, *last), title="Peak of each phase, by part", numbers=(*names, *last))
     kinds = [name for name in most if most[name]]
     for name in kinds:
         held = [one["parts"][name] for one in phases]
@@ -176,7 +176,10 @@ def _phases(answer: Mapping[str, Any]) -> Table:
 
 def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
-    title, numbers = f"The largest at the peak, {_locate(peak)}; layers count as one", ("GiB", "share", "storages")
+    title, numbers = (
+        f"The largest tensors at the peak, {_locate(peak)}; layers count as one",
+        ("GiB", "share", "storages"),
+    )
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
@@ -210,14 +213,14 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
     sums = dict(to_card(answer))
     table = make_table(("", "GiB"), title="From weights and optimizer state to the GPU", numbers=("GiB",))
     texts = {
-        "states": "weights, buffers, gradients and optimizer state, each at its most",
-        "states_not_there_at_the_peak": "of them not there at the peak",
+        "states": "weights, buffers, gradients and optimizer state, each at its peak",
+        "states_not_there_at_the_peak": "of these, not there at the peak",
         "peak_allocated": "= peak allocated",
-        "reserved_beyond_allocated": "reserved by the allocator beyond that",
+        "reserved_beyond_allocated": "reserved but unused",
         "peak_reserved": "= peak reserved",
         "context": "CUDA context, at most: 0.22 to 0.75 GiB were seen",
         "device": _to_device(trial),
-        "unknown": "of which an estimate from the states alone does not know",
+        "unknown": "of this, not in an estimate from weights and optimizer state alone",
     }
     for name, size in sums.items():
         if size:
