@@ -67,6 +67,8 @@ def _parsers() -> dict[str, Parser]:
         "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
     )
 
+    report.add_argument("--brief", action="store_true", help="print only where the files are")
+
     verb("paper", _paper).add_argument("--out", type=Path, help="default: paper/ in the results folder")
 
     frontier = verb("frontier", _frontier)
@@ -221,7 +223,7 @@ def _report(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
     written = write_report(table, folder, arguments.images, arguments.answer or read_question(arguments.rows))
-    _print_written(written, arguments.json, table)
+    _print_written(written, arguments.json, table, arguments.brief)
     return 0
 
 
@@ -238,9 +240,11 @@ def _paper(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_written(written: Any, as_json: bool, table: Table) -> None:
+def _print_written(written: Any, as_json: bool, table: Table, brief: bool = False) -> None:
     if as_json:
         _print_json(written.as_json())
+    elif brief:
+        print(f"\n{written.list_places()}")
     else:
         print(written.text(said=table.warnings))
 

@@ -6,7 +6,7 @@ and their intervals, which the report and `vramsweep fit` have; what a question'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,54 +17,25 @@ from rich.table import Table as Grid
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.metrics import MIB, show_bytes
+from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.report.findings import values
-from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.console import Console
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
+from vramsweep.harness.sweep import result_table
+from vramsweep.harness.sweep.result_table import Line
 
 LOOKED = 200  # configurations that are looked at
-WIDTH = 100  # columns, where the output is no terminal
-NARROW = 90
+WIDTH = 110  # columns, where the output is no terminal
 ROOM = 14  # lines of the table
-LABEL = 16  # columns that a configuration has at least
 LEAST = 0.02  # of memory: what a change must save to be told
 UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
 BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-# The mark of each speed, the surest first: timed, by published speeds of the card, by the roofline.
-SPEEDS = {"tokens_per_s": "", "calibrated_tokens_per_s": "≈", "estimated_tokens_per_s": "≤"}
-MARKS = {
-    "≈": "≈ estimated from published speeds: no card ran it",
-    "≤": "≤ at most, by the roofline: no card ran it",
-    "~": "~ a smaller one did not fit",
-}
-COLUMNS = ("outcome", "seq_len", "micro_batch", *BASES, *SPEEDS, "unlimited_peak_reserved_bytes")
 # What a user may change and still train the same model: no model, card, data or version.
 CHANGES = (
     "precision", "allocator", "allocator_conf", "sharding", "offload_optimizer", "offload_param", "zero_init",
     *(axis.name for axis in AXES if axis.name != "precision"),
 )  # fmt: skip
 PLAIN = DEFAULTS | {"allocator": "default", "sharding": "none", "precision": "fp32"}
-
-
-@dataclass(frozen=True)
-class Line:
-    """One configuration. `tried` and `fits` are its largest length or batch: null where it is not known, and 0 where
-    nothing that was tried fits; `torn` where a smaller one did not fit.
-
-    `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch, over the upper half
-    of what fitted. The others are those of the largest that fits; `estimated` is the mark (`MARKS`) of a speed that was
-    not timed, "" of one that was.
-    """
-
-    label: str
-    tried: int | None
-    fits: int | None
-    torn: bool
-    mib_per_token: float | None
-    reserved_over_allocated: float | None
-    tokens_per_s: float | None
-    estimated: str
-    predicted: bool
 
 
 @dataclass(frozen=True)
@@ -81,10 +52,9 @@ class Summary:
 
 def summary(table: Table, beyond: str = "") -> Summary:
     """What the rows come to; `beyond` is what a curve says of lengths that were not tried."""
-    lengths, batches = (table.frame[axis].dropna().nunique() for axis in ("seq_len", "micro_batch"))
-    axis = "micro_batch" if batches > 1 and lengths < 2 else "seq_len"
+    axis = result_table.choose_axis(_plain_rows(table.frame[["seq_len", "micro_batch"]]))
     found = groups(table, axis)
-    frames = [group.take(*COLUMNS) for group in found[:LOOKED]]
+    frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
     lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
@@ -98,13 +68,13 @@ def summary(table: Table, beyond: str = "") -> Summary:
 def text(found: Summary, width: int) -> str:
     """For a terminal of so many columns."""
     console = Console(width=width, color_system=None, force_terminal=False)
-    grid, shown = _grid(found, width)
+    grid, notes = result_table.make_result_table(found.lines, found.axis, width, ROOM, found.more)
     with console.capture() as captured:
         console.print(found.title)
         console.print()
         if found.lines:
             console.print(grid)
-        for note in _below(found.lines[:shown], found.more + len(found.lines) - shown):
+        for note in notes:
             console.print(note)
         console.print()
         for number, finding in enumerate(found.findings, 1):
@@ -112,48 +82,6 @@ def text(found: Summary, width: int) -> str:
             bullet.add_row(f"{number}.", finding)
             console.print(bullet)
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
-
-
-def _grid(found: Summary, width: int) -> tuple[Grid, int]:
-    """The table, and how many configurations it shows: as many as `ROOM` lines have room for."""
-    what = {"seq_len": "length", "micro_batch": "batch"}[found.axis]
-    heads = [f"largest\n{what} tried", f"{what}\nthat fits", "MiB per\ntoken", "reserved/\nallocated", "tokens/s"]
-    if width < NARROW:
-        heads = [f"{what}\ntried", "that\nfits", "MiB/\ntoken", "res./\nalloc.", "tokens/s"]
-    rows = [_cells(line) for line in found.lines]
-    cells = [max(map(len, (*head.split("\n"), *(row[n] for row in rows)))) for n, head in enumerate(heads)]
-    room = max(width - sum(cells) - len(cells), LABEL)
-    grid = make_table(("configuration", *heads), numbers=heads)
-    grid.columns[0].min_width, grid.columns[0].max_width = LABEL, room
-    left = ROOM
-    for shown, (line, row) in enumerate(zip(found.lines, rows, strict=True)):
-        left -= -(-len(line.label) // room)
-        if left < 0 < shown:
-            return grid, shown
-        grid.add_row(line.label, *row)
-    return grid, len(rows)
-
-
-def _cells(line: Line) -> list[str]:
-    fits = "none" if line.fits == 0 else f"{'~' if line.torn else ''}{_number(line.fits, 0)}"
-    speed = f"{line.estimated} {_number(line.tokens_per_s, 0)}".strip()
-    ratio = "–" if line.reserved_over_allocated is None else f"{line.reserved_over_allocated:.2f}"
-    return [_number(line.tried, 0), fits, _number(line.mib_per_token, 3), ratio, speed]
-
-
-def _below(lines: Sequence[Line], more: int) -> Iterator[str]:
-    """What is left out, and what marks in the table mean."""
-    if more:
-        yield f"and {more:,} more in the report"
-    used = {line.estimated for line in lines} | {"~" for line in lines if line.torn}
-    yield from (meaning for mark, meaning in MARKS.items() if mark in used)
-
-
-def _number(value: float | None, digits: int) -> str:
-    """A number with so many significant digits; with 0, or from 100 on, with all before the point."""
-    if value is None:
-        return "–"
-    return f"{value:,.{digits}f}" if digits == 0 or abs(value) >= 100 else f"{value:.{digits}g}"
 
 
 def _title(table: Table) -> str:
@@ -187,51 +115,21 @@ def _renamed(line: Line, table: Table) -> Line:
 
 
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
-    kinds, x = frame["outcome"], frame[axis]
-    ok = kinds.eq("ok").fillna(False).to_numpy(bool)
-    full = kinds.isin(["oom", "host_oom"]).fillna(False).to_numpy(bool)
-    ran, failed = x[ok].dropna(), x[full].dropna()
-    tried = x[~kinds.isin(["invalid", "skipped"]).fillna(False).to_numpy(bool)].dropna()
-    fits = int(ran.max()) if len(ran) else 0 if len(failed) else None
-    at = frame[ok & x.eq(fits or 0).fillna(False).to_numpy(bool)]
-    speeds = [(value, mark) for name, mark in SPEEDS.items() if (value := _median(at[name])) is not None]
-    speed, mark = next(iter(speeds), (None, ""))
-    ratio = None
-    if not group.resident and len(at):
-        reserved, allocated = _median(at["peak_reserved_bytes"]), _median(at["peak_allocated_bytes"])
-        ratio = reserved / allocated if reserved and allocated else None
-    return Line(
-        group.label,
-        int(tried.max()) if len(tried) else None,
-        fits,
-        bool(fits and len(failed) and failed.min() < fits),
-        None if group.varies else _per_token(group, frame[ok], axis),
-        ratio,
-        speed,
-        mark,
-        bool(group.take("device")["device"].eq("simulated").fillna(False).all()),
+    predicted = bool(group.take("device")["device"].eq("simulated").fillna(False).all())
+    return result_table.summarize_rows(
+        group.label, _plain_rows(frame), axis, predicted=predicted, resident=group.resident, varies=group.varies
     )
+
+
+def _plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """The rows with None for what is unknown."""
+    plain = frame.astype(object)
+    return plain.where(plain.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def _median(values: pd.Series[Any]) -> float | None:
     known = values.dropna()
     return float(known.median()) if len(known) else None
-
-
-def _per_token(group: Group, ran: pd.DataFrame, axis: str) -> float | None:
-    """What memory grows by with a token, in MiB, between the largest that ran and the largest up to half of it, or the
-    next smaller one where there is none. Of several bases the first that is known."""
-    base = next((b for b in BASES if ran[b].notna().any()), None)
-    if base is None or (base == "peak_reserved_bytes" and group.resident):
-        return None
-    known = ran.dropna(subset=[base, "seq_len", "micro_batch"])
-    if len(at := known.groupby(axis)[base].median().sort_index()) < 2:
-        return None
-    high = at.index[-1]
-    below = at.index[at.index <= high / 2]
-    low = below[-1] if len(below) else at.index[-2]
-    other = known["micro_batch" if axis == "seq_len" else "seq_len"].astype(float).median()
-    return float(at[high] - at[low]) / float((high - low) * other) / MIB
 
 
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:

@@ -48,12 +48,15 @@ class Written:
         shown = [textwrap.shorten(f"note: {note}", max(wide, 40), placeholder=" …") for note in notes[:NOTES]]
         whole = "the report" if "report" in self.places else self.places.get("machine", "")
         more = [f"and {len(notes) - NOTES} more notes in {whole}"] if len(notes) > NOTES else []
+        return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), self.list_places()]))
+
+    def list_places(self) -> str:
+        """Where things are, a line each."""
         places = {name: str(path) for name, path in self.places.items()}
         if "report" in places:
             places = {"report": places["report"]} | places
             places |= {"fits": f"vramsweep fit {self.places['report'].parent}"} if self.summary else {}
-        lines = [f"{name:<9} {place}" for name, place in places.items()]
-        return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), "\n".join(lines)]))
+        return "\n".join(f"{name:<9} {place}" for name, place in places.items())
 
     def as_json(self) -> dict[str, Any]:
         """For programs; nothing is left out."""

@@ -13,7 +13,7 @@ from typing import Any
 from vramsweep.harness.hardware.gpu_specs import GPUS, TERA, Capability, Gpu
 
 __all__ = ["CONTEXT_BYTES", "GIB", "GPUS", "SHORTFALL", "TERA", "Capability", "Gpu", "find_gpu", "gpu_lines",
-           "gpu_named", "gpu_with_enough", "lowest_limit_gpu", "memory_limit", "peak_flops",
+           "gpu_named", "gpus_with_enough", "lowest_limit_gpu", "memory_limit", "peak_flops", "peak_of",
            "reported_bytes", "resolve_gpu"]  # fmt: skip
 
 GIB = 1 << 30
@@ -81,8 +81,12 @@ def find_gpu(device_name: str) -> Gpu | None:
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak in FLOP/s for one of the trial's precisions, or None if it is not known."""
-    if (gpu := find_gpu(device_name)) is None:
-        return None
+    gpu = find_gpu(device_name)
+    return None if gpu is None else peak_of(gpu, precision)
+
+
+def peak_of(gpu: Gpu, precision: str) -> float | None:
+    """Return the dense peak of a GPU in FLOP/s for one of the trial's precisions, or None if it is not known."""
     peaks = {"fp32": gpu.fp32, "tf32": gpu.tf32, "fp16": gpu.half, "fp8": gpu.fp8}
     return (peaks | dict.fromkeys(("bf16", "bf16_pure", "bf16_master"), gpu.bf16))[precision]
 
@@ -108,11 +112,11 @@ def lowest_limit_gpu(memory_gib: float) -> Gpu | None:
     return min([gpu for gpu in cards if gpu.reported_mib is not None] or cards, key=memory_limit, default=None)
 
 
-def gpu_with_enough(nbytes: int, headroom_gib: float, least: Capability) -> Gpu | None:
-    """Of the cards of this capability or a later one whose allocator can have as many bytes, with the headroom left
-    free, the one with the least memory, the oldest first; None: there is none."""
+def gpus_with_enough(nbytes: int, headroom_gib: float, least: Capability) -> list[Gpu]:
+    """Return the GPUs of this capability or a later one whose allocator can have as many bytes, with the headroom left
+    free; those with the least memory first, of equal ones the oldest."""
     able = (replace(gpu, headroom_gib=headroom_gib) for gpu in reversed(GPUS) if gpu.capability >= least)
-    return min((gpu for gpu in able if memory_limit(gpu) >= nbytes), key=memory_limit, default=None)
+    return sorted((gpu for gpu in able if memory_limit(gpu) >= nbytes), key=memory_limit)
 
 
 def gpu_lines() -> str:

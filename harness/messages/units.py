@@ -1,4 +1,4 @@
-"""Sizes and times as they are typed: the one place that reads them.
+"""Sizes and times as they are typed, and sizes as they are shown: the one place that reads and writes them.
 
 A size has its unit, as a bare 24 could be bytes, GB or GiB; so has a time. An option or a setting that is called after
 its unit (`--gib`, `device.memory_gib`, `timeout_s`) takes a bare number of it, and any other unit too. Money is a bare
@@ -15,6 +15,7 @@ import re
 from vramsweep.harness.messages.errors import UserError
 
 GIB = 1 << 30
+LEAST_GIB = 0.0001  # what is shown as a number
 MOST = (1 << 63) - 1  # bytes: what a whole number of PyTorch's, of JSON readers' and of a table's can hold
 SIZES = {"B": 1}
 SIZES |= {f"{prefix}{unit}": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP") for unit in ("iB", "i")}
@@ -58,6 +59,21 @@ def parse_size(text: str, said: str | None = None) -> int:
 def gib(text: str, said: str | None = None) -> float:
     """GiB in a bare number, or in a size with its unit. Raises UserError for what is no size above 0."""
     return parse_size(f"{text}GiB" if _bare(text) else text, said or text) / GIB
+
+
+def format_gib(size: float) -> str:
+    """Bytes as a number of GiB, as every verb shows it: one digit after the point, two that count below 1 GiB."""
+    number = abs(size) / GIB
+    if 0 < number < LEAST_GIB:
+        return f"<{LEAST_GIB}"
+    digits = 1 if number >= 1 or not number else min(1 - math.floor(math.log10(number)), 4)
+    return f"{size / GIB:,.{digits}f}"
+
+
+def format_estimate(value: float) -> str:
+    """A number that is an estimate: two digits of it mean something."""
+    digits = 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
 
 
 def parse_seconds(text: str, said: str | None = None) -> float:

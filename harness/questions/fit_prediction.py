@@ -46,6 +46,7 @@ class Prediction:
     card_bytes: int | None = None
     fits: bool | None = None
     reason: str | None = None
+    estimated_step_s: float | None = None
 
 
 def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
@@ -134,11 +135,11 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
         slow = f"{PREDICTION_S:g} s were not enough for all"
         reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
         return Prediction(item.trial_id, label, card, reason=reason)
-    limit = item.trial.memory_limit()
+    limit, step_s = item.trial.memory_limit(), row["calibrated_step_s"] or row["estimated_step_s"]
     if kind == Outcome.OOM:
         needed = row["unlimited_peak_reserved_bytes"]
-        return Prediction(item.trial_id, label, card, needed, limit, False, row["reason"])
-    return Prediction(item.trial_id, label, card, row["peak_reserved_bytes"], limit, True)
+        return Prediction(item.trial_id, label, card, needed, limit, False, row["reason"], step_s)
+    return Prediction(item.trial_id, label, card, row["peak_reserved_bytes"], limit, True, None, step_s)
 
 
 def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:

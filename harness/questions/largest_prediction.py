@@ -28,8 +28,9 @@ NAMED = ("model", "runner", "allocator", "simulated_gpu")
 MOST_BATCH = 4096  # where no range is given: of sequences on one card
 Answer = Mapping[str, Any]  # fit_survey.Edge, in the axis's own numbers; `reason`: why there is none
 NO_ANSWER: dict[str, Any] = dict.fromkeys(
-    ("all_up_to", "largest", "looked_at", "unanswered", "margin", "complete", "of", "trace_basis", "reason")
-)
+    ("all_up_to", "largest", "looked_at", "unanswered", "margin", "complete", "of", "trace_basis", "reason",
+     "peak_reserved_bytes", "peak_reserved_most_bytes")
+)  # fmt: skip
 
 
 def predict_edges(

@@ -16,16 +16,19 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from vramsweep.harness.hardware.gpu_lookup import peak_of
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial_identity import node_name
 from vramsweep.harness.sweep.time_limit import duration_words, parse_limit
 
 if TYPE_CHECKING:
     from vramsweep.harness.rows.schema import Row
+    from vramsweep.harness.spec.trial import Trial
     from vramsweep.harness.sweep.plan import Planned, Settings
 
 START_S = 2.0  # of a trial that nothing is known of: to start its process and to build its model
 TRACE_S = 10.0  # of a configuration that is simulated: docs/simulated.md has some 9 s for models of 0.5 and 8 billion
+REACHED = 1 / 3  # of a GPU's published peak: what a step is taken to reach before anything is known of it
 PREDICTED_S = 0.1  # of each of its trials, once that is traced
 # Two trials that differ in nothing else are of one configuration.
 AXES = ("seq_len", "micro_batch", "grad_accum", "seed", "repeat", "protocol", "fingerprints")
@@ -59,6 +62,8 @@ class Budget:
         self._began = clock() if began_s is None else began_s
         self._flops = flops
         self._of: dict[str, _Took] = {}
+        self._predicted: dict[str, _Took] = {}
+        self._of_predictions = ""
         self._any = _Took()
         self._spent: list[float] = []
         self.refused: dict[str, str] = {}  # by trial id, why; one that may start after all is taken out again
@@ -100,6 +105,13 @@ class Budget:
             if parameters > 0 and node_name(resolved, "device") != "simulated":
                 self._any.add(work * parameters, spent, start)
 
+    def learn_step(self, item: Planned, step_s: float, gpu: str) -> None:
+        """Take the estimated step time of a trial that would run on a GPU, for all of its configuration."""
+        if item.trial is not None and (work := _work(item.resolved)) is not None:
+            spent = START_S + step_s * item.trial.steps()
+            self._predicted.setdefault(configuration(item.resolved), _Took()).add(work, spent, START_S)
+            self._of_predictions = f"estimated step times on {gpu}"
+
     def expected(self, item: Planned) -> Expected:
         """What one trial will take; 0 s if it cannot run. A simulated one without the trace, which others share."""
         trial = item.trial
@@ -111,6 +123,9 @@ class Budget:
             return self._capped(same.scaled(work), "a trial of the same configuration")
         if simulated:
             return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s a prediction")
+        own = self._predicted.get(configuration(item.resolved))
+        if own is not None and work is not None:
+            return self._capped(own.scaled(work), self._of_predictions)
         parameters = trial.model.parameters or 0
         if self._any and work is not None and parameters > 0:
             return self._capped(self._any.scaled(work * parameters), "a trial of another configuration")
@@ -118,11 +133,8 @@ class Budget:
             return self._capped(fmean(self._spent), f"the mean of {len(self._spent)} finished trials")
         if self._flops is None or parameters <= 0:
             return Expected(None, "nothing finished yet, and no parameter count or device speed to go by")
-        # 6 FLOP per parameter and token (Kaplan et al. 2020)
-        varying = length_distribution.has_varying_lengths(trial)
-        tokens = length_distribution.tokens_per_step(trial) if varying else trial.tokens_per_step()
-        needed = 6.0 * parameters * tokens * trial.steps()
-        return self._capped(START_S + needed / self._flops, f"rough, at {self._flops / 1e12:.2g} TFLOP/s")
+        spent = START_S + trial.steps() * flops_per_step(trial, parameters) / self._flops
+        return self._capped(spent, f"rough, at {self._flops / 1e12:.2g} TFLOP/s")
 
     def _capped(self, spent: float, basis: str) -> Expected:
         return Expected(min(spent, self._timeout), basis)
@@ -153,6 +165,24 @@ class Budget:
             return None
         were = "trial was" if wanted == 1 else "trials were"
         return f"{self._limit[1]}: {len(undone)} of {wanted} {were} not started; the same command goes on"
+
+
+def flops_per_step(trial: Trial, parameters: int) -> float:
+    """Return 6 FLOP per parameter and token of one rank (Kaplan et al. 2020)."""
+    varying = length_distribution.has_varying_lengths(trial)
+    tokens = length_distribution.tokens_per_step(trial) if varying else trial.tokens_per_step()
+    return 6.0 * parameters * tokens / trial.world_size
+
+
+def measuring_seconds(trial: Trial, row: Row | None) -> float | None:
+    """Return the seconds that a simulated trial would take on its GPU, by its row's estimated step, else by its FLOPs
+    at `REACHED` of the peak; None where neither is known."""
+    step_s = (row or {}).get("calibrated_step_s") or (row or {}).get("estimated_step_s")
+    peak, parameters = peak_of(trial.device.card, trial.precision), trial.model.parameters
+    if step_s is None and peak and parameters:
+        step_s = flops_per_step(trial, parameters) / (REACHED * peak)
+    steps = trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps + 1 + trial.record
+    return None if step_s is None else START_S + steps * step_s
 
 
 class _Took:

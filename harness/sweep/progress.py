@@ -21,6 +21,7 @@ from rich.text import Text
 from vramsweep.harness.messages.activity import Activity, duration
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.terminal import escape_others
+from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
@@ -28,7 +29,6 @@ from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.pace import Pace
 from vramsweep.harness.sweep.plan import Planned
 
-MIB = 1 << 20
 RUNNING = 4  # trials that the bar's region names
 MANY = 50  # predictions, of which there may be hundreds a second
 
@@ -233,10 +233,11 @@ def describe_result(row: Row) -> str:
     if row["outcome"] != Outcome.OK:
         return str(row["reason"])
     allocated, reserved = row.get("peak_allocated_bytes"), row.get("peak_reserved_bytes")
-    parts = ["memory unknown" if allocated is None else f"{allocated / MIB:,.1f} MiB allocated"]
+    parts = ["memory unknown" if allocated is None else f"{format_gib(allocated)} GiB allocated"]
     if reserved is not None and row.get("memory_source") != "cpu_tensors_and_rss":  # a resident set is something else
-        parts.append(f"{reserved / MIB:,.1f} MiB reserved")
+        parts.append(f"{format_gib(reserved)} GiB reserved")
     for name, sign in (("tokens_per_s", ""), ("calibrated_tokens_per_s", "≈ "), ("estimated_tokens_per_s", "≤ ")):
         if row.get(name) is not None:
-            return ", ".join([*parts, f"{sign}{row[name]:,.0f} tokens/s"])
+            speed = format_estimate(row[name]) if sign else f"{row[name]:,.0f}"
+            return ", ".join([*parts, f"{sign}{speed} tokens/s"])
     return ", ".join(parts)

@@ -150,9 +150,12 @@ def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDomina
     return skipped and dominators.reason(item) is not None
 
 
-def report(folder: Path) -> None:
-    """Figures, tables and report of the sweep in `folder`, if anything in it is finished; that process says its own."""
+def report(folder: Path, brief: bool = False) -> None:
+    """Figures, tables and report of the sweep in `folder`, if anything in it is finished; that process says its own.
+
+    `brief`: it says only where they are, as the rest is on the screen.
+    """
     if not terminal(read(folder)[0]):
         return
     sys.stdout.flush()
-    subprocess.run(build_command("vramsweep", "report", str(folder)), check=False)
+    subprocess.run(build_command("vramsweep", "report", str(folder), *["--brief"] * brief), check=False)

@@ -20,6 +20,7 @@ from vramsweep.harness.config import compose
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
 from vramsweep.harness.search import advice_search
@@ -31,13 +32,12 @@ from vramsweep.harness.search.memory_savings import (
     MemorySaving,
     words,
 )
+from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.session import refuse_invalid
 
-MIB = 1 << 20
 GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
-FIGURES = ("MiB", "saves", "fits", "est. time")  # columns
+FIGURES = ("peak GiB", "saves GiB", "fits", "est. time")  # columns
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
 DETAILS = """\
 Recommended is what changes least of the result (same, but for rounding, less precision, another training),
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--most {options.most}: allowed is 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
-        raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which card")
+        raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which GPU")
     asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
     with compose.resolve(asked_for, "advise", suffix="advice") as session:
@@ -134,16 +134,21 @@ def show(
     """Print advice."""
     trial, card = asked.trial, asked.trial.device.card
     spare = f", {card.headroom_gib:g} GiB of headroom" if card.headroom_gib else ""
-    console.print(f"\n[bold]{escape(describe_trial(trial))}[/]  {card.name}: {found.limit / MIB:,.0f} MiB{spare}")
+    console.print(
+        f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; limit {format_gib(found.limit)} GiB{spare}"
+    )
     if axis:
         console.print(f"the largest {axis} that fits, up to {asked.most:,}, is the goal; what helps is compared here")
     if found.base.need is None and not found.base.full:
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     if found.base.fits(found.limit):
-        console.print(f"fits as it is: {(found.base.need or 0) / MIB:,.0f} MiB reserved at most")
+        need = found.base.need or 0
+        console.print(f"as it is, {fit_text.describe_fit(need, need, found.limit)}")
     else:
-        console.print(f"does not fit: {escape(_too_much(found.base, found.limit))}")
+        console.print(f"as it is, {escape(_too_much(found.base, found.limit))}")
+    for text in fit_text.list_exclusions(trial):
+        console.print(escape(f"not included: {text}"))
     if found.base.seconds is None:
         console.print("times are not known here; what is called fast has fewest FLOPs, then fewest kernel launches")
     alone = sorted((one for one in found.singles if one.need is not None), key=lambda one: one.need or 0)
@@ -157,7 +162,7 @@ def show(
     for one in left_out:
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
-        console.print(_compared("What fits and nothing beats in both, the fastest first", found.front, found))
+        console.print(_compared("Fits, and no other is both smaller and faster; the fastest first", found.front, found))
     if found.on_gpus:
         predicted = [one for one in found.on_gpus if one.need is not None]
         console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
@@ -171,15 +176,16 @@ def show(
     chosen = (goal.option if goal else None) if axis else found.recommended
     if chosen is None:
         near = found.nearest
-        why = "" if near is None else f"The nearest is {_name(near.remedies)}: {_too_much(near, found.limit)}"
+        why = "" if near is None else f"The nearest is {_name(near.remedies)}, which {_too_much(near, found.limit)}"
         console.print("nothing is known to fit" if near is None else f"[bold]Nothing fits.[/] {escape(why)}")
         return
     more = [f"{axis}={goal.value}"] if axis and goal else []
     ours = (axis, "name", "results", "gpu")
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
+    fits = fit_text.describe_fit(chosen.need or 0, chosen.need or 0, found.limit)
     console.print(
-        f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]})\n"
+        f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",
         soft_wrap=True,
     )
@@ -193,17 +199,14 @@ def exact(trial: Trial) -> str:
     other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)
     return (
         f"What is known without: {count:,} parameters, {BYTES_A_PARAMETER} bytes each in fp32 with gradients and "
-        f"AdamW's state: {BYTES_A_PARAMETER * count / MIB:,.0f} MiB{f', {other} not regarded' if other else ''}, and "
+        f"AdamW's state: {format_gib(BYTES_A_PARAMETER * count)} GiB{f', {other} not regarded' if other else ''}, and "
         "activations beside; measure the rest."
     )
 
 
 def _too_much(one: Option, limit: int) -> str:
     """How far it is from fitting, or why it does not."""
-    need = one.need or 0
-    if one.reason is not None or need <= limit:
-        return one.reason or f"{need / MIB:,.0f} MiB, too many in the order in which they are asked for"
-    return f"{need / MIB:,.0f} MiB, {(need - limit) / MIB:,.0f} too many"
+    return one.reason or fit_text.describe_misfit(one.need, limit)
 
 
 def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:
@@ -226,7 +229,8 @@ def _cells(one: Option, found: Advice) -> tuple[str, str, str, str]:
     need, before = one.need or 0, found.base.need or 0
     ratio = one.seconds / found.base.seconds if one.seconds and found.base.seconds else None
     time = "not known" if ratio is None else f"x {ratio:.2f}"
-    return f"{need / MIB:,.0f}", f"{(before - need) / MIB:+,.0f}", "yes" if one.fits(found.limit) else "no", time
+    fits = "yes" if one.fits(found.limit) else "no"
+    return format_gib(need), format_gib(before - need), fits, time
 
 
 def _name(remedies: Sequence[MemorySaving]) -> str:

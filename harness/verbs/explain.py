@@ -6,6 +6,7 @@ Not covered: how it is found (runners/predict/explanation.py), every event of a 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,25 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.questions import trace_query
+from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
-MIB = 1 << 20
+AMPERE = (8, 0)
+MOST_GPUS = 6  # that are named
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 DETAILS = """\
-Its parts in each phase, the largest storages with module and operator, and what lies between weights and
-card. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
+Its parts in each phase, the largest tensors with module and operator, and what lies between weights and
+GPU. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
 are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
 in settings device=simulated is understood, and gpu=NAME is short for device.gpu=NAME."""
 
@@ -101,65 +107,88 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
-    card = trial.device.card
-    limit = trial.memory_limit()
-    console.print(f"\n[bold]{escape(describe_trial(trial))}[/]  {card.name}, predicted; MiB")
-    refused = answer["refused"]
+    limit, refused = trial.memory_limit(), answer["refused"]
+    most = answer["peak_reserved_most"] or answer["peak_reserved"]
+    console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; sizes in GiB")
+    if answer["host_refused"] is not None:
+        console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the GPU would do:")
     if refused is None:
-        most = answer["peak_reserved_most"] or answer["peak_reserved"]
-        ahead = f" to {_mib(most)}, as far as the host runs ahead," if most > answer["peak_reserved"] else ""
-        if answer["host_refused"] is not None:
-            console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the card would do:")
-        console.print(
-            f"fits: {_mib(answer['peak_reserved'])}{ahead} of {_mib(limit)} MiB reserved at most, {most / limit:.0%}"
-        )
+        console.print(fit_text.describe_fit(answer["peak_reserved"], most, limit))
     else:
         held = answer["asked"]
         maker = filter(None, (held["category"].replace("_", " "), escape(held["module"]), held["operator"]))
         console.print(
-            f"[red]does not fit[/]: {_locate(held)} {_mib(refused['request'])} MiB are asked for "
-            f"({' by '.join(maker)}), {_mib(refused['allocated'])} are held and {_mib(refused['reserved'])} of "
-            f"{_mib(limit)} reserved; what follows is without the limit"
+            f"[red]{fit_text.describe_misfit(answer['peak_reserved'], limit)}[/]\n"
+            f"memory runs out {_locate(held)}: {format_gib(refused['request'])} GiB are asked for "
+            f"({' by '.join(maker)}), {format_gib(refused['allocated'])} are allocated and "
+            f"{format_gib(refused['reserved'])} reserved. All below is as if there were no limit."
         )
+    for line in (*list_gpus(trial, most), *(f"not included: {text}" for text in fit_text.list_exclusions(trial))):
+        console.print(escape(line))
     console.print(_phases(answer))
     peak = answer["peak"]
     last = max((one["step"] for one in answer["phases"] if one["step"] is not None), default=None)
     if peak["step"] is not None and peak["step"] != last:
-        console.print(f"The run's peak, {_mib(peak['allocated'])} MiB, is earlier, {_locate(peak)}.")
+        console.print(f"The run's peak, {format_gib(peak['allocated'])} GiB, is earlier, {_locate(peak)}.")
     console.print(_holders(answer))
     console.print(_steps_to_card(trial, answer))
+
+
+def list_gpus(trial: Trial, need: int) -> Iterator[str]:
+    """Yield on which listed GPUs the run would fit: of its own generation, whose step is the same, and of others."""
+    own, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
+    least = min(own.capability, AMPERE)  # what of a GPU's generation the run needs is not known
+    enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), own.headroom_gib, least)
+    each = f", {trial.world_size} of them" if trial.world_size > 1 else ""
+    alike = [gpu.name for gpu in enough if gpu.capability == own.capability]
+    others = [gpu.name for gpu in enough if gpu.capability != own.capability]
+    if not enough:
+        yield f"would fit on none of the listed GPUs{each}"
+    if alike:
+        yield f"would fit on{each}: {_shorten(alike)}"
+    if others:
+        yield f"probably also on: {_shorten(others)} (other generations, whose steps need a little more or less)"
+
+
+def _shorten(names: Sequence[str]) -> str:
+    """The first of the names, which have the least memory, and how many more there are."""
+    more = f" and {len(names) - MOST_GPUS} with more memory" if len(names) > MOST_GPUS else ""
+    return ", ".join(names[:MOST_GPUS]) + more
 
 
 def _phases(answer: Mapping[str, Any]) -> Table:
     phases, refused, most = answer["phases"], answer["refused"], answer["most"]
     names = ["loading" if one["step"] is None else one["phase"] for one in phases]
-    last = ["at its own most", *([] if refused is None else ["asked for when it ran out"])]
-    table = make_table(("", *names, *last), title="What each phase holds when it holds most", numbers=(*names, *last))
+    last = ["its own peak", *([] if refused is None else ["when memory ran out"])]
+    table = make_table(("", *names, *last), title="Peak of each phase, by part", numbers=(*names, *last))
     kinds = [name for name in most if most[name]]
     for name in kinds:
         held = [one["parts"][name] for one in phases]
-        cells = [*map(_or_dash, held), _mib(most[name])]
+        cells = [*map(_or_dash, held), format_gib(most[name])]
         table.add_row(name.replace("_", " "), *cells, *([] if refused is None else [_or_dash(refused["parts"][name])]))
     table.add_section()
     blank = [] if refused is None else [""]
-    whole = [] if refused is None else [_mib(refused["allocated"] + refused["request"])]
-    table.add_row("= allocated", *(_mib(one["allocated"]) for one in phases), "", *whole, style="bold")
-    table.add_row("reserved", *(_mib(one["reserved"]) for one in phases), "", *blank)
+    whole = [] if refused is None else [format_gib(refused["allocated"] + refused["request"])]
+    table.add_row("= allocated", *(format_gib(one["allocated"]) for one in phases), "", *whole, style="bold")
+    table.add_row("reserved", *(format_gib(one["reserved"]) for one in phases), "", *blank)
     return table
 
 
 def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
-    title, numbers = f"The largest at the peak, {_locate(peak)}; layers count as one", ("MiB", "share", "storages")
+    title, numbers = (
+        f"The largest tensors at the peak, {_locate(peak)}; layers count as one",
+        ("GiB", "share", "storages"),
+    )
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
-        each = f"{count} x {_mib(held['bytes'])}" if count > 1 else ""
+        each = f"{count} x {format_gib(held['bytes'])}" if count > 1 else ""
         own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
         made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
         table.add_row(
-            _mib(size),
+            format_gib(size),
             f"{size / peak['allocated']:.0%}",
             each,
             held["category"].replace("_", " "),
@@ -168,7 +197,7 @@ def _holders(answer: Mapping[str, Any]) -> Table:
     if answer["rest_count"]:
         rest = answer["rest"]
         table.add_row(
-            _mib(rest), f"{rest / peak['allocated']:.0%}", f"{answer['rest_count']:,}", "others", "", style="dim"
+            format_gib(rest), f"{rest / peak['allocated']:.0%}", f"{answer['rest_count']:,}", "others", "", style="dim"
         )
     return table
 
@@ -182,21 +211,21 @@ def _to_device(trial: Trial) -> str:
 
 def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
     sums = dict(to_card(answer))
-    table = make_table(("", "MiB"), title="From the states to the card", numbers=("MiB",))
+    table = make_table(("", "GiB"), title="From weights and optimizer state to the GPU", numbers=("GiB",))
     texts = {
-        "states": "weights, buffers, gradients and optimizer state, each at its most",
-        "states_not_there_at_the_peak": "of them not there at the peak",
+        "states": "weights, buffers, gradients and optimizer state, each at its peak",
+        "states_not_there_at_the_peak": "of these, not there at the peak",
         "peak_allocated": "= peak allocated",
-        "reserved_beyond_allocated": "reserved by the allocator beyond that",
+        "reserved_beyond_allocated": "reserved but unused",
         "peak_reserved": "= peak reserved",
-        "context": "CUDA context, at most: 230 to 767 MiB were seen",
+        "context": "CUDA context, at most: 0.22 to 0.75 GiB were seen",
         "device": _to_device(trial),
-        "unknown": "of which an estimate from the states alone does not know",
+        "unknown": "of this, not in an estimate from weights and optimizer state alone",
     }
     for name, size in sums.items():
         if size:
             bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
-            table.add_row(texts.get(name, name.replace("_", " ")), _mib(size), style=bold)
+            table.add_row(texts.get(name, name.replace("_", " ")), format_gib(size), style=bold)
     return table
 
 
@@ -204,12 +233,5 @@ def _locate(one: Mapping[str, Any]) -> str:
     return "while loading" if one["step"] is None else f"in the {one['phase']} phase of step {one['step']}"
 
 
-def _mib(size: int) -> str:
-    """With a digit behind the point below ten."""
-    if 0 < size < MIB / 20:
-        return "<0.1"
-    return f"{size / MIB:,.1f}" if abs(size) < 10 * MIB else f"{size / MIB:,.0f}"
-
-
 def _or_dash(size: int) -> str:
-    return _mib(size) if size else "–"
+    return format_gib(size) if size else "–"

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vramsweep.harness.hardware import gpu_lookup
@@ -17,11 +18,13 @@ from vramsweep.harness.hardware.gpu_lookup import GIB
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.activity import duration
 from vramsweep.harness.messages.console import Console
+from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
 from vramsweep.harness.rows.journal import files, read
+from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import scheduler
-from vramsweep.harness.sweep.budget import Budget, Expected
+from vramsweep.harness.sweep.budget import REACHED, Budget, Expected, measuring_seconds
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_trials
@@ -49,11 +52,18 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     todo = {p.trial_id for p in pending}
     largest = largest_trials(pending) if settings.predict else []
     predictions = predict_fit(largest, settings, planned)
-    budget = Budget(settings, finished.values(), flops=_speed(planned))
+    where, flops = _speed(planned, settings)
+    budget = Budget(settings, finished.values(), flops=flops)
+    by_id = {p.trial_id: p for p in largest}
+    for one in predictions:
+        if one.estimated_step_s is not None:
+            budget.learn_step(by_id[one.trial_id], one.estimated_step_s, one.card)
     expected = {p.trial_id: Expected(None, "") for p in planned} | {p.trial_id: budget.expected(p) for p in pending}
     one_by_one = budget.total(pending)
     total = _spread_over_slots(one_by_one, pending, expected, settings)
-    cost = budget.cost(total.seconds)
+    simulated = bool(planned) and all(p.trial is None or p.trial.device.name == "simulated" for p in planned)
+    cost = None if simulated else budget.cost(total.seconds)
+    measuring = list_measurements(planned, finished, settings.price_per_hour) if simulated else []
     if settings.output == "json":
         listed = [
             {
@@ -77,6 +87,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             "estimate_basis": total.basis,
             "estimated_cost": cost,
             "estimated_exclusive_s": one_by_one.seconds,
+            "measuring": [asdict(one) for one in measuring],
         }
         print(json.dumps(summary, indent=1))
         return
@@ -91,12 +102,18 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     if unproven := sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)}):
-        print(f"unproven, as no card has run it as predicted yet: {', '.join(unproven)}")
+        print(f"unproven, as no GPU has run it as predicted yet: {', '.join(unproven)}")
     for line in notes:
         print(line)
-    time_s = "unknown" if total.seconds is None else duration(total.seconds)
-    priced = "" if cost is None else f", cost: {cost:,.2f} at {settings.price_per_hour:g} an hour"
-    print(f"estimated time: {time_s}{priced} ({total.basis})", flush=True)
+    price = settings.price_per_hour
+    if pending:
+        verb, count = "predicting" if simulated else "measuring", f"{len(pending):,} trial{'s' * (len(pending) != 1)}"
+        print(f"estimated time: {_price(total.seconds, cost, price)} ({verb} {count} on {where}: {total.basis})")
+    for own in measuring:
+        on = f"{own.gpus} x {own.gpu}" if own.gpus > 1 else f"one {own.gpu}"
+        told = _price(own.estimated_s, own.estimated_cost, price)
+        print(f"measuring {own.trials:,} trial{'s' * (own.trials != 1)} on {on} instead: {told} ({own.basis})")
+    sys.stdout.flush()
     for line in (*_together(pending, one_by_one, total, settings), *report(predictions, len(largest))):
         print(line)
 
@@ -144,8 +161,8 @@ def _verdict(one: Prediction) -> str:
     if one.fits is None or one.card_bytes is None:
         return f"not predicted: {one.reason}"
     if one.needed_bytes is None:
-        return f"will run out of memory on the card's {one.card_bytes / GIB:.1f} GiB ({one.reason})"
-    needed = f"predicted to need {one.needed_bytes / GIB:,.1f} GiB, the card has {one.card_bytes / GIB:.1f} GiB"
+        return f"will run out of memory on the GPU's {one.card_bytes / GIB:.1f} GiB ({one.reason})"
+    needed = f"predicted to need {one.needed_bytes / GIB:,.1f} GiB, the GPU has {one.card_bytes / GIB:.1f} GiB"
     return needed if one.fits else f"{needed}: will run out of memory"
 
 
@@ -155,16 +172,59 @@ def _state(p: Planned, todo: set[str]) -> str:
     return "to do" if p.trial_id in todo else "finished"
 
 
-def _speed(planned: Sequence[Planned]) -> float | None:
-    """FLOP/s to reckon with: a third of the GPU's published peak, or what numpy reaches on this CPU."""
+@dataclass(frozen=True)
+class Measurement:
+    """What measuring simulated trials would take on their GPU; None where that is not known."""
+
+    gpu: str
+    gpus: int
+    trials: int
+    estimated_s: float | None
+    estimated_cost: float | None
+    basis: str
+
+
+def list_measurements(
+    planned: Sequence[Planned], rows: Mapping[str, Row], price_per_hour: float | None
+) -> list[Measurement]:
+    """Return for each GPU, and number of them, what measuring its simulated trials would take."""
+    groups: dict[tuple[str, int], list[Planned]] = {}
+    for p in planned:
+        if p.trial is not None:
+            groups.setdefault((p.trial.device.card.name, p.trial.world_size), []).append(p)
+    found = []
+    for (gpu, gpus), items in groups.items():
+        each = [measuring_seconds(p.trial, rows.get(p.trial_id)) for p in items if p.trial is not None]
+        spent = None if None in each else sum(one or 0.0 for one in each)
+        cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
+        rough = any(p.trial_id not in rows for p in items)
+        basis = "rough, from parameters and tokens" if rough else "from the step times that are predicted"
+        found.append(Measurement(gpu, gpus, len(items), spent, cost, basis))
+    return found
+
+
+def _price(seconds: float | None, cost: float | None, price_per_hour: float | None) -> str:
+    """A time, and what it costs where a price is known."""
+    if seconds is None:
+        return "unknown" + ", cost: unknown" * (price_per_hour is not None)
+    return f"about {duration_words(seconds)}" + (
+        "" if cost is None else f", cost: {cost:,.2f} at {price_per_hour:g} an hour"
+    )
+
+
+def _speed(planned: Sequence[Planned], settings: Settings) -> tuple[str, float | None]:
+    """Where trials are measured, and FLOP/s to reckon with there: a share of the GPU's published peak, of the one to
+    predict for where there is none here, or what numpy reaches on this CPU."""
     trial = next((p.trial for p in planned if p.trial and p.trial.device.name != "simulated"), None)
     if trial is None:
-        return None
+        return "this machine's CPU", None
     if trial.device.name == "cuda":
-        cards = machine.visible_gpus(os.environ)
-        name = cards[0].name if cards else None
-        peak = gpu_lookup.peak_flops(name, trial.precision) if name else None
-        return None if peak is None else peak / 3
+        card, _ = fit_prediction.choose_card(settings)
+        here = machine.visible_gpus(os.environ)
+        name = (here[0].name if here else None) or (card.name if card else "this GPU")
+        peak = gpu_lookup.peak_of(card, trial.precision) if card else None
+        on = f"{trial.world_size if trial.world_size > 1 else 'one'} {'x ' * (trial.world_size > 1)}{name}"
+        return on + ", as no GPU is here" * (not here), None if peak is None else REACHED * peak
     import numpy as np
 
     side = 1024
@@ -172,4 +232,4 @@ def _speed(planned: Sequence[Planned]) -> float | None:
     began = time.perf_counter()
     for _ in range(3):
         matrix @ matrix
-    return 3 * 2 * side**3 / (time.perf_counter() - began)
+    return "this CPU", 3 * 2 * side**3 / (time.perf_counter() - began)

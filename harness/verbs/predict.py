@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
@@ -23,12 +22,10 @@ from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.sweep.labels import flatten
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
-from vramsweep.harness.verbs import run_words
+from vramsweep.harness.verbs import predict_answer, run_words
 
-MIB = 1 << 20
 DETAILS = """\
 It is a sweep with -m and device=simulated. FIRST..LAST and FIRST..LAST..STEP are all whole numbers between,
 both ends included, also within lists (1..4,8,16). Rows, traces and report are in
@@ -36,8 +33,6 @@ results/MODEL-RUNNER-predicted, or what name= says; the same command goes on whe
 report=false leaves figures and report out."""
 
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
-# What tells no configuration apart: where in it a trial is, and what hangs on other settings.
-_WITHIN = {"seq_len", "repeat", "seed"}
 
 
 def parser() -> Parser:
@@ -70,10 +65,11 @@ def main(argv: Sequence[str]) -> int:
     if options.every or options.json:
         raise UserError("--every and --json are for --largest; rows are in the results folder")
     swept = run_words.sweep_words(words(rest), "predict", "predicted")
-    rows = list(swept.rows.values())
-    show(rows)
-    status = beyond(rows, most)
-    run_words.write_report(swept)
+    own = swept.settings is not None and swept.settings.answer is None  # else the report answers the preset's question
+    if own:
+        predict_answer.show_answer(swept.trials, swept.rows, rest)
+    status = beyond(list(swept.rows.values()), most)
+    run_words.write_report(swept, brief=own)
     return max(swept.status, status)
 
 
@@ -91,10 +87,12 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         found = largest_prediction.predict_edges(
             asked.trials, asked.settings, asked.folder, asked.start(), axis, values, every
         )
-    return show_edges(found, axis, as_json)
+    return show_edges(found, axis, as_json, values[-1] if values else None)
 
 
-def show_edges(answers: Sequence[tuple[Planned, largest_prediction.Answer]], axis: str, as_json: bool) -> int:
+def show_edges(
+    answers: Sequence[tuple[Planned, largest_prediction.Answer]], axis: str, as_json: bool, last: int | None = None
+) -> int:
     """Print what was found; the exit status: 1 where something asked for has no answer."""
     status = int(any(found["unanswered"] or found["reason"] is not None for _, found in answers))
     if as_json:
@@ -102,18 +100,15 @@ def show_edges(answers: Sequence[tuple[Planned, largest_prediction.Answer]], axi
         return status
     console = Console()
     answered = [(item, found) for item, found in answers if found["reason"] is None]
-    numbers = (f"every {axis} fits up to", f"largest {axis} that fits", "looked at")
-    table = make_table(("configuration", *numbers, "trace"), numbers=numbers)
-    for item, found in answered:
-        edges = (_number(found, name) for name in ("all_up_to", "largest"))
-        looked = f"{found['looked_at']:,} of {found['of']:,}"
-        table.add_row(largest_prediction.label(item, axis), *edges, looked, found["trace_basis"] or "none")
-    console.print(table)
-    if margins := [found["margin"] for _, found in answered if found["margin"] is not None]:
-        console.print(
-            "Not looked at: what asks for more than there is, and so cannot fit; and what fits by at least "
-            f"{min(margins):.1%}, judged by what its neighbours need (--every looks at those)."
-        )
+    if len(answered) <= predict_answer.FEW:
+        for item, found in answered:
+            console.print("\n".join(["", *predict_answer.describe_largest(item, found, axis, last)]), soft_wrap=True)
+    else:
+        numbers = (f"every {axis} fits up to", f"largest {axis} that fits")
+        table = make_table(("configuration", *numbers), numbers=numbers)
+        for item, found in answered:
+            table.add_row(largest_prediction.label(item, axis), *(_number(found, n) for n in ("all_up_to", "largest")))
+        console.print(table)
     if any(not found["complete"] for _, found in answered):
         console.print(
             "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
@@ -143,8 +138,8 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
     need, row = max(above, key=lambda one: one[0]) if above else unknown[0]
     invalid = row["outcome"] == Outcome.INVALID
     label = str(row["model"]) if invalid else describe_trial(Trial.model_validate(row["trial"]))
-    told = row["reason"] if need is None else f"{need / MIB:,.0f} MiB"
-    found = [f"{len(above)} of {len(needs)} reserve more than {most / MIB:,.0f} MiB"] if above else []
+    told = row["reason"] if need is None else f"{units.format_gib(need)} GiB"
+    found = [f"{len(above)} of {len(needs)} reserve more than {units.format_gib(most)} GiB"] if above else []
     found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
     print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
     return 1
@@ -213,54 +208,3 @@ def whole_numbers() -> set[str]:
                 yield from under(kind, f"{prefix}{name}.")
 
     return {key for key in under(Trial, "") if key not in ("repeat", "model.parameters", "model.max_positions")}
-
-
-def show(rows: Sequence[Row]) -> None:
-    """Print what fits: a line for each configuration."""
-    if not rows:
-        return
-    console = Console()
-    varied, groups = configurations(rows)
-    heads = ("lengths", "MiB at the shortest", "at the longest that fits", "first that does not", "rows")
-    console.print(make_table((*varied, *heads), [(*values, *_line(of_one)) for values, of_one in groups.items()]))
-    console.print("MiB are peak allocated / peak reserved; `vramsweep columns` says what trace_basis means.")
-
-
-def _line(rows: Sequence[Row]) -> list[str]:
-    lengths = sorted({row["seq_len"] for row in rows if row["seq_len"] is not None})
-    fits = sorted((row for row in rows if row["outcome"] == Outcome.OK), key=lambda row: row["seq_len"])
-    full = [row["seq_len"] for row in rows if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)]
-    kinds = Counter(row["trace_basis"] or row["outcome"] for row in rows)
-    span = f"{lengths[0]:,} to {lengths[-1]:,}" if len(lengths) > 1 else f"{lengths[0]:,}" if lengths else ""
-    return [
-        span,
-        _peaks(fits[0]) if fits else "",
-        _peaks(fits[-1]) if fits else "",
-        f"{min(full):,}" if full else "",
-        ", ".join(f"{count:,} {kind}" for kind, count in kinds.most_common()),
-    ]
-
-
-def _peaks(row: Row) -> str:
-    peaks = (row["peak_allocated_bytes"], row["peak_reserved_bytes"])
-    return f"{row['seq_len']:,}: " + " / ".join("unknown" if size is None else f"{size / MIB:,.0f}" for size in peaks)
-
-
-def configurations(rows: Sequence[Row]) -> tuple[list[str], dict[tuple[str, ...], list[Row]]]:
-    """The settings that tell rows apart beside length, with card and allocator; the rows by their values of them."""
-    flat = [flatten(row["trial"] or {}) for row in rows]
-    keys = list(dict.fromkeys(key for one in flat for key in one))
-    varied = [key for key in keys if len({json.dumps(one.get(key), sort_keys=True) for one in flat}) > 1]
-    names = {key for key in keys if key.endswith(".name") and key.count(".") == 1}  # runner.options may have one too
-    named = {key.partition(".")[0] for key in varied if key in names}
-    shown = [
-        key
-        for key in keys
-        if key in ("device.gpu", "allocator.name")
-        or (key in varied and key not in _WITHIN and (key in names or key.partition(".")[0] not in named))
-    ]
-    groups: dict[tuple[str, ...], list[Row]] = defaultdict(list)
-    for row, one in zip(rows, flat, strict=True):
-        values = (one.get(key) for key in shown)
-        groups[tuple(value if isinstance(value, str) else json.dumps(value) for value in values)].append(row)
-    return [key.removesuffix(".name") for key in shown], dict(sorted(groups.items()))

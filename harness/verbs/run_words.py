@@ -74,12 +74,15 @@ def _run(session: Session, expanded: Sequence[Sequence[Planned]]) -> None:
         session.run(expanded)
 
 
-def write_report(session: Session) -> None:
-    """Write the report of a sweep that was run, where it is wanted. Raises KeyboardInterrupt, which ends it."""
+def write_report(session: Session, brief: bool = False) -> None:
+    """Write the report of a sweep that was run, where it is wanted; `brief`: say only where it is.
+
+    Raises KeyboardInterrupt, which ends it.
+    """
     settings = session.settings
     if settings is not None and settings.action == "run" and settings.report:
         if settings.shard is None:
-            run_trials.report(session.folder)
+            run_trials.report(session.folder, brief)
         else:
             _report_once(session.folder)
 

@@ -25,7 +25,6 @@ from vramsweep.runners.trace.allocation_program import growth
 from vramsweep.runners.trace.trace_data import Mark, Trace
 
 GIB = 1 << 30
-MIB = 1 << 20
 PASSES = ("forward", "backward", "step")  # whose memory goes with the tokens
 TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
 
@@ -260,17 +259,17 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     who = " ".join(filter(None, (asked.module, asked.operator)))
     beside = refused.parts | {asked.category: refused.parts[asked.category] - refused.request}
     largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / MIB:,.0f}" for name in largest)
+    parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / GIB:,.1f}" for name in largest)
     need = without_limit.peak["reserved"]
     least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
-    enough = gpu_lookup.gpu_with_enough(math.ceil(need / share), card.headroom_gib, least)
+    enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), card.headroom_gib, least)
     of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
     return (
         f"{card.name} ({trial.memory_limit() / GIB:.2f} GiB left for the allocator) is too small: a request of "
-        f"{refused.request / MIB:,.1f} MiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
-        f"{refused.allocated / MIB:,.0f} MiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
-        f"{', ' + (f'which {of}{enough.name} has' if enough else none)}"
+        f"{refused.request / GIB:,.2f} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
+        f"{refused.allocated / GIB:,.1f} GiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
+        f"{', ' + (f'which {of}{enough[0].name} has' if enough else none)}"
     )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
-from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.hardware.gpu_lookup import Capability, memory_limit
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.search.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, Survey
 from vramsweep.harness.search.strategy import drive
@@ -40,6 +40,7 @@ from vramsweep.runners.worker.batch_server import Trials, families, preload_of
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 SAID = 64  # trials between two words on how far it is
 CHUNK = 8  # points that one process looks at
+FEW = 6  # trials of a family whose peaks at their edges are told: each is a replay more
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
@@ -68,8 +69,25 @@ def _of_family(
     found: dict[str, Any] = {}
     for other, group in groups.items():
         edges = _of_group(group, along[other], known, every, tracer, deadline_s)
-        found |= {trial_id: _encode_edge(edge, values, known.bases()) for trial_id, edge in edges.items()}
+        for trial_id, edge in edges.items():
+            peaks: dict[str, Any] = dict.fromkeys(PEAKS)
+            if edge.largest is not None and len(family) <= FEW:
+                peaks |= edge_peaks(known, family[trial_id].model_copy(update={axis: values[edge.largest]}))
+            found[trial_id] = _encode_edge(edge, values, known.bases()) | peaks
     return found
+
+
+PEAKS = ("peak_reserved_bytes", "peak_reserved_most_bytes")
+
+
+def edge_peaks(known: Curve, trial: Trial) -> dict[str, Any]:
+    """Return what the trial would reserve at its peak, as its row would say it."""
+    if (traced := known.at(trial)) is None:
+        return {}
+    trace, config = on(traced[0], _capability(trial)), allocator_config.parse(trial.allocator.conf)
+    low = replay(trace, config, memory_limit(trial.device.card)).peak["reserved"]
+    bounds = predicted_row.upper_bounds(trace, config, trial.memory_limit())
+    return {PEAKS[0]: low, PEAKS[1]: bounds.get(PEAKS[1])}
 
 
 def _of_group(

@@ -107,8 +107,8 @@ def test_headroom_stays_free() -> None:
 def test_the_least_card_that_has_room(gib: str, headroom: str, least: str, name: str) -> None:
     """An L4 has 21.4 GiB without a context, an RTX 4090 22.8; a V100 of 32 GB has 2 MiB less than 31 GiB."""
     major, minor = map(int, least.split("."))
-    found = gpu_lookup.gpu_with_enough(int(gib) << 30, float(headroom), (major, minor))
-    assert (found.name if found else "none") == name
+    found = gpu_lookup.gpus_with_enough(int(gib) << 30, float(headroom), (major, minor))
+    assert (found[0].name if found else "none") == name
 
 
 def test_a_card_s_own_memory_is_enough_with_its_own_headroom() -> None:
@@ -116,8 +116,8 @@ def test_a_card_s_own_memory_is_enough_with_its_own_headroom() -> None:
         gpu_lookup.resolve_gpu("t4-16gb", None, None, 1.5),
         gpu_lookup.resolve_gpu("h20-96gb", None, None, 3.0),
     ):
-        found = gpu_lookup.gpu_with_enough(gpu_lookup.memory_limit(gpu), gpu.headroom_gib, gpu.capability)
-        assert found is not None and found.headroom_gib == gpu.headroom_gib
+        found, *_ = gpu_lookup.gpus_with_enough(gpu_lookup.memory_limit(gpu), gpu.headroom_gib, gpu.capability)
+        assert found.headroom_gib == gpu.headroom_gib
         assert found.memory_gib == gpu.memory_gib  # a T4's 16 GiB are in no smaller card, an H20's 96 neither
 
 

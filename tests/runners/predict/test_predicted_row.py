@@ -121,7 +121,7 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert sum(row["oom_parts_bytes"].values()) == row["oom_request_bytes"] + row["oom_allocated_bytes"]
     assert row["oom_allocated_bytes"] <= row["oom_reserved_bytes"] <= whole
     reason, who = str(found.error), " ".join(made[layers])
-    assert f"a request of 102,400.0 MiB fails in the forward phase of step 2 (activations, {who})" in reason
+    assert f"a request of 100.00 GiB fails in the forward phase of step 2 (activations, {who})" in reason
     assert "beside " in reason and ", workspaces 16, optimizer state 1)" in reason
     assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
     trace.sizes[layers] = 1000 << 30

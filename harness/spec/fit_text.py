@@ -1,0 +1,81 @@
+"""Whether a trial fits, in words: the same in every verb that answers it. Pure text from sizes in bytes.
+
+Not covered: a trial as a line of progress (trial_label.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.messages.units import format_gib
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_label import describe_trial
+
+COMMUNICATION = "NCCL's buffers: leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
+
+
+def describe_run(trial: Trial, without: str = "") -> str:
+    """Return the trial as people ask about it: model, GPUs and sharding, batch per GPU, length, what is not default.
+
+    `without` is a setting that is asked for, seq_len or micro_batch.
+    """
+    name, *parts = describe_trial(trial).split(" · ")
+    gpus = f"{trial.world_size} x {trial.device.card.name}" if trial.device.name == "simulated" else ""
+    if trial.runner.command is not None:
+        return " · ".join(filter(None, [name, gpus, *parts]))
+    sharding = f"with {trial.sharding}" if trial.sharding != "none" else ""
+    batch, length = f"batch {trial.micro_batch}", f"seq {trial.seq_len}"
+    told = (trial.runner.name, f"{trial.sharding} x {trial.world_size}", trial.precision, batch, length)
+    first = [
+        "" if trial.runner.name == "torch" else trial.runner.name,
+        " ".join(filter(None, (gpus, sharding))),
+        trial.precision,
+        "" if without == "micro_batch" else f"{batch} per GPU",
+        f"grad_accum={trial.grad_accum}" if trial.grad_accum > 1 else "",
+        "" if without == "seq_len" else f"{trial.seq_len:,} tokens",
+    ]
+    return " · ".join(filter(None, [name, *first, *(part for part in parts if part not in told)]))
+
+
+def describe_fit(low: int, high: int, limit: int) -> str:
+    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound."""
+    if format_gib(low) == format_gib(high):
+        return f"fits: peak reserved {_share(high, limit)}, {format_gib(limit - high)} GiB free"
+    ends = f"{format_gib(low)} (lower bound) to {format_gib(high)} (upper bound)"
+    return f"fits: peak reserved {ends} of {format_gib(limit)} GiB ({_percent(high, limit)}), {_free(limit - high)}"
+
+
+def describe_misfit(need: int | None, limit: int) -> str:
+    """Say of a run that does not fit what is missing."""
+    most = format_gib(limit)
+    if need is None:
+        return f"does not fit into {most} GiB; how much it needs is unknown"
+    if need <= limit:  # the order of the requests leaves gaps
+        return f"does not fit: {_share(need, limit)} would do, but no free piece is large enough for a request"
+    return f"does not fit: needs {format_gib(need)} of {most} GiB, {format_gib(need - limit)} GiB are missing"
+
+
+def list_exclusions(trial: Trial) -> Iterator[str]:
+    """Yield what the peak of a predicted trial does not include."""
+    if trial.world_size > 1:
+        yield COMMUNICATION
+    if trial.optimizer.startswith("paged_"):
+        yield f"pages of {trial.optimizer}"
+
+
+def describe_limit() -> str:
+    """Say what the limit of a GPU is."""
+    return f"limit: the GPU's memory less {format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
+
+
+def _share(size: int, limit: int) -> str:
+    return f"{format_gib(size)} of {format_gib(limit)} GiB ({_percent(size, limit)})"
+
+
+def _free(size: int) -> str:
+    return f"at least {format_gib(size)} GiB free" if size > 0 else "none free at the upper bound"
+
+
+def _percent(size: int, limit: int) -> str:
+    return f"{100 * size / limit:.0f} %" if size >= limit / 200 else "<1 %"

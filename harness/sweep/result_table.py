@@ -1,0 +1,224 @@
+"""The table that ends every sweep, measured or predicted: what each configuration needs, and how far it goes.
+
+From rows alone, so that predictions (harness/verbs/predict.py) and reports (analysis/report/summary.py) show one table.
+– is unknown. Not covered: which rows are one configuration, and what it is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from vramsweep.harness.messages.console import make_table
+from vramsweep.harness.messages.units import format_estimate, format_gib
+from vramsweep.harness.rows.schema import Outcome
+
+MIB = 1 << 20
+LABEL = 16  # columns that a configuration has at least
+NARROW = 110  # columns of a terminal below which cells are short
+FULL = (Outcome.OOM, Outcome.HOST_OOM)
+PEAKS = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", "device_used_bytes")  # the first known one
+GROWN = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")  # of which MiB per token is, likewise
+MOST = "peak_reserved_most_bytes"
+NEEDS = "unlimited_peak_reserved_bytes"
+# The mark of each speed, the surest first: timed, by published speeds of the GPU, by the roofline.
+SPEEDS = {"tokens_per_s": "", "calibrated_tokens_per_s": "≈", "estimated_tokens_per_s": "≤"}
+SAMPLES = "samples_per_s"
+MARKS = {
+    "≈": "≈ estimate from published speeds, not measured",
+    "≤": "≤ estimate of the highest possible speed (roofline), not measured",
+    "~": "~ a smaller one did not fit",
+}
+COLUMNS = ("outcome", "seq_len", "micro_batch", *PEAKS, *SPEEDS, SAMPLES, MOST, NEEDS)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One configuration. `tried` and `fits` are its largest length or batch: null where it is not known, and 0 where
+    nothing that was tried fits; `fails` is the smallest that does not fit, `torn` says that it is below `fits`.
+
+    `peak_bytes` and `smallest_peak_bytes` are of the largest and the smallest that fit, `peak` the column that they are
+    of; of predictions with two bounds the upper one. `needs_bytes` is what the smallest that does not fit would
+    reserve. `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch
+    (micro_batch x seq_len), over the upper half of what fitted. Speeds are those of the largest that fits; `estimated`
+    is the mark (`MARKS`) of a speed that was not timed, "" of one that was.
+    """
+
+    label: str
+    tried: int | None
+    fits: int | None
+    torn: bool
+    mib_per_token: float | None
+    reserved_over_allocated: float | None
+    tokens_per_s: float | None
+    estimated: str
+    predicted: bool
+    fails: int | None = None
+    peak: str | None = None
+    peak_bytes: float | None = None
+    smallest_peak_bytes: float | None = None
+    needs_bytes: float | None = None
+    samples_per_s: float | None = None
+    rows: int = 0
+
+
+def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the axis that a sweep is along: the batch where that varies and the length does not, or is not known."""
+    lengths, batches = (len({row[name] for row in rows} - {None}) for name in ("seq_len", "micro_batch"))
+    return "micro_batch" if (batches > 1 and lengths < 2) or not lengths else "seq_len"
+
+
+def summarize_rows(
+    label: str, rows: Sequence[Mapping[str, Any]], axis: str, *, predicted: bool, resident: bool = False,
+    varies: bool = False,
+) -> Line:  # fmt: skip
+    """Return the line of one configuration from its rows, of which `COLUMNS` are looked at.
+
+    `resident`: reserved is a resident set of a process, which is no allocator's; `varies`: lengths vary in each row.
+    """
+    ran = [row for row in rows if row["outcome"] == Outcome.OK]
+    known = [row for row in ran if row[axis] is not None]
+    full = {row[axis]: row[NEEDS] for row in rows if row["outcome"] in FULL and row[axis] is not None}
+    tried = [row[axis] for row in rows if row["outcome"] not in (Outcome.INVALID, Outcome.SKIPPED)]
+    fits = max((row[axis] for row in known), default=0 if full else None)
+    at = [row for row in known if row[axis] == fits] or ran
+    first = [row for row in known if row[axis] == min(row[axis] for row in known)] or ran
+    peak = _first_known(ran, PEAKS[1:] if resident else PEAKS)
+    last = [max(row[peak], row[MOST] or 0) if peak == PEAKS[0] else row[peak] for row in at if peak and row[peak]]
+    reserved, allocated = (_median(row[name] for row in at) for name in PEAKS[:2])
+    speed = next((name for name in SPEEDS if _median(row[name] for row in at) is not None), None)
+    fails = min(full, default=None)
+    return Line(
+        label,
+        max(filter(None, tried), default=None),
+        fits,
+        bool(fits and fails and fails < fits),
+        None if varies else _grow_per_token(known, axis, resident),
+        reserved / allocated if reserved and allocated and not resident else None,
+        _median(row[speed] for row in at) if speed else None,
+        SPEEDS[speed] if speed else "",
+        predicted,
+        fails,
+        peak,
+        _median(last),
+        _median(row[peak] for row in first) if peak else None,
+        full.get(fails),
+        _median(row[SAMPLES] for row in at),
+        len(rows),
+    )
+
+
+def make_result_table(
+    lines: Sequence[Line], axis: str, width: int, most: int | None = None, more: int = 0
+) -> tuple[Table, list[str]]:
+    """Return the table and what to say below it; with `most`, only as many configurations as so many lines hold.
+
+    `more` configurations are not among the lines.
+    """
+    what, narrow = {"seq_len": "length", "micro_batch": "batch"}[axis], width < NARROW
+    longest = {"seq_len": "longest", "micro_batch": "largest"}[axis]
+    speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": [line.samples_per_s for line in lines]}
+    speed = "samples/s" if not any(speeds["tokens/s"]) and any(speeds["samples/s"]) else "tokens/s"
+    columns = {
+        f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
+        "peak\nGiB": [_peaks(line) for line in lines],
+        f"first {what}\nthat does not": [_number(line.fails) for line in lines],
+        "MiB per\ntoken": [_digits(line.mib_per_token) for line in lines],
+        speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
+        "rows": [f"{line.rows:,}" for line in lines],
+    }
+    columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in ("peak\nGiB", speed)}
+    if narrow:
+        columns.pop("rows")
+    taken = sum(max(map(len, (*head.split("\n"), *cells)), default=0) + 1 for head, cells in columns.items())
+    room = max(width - taken - 1, LABEL)
+    table = make_table(("configuration", *columns), numbers=columns)
+    table.columns[0].min_width, table.columns[0].max_width = LABEL, room
+    left, shown = most, 0
+    for line, *cells in zip(lines, *columns.values(), strict=True):
+        if left is not None:
+            left -= -(-len(line.label) // room)
+            if left < 0 < shown:
+                break
+        table.add_row(line.label, *cells)
+        shown += 1
+    return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, narrow))
+
+
+def _explain(lines: Sequence[Line], more: int, axis: str, narrow: bool) -> Iterator[str]:
+    """What is left out, what the numbers are, and what marks in the table mean."""
+    if more:
+        yield f"and {more:,} more in the report"
+    names = {"peak_reserved_bytes": "peak reserved", "peak_allocated_bytes": "peak allocated",
+             "peak_active_bytes": "peak active", "device_used_bytes": "device used"}  # fmt: skip
+    known = dict.fromkeys(names[line.peak] for line in lines if line.peak is not None)
+    smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
+    of = f", at the {smallest} and the {longest} that fits" if any(" to " in _peaks(line) for line in lines) else ""
+    told = [f"peak GiB: {' or '.join(known)} per GPU{of}"] if known else []
+    told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * any(line.mib_per_token for line in lines)
+    if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
+        told.append(f"or more: the {longest} that was tried fits")
+    if told:
+        yield "; ".join(told)
+    used = {line.estimated for line in lines} | {"~" for line in lines if line.torn}
+    yield from (meaning for mark, meaning in MARKS.items() if mark in used)
+
+
+def _fits(line: Line, longest: str, narrow: bool) -> str:
+    if not line.fits:
+        return "–" if line.fits is None else "none"
+    more = "" if line.fails is not None else " or more" if narrow else f" or more ({longest} tried)"
+    return f"{'~' * line.torn}{line.fits:,}{more}"
+
+
+def _peaks(line: Line) -> str:
+    """The peak of the shortest and the longest that fits; where none does, what the shortest would need."""
+    if line.peak_bytes is None:
+        return "–" if line.needs_bytes is None or line.fits else f"needs {format_gib(line.needs_bytes)}"
+    ends = [format_gib(size) for size in (line.smallest_peak_bytes, line.peak_bytes) if size is not None]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _speed(value: float | None, mark: str) -> str:
+    if value is None:
+        return "–"
+    return f"{mark} {format_estimate(value)}" if mark else f"{value:,.{0 if value >= 100 else 1}f}"
+
+
+def _number(value: int | None) -> str:
+    return "–" if value is None else f"{value:,}"
+
+
+def _digits(value: float | None) -> str:
+    """A number with three digits; from 100 on, with all before the point."""
+    return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _first_known(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> str | None:
+    return next((name for name in names if any(row[name] is not None for row in rows)), None)
+
+
+def _median(values: Any) -> float | None:
+    known = [value for value in values if value is not None]
+    return float(median(known)) if known else None
+
+
+def _grow_per_token(ran: Sequence[Mapping[str, Any]], axis: str, resident: bool) -> float | None:
+    """What memory grows by with a token, in MiB, between the largest that ran and the largest up to half of it, or the
+    next smaller one where there is none."""
+    base = _first_known(ran, GROWN)
+    if base is None or (base == "peak_reserved_bytes" and resident):
+        return None
+    other = "micro_batch" if axis == "seq_len" else "seq_len"
+    known = [row for row in ran if row[base] is not None and row[other] is not None]
+    if len(sizes := sorted({row[axis] for row in known})) < 2:
+        return None
+    high = sizes[-1]
+    low = max((size for size in sizes if size <= high / 2), default=sizes[-2])
+    at = [median(row[base] for row in known if row[axis] == size) for size in (low, high)]
+    tokens = (high - low) * median(row[other] for row in known)
+    return float((at[1] - at[0]) / tokens / MIB)

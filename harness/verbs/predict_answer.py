@@ -1,0 +1,152 @@
+"""What `vramsweep predict` answers: a block for each of a few trials, a table of many, and what to ask next.
+
+Not covered: how rows come about (predict.py), the table itself (harness/sweep/result_table.py).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+
+from vramsweep.harness.config import reproduce_command
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.units import format_estimate, format_gib
+from vramsweep.harness.questions import largest_prediction
+from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.spec import fit_text
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.sweep import result_table
+from vramsweep.harness.sweep.labels import WITHIN, Labels, describe_common, flatten
+from vramsweep.harness.sweep.plan import Planned
+
+FEW = 6  # configurations that have a block each
+OURS = ("device", "name", "results", "report", "repeats")  # settings that a next question leaves out
+FULL = (Outcome.OOM, Outcome.HOST_OOM)
+UNSAID = ("torch", "simulated", "protocol=quick")  # what goes without saying
+
+
+def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequence[str]) -> None:
+    """Print what was predicted of the trials; `words` are those of the command."""
+    answered = [(item, rows[item.trial_id]) for item in planned if item.trial_id in rows]
+    if not answered:
+        return
+    console = Console()
+    named = Labels(planned, WITHIN)
+    configurations: dict[str, list[Row]] = {}
+    for item, row in answered:
+        configurations.setdefault(named.apart(item), []).append(row)
+    if len(answered) <= FEW and len(configurations) == len(answered):
+        for item, row in answered:
+            console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
+    else:
+        axis = result_table.choose_axis([row for _, row in answered])
+        lines = [result_table.summarize_rows(name, own, axis, predicted=True) for name, own in configurations.items()]
+        common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
+        table, notes = result_table.make_result_table(lines, axis, console.width)
+        console.print(f"\n{common}, predicted\n")
+        console.print(table)
+        for note in notes:
+            console.print(note)
+    console.print(f"\n{fit_text.describe_limit()}")
+    for line in suggest_next(answered, words):
+        console.print(line, soft_wrap=True)
+
+
+def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
+    """Yield the lines of one predicted trial."""
+    trial = item.trial
+    if trial is None:
+        yield Labels([item])(item)
+        yield f"  cannot run: {row['reason']}"
+        return
+    yield f"{fit_text.describe_run(trial)}, predicted"
+    yield f"  {_verdict(trial, row)}"
+    if row["outcome"] not in (Outcome.OK, *FULL):
+        return
+    if (speed := _speed(trial, row)) is not None:
+        yield f"  {speed}"
+    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial))
+
+
+def _verdict(trial: Trial, row: Row) -> str:
+    kind, limit = row["outcome"], trial.memory_limit()
+    if kind == Outcome.OK:
+        low = row["peak_reserved_bytes"]
+        return fit_text.describe_fit(low, max(low, row["peak_reserved_most_bytes"] or 0), limit)
+    if kind == Outcome.OOM:
+        where = f" (memory runs out in {row['phase']})" if row["phase"] else ""
+        return fit_text.describe_misfit(row["unlimited_peak_reserved_bytes"], limit) + where
+    if kind == Outcome.HOST_OOM:
+        return f"does not fit the host: {row['reason']}"
+    return f"unknown: {kind}: {row['reason']}"
+
+
+def _speed(trial: Trial, row: Row) -> str | None:
+    of = f" of all {trial.world_size} GPUs together" if trial.world_size > 1 else ""
+    fits = "" if row["outcome"] == Outcome.OK else ", were there enough memory"
+    for name, sure in (("calibrated_tokens_per_s", "about"), ("estimated_tokens_per_s", "at most")):
+        if row[name] is not None:
+            return f"speed: {sure} {format_estimate(row[name])} tokens/s{of}{fits}; an estimate, not measured"
+    return next((note for note in row["notes"] or () if note.startswith("no estimated times")), None)
+
+
+def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> Iterator[str]:
+    """Yield one or two commands to ask next: of the first that does not fit, else of the one that needs most."""
+    full = [item for item, row in answered if row["outcome"] == Outcome.OOM]
+    known = [(row["peak_reserved_bytes"], item) for item, row in answered if row["peak_reserved_bytes"]]
+    if not full and not known:
+        return
+    item = full[0] if full else max(known, key=lambda one: one[0])[1]
+    if (spelled := name_trial(item, words)) is None or item.trial is None:
+        return
+    without = [word for word in spelled if not word.startswith("seq_len=")]
+    positions = item.trial.model.max_positions
+    longest = [*without, *([] if positions else ["seq_len=1..8192"])]
+    commands = {
+        "what makes it fit" if full else "what uses the memory": ["advise" if full else "explain", *spelled],
+        "the longest sequence that fits": ["predict", "--largest", "seq_len", *longest],
+    }
+    yield "next:"
+    for why, command in commands.items():
+        yield f"  {shlex.join(['vramsweep', *command])}  # {why}"
+
+
+def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
+    """Return the words of a command with one value each, those of a trial; None where they cannot be told."""
+    values = flatten(item.resolved)
+    found = []
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or key == "sweep" or key.startswith(("+", "~", "-")):
+            return None
+        if key in OURS:
+            continue
+        if "," in value or ".." in value or value.endswith(")"):
+            at = values.get(key, values.get(f"{key}.name"))
+            if at is None:
+                return None
+            word = f"{key}={reproduce_command.value(at)}"
+        found.append(word)
+    return found
+
+
+def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str, last: int | None) -> Iterator[str]:
+    """Yield the lines of one trial's largest length or batch that fits; `last` is the largest that was asked for."""
+    what = {"seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest batch", "sequences per GPU")}[axis]
+    trial = item.trial
+    yield "" if trial is None else f"{fit_text.describe_run(trial, axis)}, predicted"
+    if trial is None or found["largest"] is None:
+        unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
+        yield f"  {what[0]} that fits: {unknown}"
+        return
+    low, high = found["peak_reserved_bytes"], found["peak_reserved_most_bytes"]
+    ends = "" if low is None else " to ".join(dict.fromkeys(format_gib(size) for size in (low, high or low)))
+    peak = f" (peak {ends} of {format_gib(trial.memory_limit())} GiB)" if ends else ""
+    more = ", the largest that was asked for" if found["largest"] == last else ""
+    if axis == "seq_len" and found["largest"] == trial.model.max_positions:
+        more = f", all that {trial.model.name} takes"
+    yield f"  {what[0]} that fits: {found['largest']:,} {what[1]}{more}{peak}"
+    if found["all_up_to"] != found["largest"]:
+        every = "none" if found["all_up_to"] is None else f"{found['all_up_to']:,}"
+        yield f"  every one fits up to: {every}; from there on some do not, as the allocator rounds sizes"
+    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial))
