@@ -16,7 +16,6 @@ from pathlib import Path
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import GIB
 from vramsweep.harness.machine import machine
-from vramsweep.harness.messages.activity import duration
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
