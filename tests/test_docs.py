@@ -1,11 +1,13 @@
 """The documentation: its links lead somewhere, its commands exist, its tables are the code's, its site builds offline.
 
-Not covered: whether what a page shows of a command's output is still what the command prints, and prose.
+What a page shows of a command's output is what the command prints, where its block has a mark (docs/outputs.py) and the
+command does not take minutes. Not covered: other blocks, and prose.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
 import re
@@ -36,8 +38,9 @@ def name(path: Path) -> str:
 
 
 @cache
-def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_reference", ROOT / "docs" / "reference.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where its dataclass looks for its types
@@ -87,13 +90,79 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_what_the_code_writes_is_up_to_date(path: Path) -> None:
-    assert reference().filled(path.read_text()) == path.read_text(), "run: python docs/reference.py"
+    assert script("reference").filled(path.read_text()) == path.read_text(), "run: python docs/reference.py"
 
 
 def test_every_part_is_in_a_page() -> None:
     texts = [path.read_text() for path in PAGES]
-    for part in reference().PARTS:
+    for part in script("reference").PARTS:
         assert sum(f"<!-- {part.name} -->" in text for text in texts) == 1, part.name
+
+
+outputs = script("outputs")
+SHOWN = [(path, one) for path in outputs.pages() for one in outputs.shown(path.read_text())]
+QUICK = sorted({one.command for _, one in SHOWN} - {one.command for _, one in SHOWN if one.by_hand})
+
+
+def with_texts(command: str) -> str:
+    """A test's name that is another one where a page shows something else: kept results are by name (unchanged.py)."""
+    texts = "".join(one.text for _, one in SHOWN if one.command == command)
+    return f"{command.split()[1]}-{hashlib.sha256(f'{command}{texts}'.encode()).hexdigest()[:12]}"
+
+
+def test_every_mark_of_an_output_has_a_block_that_is_filled() -> None:
+    for path in outputs.pages():
+        assert path.read_text().count("<!-- output") == sum(of == path for of, _ in SHOWN), name(path)
+    for path, one in SHOWN:
+        assert one.text.strip(), f"{name(path)}: run: python docs/outputs.py {path.name}"
+        assert outputs.trimmed(one.text) == one.text, name(path)
+    assert any(path.name == "README.md" for path, _ in SHOWN)
+
+
+@pytest.mark.slow
+@pytest.mark.deterministic
+@pytest.mark.parametrize("command", QUICK, ids=with_texts)
+def test_what_a_page_shows_of_an_output_is_what_the_command_prints(command: str) -> None:
+    printed = outputs.run(command)
+    for path, one in SHOWN:
+        if one.command == command:
+            assert one.text == outputs.trimmed(printed, one.lines), f"run: python docs/outputs.py {path.name}"
+
+
+def test_outputs_are_written_without_progress_and_paths_and_cut_where_the_mark_says_so() -> None:
+    page = "<!-- output of 2 lines: vramsweep x -->\n```\nold\n```\n<!-- output by hand: vramsweep y -->\n```\n```\nb\n"
+    progress, paths = "1 trial, 0 finished before, 1 to do → results/x\n[1/1] ok\n", "report    results/x/report.html\n"
+    printed = f"{progress}\none  \n\n\n\ntwo\n{paths}"
+    new = outputs.filled(page, {"vramsweep x": printed}.get)
+    assert new == page.replace("old\n", "one\n\n...\n")  # y was not run
+    assert outputs.trimmed(printed) == "one\n\ntwo\n"
+    assert [(one.lines, one.by_hand) for one in outputs.shown(page)] == [(2, False), (None, True)]
+
+
+def test_the_accuracy_that_the_readme_states_is_its_sources() -> None:
+    readme, rows = (ROOT / "README.md").read_text().replace("−", "-"), []
+    for card in ("h100", "h200"):
+        found = re.search(
+            r"\*\*Blind\*\*, (\d+) .*?peak reserved, median (\S+ %), (\d+) within 1 %.*?worst (\S+) %\. \*\*Now",
+            (ROOT / "docs" / f"{card}.md").read_text(),
+        )
+        assert found is not None
+        count, median, within, worst = found.groups()
+        rows.append(f"| {count} | {median} | {within} | {float(worst):+.{1 if card == 'h100' else 0}f} %")
+    validation = (ROOT / "docs" / "validation.md").read_text()
+    graded = validation.partition("## By counter, grade A")[2]
+    cells = re.search(r"\| reserved \| moves \| (.*) \|", graded)
+    assert cells is not None
+    (
+        count,
+        *_,
+    ) = own = cells[1].split(" | ")
+    rows.append(f"| {count} | {float(own[4].split()[0]):.1f} % | | {float(own[6].split()[0]):.0f} %")
+    assert [row for row in rows if row not in readme] == []
+    fits = re.findall(r"\| (\d+) \| (\d+) \| (\d+) \| (\d+) \| [^|]*\|$", validation, re.MULTILINE)
+    fitted, out, wrongly, missed = (sum(map(int, column)) for column in zip(*fits, strict=True))
+    assert missed == 0 and f"all {out} that ran out of memory" in readme
+    assert f"{wrongly} of the {fitted + wrongly} that fitted" in readme
 
 
 _COMMAND = re.compile(r"(?:^|[\s(])(?:(?:python3? -m )?(vramsweep|harness|analysis)|(make)) +[a-z]")
@@ -148,7 +217,9 @@ def test_commands_exist(path: Path) -> None:
             if word.startswith("--") and not knows(verb, word.split("=")[0])
         ]
         for key, value in re.findall(r"(?:^| )\+?([a-z_]+)=(\S*)", " ".join(words)) if verb in HYDRA else ():
-            if key not in keys | set(groups) | {"experiment"} and verb != "run":  # a command may have names of its own
+            if (
+                key not in keys | set(groups) | {"experiment", "gpu"} and verb != "run"
+            ):  # a command may have names of its own
                 wrong.append(f"{said}: {key} is no setting")
             options = set(value.split(",")) - {"auto"}  # of device and sweep: what the machine has
             if key in groups and options - groups[key] and re.fullmatch(r"[a-z0-9_.,-]+", value):

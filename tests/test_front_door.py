@@ -1,13 +1,17 @@
-"""What somebody meets first: nothing typed, help that fits a screen, a folder that is no sweep, pages that lead on."""
+"""What somebody meets first: nothing typed, help that fits a screen, a folder that is no sweep, pages that lead on.
+
+Not covered: help, verb by verb (test_verbs.py), what pages show of outputs (test_docs.py), what is typed wrongly.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Cli
+from conftest import ROOT, Cli, cases
 
 
 def sweeps(folder: Path, *names: str) -> None:
@@ -16,6 +20,15 @@ def sweeps(folder: Path, *names: str) -> None:
         (folder / name).mkdir(parents=True)
         (folder / name / "journal.jsonl").touch()
         os.utime(folder / name / "journal.jsonl", (number, number))
+
+
+@pytest.mark.parametrize(("mistake", "typed", "status", "said"), cases("front_door"))
+def test_mistakes_of_a_newcomer(mistake: str, typed: str, status: str, said: str, here: Path, cli: Cli) -> None:
+    sweeps(here / "results", "gpt2", "night")
+    (here / "docs").mkdir()
+    printed = cli.run(*typed.split(), status=int(status))
+    assert said in printed.out + printed.err, mistake
+    assert not printed.err or len(printed.err.splitlines()) <= 2
 
 
 VERBS_OF_A_FOLDER = ("report", "fit", "frontier", "paper", "check", "status", "explain", "timeline", "compare a")
@@ -47,7 +60,8 @@ def test_many_sweeps_are_counted_and_the_newest_named(here: Path, cli: Cli) -> N
 
 def made(*words: str, active: str = "") -> str:
     """What make prints, or would run (-n), where the environment env/ is set up."""
-    environ = {name: value for name, value in os.environ.items() if name != "MAKEFLAGS"} | {"VIRTUAL_ENV": active}
+    inherited = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # where make itself runs these tests
+    environ = {name: value for name, value in os.environ.items() if name not in inherited} | {"VIRTUAL_ENV": active}
     done = subprocess.run(
         ["make", "-s", "-o", "env/.ready", *words], cwd=ROOT, env=environ, capture_output=True, text=True, check=True
     )
@@ -63,3 +77,23 @@ def test_what_sets_up_ends_with_the_line_that_makes_vramsweep_reachable() -> Non
         assert f"'{line}'" in made("-n", *words, "VENV=env").splitlines()[-1]
     set_up = made("-n", "-W", "pyproject.toml", "plan", "VENV=other").splitlines()
     assert any("'  source other/bin/activate'" in one for one in set_up)  # as does whatever sets up first
+
+
+def test_no_page_installs_from_an_index_or_clones_an_address() -> None:
+    """No index has it, and no address is known."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "docs" / "notebook.ipynb"]
+    pages.remove(ROOT / "CHANGELOG.md")
+    for page in pages:
+        assert not re.findall(r"pip install (?:-\w+ )*['\"]?vramsweep\b|git clone", page.read_text()), page
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/start.md"])
+def test_the_first_pages_make_vramsweep_reachable_and_lead_to_eight_gpus(page: str) -> None:
+    text = (ROOT / page).read_text()
+    typed = re.search(r"^vramsweep \w+", text, re.MULTILINE)
+    reached = text.index("source .venv/bin/activate")
+    assert typed is None or reached < typed.start()
+    assert "eight_gpus.md" in text
+    if page != "docs/start.md":  # the first row of its questions
+        row = re.search(r"^(?:\| |- )\[.*", text.partition("## Questions")[2], re.MULTILINE)
+        assert row is not None and "[Does it fit on 8 GPUs?]" in row[0]

@@ -127,7 +127,7 @@ def test_make_leaves_the_model_to_the_preset() -> None:
 @pytest.mark.parametrize("given", ["WATCH=1", "WATCH=0.5", ""])
 def test_make_status_is_a_command_that_is_understood(given: str, tmp_path: Path) -> None:
     line = made("status", f"RESULTS={tmp_path}", *filter(None, [given])).split()
-    with pytest.raises(UserError, match=r"cannot read|no journal"):
+    with pytest.raises(UserError, match=r"there is no file or folder|holds no sweep"):
         cli.import_verb("status").main(line[line.index("status") + 1 :])
 
 

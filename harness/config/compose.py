@@ -94,7 +94,7 @@ def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> li
     """
     args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:
-        raise UserError("--shell-completion is for Hydra's own programs; vramsweep VERB --help lists the settings")
+        raise UserError("--shell-completion is for Hydra's own programs; vramsweep VERB --help-all lists the settings")
     if args.experimental_rerun is not None:
         raise UserError("--experimental-rerun is Hydra's for single jobs; the same command goes on where a sweep was")
     given = [name for name in ("run", "multirun", "cfg", "info") if getattr(args, name)]

@@ -14,16 +14,9 @@ from pathlib import Path
 from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search import advice_search, secant_search
+from vramsweep.harness.search import advice_search, memory_savings, secant_search
 from vramsweep.harness.search.advice_search import Advice, Option
-from vramsweep.harness.search.memory_savings import (
-    ROUNDING,
-    MemorySaving,
-    applicable,
-    apply_changes,
-    divide_among_gpus,
-    too_old,
-)
+from vramsweep.harness.search.memory_savings import ROUNDING, MemorySaving, applicable, apply_changes, too_old
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
@@ -149,7 +142,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
     """
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
-    changes = divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
+    changes = memory_savings.divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
     alone = [(one,) for one in changes if one.level <= level]
     most = alone[-1][0] if alone else None
     helped = [one for one in found.smallest_same if most and not one.change.keys() & most.change.keys()]

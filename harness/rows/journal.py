@@ -327,8 +327,7 @@ def describe_missing(place: Path) -> str:
         )
     found = [file for level in ("*", "*/*") for file in place.glob(f"{level}/journal*.jsonl") if file.is_file()]
     newest = sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
-    below = [str(file.parent.relative_to(place)) for file in newest]
-    if not (names := list(dict.fromkeys(below))):
+    if not (names := list(dict.fromkeys(str(file.parent.relative_to(place)) for file in newest))):
         return f"{place} holds no sweep; name a folder under results/, as `vramsweep status` lists them"
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     listed = f"{', '.join(names[:MOST_LISTED])}{more}"

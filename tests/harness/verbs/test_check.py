@@ -200,7 +200,7 @@ def test_everything_wrong_at_once_is_one_screen(tmp_path: Path, cli: Cli) -> Non
 
 
 def test_a_folder_without_a_journal_is_a_mistake(tmp_path: Path, cli: Cli) -> None:
-    assert "cannot read" in cli.refuse("check", tmp_path / "nowhere")
+    assert "there is no file or folder" in cli.refuse("check", tmp_path / "nowhere")
 
 
 def test_nothing_finished_is_nothing_to_publish(tmp_path: Path, cli: Cli) -> None:

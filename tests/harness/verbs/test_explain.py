@@ -137,7 +137,7 @@ def test_the_host_and_the_allocator_s_share_decide_too() -> None:
         ([], "explain what?"),
         (["model=tiny", "seq_len=32", "device=cpu"], "explain is of a predicted step: leave device=cpu out"),
         (["-m", "model=tiny", "seq_len=32,64"], "explain takes one trial, and these are 2"),
-        (["no-such-folder"], "cannot read no-such-folder"),
+        (["no-such-folder"], "there is no file or folder no-such-folder"),
     ],
 )
 def test_mistakes_are_explained(words: list[str], message: str) -> None:
