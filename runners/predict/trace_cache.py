@@ -13,6 +13,7 @@ import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -73,18 +74,17 @@ class TraceMeter:
 
     def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
-        self._folder = folder
-        ours = f"building {trial.model.name} on fake tensors"
-        result_file.progress(folder, ours if trial.runner.command is None else "running the script up to its first step")
+        self._say = partial(result_file.progress, folder)
+        self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's beginning")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         self._describe = describe
         self.tracer.built()
-        self._say_step()
 
     def step_begin(self) -> None:
+        self._say(f"tracing step {self.index + 1} of {self.trial.steps()}")
         self.tracer.in_step = True
         self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
@@ -97,11 +97,6 @@ class TraceMeter:
             self._describe = dict  # or it would keep the model alive
         self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
-        if self.index < self.trial.steps():
-            self._say_step()
-
-    def _say_step(self) -> None:
-        result_file.progress(self._folder, f"tracing step {self.index + 1} of {self.trial.steps()}")
 
     def mark(self, phase: Any) -> None:
         """A phase of the current step ends here."""

@@ -42,17 +42,16 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
         for vary in (False, True)
     )
-    tracer = Tracer(folder, spec["timeout_s"])
     alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
     others = [*(family for family in fixed.values() if family not in alone), *varying.values()]
-    tracer.families = len(others)
+    tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
-    tracer.alone = tracer.of
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
     for family in (*alone, *others):
-        if family in others:
-            tracer.families, tracer.begun = tracer.families - 1, tracer.begun + 1
-        _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
+        known = trace_family(family, tracer)
+        tracer.known += 1
+        tracer.tell("predicting")
+        _answer_family(family, known, files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
 
