@@ -54,9 +54,7 @@ from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, 
 
 PR_SET_CHILD_SUBREAPER = 36
 RECORD_NUMBERS = ("step", "rank")  # keys of records that are whole numbers where they are given
-PROGRESS_NUMBERS = ("done", "total", "later")
 PROGRESS_LIMIT = 4 << 10  # bytes of what a worker says that it does: the last line counts
-STARTS: dict[str, Any] = {"text": "importing torch"}  # what a worker of a prediction does before it says so
 STEPS_LIMIT = 16 << 20  # bytes of the records' end that are read; a step's is a hundred or so
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
 RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for taking it, before another one is
@@ -352,13 +350,10 @@ def ask_attempt(
     Raises UserError with the reason where there is no answer: `cure` says what to do where it took too long, `failed`
     begins the text where something broke. Raises OSError if the folder cannot be written.
     """
-    with Activity(STARTS["text"]) as activity:
-
-        def look() -> None:
-            told: dict[str, Any] = read_progress(folder) or STARTS
-            activity.update(told["text"], told.get("done", 0), told.get("total", 0))
-
-        evidence = launcher.attempt(spec, folder, environ, runner, deadline_s, look).evidence
+    with Activity("importing torch") as activity:
+        evidence = launcher.attempt(
+            spec, folder, environ, runner, deadline_s, lambda: activity.update(read_progress(folder)["text"])
+        ).evidence
     with contextlib.suppress(OSError, ValueError):  # renamed to that name, so it is whole, however the worker ended
         return json.loads(read_content(folder / ANSWER, links=False))
     kind, reason = classify(evidence)
@@ -423,15 +418,13 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def read_progress(folder: Path) -> dict[str, Any] | None:
-    """What the worker said last that it does: `text`, and as far as it said so how much is done, of what total, and
-    about how much will come later."""
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What the worker of a prediction said last that it does: `text`, and numbers that it adds."""
     with contextlib.suppress(OSError):
         for one in reversed(list(plain_json.read_objects(read_tail(folder / PROGRESS, PROGRESS_LIMIT)))):
-            numbers = {name: one[name] for name in PROGRESS_NUMBERS if type(one.get(name)) is int}
             if isinstance(one.get("text"), str):
-                return {"text": one["text"]} | numbers
-    return None
+                return {name: value for name, value in one.items() if name == "text" or type(value) is int}
+    return {"text": "importing torch"}
 
 
 def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from vramsweep.harness.machine import gpu_lock, machine
 from vramsweep.harness.machine.gpu_occupancy import GpuTaken
-from vramsweep.harness.process.attempt import STARTS, Launcher, attempt_environment, read_progress, read_steps
+from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_progress, read_steps
 from vramsweep.harness.process.worker_files import RECORDING
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal
@@ -34,7 +34,7 @@ def run_trial(
     launcher: Launcher,
     tried: int,
     tries: int,
-    hear: Callable[[Mapping[str, Any] | None], None],
+    hear: Callable[[Mapping[str, Any]], None],
     slot: Slot,
 ) -> Row:
     """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
@@ -51,11 +51,11 @@ def run_trial(
         slot.sleep(settings.backoff_s * 2 ** (tries - 1))
     number = max(tried, row_builder.count_attempts(folder / "attempts" / item.trial_id)) + 1
     place = folder / "attempts" / item.trial_id / str(number)
-    starts = STARTS if trial.device.name == "simulated" else None
 
     def look() -> None:
         slot.check()
-        hear(read_progress(place) or starts)
+        if trial.device.name == "simulated":
+            hear(read_progress(place))
 
     row = base | row_builder.started_columns(number)
     with gpu_lock.lock_gpus(slot.cards, slot.sleep, settings.timeout_s) as others:

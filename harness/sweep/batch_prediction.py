@@ -17,14 +17,7 @@ from typing import Any
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import LIMIT, open_regular
-from vramsweep.harness.process.attempt import (
-    STARTS,
-    AttemptResult,
-    Launcher,
-    attempt_environment,
-    check_result,
-    read_progress,
-)
+from vramsweep.harness.process.attempt import AttemptResult, Launcher, attempt_environment, check_result, read_progress
 from vramsweep.harness.process.worker_files import LOGS, PREDICTIONS
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal
@@ -84,6 +77,7 @@ def run(
 
     def take() -> None:
         """Journal what has been predicted since the last time."""
+        progress.works(None, read_progress(place))
         ready: dict[str, Row] = {}
         for answer in answers.new():
             trial_id = answer["trial_id"]
@@ -96,7 +90,6 @@ def run(
         for row in journal.extend(ready.values()):
             rows[row["trial_id"]] = row
             progress.show(row, left.pop(row["trial_id"]))
-        progress.works(None, read_progress(place) or STARTS)
 
     def look() -> None:
         take()

@@ -1,4 +1,4 @@
-"""How long the rest of a sweep takes, by what its traces and its rows took so far: predictions wait for traces."""
+"""How long the rest of a sweep takes, by what its rows, and the traces that predictions wait for, took so far."""
 
 from __future__ import annotations
 
@@ -9,44 +9,46 @@ from vramsweep.harness.sweep.budget import PREDICTED_S
 
 
 class Pace:
-    """Counts rows and traces, and the seconds that each took, by `clock`. All that runs while something is traced goes
-    by as tracing."""
+    """Counts rows and traced families, and the seconds by `clock` that went by with each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._seen = clock, clock()
-        self._rows = self._traced = self._traces = 0
-        self._later: int | None = 0
-        self._rows_s = self._traces_s = 0.0
+        self._clock, self._heard = clock, clock()
+        self._counted = self._heard  # when a row or a family was counted last
+        self._rows = self._traced = self._families = 0
+        self._rows_s = self._traces_s = self._family_s = 0.0
+        self._tracing = False
 
     def count_row(self) -> None:
         """Another row is there."""
-        self._pass_time()
+        self._counted = self._pass_time()
         self._rows += 1
 
-    def count_traces(self, done: int, total: int, later: int | None) -> None:
-        """So many of `total` traces are made, and about `later` more will be asked for; None if nobody knows."""
-        self._pass_time()
-        if not self._traces or total < self._traces:  # a worker has imported what it needs, and begins
-            self._traces_s, self._rows_s = 0.0, self._rows_s if self._rows else 0.0
-        self._traced, self._traces, self._later = done, total, later
+    def count_traced(self, traced: int, families: int, tracing: bool) -> None:
+        """So many of the families are traced, and whether another one is being traced."""
+        now = self._pass_time()
+        if traced < self._traced or not self._families:  # a worker has imported what it needs, and begins
+            self._traces_s, self._rows_s, self._traced = 0.0, self._rows_s if self._rows else 0.0, 0
+        if traced > self._traced:
+            self._counted, self._traced, self._family_s = now, traced, self._traces_s / traced
+        self._families, self._tracing = families, tracing
 
     def seconds_left(self, rows: int) -> float | None:
-        """How long so many more rows will take; None where that is not known."""
-        self._pass_time()
-        traces = None if self._later is None else self._traces - self._traced + self._later
-        if traces is None or (traces and not self._traced):
-            return None
-        each = self._rows_s / self._rows if self._rows else None
-        if each is None and self._traced and rows <= self._traces:  # a trace for each, which takes most of its time
-            each = PREDICTED_S
-        if each is None:
-            return None
-        return rows * each + (traces * self._traces_s / self._traced if traces else 0.0)
+        """How long so many more rows will take; None where that is not known, or what was known has turned out wrong.
 
-    def _pass_time(self) -> None:
+        Before the first row each is taken to need `PREDICTED_S`, where each has a trace, which takes most of the time.
+        """
+        untraced = self._families - self._traced
+        if (untraced and not self._traced) or not (self._rows or (self._traced and rows <= self._families)):
+            return None if rows else 0.0
+        each = self._rows_s / self._rows if self._rows else PREDICTED_S
+        left = rows * each + untraced * self._family_s - (self._clock() - self._counted)
+        return left if left > 0 else None if rows else 0.0
+
+    def _pass_time(self) -> float:
         now = self._clock()
-        spent, self._seen = now - self._seen, now
-        if self._traced < self._traces:
-            self._traces_s += spent
+        if self._tracing:
+            self._traces_s += now - self._heard
         else:
-            self._rows_s += spent
+            self._rows_s += now - self._heard
+        self._heard = now
+        return now

@@ -6,21 +6,18 @@ Trials are called by what varies in their sweep (labels.py). Not covered: a swee
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from vramsweep.harness.messages.activity import Activity, duration
 from vramsweep.harness.messages.console import Console
-from vramsweep.harness.messages.terminal import escape_others
 from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
@@ -37,7 +34,7 @@ class Progress:
     """Is told what a sweep does, and counts: finished trials, what came out, the time left.
 
     `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail;
-    `batches` are still to be predicted after this one, and nobody knows what they take.
+    `batches` are to be predicted after this one, which nobody knows how long they take.
     """
 
     def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
@@ -48,27 +45,26 @@ class Progress:
         self.many = total >= MANY and bool(of) and predicted
         self.batches = 0
         self._began, self._pace = time.monotonic(), Pace()
-        self._running: dict[str, tuple[str, float]] = {}  # label, and since when
-        self._doing: dict[str | None, str] = {}  # the phase of a trial, under None that of a batch
+        self._running: dict[str, tuple[str, float]] = {}  # by id: label, and since when
+        self._doing: dict[str | None, str] = {}  # what the worker of a trial does, under None that of a batch
+        self._activity = Activity(self.drawn)
         self.counts: Counter[str] = Counter()
 
     def began(self, text: str) -> None:
-        """Say how many trials there are, how many were finished before, and where."""
+        """Say how many trials there are, how many were finished before, and where; from now on what runs is shown."""
         print(text, flush=True)
+        if self.total:
+            self._activity.__enter__()
 
     def starts(self, item: Planned) -> None:
         """Hear that a trial is started, or tried again."""
         self._running[item.trial_id] = (self.label(item), time.monotonic())
 
-    def works(self, item: Planned | None, record: Mapping[str, Any] | None) -> None:
+    def works(self, item: Planned | None, record: Mapping[str, Any]) -> None:
         """Hear what the worker of a trial, or of a batch, does (attempt.read_progress)."""
-        if record is None:
-            return
-        done, total = record.get("done", 0), record.get("total", 0)
-        key = None if item is None else item.trial_id
-        self._doing[key] = "" if item is None and done == total > 0 else record["text"]
-        if item is None and "total" in record:
-            self._pace.count_traces(done, total, record.get("later"))
+        self._doing[None if item is None else item.trial_id] = record["text"]
+        if item is None and {"done", "total"} <= record.keys():
+            self._pace.count_traced(record["done"], record["total"], record["text"].startswith("tracing"))
 
     def show(self, row: Row, item: Planned) -> None:
         """Count a trial that has come to its end."""
@@ -92,66 +88,42 @@ class Progress:
         seconds = None if self.batches else self._pace.seconds_left(self.total - self.done)
         return "unknown" if seconds is None else duration(seconds)
 
+    def drawn(self) -> RenderableType:
+        """What runs, in a line."""
+        running = [" · ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
+        doing = self._doing.get(None) or (running or ["predicting"])[0]
+        more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+        passed = duration(time.monotonic() - self._began)
+        return f"[{self.done}/{self.total}] {doing}{more} · ETA {self.left()} ({passed})"
+
     def note(self, text: str) -> None:
         """Answer what the user asks for meanwhile; from within a signal's handler."""
         signals.to_stderr(text)
 
     def close(self) -> None:
-        """Say of each card that fails what to do."""
+        """Nothing runs any more. Say of each card that fails what to do."""
+        self._activity.__exit__()
         for said in self.cards:
             print(said, flush=True)
 
 
 class Lines(Progress):
     """For a log: a line for each finished trial, of many predictions for each tenth and failure; on stderr what runs,
-    where nothing else was said for a while."""
+    where nothing was said for a while."""
 
     tenths = 0
-
-    def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
-        super().__init__(total, of)
-        self._activity = Activity("")
-
-    def began(self, text: str) -> None:
-        """Say it; from now on what runs is said too."""
-        super().began(text)
-        if self.total:
-            self._activity.__enter__()
-
-    def starts(self, item: Planned) -> None:
-        """It runs from now on."""
-        super().starts(item)
-        self._activity.update(self.running())
-
-    def works(self, item: Planned | None, record: Mapping[str, Any] | None) -> None:
-        """Say it where nothing else was said for a while."""
-        super().works(item, record)
-        self._activity.update(self.running())
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line if there is something to say."""
         super().show(row, item)
         if (line := self.line(row, item)) is not None:
             print(f"{line} · {self.text()}", flush=True)
-            self._activity.postpone()
         elif 10 * self.done // self.total > self.tenths:
             self.tenths = 10 * self.done // self.total
             print(f"[{self.done}/{self.total}] {self.text()}", flush=True)
-            self._activity.postpone()
-        self._activity.update(self.running())
-
-    def close(self) -> None:
-        """Nothing runs any more."""
-        if self.total:
-            self._activity.__exit__()
-        super().close()
-
-    def running(self) -> str:
-        """What runs, in words, and how far the sweep is."""
-        names = [": ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
-        more = [f"and {len(names) - 1} more"] * (len(names) > 1)
-        doing = " ".join([self._doing.get(None) or " ".join([*names[:1], *more]) or "predicting"])
-        return f"[{self.done}/{self.total}] {doing} · ETA {self.left()}"
+        else:
+            return
+        self._activity.postpone()
 
     def text(self) -> str:
         """The counts in words."""
@@ -162,22 +134,13 @@ class Lines(Progress):
 class Region(Progress):
     """Lines, and below them a live region: a bar, what came out so far, what runs.
 
-    It is drawn anew once a second and when a row comes, by a thread: nothing in it is asked of the workers.
+    It is drawn anew now and then and when a row comes, by a thread: nothing in it is asked of the workers.
     """
 
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
         super().__init__(total, of)
         self._console, self._note = console or Console(), ""
-        self._live = Live(
-            console=self._console, get_renderable=self.drawn, refresh_per_second=1, transient=True,
-            redirect_stderr=sys.stderr.isatty(),  # else it is a log of its own
-        )  # fmt: skip
-
-    def began(self, text: str) -> None:
-        """Say it, above the region."""
-        super().began(text)
-        self._live.start()
-        escape_others()  # Rich has taken the streams over, until the region is gone
+        self._activity = Activity(self.drawn, self._console)
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line above the region."""
@@ -185,7 +148,7 @@ class Region(Progress):
         if (line := self.line(row, item)) is not None:
             self._console.print(Text(line, style="" if outcome.is_answer(row["outcome"]) else "red"))
         if not self.many:
-            self._live.refresh()
+            self._activity.look()
 
     def note(self, text: str) -> None:
         """Show it in the region from now on: nothing is written here."""
@@ -193,11 +156,10 @@ class Region(Progress):
 
     def close(self) -> None:
         """The region goes; what came out stays, in a line."""
-        self._live.stop()
+        super().close()
         if self.done:
             came = " · ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
             print(f"{self.done} of {self.total} in {duration(time.monotonic() - self._began)}: {came}", flush=True)
-        super().close()
 
     def drawn(self) -> RenderableType:
         """What there is to see now."""

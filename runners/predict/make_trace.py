@@ -6,6 +6,7 @@ Not covered: how a trace is kept, and which trials share it (trace_cache.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,20 +38,17 @@ class TraceMeter:
 
     def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
-        self._folder = folder
-        ours = f"building {trial.model.name} on fake tensors"
-        result_file.progress(
-            folder, ours if trial.runner.command is None else "running the script up to its first step"
-        )
+        self._say = partial(result_file.progress, folder)
+        self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's beginning")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         self._describe = describe
         self.tracer.built()
-        self._say_step()
 
     def step_begin(self) -> None:
+        self._say(f"tracing step {self.index + 1} of {self.trial.steps()}")
         self.tracer.in_step = True
         self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
@@ -63,11 +61,6 @@ class TraceMeter:
             self._describe = dict  # or it would keep the model alive
         self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
-        if self.index < self.trial.steps():
-            self._say_step()
-
-    def _say_step(self) -> None:
-        result_file.progress(self._folder, f"tracing step {self.index + 1} of {self.trial.steps()}")
 
     def mark(self, phase: Any) -> None:
         """A phase of the current step ends here."""

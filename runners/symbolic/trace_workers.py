@@ -48,9 +48,9 @@ class Tracer:
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
-    alone: int = 0  # of them those of families that have one point
-    families: int = 0  # of several points, of which nothing is traced yet
-    begun: int = 0  # of such families
+    families: int = 0  # that there are, `known` of which are traced; `alone` have one point, and are traced first
+    known: int = 0
+    alone: int = 0
     here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
     preload: Sequence[str] = ()  # modules that tracing needs
 
@@ -144,12 +144,14 @@ class Tracer:
             self._say(0)
 
     def _say(self, more: int) -> None:
-        """Leave a record of how far it is, for the parent; families that are still to come need as many as these."""
+        """Leave a record of how far it is, for the parent."""
         self.of += more
-        each = (self.of - self.alone) / self.begun if self.begun else None
-        later = 0 if not self.families else None if each is None else round(self.families * each)
-        text = f"tracing: {self.traced} of {self.of} done"
-        result_file.progress(self.folder, text, done=self.traced, total=self.of, later=later)
+        self.tell(f"tracing: {self.traced} of {self.of} done")
+
+    def tell(self, text: str) -> None:
+        """Leave a record of what is done now, and how many families are traced."""
+        done = max(self.known, min(self.traced, self.alone))
+        result_file.progress(self.folder, text, done=done, total=self.families)
 
 
 def import_makers(modules: Iterable[str]) -> None:

@@ -40,18 +40,17 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
         for vary in (False, True)
     )
-    tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
     alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
-    several = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1]
-    tracer.families = len(several) + len(varying)
+    others = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1] + [*varying.values()]
+    preload = preload_of(next(iter(trials.values())))
+    tracer = Tracer(folder, spec["timeout_s"], preload=preload, families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
-    tracer.alone = tracer.of
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in alone:
-        _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
-    for family in (*several, *varying.values()):
-        tracer.families, tracer.begun = tracer.families - 1, tracer.begun + 1
-        _answer_family(family, trace_family(family, tracer), files, spec["timeout_s"])
+    for family in (*alone, *others):
+        known = trace_family(family, tracer)
+        tracer.known += 1
+        tracer.tell("predicting")
+        _answer_family(family, known, files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
 

@@ -136,8 +136,7 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
     capabilities = {cublas_workspace(_capability(trial)): _capability(trial) for trial in settings.values()}
     for number, one in enumerate(trials):
         if number % SAID == 0:
-            what = f"adding up: {number:,} of {len(trials):,} trials"
-            result_file.progress(known.tracer.folder, what, done=number, total=len(trials))
+            result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
         traced = known.at(one)
         least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
