@@ -28,5 +28,5 @@ def find_problem(path: str) -> str | None:
     except Exception as error:  # the library's, or of what it asks with
         if (status := getattr(getattr(error, "response", None), "status_code", None)) is not None:
             return f"the hub shows us no such model (status {status}; one that is gated or private needs HF_TOKEN)"
-        return f"the hub cannot be reached ({str(error).strip().splitlines()[0].partition(". ")[0]:.120})"
+        return f"the hub cannot be reached ({str(error).strip().splitlines()[0].partition('. ')[0]:.120})"
     return None
