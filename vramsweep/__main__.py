@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vramsweep import verbs
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.files import bounded_reads
 from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
 from vramsweep.harness.messages.errors import UserError
@@ -72,6 +73,10 @@ def _main(words: list[str]) -> int:
             return 0
         side = verbs.ANALYSIS if verb is None else verb.side
         _stands_in_a_folder()
+        if verb is not None and verb.settings:
+            rest, notes = typed_words.understand(name, rest, verb.parser())
+            if notes:
+                print("; ".join(notes), file=sys.stderr)
         status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something

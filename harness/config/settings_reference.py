@@ -30,9 +30,10 @@ from vramsweep.harness.sweep.plan import Settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
-COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
+COMMONEST = ("model", "seq_len", "micro_batch", "precision", "gpu", "sharding", "world_size", "adapter",
              "checkpointing", "allocator")  # fmt: skip
 OWN = "with model=hub those that model.path= names, a folder or a hub's"
+AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
 _TITLES = {  # sections of conf/config.yaml by how their comment begins
@@ -129,6 +130,17 @@ def values(key: str) -> tuple[str, ...]:
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return ("true", "false") if kind in (bool, "bool") else ()
+
+
+def list_options(key: str) -> list[str]:
+    """What a group or a setting can be, where that is a list."""
+    options = [one.name for group in groups() if group.name == key for one in group.options]
+    return [*(options or values(key)), *(["auto"] if key in AUTO else [])]
+
+
+def is_whole_number(key: str) -> bool:
+    """Whether a setting of a trial is a whole number that a sweep can vary."""
+    return _kind(Trial, key.split(".")) is int
 
 
 def _kind(model: Any, path: list[str]) -> Any:

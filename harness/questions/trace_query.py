@@ -62,11 +62,9 @@ def name_a_trial(words: Sequence[str]) -> bool:
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """Spell out the words of a verb that only predicts: gpu=NAME is device.gpu=NAME, and device=simulated is understood
-    where no other is named."""
+    """Spell out the words of a verb that only predicts: device=simulated is understood where no other is named."""
     given = any(word.partition("=")[0] == "device" for word in words)
-    own = [f"device.{word}" if word.startswith("gpu=") else word for word in words]
-    return own if given else ["device=simulated", *own]
+    return list(words) if given else ["device=simulated", *words]
 
 
 def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
