@@ -30,7 +30,7 @@ from vramsweep.harness.sweep.plan import Settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
-COMMONEST = ("model", "seq_len", "micro_batch", "precision", "gpu", "sharding", "world_size", "adapter",
+COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
              "checkpointing", "allocator")  # fmt: skip
 OWN = "with model=hub those that model.path= names, a folder or a hub's"
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
@@ -230,7 +230,8 @@ def commonest() -> str:
         one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built in, and {OWN}", of[key])
         text = ", ".join(one.values) if 0 < len(one.values) < 20 else one.meaning
         lines.append(
-            f"  {key}={one.default}".ljust(INDENT) + textwrap.shorten(text, WIDTH - INDENT, placeholder=" ...")
+            f"  {key.removeprefix('device.')}={one.default}".ljust(INDENT)
+            + textwrap.shorten(text, WIDTH - INDENT, placeholder=" ...")
         )
     return "\n".join(lines)
 
