@@ -30,9 +30,6 @@ from vramsweep.harness.sweep.plan import Settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
-COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
-             "checkpointing", "allocator")  # fmt: skip
-OWN = "with model=hub those that model.path= names, a folder or a hub's"
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
@@ -41,6 +38,9 @@ _TITLES = {  # sections of conf/config.yaml by how their comment begins
     "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
     "the sweep": "The sweep: nothing here changes what is measured",
 }
+COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
+             "checkpointing", "allocator")  # fmt: skip
+OWN = "with model=hub those that model.path= names, a folder or a hub's"
 
 
 @dataclass(frozen=True)

@@ -163,15 +163,15 @@ def show(
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
         console.print(_compared("Fits, and no other is both smaller and faster; the fastest first", found.front, found))
+    if (rest := found.space - len(found.tried)) > 0:
+        console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
+    if axis:
+        console.print(_reached(found, reached, axis))
     if found.on_gpus:
         predicted = [one for one in found.on_gpus if one.need is not None]
         console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
     for change, result in ((one.remedies[0].change, one.remedies[0].result) for one in found.fitting_gpus[:1]):
         console.print(f"{change['world_size']} x {card.name} with {change['sharding']} fits ({result})")
-    if (rest := found.space - len(found.tried)) > 0:
-        console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
-    if axis:
-        console.print(_reached(found, reached, axis))
     goal = advice.best(reached)
     chosen = (goal.option if goal else None) if axis else found.recommended
     if chosen is None:
