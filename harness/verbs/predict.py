@@ -109,6 +109,11 @@ def show_edges(
         for item, found in answered:
             table.add_row(largest_prediction.label(item, axis), *(_number(found, n) for n in ("all_up_to", "largest")))
         console.print(table)
+    if margins := [found["margin"] for _, found in answered if found["margin"] is not None]:
+        console.print(
+            f"\nWhat fits by at least {100 * min(margins):.1f} % was judged by what its neighbours need (--every looks "
+            "at all)."
+        )
     if any(not found["complete"] for _, found in answered):
         console.print(
             "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "

@@ -139,7 +139,7 @@ def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str,
         unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
         yield f"  {what[0]} that fits: {unknown}"
         return
-    low, high = found["peak_reserved_bytes"], found["peak_reserved_most_bytes"]
+    low, high = found.get("peak_reserved_bytes"), found.get("peak_reserved_most_bytes")
     ends = "" if low is None else " to ".join(dict.fromkeys(format_gib(size) for size in (low, high or low)))
     peak = f" (peak {ends} of {format_gib(trial.memory_limit())} GiB)" if ends else ""
     more = ", the largest that was asked for" if found["largest"] == last else ""
