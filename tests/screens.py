@@ -21,7 +21,7 @@ SCREENS = {
     "predict_fits": f"predict {GPT2} report=false",
     "predict_does_not_fit": "predict model=qwen0.5b seq_len=1024 micro_batch=16 device.gpu=a10g-24gb report=false",
     "predict_8_gpus": "predict model=qwen0.5b sharding=fsdp2 world_size=8 seq_len=1024 micro_batch=4 report=false",
-    "predict_many": "predict model=tiny seq_len=512..2048..512 micro_batch=64,1024 allocator=default,expandable "
+    "predict_many": "predict model=tiny seq_len=512..2048..512 micro_batch=64,512 allocator=default,expandable "
     "device.gpu=t4-16gb precision=fp16 report=false",
     "predict_largest": "predict --largest seq_len model=tiny micro_batch=256 device.gpu=t4-16gb precision=fp16",
     "explain": f"explain {GPT2}",

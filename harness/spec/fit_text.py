@@ -12,7 +12,7 @@ from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
-COMMUNICATION = "NCCL's buffers: leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
+COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
 def describe_run(trial: Trial, without: str = "") -> str:

@@ -178,7 +178,7 @@ def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
     title, numbers = (
         f"The largest tensors at the peak, {_locate(peak)}; layers count as one",
-        ("GiB", "share", "storages"),
+        ("GiB", "share", "tensors"),
     )
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:

@@ -54,17 +54,17 @@ def test_the_table_tells_what_does_not_fit_from_what_is_not_known(
     predict.show_edges([(planned(), found)], "seq_len", as_json=False)
     printed = capsys.readouterr().out
     assert f"longest sequence that fits: {told}" in printed
-    assert "by at least 1.6 %" in " ".join(printed.split())
+    assert "more than 1.6 % to spare" in " ".join(printed.split())
 
 
-def test_a_few_have_their_peaks_and_many_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_peaks_and_gaps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = {"peak_reserved_bytes": 40 << 30, "peak_reserved_most_bytes": 44 << 30}
     predict.show_edges([(planned(), FITS | peaks)], "seq_len", as_json=False, last=8)
     line = "longest sequence that fits: 8 tokens, the largest that was asked for (peak 40.0 to 44.0 of 78.4 GiB)"
     assert line in capsys.readouterr().out
-    predict.show_edges([(planned(), FITS | {"all_up_to": None})] * 7, "micro_batch", as_json=False)
+    predict.show_edges([(planned(), FITS | {"all_up_to": None})], "micro_batch", as_json=False)
     printed = capsys.readouterr().out
-    assert "largest micro_batch that fits" in printed and len([x for x in printed.splitlines() if " 8" in x]) == 7
+    assert "largest batch that fits: 8 sequences per GPU\n  every one fits up to: none" in printed
 
 
 class Answers(Still):
