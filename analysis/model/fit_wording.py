@@ -105,14 +105,19 @@ def _jump(fit: Fit, size: float, x: float) -> str:
     return f"it {'drops' if size < 0 else 'jumps'} by {fit.metric.show(abs(size))} at {x:,.0f} {UNITS[fit.axis]}"
 
 
+def _each(fit: Fit) -> str:
+    """What a slope is of: along the length a token of every sample of a micro-batch, which is a position."""
+    return "position" if fit.axis == "seq_len" else UNITS[fit.axis].removesuffix("s")
+
+
 def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | None) -> str:
-    each = UNITS[fit.axis].removesuffix("s")
+    each = _each(fit)
     if fit.metric.memory:
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
         return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
     if fit.axis != "seq_len":
         return f"{_seconds(slope)} per {each}{_on_top(fixed)}"
-    text = f"{_seconds(slope)} per token of length{_on_top(fixed)}"
+    text = f"{_seconds(slope)} per position{_on_top(fixed)}"
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope
@@ -133,10 +138,11 @@ def _seconds(value: float) -> str:
 
 def _parabola(fit: Fit, piece: Piece) -> str:
     a, b, c = piece
-    each = UNITS[fit.axis].removesuffix("s")
+    each = _each(fit)
     _, high = fit.range
     if fit.metric.memory:
-        equal = f"; the two are equal at {abs(b / c):,.0f} {each}s" if b * c > 0 and abs(b / c) < 10 * high else ""
+        near = b * c > 0 and abs(b / c) < 10 * high
+        equal = f"; the two are equal at {abs(b / c):,.0f} {UNITS[fit.axis]}" if near else ""
         fixed = f"on top of a fixed part of {show_bytes(a)}{equal}"
         text = f"{b:,.0f} bytes per {each} and {c:,.4g} bytes per {each}² {fixed}"
         typical = " (a part that grows with length squared is typical of attention that stores its scores)"

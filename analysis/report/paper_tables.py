@@ -158,7 +158,7 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
         for fit, label, at, slope, ends, start in found
     ]
     notes = [
-        "Slope: growth of the peak per token of sequence length, of the whole micro-batch, at the longest length; it "
+        "Slope: growth of the peak per position (a token of every sample of the micro-batch) at the longest length; it "
         "holds from the length given. Intercept: the fitted curve at length 0. RMS: of the points about the curve."
     ]
     notes += [BRACKETS.format("the slope")] if any("(" in line[2] for line in lines) else []
@@ -166,7 +166,7 @@ def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
     return _table(
         f"per_token_{label.removeprefix('peak ')}",
         sentence(f"What a token costs: fitted {label} memory against sequence length", about),
-        ("setting", f"intercept ({unit.name})", "slope (MiB/token)", "from (tokens)", f"RMS ({misfit.name})"),
+        ("setting", f"intercept ({unit.name})", "slope (MiB/position)", "from (tokens)", f"RMS ({misfit.name})"),
         lines,
         notes,
     )

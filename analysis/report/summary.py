@@ -59,7 +59,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
     shown = sorted(zip(found, lines, strict=False), key=lambda pair: _order_key(pair[0]))
-    findings = [*_fits(lines, axis, frames, beyond), *_costs(lines), *_changes(found, frames, axis)]
+    findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
     more = len(found) - len(lines)
     return Summary(_title(table), axis, tuple(line for _, line in shown), more, tuple(findings[:3]))
@@ -157,23 +157,6 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
     if nothing > 1:
         return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
     return [f"{text}, least with {worst.label}: {f'{worst.fits:,} {unit}' if worst.fits else 'nothing'}."]
-
-
-def _costs(lines: Sequence[Line]) -> list[str]:
-    """What a token costs: the least and the most."""
-    known = sorted((line for line in lines if line.mib_per_token is not None), key=lambda one: one.mib_per_token or 0)
-    if not known:
-        return []
-    low, high = known[0], known[-1]
-    predicted = " (predicted)" if all(line.predicted for line in known) else ""
-    texts = [_size(one.mib_per_token or 0.0) for one in (low, high)]
-    if texts[0] == texts[1]:
-        return [f"A token costs {texts[0]} of peak memory{predicted}, at the longest that fitted."]
-    return [f"A token costs {texts[0]} ({low.label}) to {texts[1]} ({high.label}) of peak memory{predicted}."]
-
-
-def _size(mib: float) -> str:
-    return f"{mib:.3g} MiB" if mib >= 0.1 else f"{1024 * mib:.3g} KiB"
 
 
 def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:

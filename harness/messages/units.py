@@ -62,11 +62,11 @@ def gib(text: str, said: str | None = None) -> float:
 
 
 def format_gib(size: float) -> str:
-    """Bytes as a number of GiB, as every verb shows it: one digit after the point, two that count below 1 GiB."""
+    """Bytes as a number of GiB, as every verb shows it: one digit after the point, two below 1 GiB."""
     number = abs(size) / GIB
     if 0 < number < LEAST_GIB:
         return f"<{LEAST_GIB}"
-    digits = 1 if number >= 1 or not number else min(1 - math.floor(math.log10(number)), 4)
+    digits = 1 if number >= 1 or not number else 2 if number >= 0.01 else min(1 - math.floor(math.log10(number)), 4)
     return f"{size / GIB:,.{digits}f}"
 
 

@@ -12,7 +12,7 @@ from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
-COMMUNICATION = "NCCL's buffers: leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
+COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
 def describe_run(trial: Trial, without: str = "") -> str:
@@ -42,8 +42,9 @@ def describe_fit(low: int, high: int, limit: int) -> str:
     """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound."""
     if format_gib(low) == format_gib(high):
         return f"fits: peak reserved {_share(high, limit)}, {format_gib(limit - high)} GiB free"
-    ends = f"{format_gib(low)} (lower bound) to {format_gib(high)} (upper bound)"
-    return f"fits: peak reserved {ends} of {format_gib(limit)} GiB ({_percent(high, limit)}), {_free(limit - high)}"
+    of = f"{format_gib(low)} to {format_gib(high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
+    free = f"at least {format_gib(limit - high)} GiB free" if high < limit else "none free at the upper bound"
+    return f"fits: peak reserved {of}, {free}; the further the CPU runs ahead of the GPU, the more"
 
 
 def describe_misfit(need: int | None, limit: int) -> str:
@@ -71,10 +72,6 @@ def describe_limit() -> str:
 
 def _share(size: int, limit: int) -> str:
     return f"{format_gib(size)} of {format_gib(limit)} GiB ({_percent(size, limit)})"
-
-
-def _free(size: int) -> str:
-    return f"at least {format_gib(size)} GiB free" if size > 0 else "none free at the upper bound"
 
 
 def _percent(size: int, limit: int) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import median
 from typing import Any
 
@@ -126,7 +127,7 @@ def make_result_table(
     columns = {
         f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
         "peak\nGiB": [_peaks(line) for line in lines],
-        f"first {what}\nthat does not": [_number(line.fails) for line in lines],
+        f"first {what}\nthat does not": [_digits(line.fails) for line in lines],
         "MiB per\ntoken": [_digits(line.mib_per_token) for line in lines],
         speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
         "rows": [f"{line.rows:,}" for line in lines],
@@ -138,14 +139,10 @@ def make_result_table(
     room = max(width - taken - 1, LABEL)
     table = make_table(("configuration", *columns), numbers=columns)
     table.columns[0].min_width, table.columns[0].max_width = LABEL, room
-    left, shown = most, 0
-    for line, *cells in zip(lines, *columns.values(), strict=True):
-        if left is not None:
-            left -= -(-len(line.label) // room)
-            if left < 0 < shown:
-                break
+    heights = accumulate(-(-len(line.label) // room) for line in lines)
+    shown = len(lines) if most is None else max(sum(height <= most for height in heights), 1)
+    for line, *cells in list(zip(lines, *columns.values(), strict=True))[:shown]:
         table.add_row(line.label, *cells)
-        shown += 1
     return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, narrow))
 
 
@@ -153,9 +150,7 @@ def _explain(lines: Sequence[Line], more: int, axis: str, narrow: bool) -> Itera
     """What is left out, what the numbers are, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
-    names = {"peak_reserved_bytes": "peak reserved", "peak_allocated_bytes": "peak allocated",
-             "peak_active_bytes": "peak active", "device_used_bytes": "device used"}  # fmt: skip
-    known = dict.fromkeys(names[line.peak] for line in lines if line.peak is not None)
+    known = dict.fromkeys(line.peak.removesuffix("_bytes").replace("_", " ") for line in lines if line.peak)
     smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
     of = f", at the {smallest} and the {longest} that fits" if any(" to " in _peaks(line) for line in lines) else ""
     told = [f"peak GiB: {' or '.join(known)} per GPU{of}"] if known else []
@@ -189,12 +184,8 @@ def _speed(value: float | None, mark: str) -> str:
     return f"{mark} {format_estimate(value)}" if mark else f"{value:,.{0 if value >= 100 else 1}f}"
 
 
-def _number(value: int | None) -> str:
-    return "–" if value is None else f"{value:,}"
-
-
 def _digits(value: float | None) -> str:
-    """A number with three digits; from 100 on, with all before the point."""
+    """A number of three digits; from 100 on, with all before the point."""
     return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 

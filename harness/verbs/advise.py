@@ -206,7 +206,7 @@ def exact(trial: Trial) -> str:
 
 def _too_much(one: Option, limit: int) -> str:
     """How far it is from fitting, or why it does not."""
-    return one.reason or fit_text.describe_misfit(one.need, limit)
+    return f"does not fit: {one.reason}" if one.reason else fit_text.describe_misfit(one.need, limit)
 
 
 def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:

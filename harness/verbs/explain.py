@@ -120,8 +120,8 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
         console.print(
             f"[red]{fit_text.describe_misfit(answer['peak_reserved'], limit)}[/]\n"
             f"memory runs out {_locate(held)}: {format_gib(refused['request'])} GiB are asked for "
-            f"({' by '.join(maker)}), {format_gib(refused['allocated'])} are allocated and "
-            f"{format_gib(refused['reserved'])} reserved. All below is as if there were no limit."
+            f"({' by '.join(maker)}), {format_gib(refused['allocated'])} GiB are allocated and "
+            f"{format_gib(refused['reserved'])} GiB reserved. All below is as if there were no limit."
         )
     for line in (*list_gpus(trial, most), *(f"not included: {text}" for text in fit_text.list_exclusions(trial))):
         console.print(escape(line))
@@ -178,7 +178,7 @@ def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
     title, numbers = (
         f"The largest tensors at the peak, {_locate(peak)}; layers count as one",
-        ("GiB", "share", "storages"),
+        ("GiB", "share", "tensors"),
     )
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:

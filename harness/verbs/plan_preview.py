@@ -8,10 +8,11 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import GIB
@@ -86,7 +87,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
             "estimate_basis": total.basis,
             "estimated_cost": cost,
             "estimated_exclusive_s": one_by_one.seconds,
-            "measuring": [asdict(one) for one in measuring],
+            "measuring": measuring,
         }
         print(json.dumps(summary, indent=1))
         return
@@ -109,9 +110,10 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
         verb, count = "predicting" if simulated else "measuring", f"{len(pending):,} trial{'s' * (len(pending) != 1)}"
         print(f"estimated time: {_price(total.seconds, cost, price)} ({verb} {count} on {where}: {total.basis})")
     for own in measuring:
-        on = f"{own.gpus} x {own.gpu}" if own.gpus > 1 else f"one {own.gpu}"
-        told = _price(own.estimated_s, own.estimated_cost, price)
-        print(f"measuring {own.trials:,} trial{'s' * (own.trials != 1)} on {on} instead: {told} ({own.basis})")
+        on = f"{own['gpus']} x {own['gpu']}" if own["gpus"] > 1 else f"one {own['gpu']}"
+        count = f"{own['trials']:,} trial{'s' * (own['trials'] != 1)}"
+        told = _price(own["estimated_s"], own["estimated_cost"], price)
+        print(f"measuring {count} on {on} instead: {told} ({own['basis']})")
     sys.stdout.flush()
     for line in (*_together(pending, one_by_one, total, settings), *report(predictions, len(largest))):
         print(line)
@@ -171,34 +173,23 @@ def _state(p: Planned, todo: set[str]) -> str:
     return "to do" if p.trial_id in todo else "finished"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """What measuring simulated trials would take on their GPU; None where that is not known."""
-
-    gpu: str
-    gpus: int
-    trials: int
-    estimated_s: float | None
-    estimated_cost: float | None
-    basis: str
-
-
 def list_measurements(
     planned: Sequence[Planned], rows: Mapping[str, Row], price_per_hour: float | None
-) -> list[Measurement]:
-    """Return for each GPU, and number of them, what measuring its simulated trials would take."""
-    groups: dict[tuple[str, int], list[Planned]] = {}
+) -> list[dict[str, Any]]:
+    """Return what measuring simulated trials would take, for each GPU and number of them; null: not known."""
+    groups: dict[tuple[str, int], list[Planned]] = defaultdict(list)
     for p in planned:
         if p.trial is not None:
-            groups.setdefault((p.trial.device.card.name, p.trial.world_size), []).append(p)
+            groups[p.trial.device.card.name, p.trial.world_size].append(p)
     found = []
     for (gpu, gpus), items in groups.items():
         each = [measuring_seconds(p.trial, rows.get(p.trial_id)) for p in items if p.trial is not None]
         spent = None if None in each else sum(one or 0.0 for one in each)
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
-        rough = any(p.trial_id not in rows for p in items)
-        basis = "rough, from parameters and tokens" if rough else "from the step times that are predicted"
-        found.append(Measurement(gpu, gpus, len(items), spent, cost, basis))
+        known = all(p.trial_id in rows for p in items)
+        basis = "from the step times that are predicted" if known else "rough, from parameters and tokens"
+        found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
+                      "basis": basis})  # fmt: skip
     return found
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from vramsweep.harness.config import compose, typed_words
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
-from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.rows.schema import Outcome, Row
@@ -95,26 +95,19 @@ def show_edges(
         return status
     console = Console()
     answered = [(item, found) for item, found in answers if found["reason"] is None]
-    if len(answered) <= predict_answer.FEW:
-        for item, found in answered:
-            console.print("\n".join(["", *predict_answer.describe_largest(item, found, axis, last)]), soft_wrap=True)
-    else:
-        numbers = (f"every {axis} fits up to", f"largest {axis} that fits")
-        table = make_table(("configuration", *numbers), numbers=numbers)
-        for item, found in answered:
-            table.add_row(largest_prediction.label(item, axis), *(_number(found, n) for n in ("all_up_to", "largest")))
-        console.print(table)
+    for item, found in answered:
+        console.print("\n".join(["", *predict_answer.describe_largest(item, found, axis, last)]), soft_wrap=True)
+    if margins := [found["margin"] for _, found in answered if found["margin"] is not None]:
+        console.print(
+            f"\nWhat fits with more than {100 * min(margins):.1f} % to spare was judged by its neighbours (--every "
+            "replays all)."
+        )
     if any(not found["complete"] for _, found in answered):
         console.print(
             "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
             "cannot be traced (a sweep of them says why)."
         )
     return status
-
-
-def _number(found: largest_prediction.Answer, name: str) -> str:
-    unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
-    return unknown if found[name] is None else f"{found[name]:,}"
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:

@@ -16,12 +16,13 @@ from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import result_table
-from vramsweep.harness.sweep.labels import WITHIN, Labels, describe_common, flatten
+from vramsweep.harness.sweep.labels import Labels, describe_common, flatten
 from vramsweep.harness.sweep.plan import Planned
 
 FEW = 6  # configurations that have a block each
 OURS = ("device", "name", "results", "report", "repeats")  # settings that a next question leaves out
 FULL = (Outcome.OOM, Outcome.HOST_OOM)
+WITHIN = ("seed", "repeat", "protocol.name")  # what trials of one configuration may differ in, beside the axis
 UNSAID = ("torch", "simulated", "protocol=quick")  # what goes without saying
 
 
@@ -31,7 +32,8 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
     if not answered:
         return
     console = Console()
-    named = Labels(planned, WITHIN)
+    axis = result_table.choose_axis([row for _, row in answered])
+    named = Labels(planned, (axis, *WITHIN))
     configurations: dict[str, list[Row]] = {}
     for item, row in answered:
         configurations.setdefault(named.apart(item), []).append(row)
@@ -39,7 +41,6 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         for item, row in answered:
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
-        axis = result_table.choose_axis([row for _, row in answered])
         lines = [result_table.summarize_rows(name, own, axis, predicted=True) for name, own in configurations.items()]
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
@@ -139,7 +140,7 @@ def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str,
         unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"
         yield f"  {what[0]} that fits: {unknown}"
         return
-    low, high = found["peak_reserved_bytes"], found["peak_reserved_most_bytes"]
+    low, high = found.get("peak_reserved_bytes"), found.get("peak_reserved_most_bytes")
     ends = "" if low is None else " to ".join(dict.fromkeys(format_gib(size) for size in (low, high or low)))
     peak = f" (peak {ends} of {format_gib(trial.memory_limit())} GiB)" if ends else ""
     more = ", the largest that was asked for" if found["largest"] == last else ""

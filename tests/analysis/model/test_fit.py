@@ -278,7 +278,7 @@ def test_a_drop_of_reserved_is_found_and_said() -> None:
 def test_the_words_name_bytes_per_token_fixed_part_knot_and_phase() -> None:
     table = synthetic.table(synthetic.sweep(batches=(1,), allocators=("default",)))
     said = fit_wording.text(fit_table(table, ["peak_allocated_bytes"])[0][0])
-    assert "bytes per token" in said and "fixed part of 2.00 GiB" in said and "the lines meet at 716 tokens" in said
+    assert "bytes per position" in said and "fixed part of 2.00 GiB" in said and "the lines meet at 716 tokens" in said
     assert "the optimizer phase has the largest peak" in said and "the backward phase has the largest peak" in said
     assert "beyond that it is a guess" in said and "stores its scores" not in said
 

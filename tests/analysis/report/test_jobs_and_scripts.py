@@ -160,4 +160,4 @@ def test_no_step_begins_below_zero_seconds() -> None:
     for one in rows:
         one["step_median_s"] = one["seq_len"] * 1e-3 - 0.05
     (fit,) = fit_table(table(*rows), ["step_median_s"])[0]
-    assert "per token of length" in fit_wording.text(fit) and "on top of -" not in fit_wording.text(fit)
+    assert "per position" in fit_wording.text(fit) and "on top of -" not in fit_wording.text(fit)

@@ -9,6 +9,7 @@ import synthetic
 from conftest import Cli
 
 from vramsweep.analysis.report.summary import Summary, summary, text
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows.schema import Row
 
 pytestmark = pytest.mark.deterministic
@@ -29,11 +30,10 @@ def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
         assert line.mib_per_token == pytest.approx(1_500_000 / 2**20, rel=1e-3)
         assert not line.estimated and not line.predicted and not line.torn
     assert lines["default · batch 1"].reserved_over_allocated == pytest.approx(1.15 + 0.125 / 13.4, abs=0.005)
-    fits, cost, change = found.findings
+    fits, change, _ = found.findings
     assert fits == (
         "What fits: up to 8,192 tokens (2 of 6 configurations), least with default · batch 4: 3,072 tokens."
     )
-    assert cost == "A token costs 1.43 MiB of peak memory, at the longest that fitted."
     assert change.startswith(
         "expandable instead of default saves 11 %: 22.17 GiB to 19.67 GiB reserved at 6,144 tokens"
     )
@@ -44,14 +44,32 @@ def test_several_batches_of_one_length_are_along_the_batch() -> None:
     found = of(synthetic.sweep(lengths=(512,), batches=(1, 2, 4, 64)))
     assert found.axis == "micro_batch" and [line.fits for line in found.lines] == [4, 4]
     assert found.lines[0].mib_per_token == pytest.approx(1_500_000 / 2**20, rel=0.3)  # a flat part is in it
-    assert "batch\nthat fits" not in text(found, 100) and "batch tried" in text(found, 100)
+    said = text(found, 120)
+    assert "first batch" in said and "first length" not in said
+    assert (found.lines[0].fails, found.lines[0].smallest_peak_bytes < found.lines[0].peak_bytes) == (64, True)
 
 
 def test_one_length_ends_in_a_table_whose_unknown_is_no_number() -> None:
     found = of(synthetic.curve((128,)))
     (line,) = found.lines
     assert (line.label, line.tried, line.fits, line.mib_per_token) == ("made-up · torch · bf16", 128, 128, None)
-    assert text(found, 100).splitlines()[6].split()[-5:-2] == ["128", "128", "–"]
+    said = text(found, 120).splitlines()
+    assert said[6].split()[-8:-2] == ["128", "or", "more", "(longest", "tried)", format_gib(line.peak_bytes or 0)]
+    assert "MiB per" not in said[4]  # a column of which nothing is known
+
+
+def test_models_without_tokens_have_their_batch_peak_and_samples() -> None:
+    rows = [
+        {**row, "seq_len": None, "micro_batch": 4, "tokens_per_s": None, "samples_per_s": 321.5}
+        for row in synthetic.curve((128,))
+    ]
+    found = of(rows)
+    (line,) = found.lines
+    assert found.axis == "micro_batch" and (line.fits, line.samples_per_s, line.tokens_per_s) == (4, 321.5, None)
+    said = text(found, 120)
+    assert "samples/s" in said and "tokens/s" not in said and "322" in said and "4 or more (largest tried)" in said
+    unknown = of([{**row, "micro_batch": None} for row in rows])
+    assert unknown.lines[0].peak_bytes == line.peak_bytes and "322" in text(unknown, 120)
 
 
 @pytest.mark.slow
@@ -73,9 +91,9 @@ def test_a_prediction_and_an_estimate_say_so() -> None:
     assert all(line.predicted and line.estimated for line in found.lines)
     assert found.title.endswith("predicted for l4-24gb") and all("predicted" in one for one in found.findings)
     said = text(found, 100)
-    assert said.count("≤ 5,000") == 6 and "≤ at most, by the roofline" in said
+    assert said.count("≤ 5,000") == 6 and "≤ estimate of the highest possible speed" in said
     better = text(of([{**row, "calibrated_tokens_per_s": 3e3} for row in rows]), 100)
-    assert better.count("≈ 3,000") == 6 and "≤" not in better and "≈ estimated from published speeds" in better
+    assert better.count("≈ 3,000") == 6 and "≤" not in better and "≈ estimate from published speeds" in better
 
 
 def test_a_resident_set_is_no_allocator() -> None:

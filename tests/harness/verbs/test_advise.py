@@ -103,11 +103,11 @@ def test_times_are_of_the_kind_that_the_run_as_it_is_has(
 
 def test_what_is_said() -> None:
     text = said(found(), given=["model=tiny", "results=elsewhere", "seq_len=32", "device.gpu=t4-16gb"])
-    assert "does not fit: 4,000 MiB, 1,000 too many" in text
+    assert "does not fit: needs 3.9 of 2.9 GiB, 0.98 GiB are missing" in text
     assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
-    alone, _, together = text.partition("What fits and nothing beats in both")
+    alone, _, together = text.partition("Fits, and no other is both smaller and faster")
     assert alone.index("optimizer=sgd") < alone.index("checkpointing=full")  # ranked by what they save
-    assert "+1,500" in alone and "x 1.30" in alone and "SGD without momentum" in alone
+    assert " 1.5 " in alone and "x 1.30" in alone and "SGD without momentum" in alone
     assert "checkpointing=full optimizer=sgd" in together
     assert "Recommended: checkpointing=full (the same result)" in text  # SGD is faster, and another training
     # for the card that is there
@@ -117,7 +117,7 @@ def test_what_is_said() -> None:
 
 def test_what_cannot_be_met_names_the_nearest() -> None:
     text = said(found(limit=300 * MIB))
-    assert "Nothing fits. The nearest is checkpointing=full optimizer=sgd: 500 MiB, 200 too many" in text
+    assert "Nothing fits. The nearest is checkpointing=full optimizer=sgd, which does not fit: needs 0.49 of" in text
     assert "Recommended" not in text
 
 
@@ -141,10 +141,10 @@ def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> Non
 
     found = search([FULL, SGD], predict, 1000 * MIB)
     text = said(found)
-    assert "does not fit: a node's 64 GiB are too few" in text and "cannot be predicted" not in text
+    assert "as it is, does not fit: a node's 64 GiB are too few" in text and "cannot be predicted" not in text
     assert "Recommended: optimizer=sgd" in text
     nothing = said(search([FULL], predict, 1000 * MIB))
-    assert ("The nearest is as it is: a node's" if need else "nothing is known to fit") in nothing
+    assert ("The nearest is as it is, which does not fit: a node's" if need else "nothing is known to fit") in nothing
 
 
 def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, **over: Any) -> Advice:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, refusal, tiny
+from conftest import Cli, merged, refusal, tiny
 from rich.console import Console
 
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
@@ -77,18 +77,30 @@ def test_from_the_states_to_the_card_it_adds_up() -> None:
 
 def test_what_is_printed_of_a_run_that_fits() -> None:
     text = said(answer())
-    assert "fits: 4,264 of 14,144 MiB reserved at most, 30%" in text
-    assert "24 x 125" in text and "model.layers.*.mlp aten.mm" in text
-    assert "<0.1" in text  # ten kilobytes are not nothing
+    assert "fits: peak reserved 4.2 of 13.8 GiB (30 %), 9.6 GiB free" in text
+    assert "24 x 0.12" in text and "model.layers.*.mlp aten.mm" in text
+    assert "<0.0001" in text  # ten kilobytes are not nothing
     assert "communication" not in text  # nothing of it anywhere
     assert "does not fit" not in text and "ran out" not in text
     assert "is earlier" not in text
 
 
+def test_it_says_on_which_gpus_it_would_fit() -> None:
+    (of_one,) = (trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb"})),)
+    alike, others = explain.list_gpus(of_one, 100 << 30)
+    assert alike.startswith("would fit on: gh200-144gb") and "h200-141gb" in alike and "h100-80gb" not in alike
+    assert others.startswith("probably also on: ") and "other generations" in others
+    assert list(explain.list_gpus(of_one, 10 << 40)) == ["would fit on none of the listed GPUs"]
+    many = tiny(device={"name": "simulated", "gpu": "h100-80gb"}, sharding="ddp", world_size=8)
+    assert next(explain.list_gpus(trial_parser.parse(many), 1)).startswith("would fit on, 8 of them: ")
+    half = merged(many, {"allocator": {"name": "half", "conf": "per_process_memory_fraction:0.5"}})
+    assert "h100-80gb" not in next(explain.list_gpus(trial_parser.parse(half), 45 << 30))
+
+
 def test_a_peak_of_an_earlier_step_is_pointed_out() -> None:
     first = moment(0, "optimizer", parameters=400, temporaries=5000)
     text = said(answer(peak=first, peak_reserved=first["reserved"]))
-    assert "The run's peak, 5,400 MiB, is earlier, in the optimizer phase of step 0." in text
+    assert "The run's peak, 5.3 GiB, is earlier, in the optimizer phase of step 0." in text
 
 
 def test_what_is_printed_where_memory_ran_out() -> None:
@@ -97,10 +109,10 @@ def test_what_is_printed_where_memory_ran_out() -> None:
                "allocated": 9400 * MIB, "reserved": 9500 * MIB,
                "parts": parts(parameters=400, activations=14000)}  # fmt: skip
     text = " ".join(said(answer(refused=refused, asked=request), width=120).split())
-    assert "does not fit: in the forward phase of step 2 5,000 MiB are asked for (activations by lm_head by" in text
-    assert "9,400 are held and 9,500 of 14,144 reserved" in text
-    assert "asked for when it ran out" in text
-    assert "14,400" in text  # what was held and what was asked for
+    assert "memory runs out in the forward phase of step 2: 4.9 GiB are asked for (activations by lm_head by" in text
+    assert "9.2 GiB are allocated and 9.3 GiB reserved" in text
+    assert "when memory ran out" in text
+    assert "14.1" in text  # what was held and what was asked for
 
 
 def test_names_are_no_markup() -> None:
@@ -111,9 +123,9 @@ def test_names_are_no_markup() -> None:
 @pytest.mark.parametrize(
     ("over", "line"),
     [
-        ({}, "= what nvidia-smi shows, about, at most 5,032"),
-        ({"sharding": "ddp", "world_size": 2}, "at most; not in it: NCCL's buffers 5,032"),
-        ({"optimizer": "paged_adamw_8bit"}, "at most; not in it: pages of paged_adamw_8bit 5,032"),
+        ({}, "= what nvidia-smi shows, about, at most 4.9"),
+        ({"sharding": "ddp", "world_size": 2}, "at most; not in it: NCCL's buffers 4.9"),
+        ({"optimizer": "paged_adamw_8bit"}, "at most; not in it: pages of paged_adamw_8bit 4.9"),
     ],
 )
 def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], line: str) -> None:
@@ -123,8 +135,8 @@ def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], lin
 def test_the_host_and_the_allocator_s_share_decide_too() -> None:
     text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
     assert "does not fit the host: a node's 8 GiB of host memory are too few" in text
-    ahead = said(answer(peak_reserved_most=3 * answer()["peak_reserved"]))
-    assert "as far as the host runs ahead" in ahead
+    ahead = " ".join(said(answer(peak_reserved_most=3 * answer()["peak_reserved"])).split())
+    assert "4.2 to 12.5 of 13.8 GiB (90 %)" in ahead and "the further the CPU runs ahead" in ahead
     half = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},
                             allocator={"name": "half", "conf": "per_process_memory_fraction:0.5"}))  # fmt: skip
     plain = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"}))

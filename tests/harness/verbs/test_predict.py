@@ -16,10 +16,11 @@ from omegaconf import OmegaConf, open_dict
 
 from vramsweep.harness.config import compose, typed_words
 from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.sweep import plan, row_builder
-from vramsweep.harness.verbs import predict
+from vramsweep.harness.verbs import predict, predict_answer
 
 pytestmark = pytest.mark.deterministic
 
@@ -57,12 +58,14 @@ def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
         *[(length, "ok") for length in (8, 8, 16, 16)],
         *[(4096, "oom")] * 2,
     ]
-    table = [line for line in said.out.splitlines() if "t4-16gb" in line and line[0] != "["]  # which is progress
-    for name, line in zip(("default", "expandable"), table, strict=True):
-        fits = next(row for row in rows if row["allocator"] == name and row["seq_len"] == 16)
-        peaks = f"16: {fits['peak_allocated_bytes'] / 2**20:,.0f} / {fits['peak_reserved_bytes'] / 2**20:,.0f}"
-        for text in (name, "8 to 4,096", peaks, "4,096", "3 traced"):
-            assert text in line, line
+    table = [line.split() for line in said.out.splitlines() if line.split()[:1] in (["default"], ["expandable"])]
+    assert [line[0] for line in table] == ["default", "expandable"]
+    for name, *cells in table:
+        fits = [row["peak_reserved_bytes"] for row in rows if row["allocator"] == name and row["outcome"] == "ok"]
+        longest, *peak, first, per_token, mark, speed, count = cells
+        assert (longest, first, mark, count) == ("16", "4,096", "≈", "3") and float(per_token) > 0
+        assert peak == [format_gib(min(fits)), "to", format_gib(max(fits))]
+        assert len(speed.replace(",", "").rstrip("0")) <= 2  # digits of an estimate
     assert "tracing 0 of " in said.out
     assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
     before = (folder / journal.NAME).read_bytes()
@@ -99,24 +102,76 @@ def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytes
     assert capsys.readouterr().err == ""
     assert predict.beyond(rows, 4 << 20) == 1
     said = capsys.readouterr().err
-    assert said.startswith("1 of 3 reserve more than 4 MiB, of 1 of 3 it is not known") and said.endswith(": 9 MiB\n")
+    assert said.startswith("1 of 3 reserve more than 0.0039 GiB, of 1 of 3") and said.endswith(": 0.0088 GiB\n")
     assert predict.beyond(rows, 9 << 20) == 1
     assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
 
 
-def test_configurations_are_told_apart_by_what_differs() -> None:
-    values = [
-        tiny(seq_len=length, allocator=allocator, sharding=sharding, device={"name": "simulated", "gpu": "h200"})
-        for length in (8, 16)
-        for allocator in ({"name": "default", "conf": ""}, {"name": "gc", "conf": "garbage_collection_threshold:0.8"})
-        for sharding in ("none", "ddp")
+SIZES: dict[str, Any] = {
+    "outcome": "ok", "peak_reserved_bytes": 40 << 30, "peak_allocated_bytes": 30 << 30,
+    "calibrated_tokens_per_s": 12345.0,
+}  # fmt: skip
+FULL = {"outcome": "oom", "unlimited_peak_reserved_bytes": 200 << 30, "phase": "step 1, forward"}
+
+
+def answer(
+    capsys: pytest.CaptureFixture[str], trials: list[dict[str, Any]], came: list[dict[str, Any]], *words: str
+) -> list[str]:
+    """What is printed of these trials and what came of them."""
+    device = {"device": {"name": "simulated", "gpu": "h100-80gb"}}
+    items = [one for (one,) in plan.expand_trials([one | device for one in trials], 1)]
+    rows = {
+        item.trial_id: complete_row(row_builder.axis_columns(item) | columns)
+        for item, columns in zip(items, came, strict=True)
+    }
+    predict_answer.show_answer(items, rows, words)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_trial_that_fits_has_a_block(capsys: pytest.CaptureFixture[str]) -> None:
+    said = answer(capsys, [tiny(seq_len=1024)], [SIZES], "model=tiny", "seq_len=1024", "name=x", "report=false")
+    assert said[1:] == [
+        "tiny · 1 x h100-80gb · fp32 · batch 2 per GPU · 1,024 tokens, predicted",
+        "  fits: peak reserved 40.0 of 78.3 GiB (51 %), 38.3 GiB free",
+        "  speed: about 12,000 tokens/s; an estimate, not measured",
+        "",
+        "limit: the GPU's memory less 0.75 GiB for the CUDA context",
+        "next:",
+        "  vramsweep explain model=tiny seq_len=1024  # what uses the memory",
+        "  vramsweep predict --largest seq_len model=tiny  # the longest sequence that fits",
     ]
-    planned = plan.order_trials(plan.expand_trials(values, 1))
-    rows = [complete_row(row_builder.axis_columns(p) | {"outcome": "ok"}) for p in planned]
-    names, groups = predict.configurations(rows)
-    assert sorted(names) == ["allocator", "device.gpu", "sharding"]
-    assert len(groups) == 4
-    assert all(len(of_one) == 2 for of_one in groups.values())
+
+
+def test_several_ranks_have_bounds_and_say_what_is_not_included(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = tiny(sharding="fsdp2", world_size=8, precision="bf16")
+    said = answer(capsys, [trial], [SIZES | {"peak_reserved_most_bytes": 44 << 30}])
+    assert said[1].startswith("tiny · 8 x h100-80gb with fsdp2 · bf16 · batch 2 per GPU · 32 tokens")
+    assert "  fits: peak reserved 40.0 to 44.0 of 78.3 GiB (56 %), at least 34.3 GiB free" in said[2]
+    assert "tokens/s of all 8 GPUs together" in said[3] and said[4].startswith("  not included: NCCL's buffers")
+
+
+def test_one_that_does_not_fit_says_what_is_missing_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [tiny(seq_len=64), tiny(seq_len=64, precision="bf16"), tiny(seq_len=64, precision="fp16")]
+    failed = {"outcome": "crash", "reason": "it broke"}
+    said = answer(capsys, trials, [SIZES, FULL, failed], "model=tiny", "seq_len=64", "precision=fp32,bf16,fp16")
+    assert "  does not fit: needs 200.0 of 78.3 GiB, 121.7 GiB are missing (memory runs out in step 1, forward)" in said
+    assert "  unknown: crash: it broke" in said
+    assert "  vramsweep advise model=tiny seq_len=64 precision=bf16  # what makes it fit" in said
+    # a preset's axes are not the command's words
+    assert not [line for line in answer(capsys, trials, [SIZES, FULL, failed], "sweep=fit-24gb") if "next" in line]
+
+
+def test_many_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [tiny(seq_len=n, precision=p) for p in ("fp32", "bf16", "fp16") for n in (64, 128)]
+    low = SIZES | {"peak_reserved_bytes": 20 << 30, "peak_allocated_bytes": 10 << 30}
+    said = answer(capsys, trials, [low, SIZES, low, FULL, FULL, FULL])
+    lines = {line.split()[0]: " ".join(line.split()) for line in said if line[:4] in ("fp32", "bf16", "fp16")}
+    assert lines == {
+        "fp32": "fp32 128 or more (longest tried) 20.0 to 40.0 – 160 ≈ 12,000 2",
+        "bf16": "bf16 64 20.0 128 – ≈ 12,000 2",
+        "fp16": "fp16 none needs 200.0 64 – – 2",
+    }
+    assert "tiny · h100-80gb · batch 2 · protocol=brief, predicted" in said
 
 
 # planning
