@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 
 from pydantic import BaseModel
 
-from vramsweep.harness.config import compose
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
@@ -84,6 +83,8 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         if word.partition("=")[0] == axis:
             values = _values(word)
     first = f"{axis}={values[0] if values else 1}"
+    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+
     with compose.resolve(words([*others, first]), "predict", suffix="predicted") as asked:
         if asked.settings is None:
             return 0
