@@ -7,6 +7,7 @@ there are is in verbs.py.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from vramsweep import verbs
 from vramsweep.harness.config import typed_words
-from vramsweep.harness.files import bounded_reads
+from vramsweep.harness.files import bounded_reads, file_names, missing_rows
 from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.version import __version__
@@ -67,12 +68,17 @@ def _main(words: list[str]) -> int:
     if verb is None and name not in verbs.INTERNAL:
         raise UserError(suggestions.no_such_value(name, "verb", name, verbs.BY_NAME))
     own = rest[: rest.index("--")] if "--" in rest else rest
+    if verb is not None and verb.settings and verbs.NO_CACHE in own:
+        os.environ[file_names.CACHE] = ""
+        rest.remove(verbs.NO_CACHE)
     try:
         if verb is not None and {"-h", "--help", "--help-all"} & set(own):
             print(verb.help(whole="--help-all" in own), end="")
             return 0
         side = verbs.ANALYSIS if verb is None else verb.side
         _stands_in_a_folder()
+        if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
+            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:
             rest, notes = typed_words.understand(name, rest, verb.parser())
             if notes:

@@ -16,6 +16,7 @@ from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
 HARNESS, ANALYSIS, FRONT = "harness.verbs", "analysis", "front"  # where a verb's code is
 SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a card that need not be here", "Look at rows", "About"
+NO_CACHE = "--no-cache"
 SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
 STATUSES = {
     0: "done",
@@ -39,6 +40,11 @@ class Verb:
     no: str | None = None
     settings: bool = False
 
+    @property
+    def reads_rows(self) -> bool:
+        """Whether its first word may be a folder or file of rows."""
+        return self.side == ANALYSIS or self.name in ("explain", "timeline", "status", "check")
+
     def parser(self) -> argparse.ArgumentParser:
         """The verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
         if self.side == FRONT:
@@ -46,6 +52,8 @@ class Verb:
             parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one that it lists")
             return parser
         found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
+        if self.settings:  # the front door takes it
+            found.add_argument(NO_CACHE, action="store_true", help="use no traces kept for you, and keep none")
         return found
 
     def help(self, whole: bool = False) -> str:

@@ -12,6 +12,8 @@ from vramsweep.harness.messages.terminal import escape_text
 
 LONGEST = 200  # bytes; a file system takes 255, and names grow: .lock, .csv, a number
 
+CACHE = "VRAMSWEEP_CACHE"  # variable: the folder of what is kept for a user, for all sweeps; empty: none is
+
 
 def name_problem(name: str) -> str | None:
     """Why nothing can be called so; None for a name that is one."""

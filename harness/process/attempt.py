@@ -201,7 +201,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
             (folder / SPEC).write_text(json.dumps(spec, indent=1))
             template = self.templates.take(runner, environ, look) if self._warm(runner) else None
             began = time.monotonic()
-            worker = self._started(template, folder, environ)
+            worker = self._started(template, folder, environ, look)
         except (ForkServerError, OSError) as error:
             if isinstance(error, OSError) and is_write_error(error):
                 raise
@@ -261,11 +261,11 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         return self._attempted(evidence, began, template is not None, runner, notes)
 
     def _started(
-        self, template: ForkServer | None, folder: Path, environ: Mapping[str, str]
+        self, template: ForkServer | None, folder: Path, environ: Mapping[str, str], look: Look | None
     ) -> ColdWorker | WarmWorker:
         """A worker, noted as the root of what is its attempt's. Raises ForkServerError and OSError."""
         if template is not None:
-            warm = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)})
+            warm = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)}, look)
             self._roots.add(warm.pid)
             return warm
         with self._lock:

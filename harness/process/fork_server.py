@@ -7,7 +7,8 @@ each:
 
     to the template   {"attempt": folder, "environ": variables of this worker alone}
     from it, once     {"event": "ready", "unclean": null or why its workers could not use CUDA}
-    of a worker       {"event": "forked", "pid": process id}
+    of a worker       {"event": "importing"}                   first, where that is done only now
+                      {"event": "forked", "pid": process id}
                       {"event": "refused", "why": text}      instead, if the system gives no process
                       {"event": "ended", "status": wait status}
 
@@ -171,7 +172,7 @@ class ForkServer:
         unclean: str | None = message["unclean"]
         return unclean
 
-    def fork(self, folder: Path, environ: Mapping[str, str]) -> WarmWorker:
+    def fork(self, folder: Path, environ: Mapping[str, str], look: Look | None = None) -> WarmWorker:
         """A worker for the attempt in `folder`, with these variables beside the template's. Raises ForkServerError."""
         ours, theirs = os.pipe()
         try:
@@ -183,7 +184,9 @@ class ForkServer:
             finally:
                 os.close(theirs)
             replies = Replies(ours)
-            message = self.expect(replies, self.bounds.fork_s)
+            message = self.expect(replies, self.bounds.fork_s, look=look)
+            if message is not None and message["event"] == "importing":
+                message = self.expect(replies, self.bounds.start_s, look=look)
             if message is None:
                 raise ForkServerError(f"forked no worker within {self.bounds.fork_s:g} s")
             if message["event"] != "refused":

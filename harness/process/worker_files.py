@@ -9,4 +9,3 @@ ANSWER = "answer.json"  # of an attempt that is asked about trials, instead of r
 PROGRESS = "progress.jsonl"  # what the worker does, a line whenever that changes
 ENDED = "ended"  # the record of a rank that ended without saying why
 LONGEST_MESSAGE = 64 << 10  # bytes without an end of line that are no message any more
-CACHE = "VRAMSWEEP_CACHE"  # variable: where what tracing made is kept for a user, in every sweep; empty: nowhere

@@ -51,8 +51,8 @@ def predict_edges(
         if reason is not None or item.trial is None:
             answers[item.trial_id] = NO_ANSWER | {"reason": reason}
         else:
-            templates[runner_table.fork_server_name(item.trial), tuple(allowed)].append(item)
-    for (name, allowed), items in templates.items():
+            templates[runner_table.imports_name(item.trial), tuple(allowed)].append(item)
+    for (_, allowed), items in templates.items():
         spec = {
             "trials": [{"trial_id": item.trial_id, "trial": item.resolved} for item in items],
             "axis": axis,
@@ -62,7 +62,7 @@ def predict_edges(
         }
         longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
         try:
-            answers |= _attempted(spec, name, folder, launcher, axis, longest)
+            answers |= _attempted(spec, runner_table.SIMULATED, folder, launcher, axis, longest)
         except OSError as error:
             raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         except UserError as error:

@@ -17,7 +17,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vramsweep.harness.config import compose
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
@@ -37,6 +36,8 @@ def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
 
     device=simulated is understood where no other is named.
     """
+    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+
     if not (planned := compose.resolve(spelled(words), verb).trials):
         return None
     if len(planned) != 1:

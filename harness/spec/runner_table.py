@@ -101,6 +101,7 @@ _TRAINER_AXES = {
 }
 
 
+SIMULATED = "simulated"  # the template of predictions
 _TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # another names its runners itself
 # fmt: off
 RUNNERS = (
@@ -158,8 +159,13 @@ def technique_runners(entry: Technique) -> tuple[str, ...]:
 
 
 def fork_server_name(trial: Trial) -> str:
-    """Names the template that a trial's worker is forked from: the runner, "+" the sharding and techniques that need
-    more than it imports."""
+    """Names the template that a trial's worker is forked from: what it imports, or, of all that are predicted, one that
+    imports nothing before a trace has to be made."""
+    return SIMULATED if trial.device.name == "simulated" else imports_name(trial)
+
+
+def imports_name(trial: Trial) -> str:
+    """Names what a trial imports: the runner, "+" the sharding and techniques that need more than it imports."""
     entry = _RUNNERS[trial.runner.name]
     mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
     more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # those that import the same share
@@ -168,7 +174,9 @@ def fork_server_name(trial: Trial) -> str:
 
 
 def preload(name: str) -> tuple[str, ...]:
-    """The modules that the template of this name imports."""
+    """The modules that go by this name."""
+    if name == SIMULATED:
+        return (".predict.make_trace", *_MODELS)
     runner_name, *parts = name.split("+")
     modules = list(_RUNNERS[runner_name].preload)
     for part in parts:

@@ -37,9 +37,10 @@ def together(folder: str) -> bool:
 
 
 def template(item: Planned) -> str | None:
-    """Names the trials that can be predicted together with this one; None for a trial that runs by itself."""
+    """Names the trials that can be predicted together with this one, which import the same; None for a trial that runs
+    by itself."""
     simulated = item.trial is not None and item.trial.device.name == "simulated"
-    return runner_table.fork_server_name(item.trial) if simulated and item.trial else None
+    return runner_table.imports_name(item.trial) if simulated and item.trial else None
 
 
 def batches(todo: Sequence[Planned]) -> dict[str | None, list[Planned]]:

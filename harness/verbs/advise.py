@@ -16,7 +16,6 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from vramsweep.harness.config import compose
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
@@ -75,6 +74,8 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which GPU")
     asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
+    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+
     with compose.resolve(asked_for, "advise", suffix="advice") as session:
         if session.settings is None:
             return 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vramsweep.harness.config import compose
 from vramsweep.harness.messages.argument_parser import Parser, settings_parser
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import plan_preview
@@ -17,6 +16,8 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep plan`; return the exit status."""
+    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+
     asked = compose.resolve(argv, "plan", action="plan")
     if asked.settings is not None:
         plan_preview.show_session(asked)

@@ -10,7 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from vramsweep.harness.config import compose, typed_words
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
@@ -75,6 +75,8 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         if word.partition("=")[0] == axis:
             values = typed_words.list_numbers(word)
     first = f"{axis}={values[0] if values else 1}"
+    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+
     with compose.resolve(words([*others, first]), "predict", suffix="predicted") as asked:
         if asked.settings is None:
             return 0

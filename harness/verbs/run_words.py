@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vramsweep.harness.config.compose import compose
-from vramsweep.harness.config.overrides import FULL_ERROR, variable
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.journal_lock import Lock
 from vramsweep.harness.sweep import run_trials, slurm_jobs, sweep_status
@@ -40,6 +38,9 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
 
     `suffix` ends its folder's name (None: the device); `divisible`: it may be divided into shards. Raises UserError.
     """
+    from vramsweep.harness.config.compose import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config.overrides import FULL_ERROR, variable
+
     session = Session(argv, suffix, divisible)
     with session:
         try:

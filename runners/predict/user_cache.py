@@ -19,8 +19,8 @@ from importlib import metadata
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import read_content, replaced
+from vramsweep.harness.files.file_names import CACHE
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.process.worker_files import CACHE
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import Trial
 

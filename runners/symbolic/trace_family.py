@@ -92,6 +92,19 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
     return Curve(anyone, tuple(symbolic), piecewise_templates.cover(rest, ask, known), tracer)
 
 
+def lacks_traces(anyone: Trial, points: Collection[Point], tracer: Tracer) -> bool:
+    """Whether `curve` will have to trace, as far as that can be told before."""
+    middle = symbolic_trial(anyone, _traceable(sorted(points)))
+    if middle is not None:
+        return tracer.kept_symbolic(middle) is None
+    return not all(tracer.is_kept(at(anyone, where)) for where in points)
+
+
+def symbolic_trial(anyone: Trial, points: Sequence[Point]) -> Trial | None:
+    """The trial of a family whose trace is tried with symbols, in the middle of points in order; None for few."""
+    return at(anyone, points[len(points) // 2]) if len(points) > FEW else None
+
+
 def _traceable(points: Sequence[Point]) -> list[Point]:
     """Those of the points that one symbolic trace might hold at, the most that there are: a 1 is never a symbol."""
     groups: dict[tuple[bool, bool], list[Point]] = {}
@@ -103,10 +116,9 @@ def _traceable(points: Sequence[Point]) -> list[Point]:
 def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
     """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
     that is otherwise aligned, and with another batch."""
-    if len(points) <= FEW:
+    if (middle := symbolic_trial(anyone, points)) is None:
         return None
-    middle = points[len(points) // 2]
-    found = tracer.symbolic(at(anyone, middle), beside=[at(anyone, where) for where in witnesses(points)])
+    found = tracer.symbolic(middle, beside=[at(anyone, where) for where in witnesses(points)])
     if not isinstance(found, symbolic_candidate.Candidate):
         return None
     confirmed = _confirmed(found, anyone, points, tracer)

@@ -64,26 +64,29 @@ class Tracer:
         if not self.forks:
             return {where: piecewise_templates.Traced(*self._trace_here(trial)) for where, trial in trials.items()}
         self.trace(trials.values())
-        there = {where: self.found(trial) for where, trial in trials.items() if self._is_kept(trial)}
+        there = {where: self.found(trial) for where, trial in trials.items() if self.is_kept(trial)}
         return {where: piecewise_templates.Traced(*found) for where, found in there.items() if found is not None}
 
     def symbolic(
         self, trial: Trial, beside: Iterable[Trial] = ()
     ) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
         """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
-        name = f"{_key(trial)}-symbolic"
-        place = self.folder / name
-        found = symbolic_candidate.read(user_cache.load(name, trial))
+        place = self.folder / _symbolic_name(trial)
+        found = self.kept_symbolic(trial)
         job: list[Job] = [(partial(_trace_symbols, trial, place), self.deadline_s)] if found is None else []
         self._run([*job, *self._untraced(beside)])
         if found is None:
             with contextlib.suppress(OSError):  # it ended before
                 found = symbolic_candidate.read(content := read_content(place / SYMBOLIC, links=False))
                 if found is not None:
-                    user_cache.keep(name, trial, content)
+                    user_cache.keep(place.name, trial, content)
         if isinstance(found, symbolic_candidate.Refused):
             self.say(f"no symbolic trace: {found.reason}")
         return found
+
+    def kept_symbolic(self, trial: Trial) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
+        """What `symbolic` found for this user before."""
+        return symbolic_candidate.read(user_cache.load(_symbolic_name(trial), trial))
 
     def say(self, text: str) -> None:
         """A line for the attempt's log."""
@@ -107,7 +110,8 @@ class Tracer:
             return error
         return None
 
-    def _is_kept(self, trial: Trial) -> bool:
+    def is_kept(self, trial: Trial) -> bool:
+        """Whether there is a file of its trace."""
         return trace_cache.is_kept(trial, trial.device.card, self._traces())
 
     def _traces(self) -> Path:
@@ -131,7 +135,7 @@ class Tracer:
         """What traces those that have not been traced, or tried, before."""
         for trial in trials:
             key = _key(trial)
-            if key not in self.asked and not self._is_kept(trial):
+            if key not in self.asked and not self.is_kept(trial):
                 yield partial(self._trace, trial, self.folder / key), self.deadline_s
             self.asked.add(key)
 
@@ -171,6 +175,10 @@ def _trace_symbols(trial: Trial, place: Path) -> None:
     runner = import_entry(runner_table.module(trial))
     found = symbolic_shapes.trace(trial, trial.device.card, place, runner)
     (place / SYMBOLIC).write_bytes(trace_cache.serialize(symbolic_candidate.to_plain(found)))
+
+
+def _symbolic_name(trial: Trial) -> str:
+    return f"{_key(trial)}-symbolic"
 
 
 def _key(trial: Trial) -> str:

@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -24,8 +24,8 @@ from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
-from vramsweep.runners.symbolic import varying_lengths
-from vramsweep.runners.symbolic.predictor import Predict, Predictor, trace_family
+from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
+from vramsweep.runners.symbolic.predictor import Predict, Predictor
 from vramsweep.runners.symbolic.trace_family import point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
 from vramsweep.runners.trace.symbolic_trace import Point
@@ -47,7 +47,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
     for family in (*alone, *others):
-        known = trace_family(family, tracer)
+        known = predictor.trace_family(family, tracer)
         tracer.known += 1
         tracer.tell("predicting")
         _answer_family(family, known, files, spec["timeout_s"])
@@ -57,7 +57,26 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 
 def preload_of(trial: Trial) -> tuple[str, ...]:
     """The modules that tracing the trial needs."""
-    return runner_table.preload(runner_table.fork_server_name(trial))
+    return runner_table.preload(runner_table.imports_name(trial))
+
+
+def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
+    """Whether an attempt that predicts will have to trace, as far as that can be told before."""
+    asked = spec.get("trials", [spec])
+    trials = {str(number): Trial.model_validate(one.get("trial", one)) for number, one in enumerate(asked)}
+    tracer, axis = Tracer(folder, 0.0), spec.get("axis")
+    for family in families(trials).values():
+        points = {point(trial): trial for trial in family.values()}
+        if axis is not None:
+            points = {point(one): one for trial in points.values() for one in _along(trial, axis, spec["values"])}
+        anyone = next(iter(family.values()))
+        if length_distribution.has_varying_lengths(anyone) or trace_family.lacks_traces(anyone, points, tracer):
+            return True
+    return False
+
+
+def _along(trial: Trial, axis: str, values: Sequence[int]) -> Iterator[Trial]:
+    return (trial.model_copy(update={axis: value}) for value in values)
 
 
 def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
@@ -67,7 +86,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
     forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
-    known = trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
+    known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
     result_file.progress(folder, "replaying its allocations")

@@ -23,6 +23,7 @@ from typing import Any
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.process.worker_files import LOGS, LONGEST_MESSAGE
+from vramsweep.harness.spec import runner_table
 from vramsweep.runners.measure import cuda_driver
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.rank import process_end
@@ -34,18 +35,27 @@ def main(runner: str, requests: int, replies: int, parent: int) -> None:
     process_end.die_with_parent(parent)
     for descriptor in (requests, replies):  # what the imports start must not hold them open
         os.set_inheritable(descriptor, False)
+    waits = runner == runner_table.SIMULATED  # with the imports, until they are needed
+    if not waits:
+        _import(runner)
+    _say(replies, "ready", unclean=cuda_driver.unclean())
+    os.close(replies)
+    with socket.socket(fileno=requests) as asked:
+        _serve(asked, waits)
+
+
+def _import(runner: str) -> None:
     with _asked_without_cuda():
         worker.preload(runner)
     gc.collect()
     gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
-    _say(replies, "ready", unclean=cuda_driver.unclean())
-    os.close(replies)
-    with socket.socket(fileno=requests) as asked:
-        _serve(asked)
 
 
-def _serve(asked: socket.socket) -> None:
-    """Fork workers as they are asked for, and tell of their ends; any number may run at a time."""
+def _serve(asked: socket.socket, waits: bool) -> None:
+    """Fork workers as they are asked for, and tell of their ends; any number may run at a time.
+
+    `waits`: what predictions import is imported when the first of them has to trace.
+    """
     own = os.getpid()
     running: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe that is told of it
     poll = select.poll()
@@ -68,6 +78,10 @@ def _serve(asked: socket.socket) -> None:
             if _given_up(pipe):
                 os.close(pipe)
                 continue
+            if waits and worker.needs_imports(Path(json.loads(request)["attempt"])):
+                _say(pipe, "importing")
+                _import(runner_table.SIMULATED)
+                waits = False
             try:
                 pid = os.fork()
             except OSError as error:

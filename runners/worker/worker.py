@@ -32,6 +32,16 @@ def preload(runner: str) -> None:
             print(f"not preloaded: {error}", file=sys.stderr)
 
 
+def needs_imports(folder: Path) -> bool:
+    """Whether the attempt in `folder`, which predicts, has to trace; True where that cannot be told."""
+    from vramsweep.runners.worker import batch_server
+
+    try:
+        return batch_server.lacks_traces(folder, json.loads((folder / SPEC).read_text()))
+    except Exception:
+        return True
+
+
 def main(folder: Path, parent: int) -> int:
     """Run the attempt in `folder`, in a process below this one (process_end.py); returns the exit status."""
     process_end.die_with_parent(parent)
