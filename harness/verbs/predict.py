@@ -26,8 +26,8 @@ from vramsweep.harness.verbs import predict_answer, run_words
 DETAILS = """\
 It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
 both ends included, also within lists (1..4,8,16). Rows, traces and report are in
-results/MODEL-RUNNER-predicted, or what name= says; the same command goes on where one was interrupted.
-report=false leaves figures and report out."""
+results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Up to six
+trials are answered one by one, without figures and a report (report=true writes them)."""
 
 
 def parser() -> Parser:
@@ -61,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("--every and --json are for --largest; rows are in the results folder")
     swept = run_words.sweep_words(words(rest), "predict", "predicted")
     own = swept.settings is not None and swept.settings.answer is None  # else the report answers the preset's question
-    if own:
-        predict_answer.show_answer(swept.trials, swept.rows, rest)
+    brief = own and predict_answer.show_answer(swept.trials, swept.rows, rest, swept.folder)
     status = beyond(list(swept.rows.values()), most)
-    run_words.write_report(swept, brief=own)
+    if not brief or any(word.startswith("report=") for word in rest):  # a page of a few numbers takes longer than they
+        run_words.write_report(swept, brief=own)
     return max(swept.status, status)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 
 from vramsweep.harness.config import reproduce_command
 from vramsweep.harness.messages.console import Console
@@ -26,18 +27,19 @@ WITHIN = ("seed", "repeat", "protocol.name")  # what trials of one configuration
 UNSAID = ("torch", "simulated", "protocol=quick")  # what goes without saying
 
 
-def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequence[str]) -> None:
-    """Print what was predicted of the trials; `words` are those of the command."""
+def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequence[str], folder: Path) -> bool:
+    """Print what was predicted of the trials; return whether each had a block. `words` are those of the command."""
     answered = [(item, rows[item.trial_id]) for item in planned if item.trial_id in rows]
     if not answered:
-        return
+        return False
     console = Console()
     axis = result_table.choose_axis([row for _, row in answered])
     named = Labels(planned, (axis, *WITHIN))
     configurations: dict[str, list[Row]] = {}
     for item, row in answered:
         configurations.setdefault(named.apart(item), []).append(row)
-    if len(answered) <= FEW and len(configurations) == len(answered):
+    few = len(answered) <= FEW and len(configurations) == len(answered)
+    if few:
         for item, row in answered:
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
@@ -49,8 +51,12 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         for note in notes:
             console.print(note)
     console.print(f"\n{fit_text.describe_limit()}")
-    for line in suggest_next(answered, words):
-        console.print(line, soft_wrap=True)
+    console.print("next:")
+    page = {"figures and a page of these rows": ["report", str(folder)]} if few else {}
+    for why, command in {**suggest_next(answered, words), **page}.items():
+        said = shlex.join(["vramsweep", *command]).replace(" device.gpu=", " gpu=")
+        console.print(f"  {said}  # {why}", soft_wrap=True)
+    return few
 
 
 def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
@@ -91,25 +97,22 @@ def _speed(trial: Trial, row: Row) -> str | None:
     return next((note for note in row["notes"] or () if note.startswith("no estimated times")), None)
 
 
-def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> Iterator[str]:
-    """Yield one or two commands to ask next: of the first that does not fit, else of the one that needs most."""
+def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> dict[str, list[str]]:
+    """Return what to ask next, and how: of the first trial that does not fit, else of the one that needs most."""
     full = [item for item, row in answered if row["outcome"] == Outcome.OOM]
     known = [(row["peak_reserved_bytes"], item) for item, row in answered if row["peak_reserved_bytes"]]
     if not full and not known:
-        return
+        return {}
     item = full[0] if full else max(known, key=lambda one: one[0])[1]
     if (spelled := name_trial(item, words)) is None or item.trial is None:
-        return
+        return {}
     without = [word for word in spelled if not word.startswith("seq_len=")]
     positions = item.trial.model.max_positions
     longest = [*without, *([] if positions else ["seq_len=1..8192"])]
-    commands = {
+    return {
         "what makes it fit" if full else "what uses the memory": ["advise" if full else "explain", *spelled],
         "the longest sequence that fits": ["predict", "--largest", "seq_len", *longest],
     }
-    yield "next:"
-    for why, command in commands.items():
-        yield f"  {shlex.join(['vramsweep', *command])}  # {why}"
 
 
 def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
