@@ -17,6 +17,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work, merge_work
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, HostStorages, Number, Trace
@@ -147,6 +150,15 @@ def function(formula: str) -> Function:
         return _made(ast.parse(formula, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
         raise ValueError(f"no formula: {shorten(formula)}; {shorten(str(error))}") from None
+
+
+def columns(formula: str, points: Sequence[Point]) -> npt.NDArray[np.object_]:
+    """What a formula is at each of the points, exact. Raises ValueError where it has no value."""
+    given = [np.array([point[n] for point in points], dtype=object) for n in range(len(Point._fields))]
+    try:
+        return np.full(len(points), function(formula)(given), dtype=object)
+    except (ArithmeticError, TypeError, ValueError):  # max of columns, a number that points lack
+        return np.array([compiled(formula)(point) for point in points], dtype=object)
 
 
 def following(text: str, formula: str) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
@@ -33,12 +34,13 @@ from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
 from vramsweep.runners.trace.allocation_program import build_program
-from vramsweep.runners.trace.symbolic_trace import Point
-from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, on
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, columns
+from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, fitted, on
 from vramsweep.runners.worker.batch_server import Trials, families, preload_of
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 SAID = 64  # trials between two words on how far it is
+POINTS = 1024  # whose sizes are worked out at once
 CHUNK = 8  # points that one process looks at
 FEW = 6  # trials of a family whose peaks at their edges are told: each is a replay more
 
@@ -134,15 +136,52 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
     None where that is not known before it is traced."""
     floors: dict[str, list[float | None]] = {name: [] for name in settings}
     capabilities = {cublas_workspace(_capability(trial)): _capability(trial) for trial in settings.values()}
+    host = any(trial.device.node_memory_gib is not None for trial in settings.values())
+    together = {} if host else {size: _requested_together(trials, known, size) for size in capabilities}
     for number, one in enumerate(trials):
         if number % SAID == 0:
             result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
-        traced = known.at(one)
-        least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
+        least: dict[int, float | None] = {size: found[number] for size, found in together.items() if number in found}
+        traced = None if least else known.at(one)
+        if not least:
+            least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
             full = traced is not None and _host_full(traced[0], trial)
             floors[name].append(math.inf if full else least[cublas_workspace(_capability(trial))])
     return floors
+
+
+def _requested_together(trials: Sequence[Trial], known: Curve, workspace: int) -> dict[int, float]:
+    """What `requested` says of those trials whose sizes are formulas, by number, for all points of a formula at once;
+    `workspace` is the card's."""
+    groups: dict[int, tuple[SymbolicTrace, list[int]]] = {}
+    for number, trial in enumerate(trials):
+        if (form := known.formulas(point(trial))) is not None:
+            groups.setdefault(id(form), (form, []))[1].append(number)
+    found: dict[int, float] = {}
+    for form, numbers in groups.values():
+        points = [point(trials[number]) for number in numbers]
+        held = _most_held(form, points[0])
+        sizes = np.vstack([*(columns(text, points) for text in form.formulas), np.full(len(points), workspace)])
+        for at in range(0, len(numbers), POINTS):  # whole numbers below 2**53, so exact
+            most = (held @ sizes[:, at : at + POINTS].astype(np.float64)).max(axis=0, initial=0)
+            found |= zip(numbers[at : at + POINTS], map(int, most), strict=True)
+    return found
+
+
+def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
+    """How many storages of each formula, and last of the card's workspaces, are held at once: a line for each moment
+    at which that may be the most."""
+    order, count = build_program(form.template), len(form.formulas)
+    constant = zip(form.sizes, form.template.categories, form.sizes_at(where), strict=True)
+    kinds = np.array([count if fitted(size, category, -1) < 0 else n for n, category, size in constant], dtype=np.intp)
+    changes = np.zeros((sum(len(operations) for _, operations in order.phases) + 1, count + 1), dtype=np.int32)
+    lives = order.gone < len(changes)
+    np.add.at(changes, (order.born, kinds), 1)
+    np.subtract.at(changes, (order.gone[lives], kinds[lives]), 1)
+    frees = np.asarray((changes < 0).any(axis=1))
+    tops = np.append(frees[1:], True) & ~frees  # the most is held when the next is a free
+    return np.unique(np.cumsum(changes, axis=0)[tops], axis=0).astype(np.float64)
 
 
 def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from vramsweep.harness.process.attempt import AttemptResult
 from vramsweep.harness.process.worker_files import ANSWER
 from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.rows.outcome import Evidence
-from vramsweep.harness.spec import runner_table, trial_parser
+from vramsweep.harness.spec import trial_parser
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.verbs import predict
 
@@ -68,7 +68,7 @@ def test_peaks_and_gaps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 class Answers(Still):
-    """Its attempts answer for some templates, and end without a word for others."""
+    """Its attempts answer for some trials, and end without a word for another."""
 
     def __init__(self, silent: str = "") -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Answers(Still):
 
     def attempt(self, spec: Any, folder: Path, environ: Any, runner: str, *rest: Any) -> AttemptResult:
         folder.mkdir(parents=True)
-        if runner != self._silent:
+        if spec["trials"][0]["trial_id"] != self._silent:
             (folder / ANSWER).write_text(json.dumps({one["trial_id"]: FITS for one in spec["trials"]}))
         return AttemptResult(Evidence(exit_code=-9), 1.0, "warm")
 
@@ -96,7 +96,7 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     short = planned(model={"max_positions": 100})
     dies = planned(runner={"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:fine"})
     assert dies.trial is not None
-    reasons = find([planned(), refused, short, dies], tmp_path, silent=runner_table.fork_server_name(dies.trial))
+    reasons = find([planned(), refused, short, dies], tmp_path, silent=dies.trial_id)
     assert reasons[:2] == [None, "device.gpu is t5, which is not listed"]
     assert reasons[2] == "seq_len up to 2000, but tiny has 100 positions"
     assert "say more" in reasons[3]
