@@ -19,6 +19,7 @@ from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
 from vramsweep.harness.files import outputs
 from vramsweep.harness.messages import suggestions, units
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import FIGURE, PAGE, OutFile, Parser
 from vramsweep.harness.messages.errors import UserError
 
@@ -184,9 +185,11 @@ def _draw(arguments: argparse.Namespace) -> int:
 
 
 def _errors(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.compare import validation, validation_text
+    with Activity("making the tables"):
+        from vramsweep.analysis.compare import validation, validation_text
 
-    print(validation_text.format_validation(validation.load(arguments.readings)))
+        tables = validation_text.format_validation(validation.load(arguments.readings))
+    print(tables)
     return 0
 
 
@@ -216,25 +219,30 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report.write import write_report
+    with Activity("reading rows") as activity:
+        from vramsweep.analysis.report.write import write_report
 
-    table = _open(arguments)
-    folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
-    written = write_report(table, folder, arguments.images, arguments.answer or read_question(arguments.rows))
+        table = _open(arguments)
+        folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
+        activity.update(f"writing the report of {len(table.frame):,} rows")
+        written = write_report(table, folder, arguments.images, arguments.answer or read_question(arguments.rows))
     _print_written(written, arguments.json, table)
     return 0
 
 
 def _paper(arguments: argparse.Namespace) -> int:
-    from vramsweep.analysis.report.paper import write_paper
+    with Activity("reading rows"):
+        from vramsweep.analysis.report.paper import write_paper
 
-    table = _open(arguments)
+        table = _open(arguments)
     folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
     given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
     given += [f"--columns={arguments.columns}"] if arguments.columns else []
     given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
     given += [f"--set={one}" for one in arguments.settings]
-    _print_written(write_paper(table, folder, read_question(arguments.rows), given), arguments.json, table)
+    with Activity(f"writing the paper's folder of {len(table.frame):,} rows"):
+        written = write_paper(table, folder, read_question(arguments.rows), given)
+    _print_written(written, arguments.json, table)
     return 0
 
 

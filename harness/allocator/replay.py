@@ -7,7 +7,7 @@ addresses suggest, into an empty allocator. To compare like with like, the recor
 """
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -135,21 +135,25 @@ def what_if(
     recorded_limit: int | None = None,
     device: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
+    hear: Callable[[str], None] = lambda text: None,
 ) -> WhatIf:
     """The table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
 
-    `memory_limit` (bytes) applies to every row but the first; `recorded_limit` to the first, where it is known.
-    Raises UserError for a bad recording, a bad setting or one that cannot be simulated.
+    `memory_limit` (bytes) applies to every row but the first; `recorded_limit` to the first, where it is known. `hear`
+    is told what is being done. Raises UserError for a bad recording, a bad setting or one that cannot be simulated.
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
     start = undo(recording)
     for config in configs:
         Simulator(config, memory_limit)  # refuse before the work starts
+    hear("replaying as recorded")
     rows = [replay_as_recorded(recording, start, recorded_limit)]
     baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
     rows.append(replace(baseline, settings=recording.settings.render()))
-    rows += [replay_under(recording, start, config, memory_limit) for config in configs]
+    for number, config in enumerate(configs, 1):
+        hear(f"replaying under setting {number} of {len(configs)}: {config.render()}")
+        rows.append(replay_under(recording, start, config, memory_limit))
     history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
     events, library = len(recording.events), find_vendor_library(recording)
     return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)

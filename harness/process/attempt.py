@@ -41,18 +41,20 @@ from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, read_content, read_tail
 from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.gpu_occupancy import Occupancy
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError, describe
 from vramsweep.harness.process import host_memory_guard, orphans, worker_environment
 from vramsweep.harness.process.fork_server import ForkServer, ForkServerError, Timeouts, WarmWorker
 from vramsweep.harness.process.fork_server_pool import OF_A_WORKER, ForkServerPool
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.waiting import Logs, Look, last_words, readable
-from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, RESULT, SPEC, STEPS
+from vramsweep.harness.process.worker_files import ANSWER, ENDED, LOGS, PROGRESS, RESULT, SPEC, STEPS
 from vramsweep.harness.rows import schema
 from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, classify
 
 PR_SET_CHILD_SUBREAPER = 36
-RECORD_NUMBERS = ("step", "rank", "traced", "of")  # keys of records that are whole numbers where they are given
+RECORD_NUMBERS = ("step", "rank")  # keys of records that are whole numbers where they are given
+PROGRESS_LIMIT = 4 << 10  # bytes of what a worker says that it does: the last line counts
 STEPS_LIMIT = 16 << 20  # bytes of the records' end that are read; a step's is a hundred or so
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
 RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for taking it, before another one is
@@ -342,12 +344,16 @@ def ask_attempt(
     cure: str = "raise timeout_s",
     failed: str = "",
 ) -> Any:
-    """Return what an attempt that is asked about trials leaves as its answer (JSON); for arguments see `attempt`.
+    """Return what an attempt that is asked about trials leaves as its answer (JSON); for arguments see `attempt`. What
+    it does is shown meanwhile.
 
     Raises UserError with the reason where there is no answer: `cure` says what to do where it took too long, `failed`
     begins the text where something broke. Raises OSError if the folder cannot be written.
     """
-    evidence = launcher.attempt(spec, folder, environ, runner, deadline_s).evidence
+    with Activity("importing torch") as activity:
+        evidence = launcher.attempt(
+            spec, folder, environ, runner, deadline_s, lambda: activity.update(read_progress(folder)["text"])
+        ).evidence
     with contextlib.suppress(OSError, ValueError):  # renamed to that name, so it is whole, however the worker ended
         return json.loads(read_content(folder / ANSWER, links=False))
     kind, reason = classify(evidence)
@@ -410,6 +416,15 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
         whole = (one for one in every if all(isinstance(one.get(key, 0), int) for key in RECORD_NUMBERS))
         return [schema.to_encodable(one) if b"\\u" in text else one for one in whole]
     return []
+
+
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What the worker of a prediction said last that it does: `text`, and numbers that it adds."""
+    with contextlib.suppress(OSError):
+        for one in reversed(list(plain_json.read_objects(read_tail(folder / PROGRESS, PROGRESS_LIMIT)))):
+            if isinstance(one.get("text"), str):
+                return {name: value for name, value in one.items() if name == "text" or type(value) is int}
+    return {"text": "importing torch"}
 
 
 def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:

@@ -11,6 +11,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError
 
 START = Path(__file__).absolute().with_name("start.py")  # not resolved: the folders under vramsweep/ may be links
@@ -43,7 +44,7 @@ def draw_page(data: str, out: Path) -> None:
 
     Raises UserError when that fails.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, Activity("drawing the figure"):
         file = Path(folder) / "data.json"
         file.write_text(data)
         done = subprocess.run(

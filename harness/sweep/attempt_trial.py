@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from vramsweep.harness.machine import gpu_lock, machine
 from vramsweep.harness.machine.gpu_occupancy import GpuTaken
-from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_steps
+from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_progress, read_steps
 from vramsweep.harness.process.worker_files import RECORDING
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal
@@ -33,11 +35,12 @@ def run_trial(
     tried: int,
     tries: int,
     slot: Slot,
+    hear: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Row:
     """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
 
     A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already, `tries` of
-    them in this round.
+    them in this round. `hear` is told what the worker says that it does.
     """
     trial = item.trial
     if trial is None:
@@ -48,6 +51,12 @@ def run_trial(
         slot.sleep(settings.backoff_s * 2 ** (tries - 1))
     number = max(tried, row_builder.count_attempts(folder / "attempts" / item.trial_id)) + 1
     place = folder / "attempts" / item.trial_id / str(number)
+
+    def look() -> None:
+        slot.check()
+        if trial.device.name == "simulated":
+            hear(read_progress(place))
+
     row = base | row_builder.started_columns(number)
     with gpu_lock.lock_gpus(slot.cards, slot.sleep, settings.timeout_s) as others:
         taken = GpuTaken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
@@ -56,7 +65,7 @@ def run_trial(
         else:
             spec = {"trial": item.resolved, "trial_id": item.trial_id, "attempt": number, "cpus": slot.cpus}
             template = runner_table.fork_server_name(trial)
-            done = launcher.attempt(spec, place, environ, template, settings.timeout_s, slot.check)
+            done = launcher.attempt(spec, place, environ, template, settings.timeout_s, look)
             evidence = done.evidence
             if evidence.result is None and (evidence.exit_code or -1) < 0:
                 time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial

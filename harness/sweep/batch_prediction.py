@@ -17,7 +17,7 @@ from typing import Any
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import LIMIT, open_regular
-from vramsweep.harness.process.attempt import AttemptResult, Launcher, attempt_environment, check_result, read_steps
+from vramsweep.harness.process.attempt import AttemptResult, Launcher, attempt_environment, check_result, read_progress
 from vramsweep.harness.process.worker_files import LOGS, PREDICTIONS
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal
@@ -78,6 +78,7 @@ def run(
 
     def take() -> None:
         """Journal what has been predicted since the last time."""
+        progress.works(None, read_progress(place))
         ready: dict[str, Row] = {}
         for answer in answers.new():
             trial_id = answer["trial_id"]
@@ -90,9 +91,6 @@ def run(
         for row in journal.extend(ready.values()):
             rows[row["trial_id"]] = row
             progress.show(row, left.pop(row["trial_id"]))
-        traced = next((record for record in reversed(read_steps(place)) if {"traced", "of"} <= record.keys()), None)
-        if traced is not None:
-            progress.tracing(traced["traced"], traced["of"])
 
     def look() -> None:
         take()
@@ -107,6 +105,7 @@ def run(
         done = launcher.attempt(spec, place, environ, name, longest, look)
     finally:
         take()  # an interrupted sweep keeps what is there
+        progress.works(None, {"text": ""})
     if left:
         reason = outcome.classify(done.evidence)[1]
         why = f": {reason}" if reason else ""

@@ -6,22 +6,24 @@ Trials are called by what varies in their sweep (labels.py). Not covered: a swee
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from vramsweep.harness.messages.activity import Activity, duration
 from vramsweep.harness.messages.console import Console
-from vramsweep.harness.messages.terminal import escape_others
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.sweep.labels import Labels
+from vramsweep.harness.sweep.pace import Pace
 from vramsweep.harness.sweep.plan import Planned
 
 MIB = 1 << 20
@@ -32,29 +34,47 @@ MANY = 50  # predictions, of which there may be hundreds a second
 class Progress:
     """Is told what a sweep does, and counts: finished trials, what came out, the time left.
 
-    `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail.
+    `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail;
+    `batches` are to be predicted after this one, which nobody knows how long they take.
     """
 
-    def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
+    def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
         self.total, self.done = total, 0
         self.cards: Sequence[str] = ()
         self.label = Labels(of)
         predicted = all(item.trial is None or item.trial.device.name == "simulated" for item in of)
         self.many = total >= MANY and bool(of) and predicted
-        self._began = time.monotonic()
-        self._since = (self._began, 0)  # of what the time left is reckoned from, and how many were done by then
+        self.batches = 0
+        self._began, self._pace = time.monotonic(), Pace()
+        self._running: dict[str, tuple[str, float]] = {}  # by id: label, and since when
+        self._doing: dict[str | None, str] = {}  # what the worker of a trial does, under None that of a batch
         self.counts: Counter[str] = Counter()
+        self._console = console or Console(file=sys.stderr)
+        self._activity = Activity(self.drawn, self._console)
 
     def began(self, text: str) -> None:
-        """Say how many trials there are, how many were finished before, and where."""
+        """Say how many trials there are, how many were finished before, and where; from now on what runs is shown."""
         print(text, flush=True)
+        if self.total:
+            self._activity.__enter__()
 
     def starts(self, item: Planned) -> None:
         """Hear that a trial is started, or tried again."""
+        self._running[item.trial_id] = (self.label(item), time.monotonic())
+
+    def works(self, item: Planned | None, record: Mapping[str, Any]) -> None:
+        """Hear what the worker of a trial, or of a batch, does (attempt.read_progress)."""
+        self._doing[None if item is None else item.trial_id] = record["text"]
+        if item is None and {"done", "total"} <= record.keys():
+            self._pace.count_traced(record["done"], record["total"], record["text"].startswith("tracing"))
 
     def show(self, row: Row, item: Planned) -> None:
         """Count a trial that has come to its end."""
         self.done += 1
+        self._running.pop(item.trial_id, None)
+        self._doing.pop(item.trial_id, None)
+        if item.trial is not None:
+            self._pace.count_row()
         kind = row["outcome"]
         self.counts["failed" if outcome.is_verdict(kind) and not outcome.is_answer(kind) else kind] += 1
 
@@ -66,32 +86,34 @@ class Progress:
         return f"[{self.done}/{self.total}] {row['outcome']:<9} {result}"
 
     def left(self) -> str:
-        """The time that the others will take, if they are as these."""
-        began, before = self._since
-        if self.done == before:
-            return "?"
-        return duration((time.monotonic() - began) / (self.done - before) * (self.total - self.done))
+        """The time that the others will take, with what is still to be traced for them."""
+        seconds = None if self.batches else self._pace.seconds_left(self.total - self.done)
+        return "unknown" if seconds is None else duration(seconds)
 
-    def tracing(self, done: int, of: int) -> None:
-        """Hear that of the points that predictions rest on, so many are traced: what comes after it takes less time."""
-        if done < of:
-            self._since = (time.monotonic(), self.done)
+    def drawn(self) -> RenderableType:
+        """What runs, in a line."""
+        running = [" · ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
+        doing = self._doing.get(None) or (running or ["predicting"])[0]
+        more = f" and {len(running) - 1} more" if len(running) > 1 else ""
+        passed = duration(time.monotonic() - self._began)
+        return f"[{self.done}/{self.total}] {doing}{more} · ETA {self.left()} ({passed})"
 
     def note(self, text: str) -> None:
         """Answer what the user asks for meanwhile; from within a signal's handler."""
         signals.to_stderr(text)
 
     def close(self) -> None:
-        """Say of each card that fails what to do."""
+        """Nothing runs any more. Say of each card that fails what to do."""
+        self._activity.__exit__()
         for said in self.cards:
             print(said, flush=True)
 
 
 class Lines(Progress):
-    """For a log: a line for each finished trial, of many predictions for each tenth and failure; one for tracing."""
+    """For a log: a line for each finished trial, of many predictions for each tenth and failure; on stderr what runs,
+    where nothing was said for a while."""
 
     tenths = 0
-    traced = -1
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line if there is something to say."""
@@ -101,13 +123,9 @@ class Lines(Progress):
         elif 10 * self.done // self.total > self.tenths:
             self.tenths = 10 * self.done // self.total
             print(f"[{self.done}/{self.total}] {self.text()}", flush=True)
-
-    def tracing(self, done: int, of: int) -> None:
-        """Print it where more than before are to be traced."""
-        super().tracing(done, of)
-        if done < of and of > self.traced:
-            self.traced = of
-            print(f"tracing {done} of {of} points", flush=True)
+        else:
+            return
+        self._activity.postpone()
 
     def text(self) -> str:
         """The counts in words."""
@@ -118,39 +136,21 @@ class Lines(Progress):
 class Region(Progress):
     """Lines, and below them a live region: a bar, what came out so far, what runs.
 
-    It is drawn anew once a second and when a row comes, by a thread: nothing in it is asked of the workers.
+    It is drawn anew now and then and when a row comes, by a thread: nothing in it is asked of the workers.
     """
 
+    _note = ""
+
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
-        super().__init__(total, of)
-        self._console = console or Console()
-        self._running: dict[str, tuple[str, float]] = {}
-        self._note, self._traced = "", ""
-        self._live = Live(console=self._console, get_renderable=self.drawn, refresh_per_second=1, transient=True)
-
-    def began(self, text: str) -> None:
-        """Say it, above the region."""
-        super().began(text)
-        self._live.start()
-        escape_others()  # Rich has taken the streams over, until the region is gone
-
-    def starts(self, item: Planned) -> None:
-        """It runs from now on."""
-        self._running[item.trial_id] = (self.label(item), time.monotonic())
+        super().__init__(total, of, console or Console())
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line above the region."""
         super().show(row, item)
-        self._running.pop(item.trial_id, None)
         if (line := self.line(row, item)) is not None:
             self._console.print(Text(line, style="" if outcome.is_answer(row["outcome"]) else "red"))
         if not self.many:
-            self._live.refresh()
-
-    def tracing(self, done: int, of: int) -> None:
-        """Say it while it lasts."""
-        super().tracing(done, of)
-        self._traced = f"tracing {done} of {of} points" if done < of else ""
+            self._activity.look()
 
     def note(self, text: str) -> None:
         """Show it in the region from now on: nothing is written here."""
@@ -158,11 +158,10 @@ class Region(Progress):
 
     def close(self) -> None:
         """The region goes; what came out stays, in a line."""
-        self._live.stop()
+        super().close()
         if self.done:
             came = " · ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
             print(f"{self.done} of {self.total} in {duration(time.monotonic() - self._began)}: {came}", flush=True)
-        super().close()
 
     def drawn(self) -> RenderableType:
         """What there is to see now."""
@@ -173,10 +172,13 @@ class Region(Progress):
             f"{self.done}/{self.total}", " · ".join(f"{n} {kind}" for kind, n in counts.items()), f"ETA {self.left()}",
         )  # fmt: skip
         parts: list[RenderableType] = [head, *(Text(said, style="red") for said in self.cards)]
-        if self._traced:
-            parts.append(self._traced)
-        running, now = list(self._running.values()), time.monotonic()
-        parts += [Text(f"▸ {label} · {duration(now - since)}", style="bold") for label, since in running[:RUNNING]]
+        if doing := self._doing.get(None):
+            parts.append(doing)
+        running, now = list(self._running.items()), time.monotonic()
+        parts += [
+            Text(" · ".join(filter(None, [f"▸ {label}", self._doing.get(key), duration(now - since)])), style="bold")
+            for key, (label, since) in running[:RUNNING]
+        ]
         if len(running) > RUNNING:
             parts.append(f"  and {len(running) - RUNNING} more")
         if self._note:
@@ -202,10 +204,3 @@ def describe_result(row: Row) -> str:
         if row.get(name) is not None:
             return ", ".join([*parts, f"{sign}{row[name]:,.0f} tokens/s"])
     return ", ".join(parts)
-
-
-def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

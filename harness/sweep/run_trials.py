@@ -75,7 +75,7 @@ def run(
             what = f"the system refused something that the sweep needs: {error}"
         raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
     except KeyboardInterrupt as stop:
-        print("interrupted; every finished row is kept, the same command goes on from here", file=sys.stderr)
+        print("interrupted; every finished row is kept: rerun the same command to resume", file=sys.stderr)
         if settings.report and isinstance(stop, Finished):
             report(folder)
         raise Interrupted(interrupts.status, at_once=not isinstance(stop, Finished)) from None

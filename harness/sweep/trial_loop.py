@@ -61,7 +61,9 @@ def run_all(
     for item in impossible:
         progress.show(done[item.trial_id], item)
     left = [p for p in todo if dominators is None or dominators.reason(p) is None]
-    for batch in batch_prediction.batches(left).values():
+    batches = list(batch_prediction.batches(left).values())
+    for number, batch in enumerate(batches, 1):
+        progress.batches = len(batches) - number
         if allowed := [item for item in batch if budget.allows(item, time.monotonic()) is None]:
             with interrupts.finishing():
                 done |= batch_prediction.run(
@@ -88,7 +90,8 @@ def run_all(
                     progress.starts(item)
                     before, seconds = (tried[item.trial_id], tries[item.trial_id]), interrupts.bound(settings.timeout_s)
                     own = settings if seconds == settings.timeout_s else replace(settings, timeout_s=seconds)
-                    running.start(item, places, partial(run_trial, item, own, folder, journal, launcher, *before))
+                    job = partial(run_trial, item, own, folder, journal, launcher, *before)
+                    running.start(item, places, partial(job, hear=partial(progress.works, item)))
                 if not running:
                     break
                 item, row = running.wait()

@@ -15,6 +15,7 @@ from pathlib import Path
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import GIB
 from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.activity import duration
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
 from vramsweep.harness.rows.journal import files, read
@@ -23,7 +24,6 @@ from vramsweep.harness.sweep import scheduler
 from vramsweep.harness.sweep.budget import Budget, Expected
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
-from vramsweep.harness.sweep.progress import duration
 from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_trials
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.sweep.time_limit import duration_words

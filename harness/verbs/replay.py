@@ -15,6 +15,7 @@ from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.settings_grid import grid, rank, saving
 from vramsweep.harness.files.outputs import refuse_input
 from vramsweep.harness.messages import units
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.process.interpreter import draw_page
@@ -27,14 +28,16 @@ def main(argv: Sequence[str]) -> int:
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
     if args.figure is not None:
         refuse_input(args.figure, Path(args.file))
-    result = what_if(
-        Path(args.file),
-        settings,
-        memory_limit=limit,
-        recorded_limit=args.recorded_limit,
-        device=args.device,
-        max_bytes=args.max_file_size,
-    )
+    with Activity("reading the recording") as activity:
+        result = what_if(
+            Path(args.file),
+            settings,
+            memory_limit=limit,
+            recorded_limit=args.recorded_limit,
+            device=args.device,
+            max_bytes=args.max_file_size,
+            hear=activity.update,
+        )
     if args.search:
         result = replace(result, rows=(result.rows[0], *rank(result.rows[1:])))
     if args.json:

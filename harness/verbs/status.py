@@ -21,6 +21,7 @@ from rich.text import Text
 
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages import units
+from vramsweep.harness.messages.activity import duration
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
@@ -32,7 +33,6 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.batch_prediction import together
-from vramsweep.harness.sweep.progress import duration
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows
 
 RECENT = 20  # trials that the rate is that of

@@ -6,6 +6,7 @@ Not covered: how a trace is kept, and which trials share it (trace_cache.py).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.predict import mask_facts
+from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -34,8 +36,10 @@ class Runner(Protocol):
 class TraceMeter:
     """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
 
-    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+    def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
+        self._say = partial(result_file.progress, folder)
+        self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's beginning")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
 
@@ -44,6 +48,7 @@ class TraceMeter:
         self.tracer.built()
 
     def step_begin(self) -> None:
+        self._say(f"tracing step {self.index + 1} of {self.trial.steps()}")
         self.tracer.in_step = True
         self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
@@ -70,7 +75,7 @@ def trace_trial(
     `tracer` is a plain one unless given.
     """
     tracer = tracer or Tracer(card.capability)
-    meter = TraceMeter(trial, tracer)
+    meter = TraceMeter(trial, tracer, folder)
     build.prepare(trial)
     try:
         with (

@@ -16,7 +16,7 @@ from typing import Any
 
 from vramsweep.harness.files import redaction
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.process.worker_files import ANSWER, RESULT
+from vramsweep.harness.process.worker_files import ANSWER, PROGRESS, RESULT
 
 # Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
 ENDED_EARLY = 80
@@ -39,6 +39,12 @@ def answer(folder: Path, found: Any) -> None:
     aside = folder / f"{ANSWER}.{os.getpid()}"
     aside.write_text(json.dumps(found))
     aside.rename(folder / ANSWER)
+
+
+def progress(folder: Path, text: str, **numbers: int | None) -> None:
+    """Say what this process does from now on (attempt.read_progress); a full disk is for others to find out."""
+    with contextlib.suppress(OSError), (folder / PROGRESS).open("a") as records:
+        records.write(json.dumps({"text": text} | numbers) + "\n")
 
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:

@@ -21,7 +21,7 @@ from typing import Any
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.process.waiting import readable
-from vramsweep.harness.process.worker_files import RESULT, STEPS
+from vramsweep.harness.process.worker_files import RESULT
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import trace_cache, user_cache
@@ -48,6 +48,9 @@ class Tracer:
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
+    families: int = 0  # that there are, `known` of which are traced; `alone` have one point, and are traced first
+    known: int = 0
+    alone: int = 0
     here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
     preload: Sequence[str] = ()  # modules that tracing needs
 
@@ -147,8 +150,12 @@ class Tracer:
     def _say(self, more: int) -> None:
         """Leave a record of how far it is, for the parent."""
         self.of += more
-        with (self.folder / STEPS).open("a") as records:
-            records.write(json.dumps({"traced": self.traced, "of": self.of}) + "\n")
+        self.tell(f"tracing: {self.traced} of {self.of} done")
+
+    def tell(self, text: str) -> None:
+        """Leave a record of what is done now, and how many families are traced."""
+        done = max(self.known, min(self.traced, self.alone))
+        result_file.progress(self.folder, text, done=done, total=self.families)
 
 
 def import_makers(modules: Iterable[str]) -> None:

@@ -40,12 +40,17 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
         for vary in (False, True)
     )
-    tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
-    alone = [next(iter(family.values())) for family in fixed.values() if len(set(map(point, family.values()))) == 1]
-    tracer.trace(alone)  # all at once; the others know better which of their points to trace
+    preload = preload_of(next(iter(trials.values())))
+    alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
+    others = [*(family for family in fixed.values() if family not in alone), *varying.values()]
+    tracer = Tracer(folder, spec["timeout_s"], preload=preload, families=len(alone) + len(others), alone=len(alone))
+    tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in (*fixed.values(), *varying.values()):
-        _answer_family(family, predictor.trace_family(family, tracer), files, spec["timeout_s"])
+    for family in (*alone, *others):
+        known = predictor.trace_family(family, tracer)
+        tracer.known += 1
+        tracer.tell("predicting")
+        _answer_family(family, known, files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
 
@@ -84,6 +89,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
+    result_file.progress(folder, "replaying its allocations")
     predicted = known.predict(trial)
     assert predicted is not None  # else tracing had raised
     # as a worker leaves its steps: the last phase of the replay is where memory ran out

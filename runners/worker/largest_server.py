@@ -40,6 +40,7 @@ from vramsweep.runners.worker.batch_server import Trials, families, preload_of
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 POINTS = 1024  # whose sizes are worked out at once
+SAID = 64  # trials between two words on how far it is
 CHUNK = 8  # points that one process looks at
 
 
@@ -88,7 +89,10 @@ def _of_group(
         own = {name: on(traced[0], _capability(settings[name])) for name in asked}
         return {name: need(own[name], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
 
+    replayed = 0
+
     def evaluate(surveys: Mapping[int, Asked]) -> dict[int, dict[int, dict[str, RequiredBytes]]]:
+        nonlocal replayed
         [asked] = surveys.values()
         known.trace([trials[number] for number in asked])
         points = list(asked.items())
@@ -98,8 +102,10 @@ def _of_group(
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
             for chunk, place in zip(chunks, places, strict=True)
         ]
-        for _ in forked(jobs, at_once()):
-            pass
+        for done, _ in enumerate(forked(jobs, at_once())):
+            some = replayed + min(CHUNK * done, len(points))
+            result_file.progress(tracer.folder, f"replaying: {some:,} of at most {len(trials):,} trials")
+        replayed += len(points)
         return {0: dict(_read(places))}
 
     survey = Survey(_floors(settings, trials, known), cards, every, math.inf if every else MOST)
@@ -118,6 +124,8 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
         least: dict[int, float | None] = {size: found[number] for size, found in together.items() if number in found}
         traced = None if least else known.at(one)
         if not least:
+            if number % SAID == 0:
+                result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
             least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
             full = traced is not None and _host_full(traced[0], trial)

@@ -50,6 +50,7 @@ def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace:
         found = trace_cache.load_trace(trial, card, traces)
     else:
         found = trace_cache.load_or_trace(trial, card, folder, traces)
+    result_file.progress(folder, "replaying its allocations")
     return None if found is None else QUESTIONS[question](found[0], trial)
 
 

@@ -1,0 +1,89 @@
+"""What a command is doing, for whoever waits longer than two seconds: on stderr, as stdout is for answers.
+
+On a terminal it is drawn anew and goes away; elsewhere it is a line after `FIRST_S`, then every `NEXT_S`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from rich.console import RenderableType
+from rich.live import Live
+
+from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.terminal import Unwritten, escape_others, escape_text
+
+FIRST_S, NEXT_S = 2.0, 10.0  # until the first line of a log, and between two
+LOOK_S = 0.5  # between two looks at what there is to show
+
+
+class Activity(contextlib.AbstractContextManager["Activity"]):
+    """Shows what is being done while the block lasts, by a thread, as most who wait are blocked. A text is shown with
+    the time that has passed, by `clock` in seconds; what a function returns as it is."""
+
+    def __init__(
+        self,
+        doing: str | Callable[[], RenderableType],
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._doing, self._clock, self._began = doing, clock, clock()
+        self._due = self._began + FIRST_S
+        self._console, self._over = console or Console(file=sys.stderr), threading.Event()
+        self._thread = threading.Thread(target=self._keep_looking, daemon=True)
+        # what is printed meanwhile goes above it, but not from a file or a pipe into the terminal
+        self._live = Live(
+            console=self._console, get_renderable=self.drawn, auto_refresh=False, transient=True,
+            redirect_stdout=sys.stdout.isatty(), redirect_stderr=sys.stderr.isatty(),
+        )  # fmt: skip
+
+    def __enter__(self) -> Activity:
+        if self._console.redraws:
+            self._live.start(refresh=True)
+            escape_others()  # Rich has taken the streams over, until it is gone
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._thread.is_alive():
+            self._over.set()
+            self._thread.join()
+        self._live.stop()
+
+    def update(self, text: str) -> None:
+        """From now on this is being done."""
+        self._doing = text
+
+    def postpone(self) -> None:
+        """Something else was said just now: the next line can wait."""
+        self._due = self._clock() + NEXT_S
+
+    def drawn(self) -> RenderableType:
+        """What there is to show now."""
+        if not isinstance(self._doing, str):
+            return self._doing()
+        return f"{self._doing} ({duration(self._clock() - self._began)})"
+
+    def look(self) -> None:
+        """Show it: on a terminal anew, else if it is due."""
+        if self._console.redraws:
+            self._live.refresh()
+        elif self._clock() >= self._due:
+            print(escape_text(str(self.drawn())), file=self._console.file, flush=True)
+            self.postpone()
+
+    def _keep_looking(self) -> None:
+        with contextlib.suppress(OSError, ValueError, Unwritten):  # nobody reads it; who prints next is told
+            while not self._over.wait(LOOK_S):
+                self.look()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
