@@ -94,8 +94,9 @@ def test_a_trace_for_which_the_host_is_too_small_fits_no_card(tmp_path: Path) ->
 class Drawn:
     """Traces of some lengths in place of a curve."""
 
-    def __init__(self, traces: dict[int, Trace]) -> None:
+    def __init__(self, traces: dict[int, Trace], folder: Path) -> None:
         self._traces = traces
+        self.tracer = Tracer(folder, 120)
 
     def at(self, one: trial.Trial) -> tuple[Trace, dict[str, Any], str]:
         return (
@@ -114,7 +115,8 @@ class Drawn:
 class Written:
     """Formulas of even lengths in place of a curve."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.tracer = Tracer(folder, 120)
         self.symbolic = SymbolicTrace(
             template=Trace(
                 categories=["parameters", "workspaces", "workspaces", "activations", "temporaries", "activations"],
@@ -136,10 +138,10 @@ class Written:
         return (*self.symbolic.at(where), "written") if self.symbolic.holds(where) else None
 
 
-def test_what_is_asked_for_at_all_points_of_a_formula_is_that_at_each() -> None:
+def test_what_is_asked_for_at_all_points_of_a_formula_is_that_at_each(tmp_path: Path) -> None:
     cards = {gpu: simulated(device={"name": "simulated", "gpu": gpu}) for gpu in ("a100-80gb", "h100-80gb")}
     along = [simulated(seq_len=n) for n in (2, 3, 8, 64, 1000, 4096)]
-    curve = Written()
+    curve = Written(tmp_path)
     found = largest_server._floors(cards, along, curve)  # type: ignore[arg-type]
     for name, card in cards.items():
         for floor, one in zip(found[name], along, strict=True):
@@ -156,7 +158,7 @@ def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> No
     lengths = [16, 64, 128, 192, 256]
     plain = {n: simulated(seq_len=n, micro_batch=16) for n in lengths}
     card = A100
-    curve = Drawn({n: make_trace.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()})
+    curve = Drawn({n: make_trace.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()}, tmp_path)
     middle = peak(curve.at(plain[128])[0])["reserved"]
     share = f"per_process_memory_fraction:{middle / gpu_lookup.memory_limit(card):.6f}"
     devices = [
