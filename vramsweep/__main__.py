@@ -76,7 +76,7 @@ def _main(words: list[str]) -> int:
         if verb is not None and verb.settings:
             rest, notes = typed_words.understand(name, rest, verb.parser())
             if notes:
-                print("; ".join(notes), file=sys.stderr)
+                print(f"note: {'; '.join(notes)}", file=sys.stderr)
         status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something
