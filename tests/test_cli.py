@@ -72,7 +72,7 @@ def test_options_of_a_runner_and_a_free_allocator_text(cli: Cli) -> None:
     assert "nonsense" in str(bad["reason"])
 
 
-MODELS = "allowed: " + ", ".join(sorted(path.stem for path in (ROOT / "conf" / "model").glob("*.yaml")))
+MODELS = f"lists all {len(list((ROOT / 'conf' / 'model').glob('*.yaml')))}"
 # What is typed after `sweep`, and what must be in the answer, in this order.
 MISTAKES: dict[str, tuple[str, ...]] = {
     **{typed: tuple(part.replace("{MODELS}", MODELS) for part in said) for typed, *said in cases("sweep_mistakes")},
@@ -116,7 +116,7 @@ def test_a_trial_that_can_run_beside_one_that_cannot(cli: Cli) -> None:
 
 def test_hydra_s_own_traceback_is_there_for_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    assert "Could not find 'model/llama9'" in refusal(Exception, front_door.main, ["sweep", "model=llama9"])
+    assert "Could not override 'protocol.x'" in refusal(Exception, front_door.main, ["sweep", "protocol.x=3"])
 
 
 def test_one_sweep_from_command_to_report(here: Path, cli: Cli) -> None:

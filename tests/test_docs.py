@@ -148,7 +148,9 @@ def test_commands_exist(path: Path) -> None:
             if word.startswith("--") and not knows(verb, word.split("=")[0])
         ]
         for key, value in re.findall(r"(?:^| )\+?([a-z_]+)=(\S*)", " ".join(words)) if verb in HYDRA else ():
-            if key not in keys | set(groups) | {"experiment"} and verb != "run":  # a command may have names of its own
+            if (
+                key not in keys | set(groups) | {"experiment", "gpu"} and verb != "run"
+            ):  # a command may have names of its own
                 wrong.append(f"{said}: {key} is no setting")
             options = set(value.split(",")) - {"auto"}  # of device and sweep: what the machine has
             if key in groups and options - groups[key] and re.fullmatch(r"[a-z0-9_.,-]+", value):

@@ -78,6 +78,12 @@ def _main(words: list[str]) -> int:
         _stands_in_a_folder()
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
             missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
+        if verb is not None and verb.settings:
+            from vramsweep.harness.config import typed_words  # which only settings need
+
+            rest, notes = typed_words.understand(name, rest, verb.parser())
+            if notes:
+                print(f"note: {'; '.join(notes)}", file=sys.stderr)
         status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something

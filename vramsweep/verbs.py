@@ -81,7 +81,7 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
         ("vramsweep sweep model=gpt2 seq_len=512",
-         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc"),
+         "vramsweep sweep model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
@@ -92,7 +92,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
-        ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json"),
+        ("vramsweep plan model=gpt2 seq_len=512,1024,2048", "vramsweep plan sweep=auto model=qwen0.5b --json"),
         HARNESS, settings=True,
     ),
     Verb(
@@ -101,25 +101,25 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
-        ("vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
-         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb"),
+        ("vramsweep predict model=qwen0.5b gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
+         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 gpu=l4-24gb,rtx4090-24gb"),
         HARNESS, "some trials failed, or reserve more than --max-reserved", settings=True,
     ),
     Verb(
         "advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
-        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 device.gpu=rtx2070-8gb",
+        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 gpu=rtx2070-8gb",
          "vramsweep advise --goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"),
         HARNESS, "nothing fits", settings=True,
     ),
     Verb(
         "explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
-        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb",
+        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 gpu=l4-24gb",
          "vramsweep explain results/gpt2-torch-predicted"),
         HARNESS, settings=True,
     ),
     Verb(
         "timeline", PREDICT, "what a predicted step holds from event to event, as a page",
-        ("vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --out step.html",
+        ("vramsweep timeline model=gpt2 seq_len=512 gpu=l4-24gb --out step.html",
          "vramsweep timeline results/gpt2-torch-predicted"),
         HARNESS, settings=True,
     ),
@@ -204,8 +204,8 @@ def overview() -> str:
         lines = [f"  {verb.name:<12}{verb.line}" for verb in VERBS if verb.section == section]
         parts.append("\n".join([section, *lines]))
     parts.append(
-        "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024\n"
-        "  vramsweep predict model=llama3-8b device.gpu=h100-80gb seq_len=512..8192..512"
+        "  vramsweep sweep model=gpt2 seq_len=256,512,1024\n"
+        "  vramsweep predict model=llama3-8b gpu=h100-80gb seq_len=512..8192:512"
     )
     parts.append("vramsweep VERB --help tells more: options, settings, presets, cards; --version prints the version")
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]

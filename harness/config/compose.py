@@ -20,7 +20,7 @@ from hydra._internal.utils import _run_hydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from vramsweep.harness.config import overrides, resolve_config
+from vramsweep.harness.config import overrides, resolve_config, typed_words
 from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.config.resolve_config import Job
 from vramsweep.harness.machine import machine
@@ -54,6 +54,7 @@ class HydraTask:
         """
         try:
             configs = self.plain_values(jobs)
+            _refuse_missing_models(configs)
             if not whole and self.of_cases:
                 raise UserError("a preset of cases is run at once; a sweeper that comes in batches needs one without")
             if not whole:
@@ -76,6 +77,14 @@ class HydraTask:
         """Return the device that `auto` stands for here, and remember that it was asked for."""
         self.session.detected = detect()
         return self.session.detected
+
+
+def _refuse_missing_models(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError for a model that no trial here could read; jobs on other nodes may."""
+    here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
+    for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
+        if path and (missing := typed_words.missing_model(str(path))):
+            raise UserError(missing)
 
 
 @cache
@@ -109,6 +118,7 @@ def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> li
         with overrides.explained(list(args.overrides)):
             if not (args.help or args.hydra_help):
                 overrides.check(args)
+                args.multirun |= not given and overrides.several_trials(args.overrides)
                 args.overrides = _preset(args) + ([f"action={action}"] if action != "run" else [])
             cases, options = (
                 ([], {}) if args.help or args.hydra_help or args.cfg or args.info else _cases(args, session)

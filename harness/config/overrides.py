@@ -36,7 +36,6 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec.trial import RunnerAxis
 
-AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
 
 
@@ -65,7 +64,7 @@ def today(override: str) -> str:
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]
         if not all(stage.isdigit() for stage in stages):
-            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2 (with -m)")
+            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2")
         return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
     if key == "gradient_checkpointing":
         now = {"true": "full", "false": "none"}
@@ -81,9 +80,7 @@ def today(override: str) -> str:
 
 
 def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
-    raise UserError(
-        f"{argument_parser.refusal(parser, message, ['--json', '--all'])}; {parser.prog} --help lists the options"
-    )
+    raise UserError(f"{argument_parser.refusal(parser, message)}; {parser.prog} --help lists the options")
 
 
 def loader(args: argparse.Namespace) -> ConfigLoaderImpl:
@@ -126,6 +123,12 @@ def check(args: argparse.Namespace) -> None:
             raise UserError(suggestions.unquoted_settings(text))
 
 
+def several_trials(words: Sequence[str]) -> bool:
+    """Whether the words are a sweep's, as with -m: a setting has several values, or a preset says them."""
+    parsed = _parsed(words)
+    return any(one.is_sweep_override() or (one.key_or_group == "sweep" and _plain(one) != "none") for one in parsed)
+
+
 def _plain(override: Override | None) -> str | None:
     """What the word says, quoted or not."""
     value = None if override is None else override.value()
@@ -133,7 +136,7 @@ def _plain(override: Override | None) -> str | None:
 
 
 def _allowed(group: str, options: Sequence[str]) -> list[str]:
-    return [*options, *(["auto"] if group in AUTO else [])]
+    return [*options, *(["auto"] if group in settings_reference.AUTO else [])]
 
 
 def _depth(override: str) -> int:
@@ -195,7 +198,8 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     if text.startswith(("Error merging override", "Error in call to target")):  # why is said by what it was raised from
         return f"{text.rstrip(':')}: {next(iter(str(cause).strip().splitlines()), repr(cause))}"
     if isinstance(error, OverrideParseException):
-        return suggestions.describe_unreadable(error.override, options())
+        values = {key: settings_reference.list_options(key) for key in ("sharding", "optimizer")}
+        return suggestions.describe_unreadable(error.override, values | options())
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")
         return suggestions.unknown_option(group, option, _allowed(group, error.options))

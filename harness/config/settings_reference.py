@@ -30,6 +30,7 @@ from vramsweep.harness.sweep.plan import Settings
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
+AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
 _TITLES = {  # sections of conf/config.yaml by how their comment begins
@@ -123,6 +124,17 @@ def values(key: str) -> tuple[str, ...]:
     return ("true", "false") if kind in (bool, "bool") else ()
 
 
+def list_options(key: str) -> list[str]:
+    """What a group or a setting can be, where that is a list."""
+    options = [one.name for group in groups() if group.name == key for one in group.options]
+    return [*(options or values(key)), *(["auto"] if key in AUTO else [])]
+
+
+def is_whole_number(key: str) -> bool:
+    """Whether a setting of a trial is a whole number that a sweep can vary."""
+    return _kind(Trial, key.split(".")) is int
+
+
 def _kind(model: Any, path: list[str]) -> Any:
     """The type of a field, by its path below a model; None where there is none."""
     field = model.model_fields.get(path[0]) if isinstance(model, type) and issubclass(model, BaseModel) else None
@@ -178,7 +190,7 @@ def _read(file: Path, prefix: str = "") -> list[Setting]:
 
 def text() -> str:
     """Settings, groups, presets and cards for a help text, of 100 columns."""
-    parts = ["Settings are KEY=VALUE, and with -m also KEY=A,B or 'KEY=range(1,9)'; options are GROUP=NAME."]
+    parts = ["Settings are KEY=VALUE, KEY=A,B or KEY=1..8 (every one), also --key VALUE; options are GROUP=NAME."]
     for title in _TITLES.values():
         own = [_setting(one) for one in settings() if one.section == title]
         parts.append("\n".join([title, *own]))

@@ -49,7 +49,7 @@ def resolve_gpu(name: str | None, memory_gib: float | None, capability: str | No
     found = replace(gpu_named(name), headroom_gib=headroom_gib)
     if memory_gib is None:
         return found
-    size = f"{memory_gib:g} GiB"
+    size = f"{round(memory_gib, 2) or memory_gib:g} GiB"
     found = replace(found, name=f"{found.name} with {size}", devices=(), memory_gib=memory_gib, reported_mib=None)
     if capability is None:
         return found

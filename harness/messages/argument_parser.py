@@ -25,6 +25,8 @@ FLAGS = (
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
     "--experimental-rerun", "-i", "--info", "--json", "--all",
 )  # fmt: skip
+VALUED = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
+          "--experimental-rerun", "-i", "--info")  # fmt: skip
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -45,19 +47,11 @@ class Parser(argparse.ArgumentParser):
 
     def parse_settings(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """The verb's own options, and the other words: settings, and flags that are Hydra's. Raises UserError."""
-        options, rest = self.parse_known_args(argv)
-        for word in rest:
-            flag = word.partition("=")[0]
-            if re.fullmatch(r"-{1,2}[A-Za-z][\w-]*", flag) and flag not in FLAGS and flag[1:2] not in tuple("cimprs"):
-                self._refuse(f"unrecognized arguments: {flag}", FLAGS)
-        return options, rest
+        return self.parse_known_args(argv)
 
     def error(self, message: str) -> NoReturn:
         """Raises UserError."""
-        self._refuse(message)
-
-    def _refuse(self, message: str, more: Sequence[str] = ()) -> NoReturn:
-        raise UserError(f"{refusal(self, message, more)}; {self.prog} --help lists the options")
+        raise UserError(f"{refusal(self, message)}; {self.prog} --help lists the options")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -68,9 +62,12 @@ class Parser(argparse.ArgumentParser):
 
 def settings_parser(verb: str) -> Parser:
     """The flags of sweep and plan as a parser, for their help: Hydra's own reads them (overrides.py)."""
-    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [GROUP=OPTION ...] [KEY=VALUE ...]")
     parser.add_argument(
-        "-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial"
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="not needed: where a setting has several values, every combination is a trial",
     )
     parser.add_argument("--json", action="store_true", help="plan: one JSON object")
     if verb == "plan":
@@ -85,11 +82,8 @@ def settings_parser(verb: str) -> Parser:
     return parser
 
 
-def refusal(parser: argparse.ArgumentParser, message: str, more: Sequence[str] = ()) -> str:
-    """What argparse says of a mistake, in fewer words and with what was meant; `more` are flags that it does not know.
-
-    Works on anyone's parser: Hydra's too.
-    """
+def refusal(parser: argparse.ArgumentParser, message: str) -> str:
+    """What argparse says of a mistake, in fewer words and with what was meant; on anyone's parser, Hydra's too."""
     message = message.removeprefix("argument ")
     name, found, choices = message.partition(": invalid choice: ")
     called = {
@@ -104,7 +98,7 @@ def refusal(parser: argparse.ArgumentParser, message: str, more: Sequence[str] =
     before, found, rest = message.partition("unrecognized arguments: ")
     if found and not before:  # argparse lists what follows them too
         flags = [word for word in rest.split() if word.startswith("-")]
-        allowed = [flag for flag in (*parser._option_string_actions, *more) if flag.startswith("--")]
+        allowed = [flag for flag in parser._option_string_actions if flag.startswith("--") and flag != "--help"]
         if flags:
             near = suggestions.did_you_mean(flags[0].partition("=")[0], allowed)
             return f"unrecognized arguments: {' '.join(flags)}{near}"

@@ -11,6 +11,12 @@ from vramsweep.harness.messages.errors import UserError
 
 # Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
 OPEN = ("runner.options", "model.config", "versions")
+MOST = 12  # names that a line lists
+SETTINGS = "vramsweep sweep --help-all"
+LISTED_BY = {
+    "verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
+    "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques",
+}  # fmt: skip
 
 
 def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
@@ -39,6 +45,14 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
     return f"; did you mean {near}?" if near else ""
 
 
+def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
+    """What ends a refusal: the guess, then what is allowed, or the command that lists it where that is much."""
+    near, command = did_you_mean(name, allowed), LISTED_BY.get(kind)
+    if command and len(allowed) > MOST:
+        return f"{near or ';'} `{command}` lists all {len(allowed)}"
+    return f"{f'{near} Allowed' if near else '; allowed'}: {', '.join(allowed)}"
+
+
 def did_you_mean_path(path: Path) -> str:
     """As `did_you_mean`, for a file or folder that is not there: what lies beside it."""
     try:
@@ -51,8 +65,7 @@ def did_you_mean_path(path: Path) -> str:
 
 def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object]) -> str:
     """`said` names a `kind` that there is not: what is allowed, and which was meant."""
-    names = list(map(str, allowed))
-    return f"{said}: there is no such {kind}; allowed: {', '.join(names)}{did_you_mean(str(name), names)}"
+    return f"{said}: there is no such {kind}{list_allowed(str(name), list(map(str, allowed)), kind)}"
 
 
 def check_listed(said: str, kind: str, name: object, allowed: Iterable[object]) -> None:
@@ -66,7 +79,7 @@ def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:
     """`model=llama9`: a config group has no such option."""
     names = sorted(set(allowed))
     if not option:
-        return f"{group}= names no {group}; allowed: {', '.join(names)}"
+        return f"{group}= names no {group}{list_allowed('', names, group)}"
     return no_such_value(f"{group}={option}", group, option, names)
 
 
@@ -84,12 +97,14 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     if parent:
         wanted = f"{parent}.{near}" if near else find_closest(name, everywhere)
         what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
-        listed = f"; allowed: {', '.join(names)}" if names else ""
+        listed = f"llowed: {', '.join(names)}" if names else ""
     else:
         wanted = near or find_closest(name, everywhere)
-        what = f"there is no setting {name!r}"
-        listed = "" if wanted else f"; allowed: {', '.join(names)}"
-    return f"{said}: {what}{listed}" + (f"; did you mean {wanted}?" if wanted else "")
+        what, listed = f"there is no setting {name!r}", "" if wanted else f"ll are listed by {SETTINGS}"
+    said = f"{said}: {what}"
+    return (
+        f"{said}; did you mean {wanted}?{listed and f' A{listed}'}" if wanted else f"{said}{listed and f'; a{listed}'}"
+    )
 
 
 def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
@@ -108,11 +123,9 @@ def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> 
 
 
 def several_values(override: str) -> str:
-    """`seq_len=1,2` for a run of one trial."""
+    """`seq_len=1,2` where one configuration is shown (--cfg, --info), or wanted (--run)."""
     key, _, value = override.partition("=")
-    swept = "range(" in value or "choice(" in value or "interval(" in value
-    text = "" if swept else f", or, as one text, {quote_words(key, value)}"
-    return f"{override} has several values: add -m to sweep over them{text}"
+    return f"{override} has several values, and this is of one; give one, or, as one text, {quote_words(key, value)}"
 
 
 def unquoted_settings(override: str) -> str:
@@ -121,7 +134,7 @@ def unquoted_settings(override: str) -> str:
     each = ",".join(f'"{part}"' for part in value.split(","))
     return (
         f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}\n"
-        f"  and to sweep over {value.count(',') + 1} settings, with -m, '{key}={each}'"
+        f"  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
     )
 
 

@@ -52,7 +52,7 @@ def simulated(verb: str, trial: Trial) -> None:
     """Raises UserError for a trial that is measured."""
     if trial.device.name != "simulated":
         raise UserError(
-            f"{verb} is of a predicted step: leave device={trial.device.name} out, device.gpu=NAME says which card; of "
+            f"{verb} is of a predicted step: leave device={trial.device.name} out, gpu=NAME says which card; of "
             "a GPU's own recording (record=true): vramsweep replay FILE --figure OUT.html"
         )
 
@@ -63,11 +63,9 @@ def name_a_trial(words: Sequence[str]) -> bool:
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """Spell out the words of a verb that only predicts: gpu=NAME is device.gpu=NAME, and device=simulated is understood
-    where no other is named."""
+    """Spell out the words of a verb that only predicts: device=simulated is understood where no other is named."""
     given = any(word.partition("=")[0] == "device" for word in words)
-    own = [f"device.{word}" if word.startswith("gpu=") else word for word in words]
-    return own if given else ["device=simulated", *own]
+    return list(words) if given else ["device=simulated", *words]
 
 
 def finished(folder: Path, ids: Sequence[str]) -> list[Row]:

@@ -13,7 +13,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.hardware.gpu_lookup import GPUS
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.spec import command_template, length_distribution, runner_table, version_differences
+from vramsweep.harness.spec import command_template, gpu_names, length_distribution, runner_table, version_differences
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
 
@@ -66,10 +66,7 @@ def _device(trial: Trial) -> Iterator[str]:
 
 def _simulated(trial: Trial) -> Iterator[str]:
     if trial.device.gpu not in {gpu.name for gpu in GPUS}:
-        names = sorted(gpu.name for gpu in GPUS)
-        said = suggestions.no_such_value(f"device.gpu={trial.device.gpu}", "GPU", trial.device.gpu, names)
-        more = "For a GPU that is not listed, say what it has: device.memory_gib=8 device.capability=7.5"
-        yield f"{said} {more}" if said.endswith("?") else f"{said}. {more}"
+        yield gpu_names.unknown_gpu(f"device.gpu={trial.device.gpu}", str(trial.device.gpu))
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
         yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"

@@ -22,7 +22,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.schema import COLUMNS
-from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
+from vramsweep.harness.spec import gpu_names, runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import shards, time_limit
 
@@ -95,10 +95,8 @@ class Settings:
             some = "such as peak_reserved_bytes, peak_allocated_bytes, tokens_per_s or step_median_s"
             columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
             raise UserError(f"objective={self.objective}: {columns}{meant}")
-        cards = [gpu.name for gpu in GPUS]
-        if not isinstance(self.predict, bool) and self.predict not in cards:
-            choices = ("true", "false", *cards)
-            raise UserError(suggestions.no_such_value(f"predict={self.predict}", "card", self.predict, choices))
+        if not isinstance(self.predict, bool) and self.predict not in {gpu.name for gpu in GPUS}:
+            raise UserError(gpu_names.unknown_gpu(f"predict={self.predict} (true, false or a GPU)", str(self.predict)))
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import platform
 import statistics
 import sys
@@ -18,9 +19,11 @@ from types import TracebackType
 from typing import Any
 
 from vramsweep.harness.files import file_names
+from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import signals
 from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.sweep import plan, resume, run_trials, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -82,6 +85,8 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)
         if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
             refuse_invalid(p.reason for p in (batch if self.slurm else resume.reject_too_many_ranks(batch)))
+            if devices == {"cuda"} and not self.slurm and not (self.folder / journal.NAME).exists():
+                _refuse_without_cuda()
         if self.auto and devices == {"simulated"} and not earlier and not self.slurm:
             _refuse_blind_node(settings)
             print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
@@ -157,6 +162,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
             )
         if not self.divisible and (settings.action == "run" or self.suffix is not None):
             raise UserError("cluster= and shard= divide what sweep and run do; leave them out here")
+
+
+def _refuse_without_cuda() -> None:
+    """Raise UserError where no trial could be measured, before a worker is started to find that out."""
+    device, why = machine.choose_device(os.environ)
+    if device != "cuda":
+        raise UserError(f"device=cuda: {why} (`vramsweep doctor`); predict instead, with gpu=h100-80gb for device=cuda")
 
 
 def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:

@@ -7,13 +7,11 @@ Everything else is a sweep's: its words (run_words.py), its rows and folder (run
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from pydantic import BaseModel
-
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
@@ -29,12 +27,11 @@ from vramsweep.harness.verbs import run_words
 
 MIB = 1 << 20
 DETAILS = """\
-It is a sweep with -m and device=simulated. FIRST..LAST and FIRST..LAST..STEP are all whole numbers between,
+It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
 both ends included, also within lists (1..4,8,16). Rows, traces and report are in
 results/MODEL-RUNNER-predicted, or what name= says; the same command goes on where one was interrupted.
 report=false leaves figures and report out."""
 
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
 # What tells no configuration apart: where in it a trial is, and what hangs on other settings.
 _WITHIN = {"seq_len", "repeat", "seed"}
 
@@ -81,7 +78,7 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
     others = [word for word in argv if word.partition("=")[0] != axis]
     for word in argv:
         if word.partition("=")[0] == axis:
-            values = _values(word)
+            values = typed_words.list_numbers(word)
     first = f"{axis}={values[0] if values else 1}"
     from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
 
@@ -152,7 +149,7 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
 
 
 def words(argv: Sequence[str]) -> list[str]:
-    """The same as words of `sweep`. Raises UserError for a range that is none, and for another device."""
+    """The same as words of `sweep`. Raises UserError for another device."""
     for word in argv:
         key, _, value = word.partition("=")
         if key == "device" and value != "simulated":
@@ -160,60 +157,7 @@ def words(argv: Sequence[str]) -> list[str]:
                 f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"
             )
     given = {word.partition("=")[0] for word in argv}
-    return ["-m", *([] if "device" in given else ["device=simulated"]), *map(_spelled, argv)]
-
-
-def _values(word: str) -> list[int]:
-    """The whole numbers of a word such as seq_len=1..2048 or micro_batch=1,2,4..16, in order."""
-    key, _, value = word.partition("=")
-    items = [item.strip() for item in value.split(",")]
-    found = {number for item in items for number in ([int(item)] if item.isdigit() else _span(word, item))}
-    if min(found) < 1:
-        raise UserError(f"{word}: {key} starts at 1")
-    return sorted(found)
-
-
-def _spelled(word: str) -> str:
-    """A word with ranges in Hydra's spelling; others as they are."""
-    key, _, value = word.partition("=")
-    items = [item.strip() for item in value.split(",")]
-    whole = key in whole_numbers()
-    if not (ranges := [item for item in items if _RANGE.fullmatch(item) or (whole and ".." in item)]):
-        return word
-    if not whole:
-        raise UserError(f"{word}: only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}")
-    spans = {item: _span(word, item) for item in ranges}
-    if len(items) == 1:
-        span = spans[items[0]]
-        return f"{key}=range({span.start},{span.stop},{span.step})"
-    return f"{key}={','.join(str(n) for item in items for n in spans.get(item, [item]))}"
-
-
-def _span(word: str, item: str) -> range:
-    if (found := _RANGE.fullmatch(item)) is None:
-        raise UserError(
-            f"{word}: {item} is no range; write FIRST..LAST or FIRST..LAST..STEP, as 1..2048 or 64..2048..64"
-        )
-    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
-    if step < 1:
-        raise UserError(f"{word}: the step of {item} must be 1 or more")
-    if last < first:
-        raise UserError(f"{word}: {item} is empty, as ranges go up; write {last}..{first}")
-    return range(first, last + 1, step)
-
-
-def whole_numbers() -> set[str]:
-    """The settings of a trial that are whole numbers, by their full keys."""
-
-    def under(model: type[BaseModel], prefix: str) -> Iterator[str]:
-        for name, field in model.model_fields.items():
-            kind = field.annotation
-            if kind is int:
-                yield f"{prefix}{name}"
-            elif isinstance(kind, type) and issubclass(kind, BaseModel):
-                yield from under(kind, f"{prefix}{name}.")
-
-    return {key for key in under(Trial, "") if key not in ("repeat", "model.parameters", "model.max_positions")}
+    return ["-m", *([] if "device" in given else ["device=simulated"]), *argv]
 
 
 def show(rows: Sequence[Row]) -> None:

@@ -12,9 +12,8 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
-from itertools import pairwise
 
-from vramsweep.harness.config import compose, overrides
+from vramsweep.harness.config import compose, overrides, typed_words
 from vramsweep.harness.config.reproduce_command import value
 from vramsweep.harness.files import redaction
 from vramsweep.harness.messages.argument_parser import Parser
@@ -37,8 +36,6 @@ allocator's counters. Once the protocol's steps are over it is ended, unless run
 docs/script.md tells more."""
 
 
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-_WHOLE = re.compile(rf"{_QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
 _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
 _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
 
@@ -84,7 +81,10 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
     if "device" not in given:
         device = "cuda" if compose.detect() == "cuda" else "cpu"
         if device == "cpu":
-            print("no usable CUDA device: measuring on device=cpu", file=sys.stderr)
+            print(
+                "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts it for that GPU",
+                file=sys.stderr,
+            )
         found.append(f"device={device}")
     return ["-m", "runner=script", f"runner.command={value(text)}", *found]
 
@@ -94,7 +94,7 @@ def _wrong(
 ) -> Iterator[str]:
     """What is wrong with the words themselves, before anything is made of them."""
     yield from filter(None, map(redaction.secret_problem, [*before, text]))
-    bare = _QUOTED.sub("", text)
+    bare = typed_words.QUOTED.sub("", text)
     if len(command) == 1 and (sign := _SHELL.search(bare)):
         yield f"{sign[0]} is the shell's, and none reads the command; let one: -- bash -c {shlex.quote(text)}"
     mute = set(ours) - {*command_template.UNSAID, *command_template.TOLD, *command_template.NODES}
@@ -117,18 +117,9 @@ def _wrong(
 def _option(word: str) -> str:
     """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
     name, _, typed = word.partition("=")
-    each = () if _FUNCTION.fullmatch(typed) else map(str.strip, _several(typed))
-    several = [one if _QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
+    each = () if _FUNCTION.fullmatch(typed) else map(str.strip, typed_words.split_values(typed))
+    several = [one if typed_words.QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
     return f"+runner.options.{name}={','.join(several)}"
-
-
-def _several(typed: str) -> Iterator[str]:
-    """What stands between the commas; not those in quotes or brackets."""
-    masked, changed = typed, 1
-    while changed:
-        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
-    at = [n for n, sign in enumerate(masked) if sign == ","]
-    return (typed[low + 1 : high] for low, high in pairwise([-1, *at, len(typed)]))
 
 
 def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:

@@ -81,8 +81,8 @@ TECHNIQUES: tuple[Technique, ...] = (
         ("runner", ("deepspeed",), "DeepSpeed's bf16 is just that: use precision=bf16"),
         ("runner", ("trainer",), "the Trainer keeps no master copies; use runner=torch, or precision=bf16, which keeps "
          "the weights themselves in fp32"),
-        ("sharding", _SEVERAL, "the copies are not divided; use sharding=none, or runner=deepspeed "
-         "with precision=bf16, whose copies are")),
+        ("sharding", _SEVERAL, "the copies are not divided; use precision=bf16, as is usual (fp32 shards, arithmetic "
+         "in bf16), or sharding=none, or runner=deepspeed with precision=bf16, whose copies are")),
               source="https://arxiv.org/abs/1710.03740"),
     Technique("precision", "fp8", "fp32 weights, autocast to bf16, and the products of linear layers in float8 "
               "(torchao's dynamic tensorwise scaling; not the output layer, nor layers with a dimension that 16 "

@@ -135,4 +135,6 @@ def test_the_terminal_lists_every_technique(cli: Cli) -> None:
     assert all(f"  {catalog.text(entry.name)}" in shown for entry in TECHNIQUES)
     (optimizer,) = cli.json("techniques", "optimizer")
     assert [value["name"] for value in optimizer["values"]] == list(catalog.values("optimizer"))
-    assert "there is no such setting; allowed: precision" in cli.refuse("techniques", "optimiser")
+    assert "there is no such setting; did you mean optimizer? `vramsweep techniques` lists" in cli.refuse(
+        "techniques", "optimiser"
+    )

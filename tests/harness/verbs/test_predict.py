@@ -14,7 +14,7 @@ from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
-from vramsweep.harness.config import compose
+from vramsweep.harness.config import compose, typed_words
 from vramsweep.harness.config.reproduce_command import CONF
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deterministic
 
 @pytest.mark.parametrize(("word", "spelled"), cases("ranges"))
 def test_ranges_in_hydra_s_spelling(word: str, spelled: str) -> None:
-    assert predict.words([word]) == ["-m", "device=simulated", spelled]
+    assert typed_words.spell_range(word) == spelled
 
 
 def test_the_device_may_be_said() -> None:

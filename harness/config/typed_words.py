@@ -1,0 +1,317 @@
+"""Words as people type them, in the words of conf/: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B,
+seq_len=1..4096. Whatever is no setting is refused here, before Hydra is imported.
+
+Not covered: Hydra's own grammar (overrides.py), which values go together (trial_rules.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+
+from vramsweep.harness.config import settings_reference
+from vramsweep.harness.config.reproduce_command import value
+from vramsweep.harness.files import redaction
+from vramsweep.harness.machine import hub_models
+from vramsweep.harness.messages import suggestions, units
+from vramsweep.harness.messages.argument_parser import FLAGS, VALUED
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import migrations
+from vramsweep.harness.spec import command_template, gpu_names
+
+_ALIASES = """
+adapter=lora           lora=true
+adapter=none           lora=false
+attention              attn_implementation
+checkpointing=full     checkpointing=true
+checkpointing=none     checkpointing=false
+compile=default        compile=true
+compile=none           compile=false
+device.gpu             gpu
+grad_accum             gradient_accumulation_steps
+lora_r                 lora_rank
+micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
+model                  model_name_or_path
+optimizer              optim
+precision              dtype torch_dtype
+precision=bf16         bf16=true precision=bfloat16
+precision=fp16         fp16=true precision=float16 precision=half
+precision=fp32         precision=float32
+quantization=nf4       load_in_4bit=true
+seq_len                block_size context_length max_length max_seq_len max_seq_length seq_length seqlen sequence_length
+sharding               zero zero_stage
+sharding=zero0         sharding=0 sharding=zero-0
+sharding=zero1         sharding=1 sharding=zero-1
+sharding=zero2         sharding=2 sharding=zero-2
+sharding=zero3         sharding=3 sharding=zero-3
+world_size             gpus n_gpus ngpus nproc_per_node num_gpus num_processes
+"""
+# What other tools call a setting, or one value of it, and what it is here: accepted, and said.
+ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for alias in row.split()[1:]}
+# What is no setting, and where it is found.
+ELSEWHERE = {
+    "dry_run": "`vramsweep plan` with the same words shows what would run",
+    **dict.fromkeys(("epochs", "max_steps", "num_steps", "steps"), "protocol.measured_steps=N are the steps measured"),
+}
+_FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*", re.ASCII)
+_SETTING = re.compile(r"[+~]?[A-Za-z_][\w./@:-]*=", re.ASCII)
+_SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
+_FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
+QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_WHOLE = re.compile(rf"{QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command line: the verb's own options, what its command calls a setting, and the settings that were typed.
+
+    `closed`: no files of the user's own add a setting or an option.
+    """
+
+    parser: argparse.ArgumentParser
+    own: Collection[str]
+    settings: Sequence[str] = ()
+    closed: bool = True
+
+
+def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Return the words of a verb in today's words, and what to say of those that are read otherwise than typed.
+
+    The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Raises UserError for
+    what is no setting, no option of a group and no GPU.
+    """
+    at = typed.index("--") if "--" in typed else len(typed)
+    if said := redaction.secrets_problem(list(typed[:at])):
+        raise UserError(said)
+    own = command_template.placeholder_names(" ".join(typed[at:]))
+    pairs = list(_spell_flags(typed[:at], Line(parser, own)))
+    closed = not any(word.partition("=")[0] in ("-cd", "--config-dir") for word in typed[:at])
+    line = Line(parser, own, [word for word, setting in pairs if setting], closed)
+    read = [(word, _read(word, line) if setting else [word]) for word, setting in pairs]
+    words = [spell_range(one) for _, now in read for one in now]
+    notes = [note for word, now in read for note in _notes(word, " ".join(now))]
+    keys = {word.partition("=")[0] for word in words}
+    if verb in ("sweep", "plan", "run") and "device.gpu" in keys and "device" not in keys:
+        words.append("device=simulated")
+        notes.append("gpu= predicts for that GPU (device=simulated); without it the GPU here is measured")
+    return [*words, *typed[at:]], notes
+
+
+def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]:
+    """Yield each word, and whether it is a setting: `--seq-len 512` is seq_len=512. Raises UserError."""
+    options, rest = line.parser._option_string_actions, list(typed)
+    while rest:
+        word = rest.pop(0)
+        flag, equals, text = word.partition("=")
+        follows = bool(rest) and not re.match(r"-{1,2}[A-Za-z]", rest[0]) and not _SETTING.match(rest[0])
+        if not _FLAG.fullmatch(flag):
+            name = None if equals else _name(word, line)
+            if name and follows and not Path(word).exists():
+                raise UserError(f"{word} {rest[0]}: settings are given as KEY=VALUE; write {name}={rest[0]}")
+            if equals and follows and (word + rest[0])[len(word) - 1 : len(word) + 1].count(","):
+                raise UserError(f"{word} {rest[0]}: no space at a comma; write {word}{rest[0]}")
+            yield word, bool(_SETTING.match(word)) and word[0] not in "+~"
+        elif flag in options or flag in FLAGS:
+            yield word, False
+            if follows and not equals and (flag in VALUED if flag in FLAGS else options[flag].nargs != 0):
+                yield rest.pop(0), False
+        elif name := _name(flag.lstrip("-"), line):
+            switch = settings_reference.values(name) == ("true", "false") or f"{name}=true" in ALIASES
+            if not (equals or follows or switch):
+                raise UserError(f"{flag} has no value; write {name}=VALUE")
+            yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
+        elif not flag.startswith("--") and flag[1] in "cimprs":  # Hydra's, with a value in the same word
+            yield word, False
+        else:
+            raise UserError(_unknown(flag.lstrip("-"), f"unrecognized arguments: {flag}", line))
+
+
+@cache
+def _settings() -> frozenset[str]:
+    """Every setting and group, those of earlier versions included."""
+    before = ("gradient_checkpointing", *(f"runner.{name}" for name in (*migrations.MOVED, "zero_stage")))
+    return frozenset({*settings_reference.defaults(), *(one.name for one in settings_reference.groups()), *before})
+
+
+@cache
+def _names() -> frozenset[str]:
+    """Every name that is understood, those of other tools included."""
+    return _settings() | {name.partition("=")[0] for name in ALIASES}
+
+
+def _name(typed: str, line: Line) -> str | None:
+    """Return the setting of this name: the command's own, or ours in any case and with dashes; None for no such."""
+    if typed in line.own or any(f"{typed}.".startswith(f"{place}.") for place in (*suggestions.OPEN, "hydra")):
+        return typed
+    plain = typed.replace("-", "_")
+    return next((name for name in (typed, plain, plain.casefold()) if name in _names()), None)
+
+
+def _unknown(typed: str, said: str, line: Line) -> str:
+    """Say what was probably meant by a name that is no setting and no option: never one of Hydra's options."""
+    name = typed.replace("-", "_").casefold()
+    if name in ELSEWHERE:
+        return f"{said}; {ELSEWHERE[name]}"
+    flags = [flag for flag in line.parser._option_string_actions if flag not in FLAGS or flag in ("--json", "--all")]
+    own = {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
+    near = str(suggestions.find_closest(name, [*own, *sorted(_names())]))
+    meant = own.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
+    guess = "" if meant == "None" else f" did you mean {meant}?"
+    return f"{said};{guess} {line.parser.prog} --help-all lists what can be set"
+
+
+def _read(word: str, line: Line) -> list[str]:
+    """Return a setting in today's words. Raises UserError for one that there is not, or that is given twice."""
+    typed, _, text = word.partition("=")
+    name = _name(typed, line)
+    if name is None and line.closed and re.fullmatch(r"\w+", typed):
+        raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
+    if name is None or typed in line.own or name not in _names():
+        return [word]
+    key = ALIASES.get(name, name)
+    if key == "world_size" != name and re.search("[A-Za-z]", text):  # gpus=8xh100
+        key = "device.gpu"
+    items = [item.strip() for item in split_values(text)]
+    read = [_model(word, item, line) if key == "model" else _value(word, key, item, line) for item in items]
+    (now, *more), values = sorted({one.partition("=")[0] for one in read}), [one.partition("=")[2] for one in read]
+    if more:
+        raise UserError(f"{word}: a folder or a model of the hub is a sweep of its own; leave the built-in ones out")
+    if now not in _settings():
+        raise UserError(f"{word}: allowed is {name}=true, which is {ALIASES[f'{name}=true']}")
+    if now != typed and any(one.startswith(f"{now}=") for one in line.settings):
+        raise UserError(f"{word} is {now}={','.join(values)} by another name, and {now} is given too; leave one out")
+    hub = ["model=hub"] if now == "model.path" != key else []
+    return [*hub, f"{now}={text if values == items else ','.join(values)}"]
+
+
+def _value(word: str, key: str, item: str, line: Line) -> str:
+    """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
+    if alias := ALIASES.get(f"{key}={item.casefold()}"):
+        return alias
+    if key == "model.path" and item.endswith("/config.json"):
+        return f"{key}={item.removesuffix('/config.json')}"
+    plain = bool(re.fullmatch(r"[\w.* -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
+    if key in ("device.gpu", "predict") and plain:
+        found = gpu_names.find_name(item)
+        if found is None and key == "device.gpu":
+            raise UserError(gpu_names.unknown_gpu(word, item))
+        return f"{key}={found or item}"
+    if key in whole_numbers():
+        _refuse_number(word, item)
+    names = settings_reference.list_options(key)
+    same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
+    if same is None and plain and line.closed and any(key == group.name for group in settings_reference.groups()):
+        raise UserError(suggestions.unknown_option(key, item, names))
+    return f"{key}={same or item}"
+
+
+def _model(word: str, item: str, line: Line) -> str:
+    """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
+    files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
+    built_in = None if any(map(files.match, line.settings)) else hub_ids().get(item.casefold())
+    folder = Path(item).parent if item.endswith("config.json") else Path(item)
+    if (folder / "config.json").is_file() and item not in settings_reference.list_options("model"):
+        return f"model.path={value(str(folder))}"
+    if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
+        return f"model.path={value(item)}"
+    return f"model={built_in}" if built_in else _value(word, "model", item, line)
+
+
+@cache
+def hub_ids() -> dict[str, str]:
+    """Return the built-in model of each hub id (in lower case), which the heads of conf/model/*.yaml name."""
+    models = next(group.options for group in settings_reference.groups() if group.name == "model")
+    named = ((one.name, found[1].split(", ")) for one in models if (found := _OF_HUB.search(one.meaning)))
+    return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
+
+
+@cache
+def missing_model(path: str) -> str | None:
+    """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
+    if (why := hub_models.find_problem(path)) is None:
+        return None
+    tails = {hub_id.rpartition("/")[2]: name for hub_id, name in hub_ids().items()}
+    near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
+    more = f"; built in, and close by name: {', '.join(near)}" if near else ""
+    return f"model.path={path}: {why}; give a folder with its config.json, as model=./FOLDER{more}"
+
+
+def _notes(word: str, now: str) -> Iterator[str]:
+    """Yield what to say of a setting that is read otherwise than it was typed; gpu= and device.gpu= are one."""
+    key, _, text = word.partition("=")
+    if key.endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
+        yield f"{text} is {units.gib(text):.1f} GiB"
+    now = now.removeprefix("device.") if key == "gpu" else now
+    if key == "model" and "/" in text and now.startswith("model=") and " " not in now:
+        yield f"{word} is built in, as {now}"
+    elif now != word:
+        yield f"{word} is read as {now}{', on each GPU' if now.startswith('micro_batch=') else ''}"
+
+
+@cache
+def whole_numbers() -> frozenset[str]:
+    """Return the settings of a trial that are whole numbers, by their full keys."""
+    return frozenset(key for key in settings_reference.defaults() if settings_reference.is_whole_number(key))
+
+
+def split_values(text: str) -> Iterator[str]:
+    """Yield what stands between the commas; not those in quotes or brackets."""
+    masked, changed = text, 1
+    while changed:
+        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
+    at = [n for n, sign in enumerate(masked) if sign == ","]
+    return (text[low + 1 : high] for low, high in pairwise([-1, *at, len(text)]))
+
+
+def spell_range(word: str) -> str:
+    """Return a word with ranges in Hydra's spelling; others as they are. Raises UserError for a range that is none."""
+    key, _, text = word.partition("=")
+    items, whole = [item.strip() for item in split_values(text)], key in whole_numbers()
+    spans = [item for item in items if _SPAN.fullmatch(item) or (whole and (".." in item or _FUNCTION.fullmatch(item)))]
+    if not spans or (len(items) == 1 and _FUNCTION.fullmatch(items[0])):
+        return word
+    if not whole:
+        raise UserError(f"{word}: only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}")
+    if len(items) == 1:
+        span = _span(word, items[0])
+        return f"{key}=range({span.start},{span.stop},{span.step})"
+    return f"{key}={','.join(str(n) for item in items for n in (_span(word, item) if item in spans else [item]))}"
+
+
+def list_numbers(word: str) -> list[int]:
+    """Return the whole numbers of seq_len=1..2048 or micro_batch=1,2,4..16, in order. Raises UserError."""
+    key, _, text = word.partition("=")
+    items = [item.strip() for item in split_values(text)]
+    found = {number for item in items for number in ([int(item)] if item.isdigit() else _span(word, item))}
+    if min(found, default=0) < 1:
+        raise UserError(f"{word}: {key} starts at 1")
+    return sorted(found)
+
+
+def _span(word: str, item: str) -> range:
+    if found := _FUNCTION.fullmatch(item):
+        return range(int(found[1]), int(found[2]), int(found[3] or 1))
+    if (found := _SPAN.fullmatch(item)) is None:
+        raise UserError(f"{word}: {item} is no range; write FIRST..LAST or FIRST..LAST:STEP, as 1..2048 or 64..2048:64")
+    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    if step < 1:
+        raise UserError(f"{word}: the step of {item} must be 1 or more")
+    if last < first:
+        raise UserError(f"{word}: {item} is empty, as ranges go up; write {last}..{first}")
+    return range(first, last + 1, step)
+
+
+def _refuse_number(word: str, item: str) -> None:
+    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k."""
+    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
+        write = f"{found[1]}..{found[2]}{found[3] or ''}"
+        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {write}")
+    if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
+        raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")

@@ -1,0 +1,110 @@
+"""What newcomers type by mistake, and what they are told: accepted and said in a line, or refused in a line or two."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Cli, cases
+
+from vramsweep.harness.config import settings_reference, typed_words
+from vramsweep.harness.config.compose import detect
+from vramsweep.harness.machine import hub_models, machine
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.sweep import plan
+from vramsweep.harness.verbs import sweep_command
+
+
+@pytest.fixture(autouse=True)
+def nothing_but_a_cpu(monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """No GPU, no hub, an empty folder."""
+    monkeypatch.setenv("HF_HUB_CACHE", str(here))
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(machine, "visible_gpus", lambda environ: [])
+    monkeypatch.setattr(machine, "gpus", list)
+    detect.cache_clear()
+
+
+@pytest.mark.parametrize(("line", "typed", "status", "said", "unsaid"), cases("mistakes"))
+def test_a_mistake_is_understood_or_named(line: str, typed: str, status: str, said: str, unsaid: str, cli: Cli) -> None:
+    printed = cli.run(*typed.split(), status=int(status))
+    text = printed.out + printed.err
+    place = 0
+    for part in said.split(" | "):
+        assert part in text[place:], text
+    assert not [part for part in unsaid.split(" | ") if part and part in text], text
+    assert len(printed.err.splitlines()) <= 2 and "Traceback" not in text
+    assert not list(Path().rglob("journal.jsonl"))
+
+
+def understood(*words: str, verb: str = "sweep") -> list[str]:
+    return typed_words.understand(verb, words, sweep_command.parser())[0]
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        ("-m --exclusive --runner.options.lr 3 x/y", "-m exclusive=true runner.options.lr=3 x/y"),
+        ("--breaker -1 --config-dir own +a=b ~c -c job", "breaker=-1 --config-dir own +a=b ~c -c job"),
+        ("model=./own/config.json,gpt2-folder", "model=hub model.path='./own',gpt2-folder"),
+        ("bf16=true zero=3 gradient_checkpointing=true", "precision=bf16 sharding=zero3 gradient_checkpointing=true"),
+        ("data='a,b' +GPU=x model.config.Gpu=1", "data='a,b' +GPU=x model.config.Gpu=1"),
+        ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
+    ],
+)
+def test_what_words_are_read_as(typed: str, read: str, here: Path) -> None:
+    for name in ("own", "gpt2-folder"):
+        (here / name).mkdir()
+        (here / name / "config.json").write_text("{}")
+    assert understood(*typed.split()) == read.replace("'./own'", "own").split()
+
+
+def test_what_a_command_calls_its_own_stays_as_it_is() -> None:
+    typed = [
+        "batch_size=8",
+        "max_length=4",
+        "--seq-len",
+        "3",
+        "--",
+        "t.py",
+        "{batch_size}",
+        "{max_length}",
+        "--gpu",
+        "h100",
+    ]
+    assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "seq_len=3", *typed[4:]]
+
+
+def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
+    words = ["model=Qwen/Qwen3-8B", "weights=pretrained"]
+    assert understood(*words) == ["model=hub", "model.path=Qwen/Qwen3-8B", "weights=pretrained"]
+    assert understood(words[0], "data=synthetic") == ["model=qwen3-8b", "data=synthetic"]
+
+
+def test_every_alias_stands_for_what_there_is() -> None:
+    """And hides nothing: no alias is a setting, and each value one that its setting has."""
+    known = {*settings_reference.defaults(), *(group.name for group in settings_reference.groups())}
+    for name, now in typed_words.ALIASES.items():
+        key, _, value = now.partition("=")
+        assert key in known and ("=" in name or name not in known)
+        assert not value or value in settings_reference.list_options(key)
+    assert not typed_words.ALIASES.keys() & {*Trial.model_fields, *plan.SETTINGS}
+
+
+def test_other_words_for_the_same_trials_have_the_same_ids(cli: Cli) -> None:
+    typed = ["--model Qwen/Qwen3-8B --bs 1..2 gpu=H100-80GB dtype=bfloat16", "sweep=cpu model=tiny device=cpu"]
+    ours = ["-m model=qwen3-8b micro_batch=1,2 device=simulated device.gpu=h100-80gb precision=bf16", f"-m {typed[1]}"]
+    for words, same in zip(typed, ours, strict=True):
+        read = [cli.json("plan", *line.split(), "predict=false")["trials"] for line in (words, same)]
+        assert [one["trial_id"] for one in read[0]] == [one["trial_id"] for one in read[1]] and len(read[0]) > 1
+
+
+def test_models_that_are_to_be_had(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    (here / "own").mkdir()
+    assert "has no config.json" in str(hub_models.find_problem("own"))
+    (here / "own" / "config.json").write_text(json.dumps({**TINY["model"]["config"], "model_type": "qwen2"}))
+    assert hub_models.find_problem("own") is None
+    (trial,) = cli.json("plan", "model=own/config.json", "seq_len=8", "predict=false")["trials"]
+    assert trial["trial"]["model"]["path"] == "own"
+    assert "the hub cannot be reached" in str(hub_models.find_problem("some/model"))
