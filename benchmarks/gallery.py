@@ -33,15 +33,15 @@ GPT2 = "vramsweep report results/reference/gpt2-cpu"
 H100 = "vramsweep report results/reference/h100-80gb/rows.jsonl --out h100"
 CARD = "Measured on an NVIDIA H100 80GB HBM3 and predicted for it; versions are [there](h100.md)"
 QWEN = (
-    "vramsweep sweep -m model=qwen0.5b device=simulated device.gpu=l4-24gb seq_len=512,1024,2048,4096 micro_batch=1,4 "
+    "vramsweep sweep model=qwen0.5b gpu=l4-24gb seq_len=512,1024,2048,4096 micro_batch=1,4 "
     "allocator=default,expandable checkpointing=none,full name=qwen"
 )
 LENGTHS = (
-    "vramsweep sweep -m model=gpt2 device=simulated device.gpu=l4-24gb precision=bf16 seq_len=1024 micro_batch=8 "
+    "vramsweep sweep model=gpt2 gpu=l4-24gb precision=bf16 seq_len=1024 micro_batch=8 "
     "\"data='lengths:lognormal(256,0.8)'\" protocol=long allocator=default,expandable,max_split_128 name=lengths"
 )
 COMPARE = "vramsweep compare results/qwen --by checkpointing=none,full --figure compare.svg"
-STEP = "model=gpt2 seq_len=512 micro_batch=8 device=simulated device.gpu=rtx4090-24gb"
+STEP = "model=gpt2 seq_len=512 micro_batch=8 gpu=rtx4090-24gb"
 TIMELINE = f"vramsweep timeline {STEP} --out timeline.html"
 RECORDING = "tests/data/snapshots/silmont2000__b61be4_mem_snapshot.pickle"
 REPLAY = f"vramsweep replay {RECORDING} --allocator expandable_segments:True --figure replay.html"

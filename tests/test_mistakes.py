@@ -92,6 +92,14 @@ def test_every_alias_stands_for_what_there_is() -> None:
     assert not typed_words.ALIASES.keys() & {*Trial.model_fields, *plan.SETTINGS}
 
 
+def test_other_words_for_the_same_trials_have_the_same_ids(cli: Cli) -> None:
+    typed = ["--model Qwen/Qwen3-8B --bs 1..2 gpu=H100-80GB dtype=bfloat16", "sweep=cpu model=tiny device=cpu"]
+    ours = ["-m model=qwen3-8b micro_batch=1,2 device=simulated device.gpu=h100-80gb precision=bf16", f"-m {typed[1]}"]
+    for words, same in zip(typed, ours, strict=True):
+        read = [cli.json("plan", *line.split(), "predict=false")["trials"] for line in (words, same)]
+        assert [one["trial_id"] for one in read[0]] == [one["trial_id"] for one in read[1]] and len(read[0]) > 1
+
+
 def test_models_that_are_to_be_had(here: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
     (here / "own").mkdir()
     assert "has no config.json" in str(hub_models.find_problem("own"))

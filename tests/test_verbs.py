@@ -56,7 +56,7 @@ def test_help_is_40_lines_of_100_columns_with_examples(verb: Verb, cli: Cli) -> 
 
 @each
 def test_examples_are_what_the_verb_takes(verb: Verb) -> None:
-    known = {*settings_reference.defaults(), *(group.name for group in settings_reference.groups())}
+    known = {"gpu", *settings_reference.defaults(), *(group.name for group in settings_reference.groups())}
     for example in verb.examples:
         name, *typed = words(example)
         assert name == verb.name

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vramsweep import verbs
-from vramsweep.harness.config import typed_words
 from vramsweep.harness.files import bounded_reads, file_names, missing_rows
 from vramsweep.harness.messages import optional_dependencies, suggestions, terminal
 from vramsweep.harness.messages.errors import UserError
@@ -80,9 +79,11 @@ def _main(words: list[str]) -> int:
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
             missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:
+            from vramsweep.harness.config import typed_words  # which only settings need
+
             rest, notes = typed_words.understand(name, rest, verb.parser())
             if notes:
-                print("; ".join(notes), file=sys.stderr)
+                print(f"note: {'; '.join(notes)}", file=sys.stderr)
         status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])
         return status
     except ModuleNotFoundError as error:  # an environment of the user's own (VENV=) that lacks something

@@ -84,9 +84,9 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
         ("vramsweep sweep model=gpt2 seq_len=512",
-         "vramsweep sweep -m model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
-         "vramsweep sweep -m sweep=frontier model=qwen0.5b 'seq_len=range(64,8193,64)'",
-         "vramsweep sweep -m model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"),
+         "vramsweep sweep model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
+         "vramsweep sweep sweep=frontier model=qwen0.5b seq_len=64..8192:64",
+         "vramsweep sweep model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
@@ -94,14 +94,14 @@ VERBS: tuple[Verb, ...] = (
         ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
          "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py",
          "vramsweep run --dry-run seq_len=512,1024 -- python train.py --max_len {seq_len}",
-         "vramsweep run device=simulated device.gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"),
+         "vramsweep run device=simulated gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"),
         HARNESS, _FAILED, settings=True,
     ),
     Verb(
         "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
-        ("vramsweep plan -m model=gpt2 seq_len=512,1024,2048", "vramsweep plan -m sweep=auto model=qwen0.5b --json",
-         "vramsweep plan -m model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
-         "vramsweep plan -m model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"),
+        ("vramsweep plan model=gpt2 seq_len=512,1024,2048", "vramsweep plan sweep=auto model=qwen0.5b --json",
+         "vramsweep plan model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
+         "vramsweep plan model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"),
         HARNESS, settings=True,
     ),
     Verb(
@@ -111,22 +111,22 @@ VERBS: tuple[Verb, ...] = (
     Verb(
         "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
         ("vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096",
-         "vramsweep predict model=qwen0.5b device.gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
-         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 device.gpu=l4-24gb,rtx4090-24gb",
+         "vramsweep predict model=qwen0.5b gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
+         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 gpu=l4-24gb,rtx4090-24gb",
          "vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=512,1024"),
         HARNESS, "some trials failed, or reserve more than --max-reserved", settings=True,
     ),
     Verb(
         "advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
-        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 device.gpu=rtx2070-8gb",
-         "vramsweep advise model=llama3-8b seq_len=2048 device.gpu=h100-80gb",
-         "vramsweep advise --accept rounding model=gpt2 seq_len=1024 micro_batch=32 device.gpu=l4-24gb",
+        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 gpu=rtx2070-8gb",
+         "vramsweep advise model=llama3-8b seq_len=2048 gpu=h100-80gb",
+         "vramsweep advise --accept rounding model=gpt2 seq_len=1024 micro_batch=32 gpu=l4-24gb",
          "vramsweep advise --goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"),
         HARNESS, "nothing fits", settings=True,
     ),
     Verb(
         "explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
-        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 device.gpu=l4-24gb",
+        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 gpu=l4-24gb",
          "vramsweep explain model=llama3-8b adapter=lora seq_len=4096",
          "vramsweep explain model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096 --json",
          "vramsweep explain results/gpt2-torch-predicted"),
@@ -134,9 +134,9 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "timeline", PREDICT, "what a predicted step holds from event to event, as a page",
-        ("vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --out step.html",
+        ("vramsweep timeline model=gpt2 seq_len=512 gpu=l4-24gb --out step.html",
          "vramsweep timeline model=llama3-8b adapter=lora seq_len=2048 --out lora.html",
-         "vramsweep timeline model=gpt2 seq_len=512 device.gpu=l4-24gb --json",
+         "vramsweep timeline model=gpt2 seq_len=512 gpu=l4-24gb --json",
          "vramsweep timeline results/gpt2-torch-predicted"),
         HARNESS, settings=True,
     ),
@@ -214,7 +214,7 @@ ALIASES = {"cards": "gpus"}  # names of before
 START = (
     "  vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096  # fits on 8 GPUs?",
     "  vramsweep explain model=gpt2 seq_len=512                                    # what takes memory?",
-    "  vramsweep sweep -m model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
+    "  vramsweep sweep model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
 )
 INTERNAL = ("errors", "draw")  # of the analysis: validate, timeline and replay start them; in no help, and may change
 

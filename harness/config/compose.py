@@ -81,9 +81,9 @@ class HydraTask:
 
 def _refuse_missing_models(configs: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError for a model that no trial here could read; jobs on other nodes may."""
-    here = [one for one in configs if one["cluster"]["name"] == "none" and isinstance(one["model"], Mapping)]
-    for path in sorted({str(one["model"]["path"]) for one in here if one["model"].get("path")}):
-        if missing := typed_words.missing_model(path):
+    here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
+    for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
+        if path and (missing := typed_words.missing_model(str(path))):
             raise UserError(missing)
 
 

@@ -64,7 +64,7 @@ def today(override: str) -> str:
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]
         if not all(stage.isdigit() for stage in stages):
-            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2 (with -m)")
+            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2")
         return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
     if key == "gradient_checkpointing":
         now = {"true": "full", "false": "none"}

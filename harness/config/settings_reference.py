@@ -198,7 +198,7 @@ def _read(file: Path, prefix: str = "") -> list[Setting]:
 
 def text() -> str:
     """Settings, groups, presets and cards for a help text, of 100 columns."""
-    parts = ["Settings are KEY=VALUE, and with -m also KEY=A,B or 'KEY=range(1,9)'; options are GROUP=NAME."]
+    parts = ["Settings are KEY=VALUE, KEY=A,B or KEY=1..8 (every one), also --key VALUE; options are GROUP=NAME."]
     for title in _TITLES.values():
         own = [_setting(one) for one in settings() if one.section == title]
         parts.append("\n".join([title, *own]))

@@ -115,8 +115,8 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             name = None if equals else _name(word, line)
             if name and follows and not Path(word).exists():
                 raise UserError(f"{word} {rest[0]}: settings are given as KEY=VALUE; write {name}={rest[0]}")
-            if equals and follows and word.endswith(","):
-                raise UserError(f"{word} {rest[0]}: no space after the comma; write {word}{rest[0]}")
+            if equals and follows and (word + rest[0])[len(word) - 1 : len(word) + 1].count(","):
+                raise UserError(f"{word} {rest[0]}: no space at a comma; write {word}{rest[0]}")
             yield word, bool(_SETTING.match(word)) and word[0] not in "+~"
         elif flag in options or flag in FLAGS:
             yield word, False
@@ -232,6 +232,7 @@ def hub_ids() -> dict[str, str]:
     return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
 
 
+@cache
 def missing_model(path: str) -> str | None:
     """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
     if (why := hub_models.find_problem(path)) is None:

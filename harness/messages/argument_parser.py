@@ -62,9 +62,12 @@ class Parser(argparse.ArgumentParser):
 
 def settings_parser(verb: str) -> Parser:
     """The flags of sweep and plan as a parser, for their help: Hydra's own reads them (overrides.py)."""
-    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [-m] [GROUP=OPTION ...] [KEY=VALUE ...]")
+    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [GROUP=OPTION ...] [KEY=VALUE ...]")
     parser.add_argument(
-        "-m", "--multirun", action="store_true", help="sweep: every combination of all lists is a trial"
+        "-m",
+        "--multirun",
+        action="store_true",
+        help="not needed: where a setting has several values, every combination is a trial",
     )
     parser.add_argument("--json", action="store_true", help="plan: one JSON object")
     if verb == "plan":

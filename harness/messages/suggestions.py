@@ -134,7 +134,7 @@ def unquoted_settings(override: str) -> str:
     each = ",".join(f'"{part}"' for part in value.split(","))
     return (
         f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}\n"
-        f"  and to sweep over {value.count(',') + 1} settings, with -m, '{key}={each}'"
+        f"  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
     )
 
 

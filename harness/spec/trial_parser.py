@@ -34,6 +34,8 @@ def parse(values: Mapping[str, Any]) -> Trial:
         if where.startswith("versions.") and first["type"] == "string_type":
             raise InvalidTrial(f"{where} = {given} is a number; write a whole version, as 0.14.2") from None
         near = ""
+        if first["type"].startswith("int_") and first["input"] is not None:
+            raise InvalidTrial(f"{where} = {given}: allowed is a whole number") from None
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             near = suggestions.did_you_mean(first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
         raise InvalidTrial(f"{where} = {given}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None

@@ -34,8 +34,8 @@ def run_trial(
     launcher: Launcher,
     tried: int,
     tries: int,
-    hear: Callable[[Mapping[str, Any]], None],
     slot: Slot,
+    hear: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Row:
     """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
 

@@ -96,7 +96,7 @@ class Settings:
             columns = f"allowed is null or a column of numbers, {some} (`vramsweep columns` lists all)"
             raise UserError(f"objective={self.objective}: {columns}{meant}")
         if not isinstance(self.predict, bool) and self.predict not in {gpu.name for gpu in GPUS}:
-            raise UserError(gpu_names.unknown_gpu(f"predict={self.predict}", str(self.predict)))
+            raise UserError(gpu_names.unknown_gpu(f"predict={self.predict} (true, false or a GPU)", str(self.predict)))
         shards.parse(self.shard)
         if self.shards > shards.MOST:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")

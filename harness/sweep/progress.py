@@ -6,6 +6,7 @@ Trials are called by what varies in their sweep (labels.py). Not covered: a swee
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ class Progress:
     `batches` are to be predicted after this one, which nobody knows how long they take.
     """
 
-    def __init__(self, total: int, of: Sequence[Planned] = ()) -> None:
+    def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
         self.total, self.done = total, 0
         self.cards: Sequence[str] = ()
         self.label = Labels(of)
@@ -47,8 +48,9 @@ class Progress:
         self._began, self._pace = time.monotonic(), Pace()
         self._running: dict[str, tuple[str, float]] = {}  # by id: label, and since when
         self._doing: dict[str | None, str] = {}  # what the worker of a trial does, under None that of a batch
-        self._activity = Activity(self.drawn)
         self.counts: Counter[str] = Counter()
+        self._console = console or Console(file=sys.stderr)
+        self._activity = Activity(self.drawn, self._console)
 
     def began(self, text: str) -> None:
         """Say how many trials there are, how many were finished before, and where; from now on what runs is shown."""
@@ -137,10 +139,10 @@ class Region(Progress):
     It is drawn anew now and then and when a row comes, by a thread: nothing in it is asked of the workers.
     """
 
+    _note = ""
+
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
-        super().__init__(total, of)
-        self._console, self._note = console or Console(), ""
-        self._activity = Activity(self.drawn, self._console)
+        super().__init__(total, of, console or Console())
 
     def show(self, row: Row, item: Planned) -> None:
         """Count the row, and print its line above the region."""

@@ -90,8 +90,8 @@ def run_all(
                     progress.starts(item)
                     before, seconds = (tried[item.trial_id], tries[item.trial_id]), interrupts.bound(settings.timeout_s)
                     own = settings if seconds == settings.timeout_s else replace(settings, timeout_s=seconds)
-                    hear = partial(progress.works, item)
-                    running.start(item, places, partial(run_trial, item, own, folder, journal, launcher, *before, hear))
+                    job = partial(run_trial, item, own, folder, journal, launcher, *before)
+                    running.start(item, places, partial(job, hear=partial(progress.works, item)))
                 if not running:
                     break
                 item, row = running.wait()

@@ -42,8 +42,7 @@ DETAILS = """\
 Recommended is what changes least of the result (same, but for rounding, less precision, another training),
 and of those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding
 changed at most, if that fits at all, in steps of 3 %. --accept rounding leaves out what changes more.
-Rows and traces are kept, so the same command is quick the second time. gpu=NAME is short for
-device.gpu=NAME."""
+Rows and traces are kept, so the same command is quick the second time."""
 
 
 def parser() -> Parser:
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"--most {options.most}: allowed is 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
-        raise UserError(f"{other}: advice is from predictions; leave it out, device.gpu=NAME says for which GPU")
+        raise UserError(f"{other}: advice is from predictions; leave it out, gpu=NAME says for which GPU")
     asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
     from vramsweep.harness.config import compose  # and Hydra, which no refusal needs

@@ -69,7 +69,7 @@ def _auto(environ: Mapping[str, str]) -> list[Check]:
         said = f"device=cuda, measured: {why}"
     else:
         card = settings_reference.of_option("device", device)["device.gpu"]
-        said = f"device=simulated, predicted for {card} (device.gpu=NAME for another): {why}"
+        said = f"device=simulated, predicted for {card} (gpu=NAME for another): {why}"
     preset = settings_reference.option("sweep", device)
     return [
         Check("device=auto", "ok" if device == "cuda" else "note", said),

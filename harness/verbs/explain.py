@@ -34,7 +34,7 @@ DETAILS = """\
 Its parts in each phase, the largest tensors with module and operator, and what lies between weights and
 GPU. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
 are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
-in settings device=simulated is understood, and gpu=NAME is short for device.gpu=NAME."""
+in settings device=simulated is understood."""
 
 
 def parser() -> Parser:

@@ -1,7 +1,7 @@
 """A memory regression test for anybody's CI, without a GPU: the fixture `predicted`, for pytest.
 
 def test_fits_a_24_gb_card(predicted):
-    rows = predicted("model=gpt2", "seq_len=512,1024", "micro_batch=8", "device.gpu=rtx4090-24gb")
+    rows = predicted("model=gpt2", "seq_len=512,1024", "micro_batch=8", "gpu=rtx4090-24gb")
     assert all(row["outcome"] == "ok" for row in rows)
 
 def test_takes_no_more_than_it_did(predicted):

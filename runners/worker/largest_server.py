@@ -144,6 +144,8 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
         least: dict[int, float | None] = {size: found[number] for size, found in together.items() if number in found}
         traced = None if least else known.at(one)
         if not least:
+            if number % SAID == 0:
+                result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
             least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
             full = traced is not None and _host_full(traced[0], trial)

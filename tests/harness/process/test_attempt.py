@@ -31,6 +31,7 @@ from vramsweep.harness.rows import process_identity
 from vramsweep.harness.rows.outcome import Evidence, HostMemory, classify, is_retryable
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import plan, resume
+from vramsweep.runners.rank import result_file
 from vramsweep.runners.worker import serve_forks
 
 
@@ -323,6 +324,18 @@ def test_the_worker_sees_the_allocator_setting_and_only_that_name() -> None:
 def test_steps_of_a_killed_worker_are_read_up_to_the_torn_line(tmp_path: Path) -> None:
     (tmp_path / worker_files.STEPS).write_text('{"event": "load"}\n{"step": 0}\n{"st')
     assert attempt.read_steps(tmp_path) == [{"event": "load"}, {"step": 0}]
+
+
+def test_what_a_worker_says_that_it_does(tmp_path: Path) -> None:
+    assert attempt.read_progress(tmp_path) == {"text": "importing torch"}  # before it says anything
+    result_file.progress(tmp_path, "tracing step 1 of 3")
+    result_file.progress(tmp_path, "tracing: 1 of 4 done", done=0, total=2)
+    place = tmp_path / worker_files.PROGRESS
+    place.write_text(place.read_text() + '{"text": 7}\n[]\n{"text": "tracing: 2 o')
+    assert attempt.read_progress(tmp_path) == {"text": "tracing: 1 of 4 done", "done": 0, "total": 2}
+    place.write_text('{"text": "x", "done": "1", "total": true}\n')
+    assert attempt.read_progress(tmp_path) == {"text": "x"}
+    result_file.progress(tmp_path / "gone", "x")  # that there is no room for it is nobody's concern
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,7 @@ def test_a_card_that_is_not_listed_and_a_cpu_have_no_prediction(
     assert remark(True, device={"name": "simulated", "gpu": "l4-24gb"}) is None
     assert remark(True, device={"name": "cuda"}) == "no GPU can be seen here; predict=CARD predicts for one"
     assert remark("l4-24gb", device={"name": "cuda"}) is None
-    assert "predict=t5: there is no such GPU; `vramsweep gpus` lists all" in refusal(UserError, remark, "t5")
+    assert "predict=t5 (true, false or a GPU): there is no such GPU" in refusal(UserError, remark, "t5")
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def test_a_sweep_stops_in_time_and_goes_on(
     """Trials of 10 s for every 100 tokens, on a clock that stands still between them."""
     now = [1000.0]
 
-    def run_trial(item: Planned, settings: Any, folder: Path, book: journal.Journal, *rest: Any) -> Row:
+    def run_trial(item: Planned, settings: Any, folder: Path, book: journal.Journal, *rest: Any, **_: Any) -> Row:
         assert item.trial is not None
         spent = item.trial.seq_len / 10
         now[0] += spent

@@ -121,24 +121,45 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
 def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
     items = planned(*(simulated(card) for card in CARDS))
     lines = Lines(5, items)
-    lines.tracing(0, 3)
     for item in items[:2]:
         lines.show(row(item, peak_allocated_bytes=3 << 20, peak_reserved_bytes=4 << 20), item)
     told = capsys.readouterr().out.splitlines()
-    assert [one.partition(" · oom 0 ")[0] for one in told] == ["tracing 0 of 3 points"] + [
+    assert [one.partition(" · oom 0 ")[0] for one in told] == [
         f"[{n}/5] ok        {card} · 0.0029 GiB allocated, 0.0039 GiB reserved" for n, card in enumerate(CARDS[:2], 1)
     ]
     few = Lines(progress.MANY, items)
     few.show(row(items[0], "crash", reason="killed by signal 9"), items[0])
     for _ in range(9):
         few.show(row(items[1]), items[1])
-    few.tracing(1, 3)
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("[1/50] crash     h100-80gb · killed by signal 9 · oom 0 · failed 1")
     assert told[1].startswith("[5/50] oom 0 · failed 1")
-    assert told[2].startswith("[10/50]") and told[3:] == ["tracing 1 of 3 points"]
+    assert told[2].startswith("[10/50]") and not told[3:]
     Lines(progress.MANY, planned(tiny())).show(row(items[0]), items[0])  # what is measured has a line each
     assert capsys.readouterr().out.startswith("[1/50] ok ")
+
+
+def test_what_runs_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where a log gets a line now and then; on a terminal the region has it."""
+    items = planned(*(simulated(card) for card in CARDS))
+    lines, region = Lines(5, items), Region(5, items, Console(width=100))
+    for one in (lines, region):
+        one.works(None, {"text": "tracing: 1 of 3 done", "done": 0, "total": 1})
+    assert lines.drawn() == "[0/5] tracing: 1 of 3 done · ETA unknown (0:00)"
+    assert "tracing: 1 of 3 done" in text(region, 100)
+    for one in (lines, region):
+        one.works(None, {"text": ""})
+        one.starts(items[0])
+        one.starts(items[1])
+        one.works(items[0], {"text": "tracing step 2 of 3"})
+    assert lines.drawn() == "[0/5] h100-80gb · tracing step 2 of 3 and 1 more · ETA unknown (0:00)"
+    assert text(region, 100)[-2:] == ["▸ h100-80gb · tracing step 2 of 3 · 0:00", "▸ a100-80gb · 0:00"]
+    lines.show(row(items[0]), items[0])
+    assert str(lines.drawn()).startswith("[1/5] a100-80gb · ETA ")
+    lines.batches = 1
+    assert lines.left() == "unknown"  # nobody knows what another batch takes
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1 and err == ""
 
 
 def test_a_file_is_no_terminal_whatever_colours_are_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,6 @@ def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
         assert (longest, first, mark, count) == ("16", "4,096", "≈", "3") and float(per_token) > 0
         assert peak == [format_gib(min(fits)), "to", format_gib(max(fits))]
         assert len(speed.replace(",", "").rstrip("0")) <= 2  # digits of an estimate
-    assert "tracing 0 of " in said.out
     assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
     before = (folder / journal.NAME).read_bytes()
     assert "6 finished before, 0 to do" in cli.run("predict", *words).out

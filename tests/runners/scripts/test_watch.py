@@ -119,7 +119,7 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"precision": "fp17"}, "precision=fp17: there is no such precision; allowed: fp32"),
+        ({"precision": "fp17"}, "precision=fp17: there is no such precision; did you mean fp16? Allowed: fp32"),
         ({"precision": torch.bfloat16}, "precision=torch.bfloat16: there is no such precision; allowed: fp32"),
         ({"seq_len": "abc"}, "seq_len='abc': input should be a valid integer"),
         ({"world_size": 0}, "world_size=0: input should be greater than or equal to 1"),

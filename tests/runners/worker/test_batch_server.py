@@ -16,9 +16,10 @@ from unittest import mock
 import pytest
 import torch
 from conftest import ROOT, TARGETS, tiny
-from traces import A100, SIMULATED
+from traces import A100, SIMULATED, trace_tiny
 
-from vramsweep.harness.process.worker_files import PREDICTIONS
+from vramsweep.harness.process import attempt
+from vramsweep.harness.process.worker_files import PREDICTIONS, PROGRESS
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.symbolic import predictor, trace_family, trace_workers
@@ -182,6 +183,15 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
         assert found[number]["result"]["values"]["trace_basis"] == "traced"
         assert found[number]["duration_s"] > 0
     assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
+    assert attempt.read_progress(folder) == {"text": "predicting", "done": 4, "total": 4}  # families
+
+
+@pytest.mark.slow
+def test_a_trace_says_what_it_does(tmp_path: Path) -> None:
+    trace_tiny(tmp_path, protocol={"measured_steps": 1})
+    told = [json.loads(line)["text"] for line in (tmp_path / PROGRESS).read_text().splitlines()]
+    steps = parsed(protocol={"measured_steps": 1}).steps()
+    assert told == ["building tiny", *(f"tracing step {n} of {steps}" for n in range(1, steps + 1))]
 
 
 def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from vramsweep.runners.predict import predicted_row as simulated_run
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.symbolic import trace_workers
 from vramsweep.runners.symbolic.trace_workers import Tracer
-from vramsweep.runners.trace.trace_data import Trace, on
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
+from vramsweep.runners.trace.trace_data import LT_WORKSPACE, Mark, Trace, cublas_workspace, on
 from vramsweep.runners.worker import largest_server
 
 pytestmark = pytest.mark.deterministic
@@ -93,8 +94,9 @@ def test_a_trace_for_which_the_host_is_too_small_fits_no_card(tmp_path: Path) ->
 class Drawn:
     """Traces of some lengths in place of a curve."""
 
-    def __init__(self, traces: dict[int, Trace]) -> None:
+    def __init__(self, traces: dict[int, Trace], folder: Path) -> None:
         self._traces = traces
+        self.tracer = Tracer(folder, 120)
 
     def at(self, one: trial.Trial) -> tuple[Trace, dict[str, Any], str]:
         return (
@@ -103,8 +105,50 @@ class Drawn:
             "drawn",
         )
 
+    def formulas(self, where: Point) -> None:
+        """They are traces."""
+
     def trace(self, trials: Collection[trial.Trial]) -> None:
         pass
+
+
+class Written:
+    """Formulas of even lengths in place of a curve."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tracer = Tracer(folder, 120)
+        self.symbolic = SymbolicTrace(
+            template=Trace(
+                categories=["parameters", "workspaces", "workspaces", "activations", "temporaries", "activations"],
+                events=[1, 2, 4, 5, -5, 3, -4, 6, -2, -3, -6],
+                marks=[Mark(2, None, "load"), Mark(11, 0, "forward")],
+                streams=[0] * 6, origins=[0] * 6, makers=[("a", "b")],
+            ),
+            formulas=("4096", str(cublas_workspace((8, 0))), str(LT_WORKSPACE), "max(512 * seq_len, 4096)",
+                      "40 * seq_len * seq_len"),
+            sizes=(0, 1, 2, 3, 4, 3), host=(), kernels=(), collectives=(), details={}, varying=(),
+            guards=("seq_len % 2 == 0",), basis="written",
+        )  # fmt: skip
+
+    def formulas(self, where: Point) -> SymbolicTrace | None:
+        return self.symbolic if self.symbolic.holds(where) else None
+
+    def at(self, one: trial.Trial) -> tuple[Trace, dict[str, Any], str] | None:
+        where = Point(one.seq_len, one.micro_batch)
+        return (*self.symbolic.at(where), "written") if self.symbolic.holds(where) else None
+
+
+def test_what_is_asked_for_at_all_points_of_a_formula_is_that_at_each(tmp_path: Path) -> None:
+    cards = {gpu: simulated(device={"name": "simulated", "gpu": gpu}) for gpu in ("a100-80gb", "h100-80gb")}
+    along = [simulated(seq_len=n) for n in (2, 3, 8, 64, 1000, 4096)]
+    curve = Written(tmp_path)
+    found = largest_server._floors(cards, along, curve)  # type: ignore[arg-type]
+    for name, card in cards.items():
+        for floor, one in zip(found[name], along, strict=True):
+            traced = curve.at(one)
+            expected = traced and largest_server.requested(on(traced[0], card.device.card.capability))
+            assert floor == expected, (name, one.seq_len)
+    assert found["a100-80gb"][0] != found["h100-80gb"][0] and found["a100-80gb"][1] is None
 
 
 @pytest.mark.slow
@@ -114,7 +158,7 @@ def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> No
     lengths = [16, 64, 128, 192, 256]
     plain = {n: simulated(seq_len=n, micro_batch=16) for n in lengths}
     card = A100
-    curve = Drawn({n: make_trace.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()})
+    curve = Drawn({n: make_trace.trace_trial(one, card, tmp_path, torch_loop)[0] for n, one in plain.items()}, tmp_path)
     middle = peak(curve.at(plain[128])[0])["reserved"]
     share = f"per_process_memory_fraction:{middle / gpu_lookup.memory_limit(card):.6f}"
     devices = [

@@ -1,0 +1,126 @@
+"""Where the seconds of first answers go: refusals in multiples of `--help`, answers in multiples of one import.
+
+    python benchmarks/first_answers.py [--repeats 3] [--only refusals|answers|phases] [--model llama3-8b]
+
+An import is that of torch and the model's class, in a fresh process of the same run. Every command runs in a fresh
+process: from nothing (an empty cache and results folder), then again. Both are CPU seconds of all its processes, the
+least of the repeats, as a machine may have other work; wall seconds of a command on two quiet cores are fewer. Goals
+are those that were set for each. `phases` says where one explanation's CPU seconds go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULE = (sys.executable, "-m", "vramsweep")
+REFUSED = (
+    "explain nothing", "timeline nothing", "check nothing", "report foo.json", "report nothing", "fit nothing.csv",
+    "prdict", "predict seqlenn=5", "predict model=gpt3 seq_len=512", "predict model=gpt2 precision=bfloat17",
+    "plan -m model=gpt2 seq_len=128, 256", "sweep model=gpt2 dry_run=true",
+)  # fmt: skip
+GOAL_REFUSED, GOAL_AGAIN = 3.0, "2 s"
+ANSWERS = (
+    ("explain model=gpt2", 1.8),
+    ("explain model={model} adapter=lora", 3.0),
+    ("predict model={model} sharding=fsdp2 world_size=8 seq_len=4096 report=false", 3.5),
+    ("predict --largest seq_len model={model} adapter=lora seq_len=1..8192", 8.0),
+    ("advise model={model} adapter=lora seq_len=4096 --most 0", 10.0),
+)
+PHASES = (
+    ("interpreter and front door", "import vramsweep.__main__"),
+    ("what composes settings", "from vramsweep.harness.config import compose"),
+    ("one trial composed", "trial = compose.resolve(['device=simulated', 'model=gpt2'], 'explain').trials[0].trial"),
+    ("what reads and replays a trace", "from vramsweep.runners.worker import query_server"),
+    ("what traces", "from vramsweep.runners.worker import worker; worker.preload('simulated')"),
+    ("one trace", "from vramsweep.runners.predict import trace_cache; from pathlib import Path; import tempfile; "
+     "place = Path(tempfile.mkdtemp()); "
+     "trace, _ = trace_cache.load_or_trace(trial, trial.device.card, place, place / 'traces')"),
+    ("the same, kept", "trace_cache.load_trace(trial, trial.device.card, place / 'traces')"),
+    ("its explanation", "query_server.QUESTIONS['explanation'](trace, trial)"),
+)  # fmt: skip
+
+
+def spend(words: Iterable[str], cwd: Path, statuses: tuple[int, ...] = (0,), **variables: str) -> float:
+    """CPU seconds of a process and of all that it waited for."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"} | variables
+    done = subprocess.run([*words], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    if done.returncode not in statuses:
+        raise SystemExit(f"{' '.join(words)}: status {done.returncode}\n{done.stderr}")
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def least(repeats: int, once: Callable[[], float]) -> float:
+    """The least of some tries."""
+    return min(once() for _ in range(repeats))
+
+
+def show_refusals(repeats: int, folder: Path) -> None:
+    """Print what refusals take, in multiples of `--help`."""
+    (folder / "foo.json").write_text("{}")
+    unit = least(repeats + 2, lambda: spend([*MODULE, "--help"], folder))
+    print(f"\n| refused | x `--help` ({unit:.2f} s) | goal |\n|---|--:|--:|")
+    for text in REFUSED:
+        spent = least(repeats, lambda text=text: spend([*MODULE, *text.split()], folder, (2,)))  # type: ignore[misc]
+        print(f"| `{text}` | {spent / unit:.1f} | {GOAL_REFUSED:g} |", flush=True)
+
+
+def show_answers(repeats: int, folder: Path, model: str) -> None:
+    """Print what answers take, from nothing and asked again, in multiples of the import."""
+    code = "import torch; from transformers import LlamaForCausalLM"
+    unit = least(repeats, lambda: spend([sys.executable, "-c", code], folder))
+    print(f"\n| asked | x import ({unit:.1f} s), from nothing | goal | again, s | goal |\n|---|--:|--:|--:|--:|")
+    for text, goal in ANSWERS:
+        words = [*MODULE, *text.format(model=model).split()]
+        firsts: list[float] = []
+        seconds: list[float] = []
+        for _ in range(repeats):
+            with tempfile.TemporaryDirectory() as place:
+                for spent, again in ((firsts, "first"), (seconds, "again")):
+                    own = Path(place) / again
+                    own.mkdir()
+                    spent.append(spend(words, own, (0, 1), VRAMSWEEP_CACHE=str(Path(place) / "cache")))
+        asked = f"`{text.format(model=model)}`"
+        print(f"| {asked} | {min(firsts) / unit:.1f} | {goal:g} | {min(seconds):.1f} | {GOAL_AGAIN} |", flush=True)
+
+
+def show_phases(folder: Path) -> None:
+    """Print where one explanation's CPU seconds go, all in one process."""
+    code = "import time\nat = time.process_time()\n"
+    for name, step in PHASES:
+        code += f"{step}\nnow = time.process_time(); print(f'| {name} | {{now - at:.2f}} |', flush=True); at = now\n"
+    print("\n| phase of `explain model=gpt2` | CPU s |\n|---|--:|", flush=True)
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "VRAMSWEEP_CACHE": ""}
+    subprocess.run([sys.executable, "-c", code], cwd=folder, env=environ, stderr=subprocess.DEVNULL, check=True)
+
+
+def main() -> None:
+    """Measure and print tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", choices=("refusals", "answers", "phases"))
+    parser.add_argument("--model", default="llama3-8b")
+    options = parser.parse_args()
+    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}")
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        if options.only in (None, "phases"):
+            show_phases(folder)
+        if options.only in (None, "refusals"):
+            show_refusals(options.repeats, folder)
+        if options.only in (None, "answers"):
+            show_answers(options.repeats, folder, options.model)
+
+
+if __name__ == "__main__":
+    main()
