@@ -26,7 +26,7 @@ from vramsweep.harness.sweep.result_table import Line
 
 LOOKED = 200  # configurations that are looked at
 WIDTH = 110  # columns, where the output is no terminal
-ROOM = 14  # lines of the table
+ROOM = 13  # lines of the table
 LEAST = 0.02  # of memory: what a change must save to be told
 UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
 BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")

@@ -6,7 +6,7 @@ From rows alone, so that predictions (harness/verbs/predict.py) and reports (ana
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from statistics import median
@@ -121,32 +121,34 @@ def make_result_table(
     `more` configurations are not among the lines.
     """
     what, narrow = {"seq_len": "length", "micro_batch": "batch"}[axis], width < NARROW
-    longest = {"seq_len": "longest", "micro_batch": "largest"}[axis]
+    longest, first = {"seq_len": "longest", "micro_batch": "largest"}[axis], f"first {what}\nthat does not"
     speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": [line.samples_per_s for line in lines]}
     speed = "samples/s" if not any(speeds["tokens/s"]) and any(speeds["samples/s"]) else "tokens/s"
     columns = {
         f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
         "peak\nGiB": [_peaks(line) for line in lines],
-        f"first {what}\nthat does not": [_digits(line.fails) for line in lines],
+        first: [_digits(line.fails) for line in lines],
         "MiB per\ntoken": [_digits(line.mib_per_token) for line in lines],
         speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
         "rows": [f"{line.rows:,}" for line in lines],
     }
     columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in ("peak\nGiB", speed)}
-    if narrow:
-        columns.pop("rows")
-    taken = sum(max(map(len, (*head.split("\n"), *cells)), default=0) + 1 for head, cells in columns.items())
-    room = max(width - taken - 1, LABEL)
+    widths = {head: 1 + max(map(len, (*head.split("\n"), *cells)), default=0) for head, cells in columns.items()}
+    wanted = max((len(line.label) for line in lines), default=LABEL)
+    for head in ("rows", "MiB per\ntoken", first):  # what is left out first where there is no room
+        if width - sum(widths[one] for one in columns) - 1 < min(wanted, 2 * LABEL):
+            columns.pop(head, None)
+    room = max(width - sum(widths[one] for one in columns) - 1, LABEL)
     table = make_table(("configuration", *columns), numbers=columns)
     table.columns[0].min_width, table.columns[0].max_width = LABEL, room
     heights = accumulate(-(-len(line.label) // room) for line in lines)
     shown = len(lines) if most is None else max(sum(height <= most for height in heights), 1)
     for line, *cells in list(zip(lines, *columns.values(), strict=True))[:shown]:
         table.add_row(line.label, *cells)
-    return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, narrow))
+    return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, columns, narrow))
 
 
-def _explain(lines: Sequence[Line], more: int, axis: str, narrow: bool) -> Iterator[str]:
+def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[str], narrow: bool) -> Iterator[str]:
     """What is left out, what the numbers are, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
@@ -154,7 +156,7 @@ def _explain(lines: Sequence[Line], more: int, axis: str, narrow: bool) -> Itera
     smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
     of = f", at the {smallest} and the {longest} that fits" if any(" to " in _peaks(line) for line in lines) else ""
     told = [f"peak GiB: {' or '.join(known)} per GPU{of}"] if known else []
-    told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * any(line.mib_per_token for line in lines)
+    told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * ("MiB per\ntoken" in columns)
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: the {longest} that was tried fits")
     if told:

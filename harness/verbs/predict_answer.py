@@ -43,7 +43,8 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         for item, row in answered:
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
-        lines = [result_table.summarize_rows(name, own, axis, predicted=True) for name, own in configurations.items()]
+        ordered = sorted(configurations.items(), key=lambda one: _order_key(one[0]))
+        lines = [result_table.summarize_rows(name, own, axis, predicted=True) for name, own in ordered]
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
         console.print(f"\n{common}, predicted\n")
@@ -57,6 +58,11 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         said = shlex.join(["vramsweep", *command]).replace(" device.gpu=", " gpu=")
         console.print(f"  {said}  # {why}", soft_wrap=True)
     return few
+
+
+def _order_key(label: str) -> list[tuple[int, str]]:
+    """By words, and by numbers in their order."""
+    return [(int(word), "") if word.isdigit() else (0, word) for word in label.split()]
 
 
 def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
