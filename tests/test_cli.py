@@ -127,8 +127,8 @@ def test_one_sweep_from_command_to_report(here: Path, cli: Cli) -> None:
     assert done.returncode == 0, done.stderr
     folder = Path("results/one")
     assert "4 trials, 0 finished before, 4 to do" in done.stdout
-    assert "largest     length  MiB per" in done.stdout and "tiny · torch · fp32" in done.stdout
-    assert "1. All that was tried fits: up to 64 tokens." in done.stdout and "2. A token costs" in done.stdout
+    assert "MiB per" in done.stdout and "longest" in done.stdout and "tiny · torch · fp32" in done.stdout
+    assert "1. All that was tried fits: up to 64 tokens." in done.stdout and "64 or more (longest tried)" in done.stdout
     assert f"fits      vramsweep fit {folder}" in done.stdout
     for name in ("journal.jsonl", "rows.csv", "report.html"):
         assert (folder / name).is_file()
