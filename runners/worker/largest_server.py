@@ -39,7 +39,6 @@ from vramsweep.runners.trace.symbolic_trace import Point
 from vramsweep.runners.worker.batch_server import Trials, families
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
-SAID = 64  # trials between two words on how far it is
 CHUNK = 8  # points that one process looks at
 
 
@@ -101,12 +100,13 @@ def _of_group(
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
             for chunk, place in zip(chunks, places, strict=True)
         ]
-        for done, _ in enumerate(forked(jobs, at_once())):
+        for done, _ in enumerate(forked(jobs, at_once()), 1):
             some = replayed + min(CHUNK * done, len(points))
             result_file.progress(tracer.folder, f"replaying: {some:,} of at most {len(trials):,} trials")
         replayed += len(points)
         return {0: dict(_read(places))}
 
+    result_file.progress(tracer.folder, f"adding up what {len(trials):,} trials ask for")
     survey = Survey(_floors(settings, trials, known), cards, every, math.inf if every else MOST)
     drive([survey], evaluate)
     return survey.found()
@@ -117,9 +117,7 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
     None where that is not known before it is traced."""
     floors: dict[str, list[float | None]] = {name: [] for name in settings}
     capabilities = {cublas_workspace(_capability(trial)): _capability(trial) for trial in settings.values()}
-    for number, one in enumerate(trials):
-        if number % SAID == 0:
-            result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
+    for one in trials:
         traced = known.at(one)
         least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
