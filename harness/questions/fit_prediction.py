@@ -83,11 +83,11 @@ def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[
     on, problem = choose_card(settings)
     if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
-    asked = [predictable(p, on) for p in largest[:PREDICTIONS]]
     print(
-        f"predicting memory of {len(asked)} trial(s), for {on.name}; predict=false leaves it out",
+        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false leaves it out",
         file=sys.stderr,
     )
+    asked = [predictable(p, on) for p in largest[:PREDICTIONS]]
     with Activity("predicting"):
         rows = predicted_rows([p for p in asked if p.trial is not None], settings)
     return [_judge(p, labels[p.trial_id], on.name, rows.get(p.trial_id)) for p in asked]

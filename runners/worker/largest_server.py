@@ -39,7 +39,6 @@ from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, fitted, 
 from vramsweep.runners.worker.batch_server import Trials, families, preload_of
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
-SAID = 64  # trials between two words on how far it is
 POINTS = 1024  # whose sizes are worked out at once
 CHUNK = 8  # points that one process looks at
 FEW = 6  # trials of a family whose peaks at their edges are told: each is a replay more
@@ -120,12 +119,13 @@ def _of_group(
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
             for chunk, place in zip(chunks, places, strict=True)
         ]
-        for done, _ in enumerate(forked(jobs, at_once())):
+        for done, _ in enumerate(forked(jobs, at_once()), 1):
             some = replayed + min(CHUNK * done, len(points))
             result_file.progress(tracer.folder, f"replaying: {some:,} of at most {len(trials):,} trials")
         replayed += len(points)
         return {0: dict(_read(places))}
 
+    result_file.progress(tracer.folder, f"adding up what {len(trials):,} trials ask for")
     survey = Survey(_floors(settings, trials, known), cards, every, math.inf if every else MOST)
     drive([survey], evaluate)
     return survey.found()
@@ -139,13 +139,9 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
     host = any(trial.device.node_memory_gib is not None for trial in settings.values())
     together = {} if host else {size: _requested_together(trials, known, size) for size in capabilities}
     for number, one in enumerate(trials):
-        if number % SAID == 0:
-            result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
         least: dict[int, float | None] = {size: found[number] for size, found in together.items() if number in found}
         traced = None if least else known.at(one)
         if not least:
-            if number % SAID == 0:
-                result_file.progress(known.tracer.folder, f"adding up: {number:,} of {len(trials):,} trials")
             least = {size: traced and requested(on(traced[0], capability)) for size, capability in capabilities.items()}
         for name, trial in settings.items():
             full = traced is not None and _host_full(traced[0], trial)
