@@ -26,8 +26,8 @@ SCREENS = {
     "predict_largest": "predict --largest seq_len model=tiny micro_batch=256 device.gpu=t4-16gb precision=fp16",
     "explain": f"explain {GPT2}",
     "explain_does_not_fit": "explain model=gpt2 seq_len=1024 micro_batch=16 device.gpu=a10g-24gb",
-    "advise": "advise model=tiny precision=fp16 seq_len=1024 micro_batch=256 device.gpu=t4-16gb --most 2 "
-    "--accept precision",
+    "advise": "advise model=tiny precision=fp32 seq_len=512 micro_batch=16 device.memory_gib=0.9 device.capability=8.6 "
+    "--most 2 --accept precision",
     "plan_to_measure": "plan -m model=gpt2 seq_len=256,512,1024 micro_batch=1,4 device=cuda predict=h100-80gb "
     "price_per_hour=25",
     "plan_to_predict": "plan -m model=gpt2,qwen0.5b seq_len=256,512,1024 device=simulated price_per_hour=25",
