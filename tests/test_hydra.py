@@ -130,7 +130,7 @@ def test_options_of_hydra_s_may_stand_anywhere(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("words", "texts"),
     [
-        (("--help-all", "model=tiny"), ("vramsweep sweep -m model=gpt2", "  seq_len=512   ", "--config-dir DIR")),
+        (("--help-all", "model=tiny"), ("vramsweep sweep model=gpt2", "  seq_len=512   ", "--config-dir DIR")),
         (("--cfg", "job", "model=tiny"), ("name: tiny",)),
         (("--hydra-help",), ("--multirun", "hydra/launcher")),
         (("--cfg", "job", "seq_len=77"), ("seq_len: 77", "gpu: h100-80gb")),

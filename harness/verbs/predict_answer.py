@@ -52,9 +52,11 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         for note in notes:
             console.print(note)
     console.print(f"\n{fit_text.describe_limit()}")
-    console.print("next:")
     page = {"figures and a page of these rows": ["report", str(folder)]} if few else {}
-    for why, command in {**suggest_next(answered, words), **page}.items():
+    following = {**suggest_next(answered, words), **page}
+    if following:
+        console.print("next:")
+    for why, command in following.items():
         said = shlex.join(["vramsweep", *command]).replace(" device.gpu=", " gpu=")
         console.print(f"  {said}  # {why}", soft_wrap=True)
     return few

@@ -123,7 +123,7 @@ def answer(
         item.trial_id: complete_row(row_builder.axis_columns(item) | columns)
         for item, columns in zip(items, came, strict=True)
     }
-    predict_answer.show_answer(items, rows, words)
+    predict_answer.show_answer(items, rows, words, Path("results/x"))
     return capsys.readouterr().out.splitlines()
 
 
@@ -138,6 +138,7 @@ def test_a_trial_that_fits_has_a_block(capsys: pytest.CaptureFixture[str]) -> No
         "next:",
         "  vramsweep explain model=tiny seq_len=1024  # what uses the memory",
         "  vramsweep predict --largest seq_len model=tiny  # the longest sequence that fits",
+        "  vramsweep report results/x  # figures and a page of these rows",
     ]
 
 
@@ -157,7 +158,8 @@ def test_one_that_does_not_fit_says_what_is_missing_and_what_helps(capsys: pytes
     assert "  unknown: crash: it broke" in said
     assert "  vramsweep advise model=tiny seq_len=64 precision=bf16  # what makes it fit" in said
     # a preset's axes are not the command's words
-    assert not [line for line in answer(capsys, trials, [SIZES, FULL, failed], "sweep=fit-24gb") if "next" in line]
+    said = answer(capsys, trials, [SIZES, FULL, failed], "sweep=fit-24gb")
+    assert said[said.index("next:") :] == ["next:", "  vramsweep report results/x  # figures and a page of these rows"]
 
 
 def test_many_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:

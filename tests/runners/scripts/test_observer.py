@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -25,6 +26,7 @@ Started = Callable[..., Observer]
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Started]:
     every: list[Observer] = []
+    gc.collect()  # tensors of other tests, as every one alive is looked at: one kind runs out of memory when asked
 
     def start(**asked: Any) -> Observer:
         said = {"warmup_steps": 1, "measured_steps": None, "record": False, "stop": False, "job": False}

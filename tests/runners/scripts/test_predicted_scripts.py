@@ -179,7 +179,7 @@ out = "{tmp_path}/" """
         saved = traced(before=before, after=after)
     finally:
         del sys.modules[library.__name__]
-    assert {path.name for path in tmp_path.iterdir()} == {"loop.py", "output", "watch.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"loop.py", "output", "progress.jsonl", "watch.json"}
     assert requests(saved) == requests(traced())
     safetensors.save_file({"a": torch.ones(2)}, tmp_path / "afterwards")
     assert safetensors.load_file(tmp_path / "afterwards")["a"].tolist() == [1, 1]
