@@ -40,7 +40,7 @@ _TITLES = {  # sections of conf/config.yaml by how their comment begins
 }
 COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
              "checkpointing", "allocator")  # fmt: skip
-OWN = "with model=hub those that model.path= names, a folder or a hub's"
+OWN = "a hub id (ORG/NAME), or a folder with config.json"
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def commonest() -> str:
     of = {group.name: tuple(one.name for one in group.options) for group in groups()}
     lines = ["The commonest settings, each with its default, and what it can be:"]
     for key in COMMONEST:
-        one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built in, and {OWN}", of[key])
+        one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built in, {OWN}", of[key])
         text = ", ".join(one.values) if 0 < len(one.values) < 20 else one.meaning
         lines.append(
             f"  {key.removeprefix('device.')}={one.default}".ljust(INDENT)
