@@ -215,7 +215,7 @@ def test_the_report_is_written_once_after_the_last_batch(
     sweeper: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    monkeypatch.setattr(run_words.run_trials, "report", written.append)
+    monkeypatch.setattr(run_words.run_trials, "report", lambda folder, brief: written.append(folder))
     made: list[Launcher] = []
 
     class Counted(Launcher):
@@ -282,7 +282,7 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     assert [path.name for path in (here / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     said = cli.run("plan", *grid).out
     gib = fails["needed_bytes"] / (1 << 30)
-    assert f"predicted to need {gib:,.1f} GiB, the card has" in said
+    assert f"predicted to need {gib:,.1f} GiB, the GPU has" in said
     assert said.splitlines()[-1] == "1 of 2 configurations: the largest trial will run out of memory"
 
 

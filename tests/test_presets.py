@@ -96,7 +96,7 @@ def test_the_command_line_wins_over_a_case(
          "did you mean checkpointing? (in sweep/mine.yaml, case 'model=tiny seq_len=128 checkpointin=none,full "
          "device.gpu=l4-24gb')"),
         ("model=tiny seq_len=128\n", "model='tiny\n", (), "No closing quotation (in sweep/mine.yaml, case"),
-        ("model=tiny seq_len=64", "model=tini seq_len=64", (), "did you mean tiny? (in sweep/mine.yaml, case "
+        ("model=tiny seq_len=64", "model=tini seq_len=64", (), "lists all 40 (in sweep/mine.yaml, case "
          "'model=tini seq_len=64,128')"),
         ("  - model=tiny seq_len=128\n", "  - [model=tiny]\n", (), "sweep/mine.yaml: cases=["),
         ("", "", ("sweep=mine,claims",), "sweep=mine,claims: a preset is a sweep of its own, so one at a time: "),
