@@ -79,7 +79,10 @@ def _main(words: list[str]) -> int:
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
             missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:
-            from vramsweep.harness.config import typed_words  # which only settings need
+            from vramsweep.harness.config import known_words  # light; what follows is not
+
+            known_words.refuse_unknown(f"vramsweep {name}", rest)
+            from vramsweep.harness.config import typed_words
 
             rest, notes = typed_words.understand(name, rest, verb.parser())
             if notes:

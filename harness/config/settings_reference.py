@@ -11,7 +11,6 @@ Not covered: which values go together (trial.py), how words are read (overrides.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import re
 import textwrap
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
+from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, chosen_options, read_option, read_settings
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.rows import schema
 from vramsweep.harness.spec import runner_table, shardings
@@ -28,16 +28,7 @@ from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Settings
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 WIDTH, INDENT = 100, 26
-AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
-_SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
-_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
-_TITLES = {  # sections of conf/config.yaml by how their comment begins
-    "the trial": "The trial",
-    "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
-    "the sweep": "The sweep: nothing here changes what is measured",
-}
 COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
              "checkpointing", "allocator")  # fmt: skip
 OWN = "a hub id (ORG/NAME), or a folder with config.json"
@@ -55,15 +46,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Option:
-    """One GROUP=NAME, a file of conf/GROUP or an entry that needs none; `line` is the first sentence of `meaning`."""
-
-    name: str
-    line: str
-    meaning: str
-
-
-@dataclass(frozen=True)
 class Group:
     """A group: its options, and the settings below it, as the option says them that describes them."""
 
@@ -75,7 +57,7 @@ class Group:
 @cache
 def settings() -> tuple[Setting, ...]:
     """The settings of conf/config.yaml that are no group's, in its order."""
-    return tuple(one for one in _read(CONF / "config.yaml") if one.section in _TITLES.values())
+    return tuple(one for one in _read(CONF / "config.yaml") if one.section in TITLES.values())
 
 
 @cache
@@ -90,12 +72,6 @@ def unwritten() -> dict[tuple[str, str], str]:
 def groups() -> tuple[Group, ...]:
     """The groups of conf/, in the order in which conf/config.yaml chooses of them."""
     return tuple(map(_group, chosen_options()))
-
-
-@cache
-def chosen_options() -> dict[str, str]:
-    """The option that conf/config.yaml chooses of each group."""
-    return dict(re.findall(r"^  - (\w+): (\S+)", (CONF / "config.yaml").read_text(), re.MULTILINE))
 
 
 def every() -> tuple[Setting, ...]:
@@ -158,48 +134,23 @@ def _group(name: str) -> Group:
     for own in sorted(read, key=len, reverse=True):  # the file that says most of its settings says what they are
         found = {one.key: one for one in own} | found
     more = (Option(option, meaning, meaning) for (group, option), meaning in unwritten().items() if group == name)
-    return Group(name, (*map(_option, files), *more), tuple(found.values()))
-
-
-def _option(file: Path) -> Option:
-    head = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
-    meaning = " ".join(line.lstrip("# ") for line in head if not line.startswith("# @package"))
-    first = re.sub(r": `[^`]*`$", "", meaning.partition(". ")[0].rstrip("."))
-    return Option(file.stem, first, meaning)
+    return Group(name, (*map(read_option, files), *more), tuple(found.values()))
 
 
 def _read(file: Path, prefix: str = "") -> list[Setting]:
-    """The settings of a file, with their comments; those of a node below theirs."""
-    whole = "# @package _global_" in file.read_text()
-    found: list[Setting] = []
-    node, section = "", ""
-    for line in file.read_text().splitlines():
-        if line.startswith("# "):
-            section = next((title for begin, title in _TITLES.items() if line[2:].startswith(begin)), section)
-            continue
-        if line.lstrip().startswith("# ") and found:  # goes on with the comment above
-            last = found.pop()
-            found.append(dataclasses.replace(last, meaning=f"{last.meaning} {line.strip()[2:]}".strip()))
-            continue
-        if (match := _LINE.fullmatch(line)) is None:
-            continue
-        if not match["indent"]:
-            node = match["key"] if not match["value"] else ""
-            if match["key"] == "hydra":
-                section = "hydra"
-        key = match["key"] if not match["indent"] else f"{node}.{match['key']}"
-        key = key if whole or not prefix else f"{prefix}.{key}"
-        said = _SAID.fullmatch(match["value"] or "")
-        meaning = match["comment"] or (schema.BY_NAME[key].meaning if key in schema.BY_NAME else "")
-        default = said[1] if said else match["value"] or ""
-        found.append(Setting(key, default, meaning, values(key), section))
-    return found
+    """The settings of a file with what they can be, and what a column of that name says where the file says nothing."""
+    columns = schema.BY_NAME
+    return [
+        Setting(one.key, one.default, one.comment or (columns[one.key].meaning if one.key in columns else ""),
+                values(one.key), one.section)
+        for one in read_settings(file, prefix)
+    ]  # fmt: skip
 
 
 def text() -> str:
     """Settings, groups, presets and cards for a help text, of 100 columns."""
     parts = ["Settings are KEY=VALUE, KEY=A,B or KEY=1..8 (every one), also --key VALUE; options are GROUP=NAME."]
-    for title in _TITLES.values():
+    for title in TITLES.values():
         own = [_setting(one) for one in settings() if one.section == title]
         parts.append("\n".join([title, *own]))
     for group in groups():

@@ -1,5 +1,5 @@
 """Words as people type them, in the words of conf/: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B,
-seq_len=1..4096. Whatever is no setting is refused here, before Hydra is imported.
+seq_len=1..4096. Whatever is no setting is refused before Hydra is imported: most of it in known_words.py.
 
 Not covered: Hydra's own grammar (overrides.py), which values go together (trial_rules.py).
 """
@@ -14,9 +14,9 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
-from vramsweep.harness.config import settings_reference
+from vramsweep.harness.config import conf_files, known_words, settings_reference
+from vramsweep.harness.config.known_words import ALIASES
 from vramsweep.harness.config.reproduce_command import value
-from vramsweep.harness.files import redaction
 from vramsweep.harness.machine import hub_models
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.argument_parser import FLAGS, VALUED
@@ -24,40 +24,6 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import command_template, gpu_names
 
-_ALIASES = """
-adapter=lora           lora=true
-adapter=none           lora=false
-attention              attn_implementation
-checkpointing=full     checkpointing=true
-checkpointing=none     checkpointing=false
-compile=default        compile=true
-compile=none           compile=false
-device.gpu             gpu
-grad_accum             gradient_accumulation_steps
-lora_r                 lora_rank
-micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
-model                  model_name_or_path
-optimizer              optim
-precision              dtype torch_dtype
-precision=bf16         bf16=true precision=bfloat16
-precision=fp16         fp16=true precision=float16 precision=half
-precision=fp32         precision=float32
-quantization=nf4       load_in_4bit=true
-seq_len                block_size context_length max_length max_seq_len max_seq_length seq_length seqlen sequence_length
-sharding               zero zero_stage
-sharding=zero0         sharding=0 sharding=zero-0
-sharding=zero1         sharding=1 sharding=zero-1
-sharding=zero2         sharding=2 sharding=zero-2
-sharding=zero3         sharding=3 sharding=zero-3
-world_size             gpus n_gpus ngpus nproc_per_node num_gpus num_processes
-"""
-# What other tools call a setting, or one value of it, and what it is here: accepted, and said.
-ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for alias in row.split()[1:]}
-# What is no setting, and where it is found.
-ELSEWHERE = {
-    "dry_run": "`vramsweep plan` with the same words shows what would run",
-    **dict.fromkeys(("epochs", "max_steps", "num_steps", "steps"), "protocol.measured_steps=N are the steps measured"),
-}
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*", re.ASCII)
 _SETTING = re.compile(r"[+~]?[A-Za-z_][\w./@:-]*=", re.ASCII)
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
@@ -65,7 +31,6 @@ _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
 QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 _WHOLE = re.compile(rf"{QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
-_OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")
 
 
 @dataclass(frozen=True)
@@ -88,8 +53,6 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
     what is no setting, no option of a group and no GPU.
     """
     at = typed.index("--") if "--" in typed else len(typed)
-    if said := redaction.secrets_problem(list(typed[:at])):
-        raise UserError(said)
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
     closed = not any(word.partition("=")[0] in ("-cd", "--config-dir") for word in typed[:at])
@@ -112,11 +75,6 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
         flag, equals, text = word.partition("=")
         follows = bool(rest) and not re.match(r"-{1,2}[A-Za-z]", rest[0]) and not _SETTING.match(rest[0])
         if not _FLAG.fullmatch(flag):
-            name = None if equals else _name(word, line)
-            if name and follows and not Path(word).exists():
-                raise UserError(f"{word} {rest[0]}: settings are given as KEY=VALUE; write {name}={rest[0]}")
-            if equals and follows and (word + rest[0])[len(word) - 1 : len(word) + 1].count(","):
-                raise UserError(f"{word} {rest[0]}: no space at a comma; write {word}{rest[0]}")
             yield word, bool(_SETTING.match(word)) and word[0] not in "+~"
         elif flag in options or flag in FLAGS:
             yield word, False
@@ -136,35 +94,21 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
 @cache
 def _settings() -> frozenset[str]:
     """Every setting and group, those of earlier versions included."""
-    before = ("gradient_checkpointing", *(f"runner.{name}" for name in (*migrations.MOVED, "zero_stage")))
-    return frozenset({*settings_reference.defaults(), *(one.name for one in settings_reference.groups()), *before})
-
-
-@cache
-def _names() -> frozenset[str]:
-    """Every name that is understood, those of other tools included."""
-    return _settings() | {name.partition("=")[0] for name in ALIASES}
+    return known_words.setting_names() | {f"runner.{name}" for name in (*migrations.MOVED, "zero_stage")}
 
 
 def _name(typed: str, line: Line) -> str | None:
-    """Return the setting of this name: the command's own, or ours in any case and with dashes; None for no such."""
+    """Return the setting of this name: the command's own, one of the open dictionaries, or one that is known."""
     if typed in line.own or any(f"{typed}.".startswith(f"{place}.") for place in (*suggestions.OPEN, "hydra")):
         return typed
-    plain = typed.replace("-", "_")
-    return next((name for name in (typed, plain, plain.casefold()) if name in _names()), None)
+    return typed if typed in _settings() else known_words.find_name(typed)
 
 
 def _unknown(typed: str, said: str, line: Line) -> str:
     """Say what was probably meant by a name that is no setting and no option: never one of Hydra's options."""
-    name = typed.replace("-", "_").casefold()
-    if name in ELSEWHERE:
-        return f"{said}; {ELSEWHERE[name]}"
     flags = [flag for flag in line.parser._option_string_actions if flag not in FLAGS or flag in ("--json", "--all")]
     own = {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
-    near = str(suggestions.find_closest(name, [*own, *sorted(_names())]))
-    meant = own.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
-    guess = "" if meant == "None" else f" did you mean {meant}?"
-    return f"{said};{guess} {line.parser.prog} --help-all lists what can be set"
+    return known_words.describe_unknown(typed, said, line.parser.prog, own)
 
 
 def _read(word: str, line: Line) -> list[str]:
@@ -173,7 +117,7 @@ def _read(word: str, line: Line) -> list[str]:
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w+", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
-    if name is None or typed in line.own or name not in _names():
+    if name is None or typed in line.own or name not in _settings() | known_words.all_names():
         return [word]
     key = ALIASES.get(name, name)
     if key == "world_size" != name and re.search("[A-Za-z]", text):  # gpus=8xh100
@@ -204,7 +148,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
             raise UserError(gpu_names.unknown_gpu(word, item))
         return f"{key}={found or item}"
     if key in whole_numbers():
-        _refuse_number(word, item)
+        known_words.refuse_number(word, item)
     names = settings_reference.list_options(key)
     same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
     if same is None and plain and line.closed and any(key == group.name for group in settings_reference.groups()):
@@ -215,7 +159,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
 def _model(word: str, item: str, line: Line) -> str:
     """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
     files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
-    built_in = None if any(map(files.match, line.settings)) else hub_ids().get(item.casefold())
+    built_in = None if any(map(files.match, line.settings)) else conf_files.hub_ids().get(item.casefold())
     folder = Path(item).parent if item.endswith("config.json") else Path(item)
     if (folder / "config.json").is_file() and item not in settings_reference.list_options("model"):
         return f"model.path={value(str(folder))}"
@@ -225,19 +169,11 @@ def _model(word: str, item: str, line: Line) -> str:
 
 
 @cache
-def hub_ids() -> dict[str, str]:
-    """Return the built-in model of each hub id (in lower case), which the heads of conf/model/*.yaml name."""
-    models = next(group.options for group in settings_reference.groups() if group.name == "model")
-    named = ((one.name, found[1].split(", ")) for one in models if (found := _OF_HUB.search(one.meaning)))
-    return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
-
-
-@cache
 def missing_model(path: str) -> str | None:
     """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
     if (why := hub_models.find_problem(path)) is None:
         return None
-    tails = {hub_id.rpartition("/")[2]: name for hub_id, name in hub_ids().items()}
+    tails = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
     near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
     more = f"; built in, and close by name: {', '.join(near)}" if near else ""
     return f"model.path={path}: {why}; give a folder with its config.json, as model=./FOLDER{more}"
@@ -306,12 +242,3 @@ def _span(word: str, item: str) -> range:
     if last < first:
         raise UserError(f"{word}: {item} is empty, as ranges go up; write {last}..{first}")
     return range(first, last + 1, step)
-
-
-def _refuse_number(word: str, item: str) -> None:
-    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k."""
-    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        write = f"{found[1]}..{found[2]}{found[3] or ''}"
-        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {write}")
-    if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
-        raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")

@@ -1,0 +1,106 @@
+"""The files of conf/ as text: which settings they have, with defaults and comments, and the options of each group.
+
+Light, so that a mistyped name is refused before anything heavy is imported. Not covered: what a setting can be, and
+what its column says of it (settings_reference.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+CONF = Path(__file__).resolve().parents[2] / "conf"
+AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
+IN_TABLES = ("runner", "precision")  # groups of which some options are entries of a table, and have no file
+TITLES = {  # sections of conf/config.yaml by how their comment begins
+    "the trial": "The trial",
+    "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
+    "the sweep": "The sweep: nothing here changes what is measured",
+}
+_SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
+_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
+_OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")
+
+
+@dataclass(frozen=True)
+class Written:
+    """One setting of a file: its whole key, its default as it is written, its comment, and the section it is in."""
+
+    key: str
+    default: str
+    comment: str = ""
+    section: str = ""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One GROUP=NAME, a file of conf/GROUP or an entry that needs none; `line` is the first sentence of `meaning`."""
+
+    name: str
+    line: str
+    meaning: str
+
+
+@cache
+def chosen_options() -> dict[str, str]:
+    """Return the option that conf/config.yaml chooses of each group."""
+    return dict(re.findall(r"^  - (\w+): (\S+)", (CONF / "config.yaml").read_text(), re.MULTILINE))
+
+
+@cache
+def written_defaults() -> dict[str, str]:
+    """Return the key of every setting that a file of conf/ has, those of groups in full, with a default of it."""
+    own = {one.key: one.default for one in read_settings(CONF / "config.yaml") if one.section in TITLES.values()}
+    below = (read_settings(file, name) for name in chosen_options() for file in (CONF / name).glob("*.yaml"))
+    return own | {one.key: one.default for found in below for one in found if "." in one.key and one.comment}
+
+
+def file_names(group: str) -> list[str]:
+    """Return the options of a group that are files."""
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+def read_option(file: Path) -> Option:
+    """Return what the first lines of an option's file say."""
+    head = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
+    meaning = " ".join(line.lstrip("# ") for line in head if not line.startswith("# @package"))
+    first = re.sub(r": `[^`]*`$", "", meaning.partition(". ")[0].rstrip("."))
+    return Option(file.stem, first, meaning)
+
+
+@cache
+def hub_ids() -> dict[str, str]:
+    """Return the built-in model of each hub id (in lower case), which the heads of conf/model/*.yaml name."""
+    models = map(read_option, sorted((CONF / "model").glob("*.yaml")))
+    named = ((one.name, found[1].split(", ")) for one in models if (found := _OF_HUB.search(one.meaning)))
+    return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
+
+
+def read_settings(file: Path, prefix: str = "") -> list[Written]:
+    """Return the settings of a file, with their comments; those of a node below theirs."""
+    whole = "# @package _global_" in file.read_text()
+    found: list[Written] = []
+    node, section = "", ""
+    for line in file.read_text().splitlines():
+        if line.startswith("# "):
+            section = next((title for begin, title in TITLES.items() if line[2:].startswith(begin)), section)
+            continue
+        if line.lstrip().startswith("# ") and found:  # goes on with the comment above
+            last = found.pop()
+            found.append(dataclasses.replace(last, comment=f"{last.comment} {line.strip()[2:]}".strip()))
+            continue
+        if (match := _LINE.fullmatch(line)) is None:
+            continue
+        if not match["indent"]:
+            node = match["key"] if not match["value"] else ""
+            if match["key"] == "hydra":
+                section = "hydra"
+        key = match["key"] if not match["indent"] else f"{node}.{match['key']}"
+        key = key if whole or not prefix else f"{prefix}.{key}"
+        said = _SAID.fullmatch(match["value"] or "")
+        found.append(Written(key, said[1] if said else match["value"] or "", match["comment"] or "", section))
+    return found
