@@ -144,9 +144,12 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
     changes = memory_savings.divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
     alone = [(one,) for one in changes if one.level <= level]
-    most = alone[-1][0] if alone else None
-    helped = [one for one in found.smallest_same if most and not one.change.keys() & most.change.keys()]
-    for taken in (*alone, *([(most, *helped)] if most and helped else ())):
+    together = [*alone[-1]] if alone else []
+    for one in found.smallest_same if alone else ():
+        apart = not any(one.change.keys() & other.change.keys() for other in together)
+        if apart and asked.planned([*together, one]).trial is not None:
+            together.append(one)
+    for taken in (*alone, *([tuple(together)] if len(together) > 1 else ())):
         more = taken[0].change["world_size"] > trial.world_size > 1
         if any(one.fits(asked.limit) for one in (*options, *(found.tried if more else ()))):
             break

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.deterministic
 MIB = 1 << 20
 FULL = next(one for one in REMEDIES if one.words == "checkpointing=full")
 SGD = next(one for one in REMEDIES if one.words == "optimizer=sgd")
+OFFLOAD = next(one for one in REMEDIES if one.words == "activation_offload=true")
 PURE = next(one for one in REMEDIES if one.words == "precision=bf16_pure")
 
 
@@ -42,6 +43,10 @@ class Stub:
         self.base = planned(**over)
         assert self.base.trial is not None
         self.trial = self.base.trial
+
+    def planned(self, remedies: Any) -> plan.Planned:
+        [[item]] = plan.expand_trials([advice.apply_changes(self.base.resolved, remedies)], 1)
+        return item
 
 
 def said(found: Advice, axis: str | None = None, reached: Any = (), given: Any = (), **over: Any) -> str:
@@ -147,19 +152,20 @@ def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> Non
     assert ("The nearest is as it is, which does not fit: a node's" if need else "nothing is known to fit") in nothing
 
 
-def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, **over: Any) -> Advice:
+def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, more: Any = (), **over: Any) -> Advice:
     """Advice on a run that needs too much, where each of so many GPUs needs so many MiB and one with SGD `single`."""
     stub = Stub(**over)
     base = stub.base.resolved["world_size"]
 
     def predict(taken: Any) -> list[Option]:
         counts = [next((one.change["world_size"] for one in these if one.group == "gpus"), base) for these in taken]
-        need = [single if SGD in these else needs[count] - 100 * (FULL in these) for count, these in
-                zip(counts, taken, strict=True)]  # fmt: skip
+        less = [100 * (FULL in these) + 200 * (OFFLOAD in these) for these in taken]
+        need = [single if SGD in these else needs[count] - saved for count, saved, these in
+                zip(counts, less, taken, strict=True)]  # fmt: skip
         return [Option(these, mib * MIB, 1e-5) for these, mib in zip(taken, need, strict=True)]
 
     stub.predict, stub.limit = predict, 3000 * MIB  # type: ignore[attr-defined]
-    advised = search([FULL, SGD], predict, 3000 * MIB, most=0)
+    advised = search([FULL, SGD, *more], predict, 3000 * MIB, most=0)
     options = advice.predict_on_gpus(stub, advised, level)  # type: ignore[arg-type]
     return dataclasses.replace(advised, on_gpus=tuple(options))
 
@@ -199,6 +205,8 @@ def test_gpus_that_are_named_stay_unless_nothing_fits() -> None:
     least = "world_size=8 sharding=fsdp2 micro_batch=1"  # does not fit: then with what saves most at the same result
     assert names(told.on_gpus)[2:] == [least, f"{least} checkpointing=full"]
     assert told.recommended == told.on_gpus[-1]
+    told = on_gpus({2: 9000, 4: 6000, 8: 3050}, more=[OFFLOAD], **named)  # which FSDP does not go together with
+    assert names(told.on_gpus)[2:] == [least]
     divided: dict[str, Any] = {"world_size": 4, "sharding": "zero3", "runner": {"name": "deepspeed"}, "micro_batch": 2}
     assert names(on_gpus({4: 8000, 8: 100}, **divided).on_gpus) == ["world_size=8 sharding=zero3 micro_batch=1"]
     assert "Nothing fits. The nearest is world_size=8" in said(on_gpus({4: 8000, 8: 5000}, **divided))
