@@ -220,7 +220,7 @@ def main() -> int:
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     random.seed(asked.seed)
-    if importlib.util.find_spec("atheris") is None:
+    if importlib.util.find_spec("atheris") is None:  # type: ignore[attr-defined]
         print("benchmarks/fuzz.py needs atheris, which is no dependency: pip install atheris", file=sys.stderr)
         return 2
     if asked.child is not None:

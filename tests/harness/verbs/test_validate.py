@@ -215,7 +215,7 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
     for name, reason in {
         "no model": "model=nothing: there is no such model",
-        "two trials": "seq_len",
+        "two trials": "its overrides name 2 trials; a reference run is one",
         "measured": "device=cpu: reference runs are predicted",
         "compiled": "compile=default with device=simulated",
         "theirs": "closed source",
