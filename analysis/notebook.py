@@ -29,7 +29,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
-from vramsweep.harness.config import reproduce_command
+from vramsweep.harness.config import hydra_values
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
@@ -298,9 +298,9 @@ def _words(settings: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list | tuple | range):
             if not value:
                 raise UserError(f"{key}: an empty list leaves nothing to predict")
-            found.append(f"{key}={','.join(reproduce_command.value(one) for one in value)}")
+            found.append(f"{key}={','.join(hydra_values.value(one) for one in value)}")
         else:
-            found.append(f"{key}={reproduce_command.value(value)}")
+            found.append(f"{key}={hydra_values.value(value)}")
 
     for name, value in settings.items():
         add("device.gpu" if name == "gpu" else name, value)

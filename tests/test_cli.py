@@ -111,7 +111,7 @@ def test_mistakes_of_every_verb_are_one_line(typed: str, said: str, here: Path, 
 
 @pytest.mark.usefixtures("here")
 def test_a_trial_that_can_run_beside_one_that_cannot(cli: Cli) -> None:
-    said = cli.run("plan", "-m", "device=cpu", "model=tiny", "optimizer=adamw_torch,adam8bit")
+    said = cli.run("plan", "-m", "device=cpu", "model=tiny", "optimizer=adamw_torch,paged_adamw_8bit")
     assert "1 invalid, 1 to do" in said.out and said.err == ""
 
 

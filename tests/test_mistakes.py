@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import TINY, Cli, cases
 
-from vramsweep.harness.config import settings_reference, typed_words
+from vramsweep.harness.config import conf_files, known_words, settings_reference, typed_words
 from vramsweep.harness.config.compose import detect
 from vramsweep.harness.machine import hub_models, machine
+from vramsweep.harness.messages.argument_parser import settings_parser
+from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
-from vramsweep.harness.verbs import sweep_command
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def test_a_mistake_is_understood_or_named(line: str, typed: str, status: str, sa
 
 
 def understood(*words: str, verb: str = "sweep") -> list[str]:
-    return typed_words.understand(verb, words, sweep_command.parser())[0]
+    return typed_words.understand(verb, words, settings_parser("sweep"))[0]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,11 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
         ("model=./own/config.json,gpt2-folder", "model=hub model.path='./own',gpt2-folder"),
         ("bf16=true zero=3 gradient_checkpointing=true", "precision=bf16 sharding=zero3 gradient_checkpointing=true"),
         ("data='a,b' +GPU=x model.config.Gpu=1", "data='a,b' +GPU=x model.config.Gpu=1"),
+        ("gpu=null seq_len='8' results='a..b' model@x=y", "device.gpu=null seq_len='8' results='a..b' model@x=y"),
+        ("--config-path own model=mine x=1 optimizer=mine", "--config-path own model=mine x=1 optimizer=mine"),
+        ("hydra.searchpath=[file://own] model=mine", "hydra.searchpath=[file://own] model=mine"),
+        ("optimizer=adamw,AdaFactor predict=False", "optimizer=adamw_torch,adafactor predict=False"),
+        ("model=https://huggingface.co/Qwen/Qwen3-8B", "model=qwen3-8b"),
         ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
     ],
 )
@@ -82,13 +89,36 @@ def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
     assert understood(words[0], "data=synthetic") == ["model=qwen3-8b", "data=synthetic"]
 
 
+@pytest.mark.parametrize("words", ["batch_size=8 bs=4", "bf16=true precision=fp32", "gpu=l4-24gb device.gpu=l4-24gb"])
+def test_a_setting_by_two_of_its_names_is_refused(words: str) -> None:
+    with pytest.raises(UserError, match=r"by another name, and \w+\.?\w* is given too; leave one out"):
+        understood(*words.split())
+
+
+@pytest.mark.parametrize("model", ["nowhere/at/all", "'./own'", "Qwen/Qwen3-8B@main"])
+def test_nothing_is_said_of_a_model_that_is_not_read_otherwise(model: str) -> None:
+    assert typed_words.understand("sweep", [f"model={model}"], settings_parser("sweep")) == ([f"model={model}"], [])
+
+
+def test_whole_numbers_are_those_of_a_trial() -> None:
+    def kind(key: str) -> object:
+        model: Any = Trial
+        for name in key.split("."):
+            field = getattr(model, "model_fields", {}).get(name)
+            model = field and field.annotation
+        return model
+
+    told = {key for key in settings_reference.defaults() if kind(key) is int}
+    assert conf_files.whole_numbers() == told and len(told) > 5
+
+
 def test_every_alias_stands_for_what_there_is() -> None:
     """And hides nothing: no alias is a setting, and each value one that its setting has."""
     known = {*settings_reference.defaults(), *(group.name for group in settings_reference.groups())}
     for name, now in typed_words.ALIASES.items():
         key, _, value = now.partition("=")
         assert key in known and ("=" in name or name not in known)
-        assert not value or value in settings_reference.list_options(key)
+        assert not value or value in known_words.list_options(key)
     assert not typed_words.ALIASES.keys() & {*Trial.model_fields, *plan.SETTINGS}
 
 

@@ -42,7 +42,11 @@ def test_what_may_be_there_is_left_to_the_verb(words: tuple[str, ...]) -> None:
     refuse_missing(words, foreign=True)
 
 
-@pytest.mark.parametrize("words", [("explain", "nothing"), ("report", "foo.json"), ("fit", "no.csv"), ("check", "no")])
+@pytest.mark.parametrize("words", [("explain", "nothing"), ("report", "foo.json"), ("fit", "no.csv"), ("check", "no"),
+                                   ("sweep", "model=gpt2", "optimizer=adam"), ("sweep", "budget=8"),
+                                   ("sweep", "device.memory_gib=24Gb"), ("plan", "runner=torhc"),
+                                   ("plan", "sharding=zero7"), ("plan", "gpu=h100"), ("explain", "--frob"),
+                                   ("predict", "prcision=bf16"), ("predict", "--max-reserved", "22")])  # fmt: skip
 def test_nothing_heavy_is_imported_to_refuse(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "foo.json").write_text("{}")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {RUN.format(HEAVY)}"

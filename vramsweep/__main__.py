@@ -79,12 +79,11 @@ def _main(words: list[str]) -> int:
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
             missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:
-            from vramsweep.harness.config import known_words  # light; what follows is not
+            from vramsweep.harness.config import typed_words  # light, but no verb's help needs it
 
-            known_words.refuse_unknown(f"vramsweep {name}", rest)
-            from vramsweep.harness.config import typed_words
-
-            rest, notes = typed_words.understand(name, rest, verb.parser())
+            parser = verb.parser()
+            rest, notes = typed_words.understand(name, rest, parser)
+            parser.parse_known_args(rest)  # refuses an option's value before the verb itself is imported
             if notes:
                 print(f"note: {'; '.join(notes)}", file=sys.stderr)
         status: int = importlib.import_module(f"vramsweep.{side}.cli").main([name, *rest])

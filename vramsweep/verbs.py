@@ -1,8 +1,8 @@
 """Every verb of `vramsweep`, as data: name, section, one line, examples, what its exit status 1 means, its parser.
 
 Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
-verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a function
-of its name in harness/verbs/cli.py (what runs something) or analysis/cli.py (what reads rows).
+verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a module
+of its name in harness/verbs/ (what runs something) or a function in analysis/cli.py (what reads rows).
 """
 
 from __future__ import annotations

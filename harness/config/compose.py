@@ -21,7 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from vramsweep.harness.config import overrides, resolve_config, typed_words
-from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.config.resolve_config import Job
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError

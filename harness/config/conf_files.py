@@ -15,7 +15,6 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
-IN_TABLES = ("runner", "precision")  # groups of which some options are entries of a table, and have no file
 TITLES = {  # sections of conf/config.yaml by how their comment begins
     "the trial": "The trial",
     "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
@@ -57,6 +56,14 @@ def written_defaults() -> dict[str, str]:
     own = {one.key: one.default for one in read_settings(CONF / "config.yaml") if one.section in TITLES.values()}
     below = (read_settings(file, name) for name in chosen_options() for file in (CONF / name).glob("*.yaml"))
     return own | {one.key: one.default for found in below for one in found if "." in one.key and one.comment}
+
+
+@cache
+def whole_numbers() -> frozenset[str]:
+    """Return the settings of a trial that are whole numbers: by their defaults, and as no unit is in their names."""
+    sweeps = {one.key for one in read_settings(CONF / "config.yaml") if one.section == TITLES["the sweep"]}
+    whole = {key for key, default in written_defaults().items() if default.isdigit() and not key.endswith("_gib")}
+    return frozenset(whole - sweeps)
 
 
 def file_names(group: str) -> list[str]:

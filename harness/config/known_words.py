@@ -1,19 +1,19 @@
-"""Names as people type them, and what surely is none: refused here, before anything heavy is imported.
+"""Names as people type them, and what each can be, from conf/ and the tables: light, as a mistyped word is refused
+before anything heavy is imported.
 
-Not covered: what a setting can be, and flags (typed_words.py), which looks at everything again.
+Not covered: flags, ranges and models (typed_words.py), which values go together (trial_rules.py).
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 
 from vramsweep.harness.config import conf_files
-from vramsweep.harness.files import redaction
+from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.spec import runner_table, shardings
+from vramsweep.harness.spec.techniques import catalog
 
 _ALIASES = """
 adapter=lora           lora=true
@@ -29,6 +29,8 @@ lora_r                 lora_rank
 micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
 model                  model_name_or_path
 optimizer              optim
+optimizer=adamw_torch        optimizer=adamw
+optimizer=adamw_torch_fused  optimizer=adamw_fused
 precision              dtype torch_dtype
 precision=bf16         bf16=true precision=bfloat16
 precision=fp16         fp16=true precision=float16 precision=half
@@ -49,17 +51,16 @@ ELSEWHERE = {
     "dry_run": "`vramsweep plan` with the same words shows what would run",
     **dict.fromkeys(("epochs", "max_steps", "num_steps", "steps"), "protocol.measured_steps=N are the steps measured"),
 }
-_PLAIN = re.compile(r"[\w.,:* -]+")  # neither quotes nor brackets
 
 
 @cache
-def setting_names() -> frozenset[str]:
+def setting_names() -> set[str]:
     """Return every setting and group of conf/, and one name of before."""
     return conf_files.written_defaults().keys() | set(conf_files.chosen_options()) | {"gradient_checkpointing"}
 
 
 @cache
-def all_names() -> frozenset[str]:
+def all_names() -> set[str]:
     """Return every name that is understood, those of other tools included."""
     return setting_names() | {name.partition("=")[0] for name in ALIASES}
 
@@ -68,6 +69,17 @@ def find_name(typed: str) -> str | None:
     """Return the name that is meant, in any case and with dashes; None for no such."""
     plain = typed.replace("-", "_")
     return next((name for name in (typed, plain, plain.casefold()) if name in all_names()), None)
+
+
+@cache
+def list_options(key: str) -> tuple[str, ...]:
+    """Return what a group or a setting can be, where files of conf/ or a table say it; else nothing."""
+    if key == "device.gpu":
+        return tuple(gpu.name for gpu in gpu_lookup.GPUS)
+    files = conf_files.file_names(key) if key in conf_files.chosen_options() else []
+    in_table = [one.name for one in runner_table.RUNNERS] if key == "runner" else catalog.values(key)
+    named = shardings.NAMES if key == "sharding" else in_table
+    return tuple(dict.fromkeys([*files, *map(catalog.text, named), *(["auto"] if key in conf_files.AUTO else [])]))
 
 
 def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str]) -> str:
@@ -79,67 +91,3 @@ def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str])
     meant = flags.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
     guess = "" if meant == "None" else f" did you mean {meant}?"
     return f"{said};{guess} {prog} --help-all lists what can be set"
-
-
-def refuse_unknown(prog: str, typed: Sequence[str]) -> None:
-    """Raise UserError for a setting, an option of a group or a GPU that conf/ and the table of GPUs do not know.
-
-    Whatever may be known elsewhere is left alone: with files of the user's own, in quotes, of the command behind `--`.
-    """
-    at = typed.index("--") if "--" in typed else len(typed)
-    command = " ".join(typed[at:])
-    if said := redaction.secrets_problem(list(typed[:at])):
-        raise UserError(said)
-    if any(word.partition("=")[0] in ("-cd", "--config-dir") for word in typed[:at]):
-        return
-    for before, word, after in zip(["", *typed], typed[:at], [*typed[1:at], ""], strict=False):
-        key, equals, text = word.partition("=")
-        if not equals and not before.startswith("-"):
-            _refuse_bare(word, after)
-        if not command and key.startswith("--") and (name := key[2:].replace("-", "_")) in ELSEWHERE:
-            raise UserError(describe_unknown(name, f"unrecognized arguments: {key}", prog, {}))
-        if after and "=" not in after and (word + after)[len(word) - 1 : len(word) + 1].count(","):
-            raise UserError(f"{word} {after}: no space at a comma; write {word}{after}")
-        if not equals or not re.fullmatch(r"[\w.]+", key) or f"{{{key}" in command:
-            continue
-        name = find_name(key)
-        if name is None and "." not in key:
-            said = describe_unknown(key, f"{word}: there is no setting {key!r}", prog, {})
-            if "did you mean" in said or key.casefold() in ELSEWHERE:
-                raise UserError(said)
-        if name is not None and _PLAIN.fullmatch(text):
-            for item in map(str.strip, text.split(",")):
-                _refuse_value(word, ALIASES.get(name, name), item)
-
-
-def _refuse_bare(word: str, after: str) -> None:
-    """Raise UserError for the name of a setting without its value, where what follows is one."""
-    name = None if word.startswith("-") or Path(word).exists() else find_name(word)
-    if name and after and not re.match(r"-{1,2}[A-Za-z]", after) and "=" not in after:
-        raise UserError(f"{word} {after}: settings are given as KEY=VALUE; write {name}={after}")
-
-
-def refuse_number(word: str, item: str) -> None:
-    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k."""
-    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        write = f"{found[1]}..{found[2]}{found[3] or ''}"
-        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {write}")
-    if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
-        raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
-
-
-def _refuse_value(word: str, key: str, item: str) -> None:
-    if f"{key}={item.casefold()}" in ALIASES or item == "null":
-        return
-    if conf_files.written_defaults().get(key, "").isdigit():
-        refuse_number(word, item)
-    if key == "device.gpu":
-        from vramsweep.harness.spec import gpu_names  # and the table of GPUs
-
-        if gpu_names.find_name(item) is None:
-            raise UserError(gpu_names.unknown_gpu(word, item))
-    if key in conf_files.chosen_options() and key not in conf_files.IN_TABLES:
-        names = [*conf_files.file_names(key), *(["auto"] if key in conf_files.AUTO else [])]
-        own = key == "model" and (Path(item).exists() or Path(item).name == "config.json")
-        if not own and item.casefold() not in (name.casefold() for name in names):
-            raise UserError(suggestions.unknown_option(key, item, names))

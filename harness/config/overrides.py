@@ -28,8 +28,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from vramsweep.harness.config import settings_reference
-from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.config import known_words, settings_reference
+from vramsweep.harness.config.conf_files import AUTO, CONF
 from vramsweep.harness.files import redaction, yaml_guard
 from vramsweep.harness.messages import argument_parser, suggestions, units
 from vramsweep.harness.messages.errors import UserError
@@ -136,7 +136,7 @@ def _plain(override: Override | None) -> str | None:
 
 
 def _allowed(group: str, options: Sequence[str]) -> list[str]:
-    return [*options, *(["auto"] if group in settings_reference.AUTO else [])]
+    return [*options, *(["auto"] if group in AUTO else [])]
 
 
 def _depth(override: str) -> int:
@@ -198,7 +198,7 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     if text.startswith(("Error merging override", "Error in call to target")):  # why is said by what it was raised from
         return f"{text.rstrip(':')}: {next(iter(str(cause).strip().splitlines()), repr(cause))}"
     if isinstance(error, OverrideParseException):
-        values = {key: settings_reference.list_options(key) for key in ("sharding", "optimizer")}
+        values = {key: list(known_words.list_options(key)) for key in ("sharding", "optimizer")}
         return suggestions.describe_unreadable(error.override, values | options())
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = str(error.missing_cfg_file).rpartition("/")

@@ -5,7 +5,6 @@ What conf/ says already is left out, so the command is short and gives the same 
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -14,11 +13,12 @@ from typing import Any
 
 import yaml
 
+from vramsweep.harness.config.conf_files import CONF
+from vramsweep.harness.config.hydra_values import KEY, value
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import trial_identity
 
-CONF = Path(__file__).resolve().parents[2] / "conf"
 # Each config group, and the option to start from where the trial's own name is none of the group's options.
 _GROUPS = {
     "model": "hub", "allocator": "custom", "runner": "torch", "precision": "bf16", "device": "cuda",
@@ -26,8 +26,6 @@ _GROUPS = {
 }  # fmt: skip
 _ALWAYS = ("seq_len", "micro_batch")
 _DERIVED = ("repeat", "fingerprints")
-_KEY = re.compile(r"[A-Za-z_][\w-]*", re.ASCII)
-_PLAIN = re.compile(r"[A-Za-z_][\w./:-]*", re.ASCII)
 
 
 def command(resolved: Mapping[str, Any], trial_id: str) -> str:
@@ -87,27 +85,7 @@ def _changes(key: str, given: Any, wanted: Any, known: bool) -> Iterator[str]:
         yield f"{'' if known else '+'}{key}={value(wanted)}"
         return
     for name in wanted:
-        if not _KEY.fullmatch(str(name)):
+        if not KEY.fullmatch(str(name)):
             raise UserError(f"the key {name!r} of {key} cannot be written on the command line")
         yield from _changes(f"{key}.{name}", given.get(name), wanted[name], name in given)
     yield from (f"~{key}.{name}" for name in given if name not in wanted)
-
-
-def value(of: Any) -> str:
-    """A value in Hydra's grammar for overrides: quoted wherever it could be read as something else."""
-    if of is None or isinstance(of, bool):
-        return "null" if of is None else str(of).lower()
-    if isinstance(of, (int, float)):
-        return repr(of)
-    if isinstance(of, list):
-        return f"[{','.join(map(value, of))}]"
-    if isinstance(of, Mapping):
-        for key in of:
-            if not _KEY.fullmatch(str(key)):
-                raise UserError(f"the key {key!r} cannot be written on the command line")
-        return f"{{{','.join(f'{key}:{value(v)}' for key, v in of.items())}}}"
-    text = str(of)
-    if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
-        return text
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else an interpolation
-    return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"

@@ -20,10 +20,11 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, chosen_options, read_option, read_settings
+from vramsweep.harness.config import known_words
+from vramsweep.harness.config.conf_files import CONF, TITLES, Option, chosen_options, read_option, read_settings
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.rows import schema
-from vramsweep.harness.spec import runner_table, shardings
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.plan import Settings
@@ -96,27 +97,14 @@ def of_option(group: str, name: str) -> dict[str, str]:
 
 def values(key: str) -> tuple[str, ...]:
     """What a setting can be, where that is a list; empty where it is a number or a text."""
-    if key == "device.gpu":
-        return tuple(gpu.name for gpu in gpu_lookup.GPUS)
     if key in ("device.link", "device.interconnect"):
         return tuple(interconnects.link_names(key == "device.interconnect"))
-    if named := shardings.NAMES if key == "sharding" else catalog.values(key):
-        return tuple(map(catalog.text, named))
+    if named := known_words.list_options(key):
+        return named
     kind = _kind(Trial, key.split(".")) or {one.name: one.type for one in dataclasses.fields(Settings)}.get(key)
     if get_origin(kind) is Literal:
         return tuple(map(str, get_args(kind)))
     return ("true", "false") if kind in (bool, "bool") else ()
-
-
-def list_options(key: str) -> list[str]:
-    """What a group or a setting can be, where that is a list."""
-    options = [one.name for group in groups() if group.name == key for one in group.options]
-    return [*(options or values(key)), *(["auto"] if key in AUTO else [])]
-
-
-def is_whole_number(key: str) -> bool:
-    """Whether a setting of a trial is a whole number that a sweep can vary."""
-    return _kind(Trial, key.split(".")) is int
 
 
 def _kind(model: Any, path: list[str]) -> Any:

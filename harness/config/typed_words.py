@@ -1,5 +1,5 @@
 """Words as people type them, in the words of conf/: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B,
-seq_len=1..4096. Whatever is no setting is refused before Hydra is imported: most of it in known_words.py.
+seq_len=1..4096. Whatever is no setting is refused, before Hydra or anything else that is heavy is imported.
 
 Not covered: Hydra's own grammar (overrides.py), which values go together (trial_rules.py).
 """
@@ -11,26 +11,25 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
-from vramsweep.harness.config import conf_files, known_words, settings_reference
+from vramsweep.harness.config import conf_files, known_words
+from vramsweep.harness.config.conf_files import whole_numbers
+from vramsweep.harness.config.hydra_values import split_values, value
 from vramsweep.harness.config.known_words import ALIASES
-from vramsweep.harness.config.reproduce_command import value
+from vramsweep.harness.files import redaction
 from vramsweep.harness.machine import hub_models
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.argument_parser import FLAGS, VALUED
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import command_template, gpu_names
 
 _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*", re.ASCII)
 _SETTING = re.compile(r"[+~]?[A-Za-z_][\w./@:-]*=", re.ASCII)
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
 _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
-QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
-_WHOLE = re.compile(rf"{QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
-_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB, _HUB_ID = "https://huggingface.co/", re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
 
 
 @dataclass(frozen=True)
@@ -53,18 +52,45 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
     what is no setting, no option of a group and no GPU.
     """
     at = typed.index("--") if "--" in typed else len(typed)
+    if secret := redaction.secrets_problem(list(typed[:at])):
+        raise UserError(secret)
+    _refuse_apart(typed[:at])
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
-    closed = not any(word.partition("=")[0] in ("-cd", "--config-dir") for word in typed[:at])
+    closed = not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = [(word, _read(word, line) if setting else [word]) for word, setting in pairs]
+    _refuse_twice(read)
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
-    keys = {word.partition("=")[0] for word in words}
-    if verb in ("sweep", "plan", "run") and "device.gpu" in keys and "device" not in keys:
+    said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
         notes.append("gpu= predicts for that GPU (device=simulated); without it the GPU here is measured")
     return [*words, *typed[at:]], notes
+
+
+def _refuse_apart(typed: Sequence[str]) -> None:
+    """Raise UserError where a setting stands apart from its value: `model gpt2`, `seq_len=128, 256`."""
+    for before, word, after in zip(["", *typed], typed, typed[1:], strict=False):
+        if "=" in after or re.match(r"-{1,2}[A-Za-z]", after):
+            continue
+        if f"{word[-1:]}{after[:1]}".count(","):
+            raise UserError(f"{word} {after}: no space at a comma; write {word}{after}")
+        bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
+        if bare and not Path(word).exists() and (name := known_words.find_name(word)):
+            raise UserError(f"{word} {after}: settings are given as KEY=VALUE; write {name}={after}")
+
+
+def _refuse_twice(read: Sequence[tuple[str, list[str]]]) -> None:
+    """Raise UserError for a setting that is given by two of its names."""
+    given = [(one.partition("=")[0], one, word) for word, now in read for one in now]
+    renamed = {key: (one, word) for key, one, word in given if word.partition("=")[0] not in (key, "model")}
+    for key, _, word in given:
+        one, other = renamed.get(key, ("", word))
+        if other != word:
+            also = word.partition("=")[0]
+            raise UserError(f"{other} is {one} by another name, and {also} is given too; leave one out")
 
 
 def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]:
@@ -81,7 +107,8 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             if follows and not equals and (flag in VALUED if flag in FLAGS else options[flag].nargs != 0):
                 yield rest.pop(0), False
         elif name := _name(flag.lstrip("-"), line):
-            switch = settings_reference.values(name) == ("true", "false") or f"{name}=true" in ALIASES
+            default = conf_files.written_defaults().get(name)
+            switch = default in ("true", "false") or f"{name}=true" in ALIASES
             if not (equals or follows or switch):
                 raise UserError(f"{flag} has no value; write {name}=VALUE")
             yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
@@ -91,17 +118,11 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             raise UserError(_unknown(flag.lstrip("-"), f"unrecognized arguments: {flag}", line))
 
 
-@cache
-def _settings() -> frozenset[str]:
-    """Every setting and group, those of earlier versions included."""
-    return known_words.setting_names() | {f"runner.{name}" for name in (*migrations.MOVED, "zero_stage")}
-
-
 def _name(typed: str, line: Line) -> str | None:
     """Return the setting of this name: the command's own, one of the open dictionaries, or one that is known."""
     if typed in line.own or any(f"{typed}.".startswith(f"{place}.") for place in (*suggestions.OPEN, "hydra")):
         return typed
-    return typed if typed in _settings() else known_words.find_name(typed)
+    return known_words.find_name(typed)
 
 
 def _unknown(typed: str, said: str, line: Line) -> str:
@@ -117,7 +138,7 @@ def _read(word: str, line: Line) -> list[str]:
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w+", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
-    if name is None or typed in line.own or name not in _settings() | known_words.all_names():
+    if name is None or typed in line.own or name not in known_words.all_names():
         return [word]
     key = ALIASES.get(name, name)
     if key == "world_size" != name and re.search("[A-Za-z]", text):  # gpus=8xh100
@@ -127,10 +148,8 @@ def _read(word: str, line: Line) -> list[str]:
     (now, *more), values = sorted({one.partition("=")[0] for one in read}), [one.partition("=")[2] for one in read]
     if more:
         raise UserError(f"{word}: a folder or a model of the hub is a sweep of its own; leave the built-in ones out")
-    if now not in _settings():
+    if now not in known_words.setting_names():
         raise UserError(f"{word}: allowed is {name}=true, which is {ALIASES[f'{name}=true']}")
-    if now != typed and any(one.startswith(f"{now}=") for one in line.settings):
-        raise UserError(f"{word} is {now}={','.join(values)} by another name, and {now} is given too; leave one out")
     hub = ["model=hub"] if now == "model.path" != key else []
     return [*hub, f"{now}={text if values == items else ','.join(values)}"]
 
@@ -148,20 +167,32 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
             raise UserError(gpu_names.unknown_gpu(word, item))
         return f"{key}={found or item}"
     if key in whole_numbers():
-        known_words.refuse_number(word, item)
-    names = settings_reference.list_options(key)
+        _refuse_number(word, item)
+    if plain:  # these refuse a unit that there is not
+        units.parse_seconds(item, f"{key}={item}") if key == "budget" else units.in_its_unit(key, item)
+    names = known_words.list_options(key)
     same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
-    if same is None and plain and line.closed and any(key == group.name for group in settings_reference.groups()):
+    if same is None and names and plain and line.closed:
         raise UserError(suggestions.unknown_option(key, item, names))
     return f"{key}={same or item}"
 
 
+def _refuse_number(word: str, item: str) -> None:
+    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k."""
+    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
+        write = f"{found[1]}..{found[2]}{found[3] or ''}"
+        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {write}")
+    if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
+        raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
+
+
 def _model(word: str, item: str, line: Line) -> str:
     """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
+    item = item.removeprefix(_HUB)
     files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
     built_in = None if any(map(files.match, line.settings)) else conf_files.hub_ids().get(item.casefold())
     folder = Path(item).parent if item.endswith("config.json") else Path(item)
-    if (folder / "config.json").is_file() and item not in settings_reference.list_options("model"):
+    if (folder / "config.json").is_file() and item not in known_words.list_options("model"):
         return f"model.path={value(str(folder))}"
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
@@ -185,25 +216,10 @@ def _notes(word: str, now: str) -> Iterator[str]:
     if key.endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):.1f} GiB"
     now = now.removeprefix("device.") if key == "gpu" else now
-    if key == "model" and "/" in text and now.startswith("model=") and " " not in now:
+    if key == "model" and "/" in text and now != word and " " not in now:
         yield f"{word} is built in, as {now}"
     elif now != word:
         yield f"{word} is read as {now}{', on each GPU' if now.startswith('micro_batch=') else ''}"
-
-
-@cache
-def whole_numbers() -> frozenset[str]:
-    """Return the settings of a trial that are whole numbers, by their full keys."""
-    return frozenset(key for key in settings_reference.defaults() if settings_reference.is_whole_number(key))
-
-
-def split_values(text: str) -> Iterator[str]:
-    """Yield what stands between the commas; not those in quotes or brackets."""
-    masked, changed = text, 1
-    while changed:
-        masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)
-    at = [n for n, sign in enumerate(masked) if sign == ","]
-    return (text[low + 1 : high] for low, high in pairwise([-1, *at, len(text)]))
 
 
 def spell_range(word: str) -> str:
@@ -214,7 +230,8 @@ def spell_range(word: str) -> str:
     if not spans or (len(items) == 1 and _FUNCTION.fullmatch(items[0])):
         return word
     if not whole:
-        raise UserError(f"{word}: only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}")
+        only = f"only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}"
+        raise UserError(f"{word}: {only}; one that is a text: {suggestions.quote_words(key, text)}")
     if len(items) == 1:
         span = _span(word, items[0])
         return f"{key}=range({span.start},{span.stop},{span.step})"

@@ -79,6 +79,8 @@ def settings_parser(verb: str) -> Parser:
     info = f"print what was composed from where: {', '.join(shown)}"
     parser.add_argument("-i", "--info", choices=shown, metavar="WHAT", help=info)
     parser.add_argument("--hydra-help", action="store_true", help="everything else that Hydra understands")
+    for hidden in (("-cp", "--config-path"), ("-cn", "--config-name")):  # which would be read as -c with p and n
+        parser.add_argument(*hidden, help=argparse.SUPPRESS)
     return parser
 
 

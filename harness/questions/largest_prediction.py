@@ -23,7 +23,6 @@ from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.batch_prediction import FOLDER
 from vramsweep.harness.sweep.plan import Planned, Settings
 
-AXES = ("seq_len", "micro_batch")
 NAMED = ("model", "runner", "allocator", "simulated_gpu")
 MOST_BATCH = 4096  # where no range is given: of sequences on one card
 Answer = Mapping[str, Any]  # fit_survey.Edge, in the axis's own numbers; `reason`: why there is none

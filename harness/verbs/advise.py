@@ -16,13 +16,11 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
-from vramsweep.harness.search import advice_search
 from vramsweep.harness.search.advice_search import Advice, Option
 from vramsweep.harness.search.memory_savings import (
     ACCEPTED,
@@ -34,38 +32,15 @@ from vramsweep.harness.search.memory_savings import (
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.session import refuse_invalid
+from vramsweep.harness.verbs.parsers import GOALS, PARSERS
 
-GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
 FIGURES = ("peak GiB", "saves GiB", "fits", "est. time")  # columns
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
-DETAILS = """\
-Recommended is what changes least of the result (same, but for rounding, less precision, another training),
-and of those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding
-changed at most, if that fits at all, in steps of 3 %. --accept rounding leaves out what changes more.
-Rows and traces are kept, so the same command is quick the second time."""
-
-
-def parser() -> Parser:
-    """The verb's own options; its other words are settings."""
-    parser = Parser(
-        prog="vramsweep advise", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
-    )
-    parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
-    parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")
-    parser.add_argument(
-        "--most",
-        type=int,
-        default=advice_search.MOST,
-        metavar="N",
-        help=f"combinations to predict (default: {advice_search.MOST})",
-    )
-    parser.add_argument("--json", action="store_true", help="print the data instead of tables")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    options, given = parser().parse_settings(argv)
+    options, given = PARSERS["advise"]().parse_settings(argv)
     if options.most < 0:
         raise UserError(f"--most {options.most}: allowed is 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)

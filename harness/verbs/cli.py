@@ -1,4 +1,4 @@
-"""The verbs that run something, each a module with `parser` and `main`. The front door is vramsweep/__main__.py."""
+"""The verbs that run something, each a module with `main`. The front door is vramsweep/__main__.py."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from vramsweep.harness.messages.argument_parser import Parser
+from vramsweep.harness.verbs.parsers import PARSERS
 
 
 def import_verb(name: str) -> ModuleType:
-    """Import the module of a verb, which has `parser()` and `main(words)`."""
+    """Import the module of a verb, which has `main(words)`, and `parser()` where PARSERS has none."""
     return importlib.import_module(f"vramsweep.harness.verbs.{'sweep_command' if name == 'sweep' else name}")
 
 
 def parser(name: str) -> Parser:
     """Return the parser of a verb; run nothing."""
-    found: Parser = import_verb(name).parser()
+    found: Parser = PARSERS[name]() if name in PARSERS else import_verb(name).parser()
     return found
 
 

@@ -17,7 +17,6 @@ from rich.table import Table
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_gib
@@ -25,29 +24,17 @@ from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
+from vramsweep.harness.verbs.parsers import PARSERS
 
 AMPERE = (8, 0)
 MOST_GPUS = 6  # that are named
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
-DETAILS = """\
-Its parts in each phase, the largest tensors with module and operator, and what lies between weights and
-GPU. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
-are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
-in settings device=simulated is understood."""
-
-
-def parser() -> Parser:
-    """The verb's own options; its other words are settings, or a folder and trials of it."""
-    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
-    parser = Parser(prog="vramsweep explain", usage=usage, description=DETAILS)
-    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
-    return parser
 
 
 def main(argv: Sequence[str]) -> int:
     """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    arguments, words = parser().parse_settings(argv)
+    arguments, words = PARSERS["explain"]().parse_settings(argv)
     if not words:
         raise UserError(f"explain what? {_USAGE}")
     if trace_query.name_a_trial(words):

@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vramsweep.harness.messages.argument_parser import Parser, settings_parser
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import plan_preview
-
-
-def parser() -> Parser:
-    """Return the verb's options."""
-    return settings_parser("plan")
 
 
 def main(argv: Sequence[str]) -> int:

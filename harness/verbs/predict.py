@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from vramsweep.harness.config import typed_words
 from vramsweep.harness.messages import units
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import largest_prediction
@@ -22,36 +21,12 @@ from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import predict_answer, run_words
-
-DETAILS = """\
-It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
-both ends included, also within lists (1..4,8,16). Rows, traces and report are in
-results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Up to six
-trials are answered one by one, without figures and a report (report=true writes them)."""
-
-
-def parser() -> Parser:
-    """The verb's own options; its other words are settings."""
-    parser = Parser(
-        prog="vramsweep predict", usage="%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]", description=DETAILS
-    )
-    parser.add_argument(
-        "--largest",
-        choices=largest_prediction.AXES,
-        help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
-        "its range, else of all that the model takes",
-    )
-    parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")
-    parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
-    parser.add_argument(
-        "--max-reserved", type=units.parse_size, metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB"
-    )
-    return parser
+from vramsweep.harness.verbs.parsers import PARSERS
 
 
 def main(argv: Sequence[str]) -> int:
     """`predict`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
-    options, rest = parser().parse_settings(argv)
+    options, rest = PARSERS["predict"]().parse_settings(argv)
     most = options.max_reserved
     if options.largest is not None:
         if most is not None:

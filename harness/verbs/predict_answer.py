@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vramsweep.harness.config import reproduce_command
+from vramsweep.harness.config import hydra_values
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.questions import largest_prediction
@@ -137,7 +137,7 @@ def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
             at = values.get(key, values.get(f"{key}.name"))
             if at is None:
                 return None
-            word = f"{key}={reproduce_command.value(at)}"
+            word = f"{key}={hydra_values.value(at)}"
         found.append(word)
     return found
 

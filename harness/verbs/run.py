@@ -13,48 +13,25 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterator, Sequence
 
-from vramsweep.harness.config import compose, overrides, typed_words
-from vramsweep.harness.config.reproduce_command import value
+from vramsweep.harness.config import compose, overrides
+from vramsweep.harness.config.hydra_values import QUOTED, split_values, value
 from vramsweep.harness.files import redaction
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.verbs import run_words
-
-DETAILS = """\
-Every combination of the settings before -- is a trial of it. A {name} in the command is a setting
-(seq_len, micro_batch, grad_accum, precision, world_size, ...), a name of your own given before --, or
-{output_dir}, a folder for what the script writes, or {steps}. {name:value=TEXT:...} writes TEXT for a value,
-as in python train.py {precision:bf16=--bf16:fp32=}. What the command is not told is unknown in the rows,
-whatever it does.
-
-The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the
-allocator's counters. Once the protocol's steps are over it is ended, unless runner.stop=false.
-docs/script.md tells more."""
-
+from vramsweep.harness.verbs.parsers import PARSERS
 
 _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
 _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
 
 
-def parser() -> Parser:
-    """The verb's own options; its other words are settings, and after -- the command."""
-    parser = Parser(
-        prog="vramsweep run",
-        usage="%(prog)s [--dry-run] [GROUP=OPTION ...] [KEY=VALUE ...] -- COMMAND",
-        description=DETAILS,
-    )
-    parser.add_argument("--dry-run", action="store_true", help="only show the command of every trial")
-    return parser
-
-
 def main(argv: Sequence[str]) -> int:
     """`run`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
-    options, rest = parser().parse_settings(before)
+    options, rest = PARSERS["run"]().parse_settings(before)
     if not command:
         what = "nothing stands behind --" if dashes else "the command stands behind --"
         raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
@@ -94,7 +71,7 @@ def _wrong(
 ) -> Iterator[str]:
     """What is wrong with the words themselves, before anything is made of them."""
     yield from filter(None, map(redaction.secret_problem, [*before, text]))
-    bare = typed_words.QUOTED.sub("", text)
+    bare = QUOTED.sub("", text)
     if len(command) == 1 and (sign := _SHELL.search(bare)):
         yield f"{sign[0]} is the shell's, and none reads the command; let one: -- bash -c {shlex.quote(text)}"
     mute = set(ours) - {*command_template.UNSAID, *command_template.TOLD, *command_template.NODES}
@@ -117,8 +94,8 @@ def _wrong(
 def _option(word: str) -> str:
     """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
     name, _, typed = word.partition("=")
-    each = () if _FUNCTION.fullmatch(typed) else map(str.strip, typed_words.split_values(typed))
-    several = [one if typed_words.QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
+    each = () if _FUNCTION.fullmatch(typed) else map(str.strip, split_values(typed))
+    several = [one if QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
     return f"+runner.options.{name}={','.join(several)}"
 
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vramsweep.harness.messages.argument_parser import Parser, settings_parser
 from vramsweep.harness.verbs import run_words
-
-
-def parser() -> Parser:
-    """Return the options of `sweep`."""
-    return settings_parser("sweep")
 
 
 def main(argv: Sequence[str]) -> int:

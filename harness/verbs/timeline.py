@@ -9,33 +9,19 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
 from vramsweep.harness.questions import kept_timelines, trace_query
+from vramsweep.harness.verbs.parsers import PARSERS
 
 _USAGE = (
     "vramsweep timeline model=NAME seq_len=N device=simulated ... | vramsweep timeline results/SWEEP [TRIAL_ID ...]"
 )
 
-DETAILS = """\
-Of a sweep whose trials are not named: for each model and runner the largest row that fits, and the smallest
-that does not. A GPU's own recording: vramsweep replay FILE --figure OUT.html."""
-
-
-def parser() -> Parser:
-    """The verb's own options; its other words are settings, or a folder and trials of it."""
-    usage = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
-    parser = Parser(prog="vramsweep timeline", usage=usage, description=DETAILS)
-    parser.add_argument("--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html, in the sweep)")
-    parser.add_argument("--json", action="store_true", help="print the data instead of drawing it")
-    parser.add_argument("--kept", action="store_true", help="only of traces that the sweep kept: trace nothing")
-    return parser
-
 
 def main(argv: Sequence[str]) -> int:
     """The verb; returns the exit status. Raises UserError for what the user can mend."""
-    arguments, words = parser().parse_settings(argv)
+    arguments, words = PARSERS["timeline"]().parse_settings(argv)
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")
     if trace_query.name_a_trial(words):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -92,6 +91,8 @@ def text(value: Any) -> str:
 @cache
 def version(package: str) -> str | None:
     """The installed version of a package, None if it is not there."""
+    from importlib import metadata  # which takes as long as all else that a refusal needs
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

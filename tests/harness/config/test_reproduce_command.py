@@ -13,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from vramsweep.harness.config.reproduce_command import CONF, command, value
+from vramsweep.harness.config.conf_files import CONF
+from vramsweep.harness.config.hydra_values import value
+from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import plan
 

@@ -15,7 +15,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf, open_dict
 
 from vramsweep.harness.config import compose, typed_words
-from vramsweep.harness.config.reproduce_command import CONF
+from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
