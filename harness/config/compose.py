@@ -20,10 +20,12 @@ from hydra._internal.utils import _run_hydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from vramsweep.harness.config import overrides, resolve_config, typed_words
+from vramsweep.harness.config import conf_files, overrides, resolve_config
 from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.config.resolve_config import Job
-from vramsweep.harness.machine import machine
+from vramsweep.harness.machine import hub_models, machine
+from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Answer, Session
@@ -83,8 +85,21 @@ def _refuse_missing_models(configs: Sequence[Mapping[str, Any]]) -> None:
     """Raise UserError for a model that no trial here could read; jobs on other nodes may."""
     here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
     for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
-        if path and (missing := typed_words.missing_model(str(path))):
+        if path and (missing := _describe_missing_model(str(path))):
             raise UserError(missing)
+
+
+@cache
+def _describe_missing_model(path: str) -> str | None:
+    """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
+    with Activity(f"looking for {path}"):
+        why = hub_models.find_problem(path)
+    if why is None:
+        return None
+    tails = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
+    near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
+    more = f"; built in, and close by name: {', '.join(near)}" if near else ""
+    return f"model.path={path}: {why}; give a folder with its config.json, as model=./FOLDER{more}"
 
 
 @cache

@@ -10,7 +10,6 @@ import argparse
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from vramsweep.harness.config import conf_files, known_words
@@ -18,7 +17,6 @@ from vramsweep.harness.config.conf_files import whole_numbers
 from vramsweep.harness.config.hydra_values import split_values, value
 from vramsweep.harness.config.known_words import ALIASES
 from vramsweep.harness.files import redaction
-from vramsweep.harness.machine import hub_models
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.argument_parser import FLAGS, VALUED
 from vramsweep.harness.messages.errors import UserError
@@ -197,17 +195,6 @@ def _model(word: str, item: str, line: Line) -> str:
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
     return f"model={built_in}" if built_in else _value(word, "model", item, line)
-
-
-@cache
-def missing_model(path: str) -> str | None:
-    """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
-    if (why := hub_models.find_problem(path)) is None:
-        return None
-    tails = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
-    near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
-    more = f"; built in, and close by name: {', '.join(near)}" if near else ""
-    return f"model.path={path}: {why}; give a folder with its config.json, as model=./FOLDER{more}"
 
 
 def _notes(word: str, now: str) -> Iterator[str]:

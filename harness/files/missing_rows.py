@@ -10,6 +10,10 @@ from pathlib import Path
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
+MOST_LISTED = 8  # sweeps that a message names
+FOREIGN = "; a CSV or a Parquet file can be read, too"
+_NAME_ONE = "name a folder under results/, as `vramsweep status` lists them"
+
 
 def refuse_missing(words: Sequence[str], foreign: bool) -> None:
     """Raise UserError where the first of a verb's words names no file or folder; `foreign`: it may be another tool's.
@@ -24,14 +28,23 @@ def refuse_missing(words: Sequence[str], foreign: bool) -> None:
     except (OSError, ValueError):
         return
     if not there:
-        near = suggestions.did_you_mean_path(place)
-        more = "; a CSV or a Parquet file can be read, too" if foreign else ""
-        raise UserError(
-            f"there is no file or folder {place}; name a folder under results/, as `vramsweep status` lists them"
-            f"{near}{more}"
-        )
+        raise UserError(describe_missing(place) + (FOREIGN if foreign else ""))
     if foreign and place.suffix == ".json" and place.is_file():
         raise UserError(
             f"{place}: rows are read from a results folder, a journal (.jsonl), CSV or Parquet; write a line per run "
             "of this file as a CSV"
         )
+
+
+def describe_missing(place: Path) -> str:
+    """Say that no sweep lies there: what sweeps lie below it, the newest first, or what to name instead."""
+    if not place.exists():
+        return f"there is no file or folder {place}; {_NAME_ONE}{suggestions.did_you_mean_path(place)}"
+    found = [file for level in ("*", "*/*") for file in place.glob(f"{level}/journal*.jsonl") if file.is_file()]
+    newest = sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
+    if not (names := list(dict.fromkeys(str(file.parent.relative_to(place)) for file in newest))):
+        return f"{place} holds no sweep; {_NAME_ONE}"
+    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
+    listed = f"{', '.join(names[:MOST_LISTED])}{more}"
+    several = f"{len(names)} sweeps below it, the newest first" if len(names) > 1 else "1 sweep below it"
+    return f"{place} is no sweep, and has {several}: {listed}; name one, as {place / names[0]}"

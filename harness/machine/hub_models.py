@@ -12,7 +12,10 @@ from vramsweep.harness.messages import suggestions
 
 
 def find_problem(path: str) -> str | None:
-    """Return why a folder or a hub id has no config.json for us; None where it has, or where nothing can be said."""
+    """Return why a folder or a hub id has no config.json for us; None where it has, or where nothing can be said.
+
+    The hub is waited for as long as its library does: 10 s, or what HF_HUB_ETAG_TIMEOUT says.
+    """
     folder = Path(path)
     if folder.is_dir():
         return None if (folder / "config.json").exists() else "the folder has no config.json"
@@ -26,7 +29,8 @@ def find_problem(path: str) -> str | None:
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json", endpoint=os.environ.get("HF_ENDPOINT")))
     except Exception as error:  # the library's, or of what it asks with
-        if (status := getattr(getattr(error, "response", None), "status_code", None)) is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status in (401, 403, 404):
             return f"the hub shows us no such model (status {status}; one that is gated or private needs HF_TOKEN)"
         return f"the hub cannot be reached ({str(error).strip().splitlines()[0].partition('. ')[0]:.120})"
     return None

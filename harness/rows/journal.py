@@ -28,9 +28,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from vramsweep.harness.files import plain_json
+from vramsweep.harness.files import missing_rows, plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, open_descriptor, open_regular
-from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.journal_lock import Lock
@@ -41,7 +40,6 @@ PLAN = "plan.json"  # beside it: the command, its trials, and the answer that it
 _CHECKSUM = re.compile(rb',"(.{8})":"([0-9a-f]{8})"\}$', re.DOTALL)
 _CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
 LIMIT = 1 << 34  # bytes of a journal: millions of rows
-MOST_LISTED = 8  # sweeps that a message names
 LONGEST = 1 << 27  # bytes of a line: twice the largest result
 _UNSAID: Row = dict.fromkeys(BY_NAME)
 System = tuple[str | None, ...]
@@ -314,25 +312,8 @@ def _began(row: Row) -> str:
 def refusal(file: Path, error: OSError) -> UserError:
     """What to say where a journal cannot be read."""
     if not file.exists():
-        return UserError(describe_missing(file.parent if file.name == NAME else file))
+        return UserError(missing_rows.describe_missing(file.parent if file.name == NAME else file))
     return UserError(f"cannot read {file}: {error_reason(error)}; name a folder under results/")
-
-
-def describe_missing(place: Path) -> str:
-    """Say that no sweep lies there: what sweeps lie below it, the newest first, or what to name instead."""
-    if not place.exists():
-        near = suggestions.did_you_mean_path(place)
-        return (
-            f"there is no file or folder {place}; name a folder under results/, as `vramsweep status` lists them{near}"
-        )
-    found = [file for level in ("*", "*/*") for file in place.glob(f"{level}/journal*.jsonl") if file.is_file()]
-    newest = sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
-    if not (names := list(dict.fromkeys(str(file.parent.relative_to(place)) for file in newest))):
-        return f"{place} holds no sweep; name a folder under results/, as `vramsweep status` lists them"
-    more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
-    listed = f"{', '.join(names[:MOST_LISTED])}{more}"
-    several = f"{len(names)} sweeps below it, the newest first" if len(names) > 1 else "1 sweep below it"
-    return f"{place} is no sweep, and has {several}: {listed}; name one, as {place / names[0]}"
 
 
 def _sync_folder(folder: Path) -> None:
