@@ -48,8 +48,8 @@ runners/model | model, optimizer and data of a trial | h/messages h/files h/spec
 runners/shardings | how ranks divide the work | h/messages h/spec r/rank r/measure r/trace r/model
 runners/techniques | techniques, applied | h/messages h/hardware h/spec r/measure r/trace
 runners/loops | who drives the training loop | h/spec r/rank r/measure r/model r/shardings
-runners/predict | a trace through the allocator to a row | h/files h/hardware h/allocator h/spec h/machine h/process
-    r/rank r/measure r/trace r/model
+runners/predict | a trace through the allocator to a row | h/messages h/files h/hardware h/allocator h/spec h/machine
+    h/process r/rank r/measure r/trace r/model
 runners/symbolic | few traces for many lengths and batches | h/messages h/files h/hardware h/allocator h/spec
     h/machine h/process r/rank r/measure r/trace r/model r/predict
 runners/scripts | a user's own script, watched or traced | h/messages h/files h/hardware h/allocator h/spec h/rows

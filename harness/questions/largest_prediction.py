@@ -52,6 +52,8 @@ def predict_edges(
         else:
             templates[runner_table.imports_name(item.trial), tuple(allowed)].append(item)
     for (_, allowed), items in templates.items():
+        assert items[0].trial is not None
+        template = runner_table.fork_server_name(items[0].trial)
         spec = {
             "trials": [{"trial_id": item.trial_id, "trial": item.resolved} for item in items],
             "axis": axis,
@@ -61,7 +63,7 @@ def predict_edges(
         }
         longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
         try:
-            answers |= _attempted(spec, runner_table.SIMULATED, folder, launcher, axis, longest)
+            answers |= _attempted(spec, template, folder, launcher, axis, longest)
         except OSError as error:
             raise UserError(f"cannot write under {folder}: {error.strerror}") from None
         except UserError as error:

@@ -159,9 +159,10 @@ def technique_runners(entry: Technique) -> tuple[str, ...]:
 
 
 def fork_server_name(trial: Trial) -> str:
-    """Names the template that a trial's worker is forked from: what it imports, or, of all that are predicted, one that
-    imports nothing before a trace has to be made."""
-    return SIMULATED if trial.device.name == "simulated" else imports_name(trial)
+    """Names the template that a trial's worker is forked from: what it imports, or, of predictions of our own code, one
+    that imports nothing before a trace has to be made."""
+    ours = trial.runner.name not in STARTING  # what imports libraries in its own order
+    return SIMULATED if ours and trial.device.name == "simulated" else imports_name(trial)
 
 
 def imports_name(trial: Trial) -> str:

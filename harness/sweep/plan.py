@@ -238,8 +238,8 @@ def _level(turn: int) -> int:
 
 
 def _template(trial: trials.Trial) -> tuple[Any, ...]:
-    """What decides which template a trial's worker is forked from: runner, environment and visible GPUs."""
-    return runner_table.fork_server_name(trial), trial.device.name, trial.world_size, trial.allocator_variable()
+    """What trials share that run one after the other: what they import, environment and visible GPUs."""
+    return runner_table.imports_name(trial), trial.device.name, trial.world_size, trial.allocator_variable()
 
 
 def halving(count: int) -> list[int]:

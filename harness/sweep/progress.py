@@ -60,12 +60,13 @@ class Progress:
 
     def starts(self, item: Planned) -> None:
         """Hear that a trial is started, or tried again."""
-        self._running[item.trial_id] = (self.label(item), time.monotonic())
+        told = self.label(item) if self.label.keys else ""  # what nothing tells apart was said by the command
+        self._running[item.trial_id] = (told, time.monotonic())
 
-    def works(self, item: Planned | None, record: Mapping[str, Any]) -> None:
+    def works(self, trial_id: str | None, record: Mapping[str, Any]) -> None:
         """Hear what the worker of a trial, or of a batch, does (attempt.read_progress)."""
-        self._doing[None if item is None else item.trial_id] = record["text"]
-        if item is None and {"done", "total"} <= record.keys():
+        self._doing[trial_id] = record["text"]
+        if trial_id is None and {"done", "total"} <= record.keys():
             self._pace.count_traced(record["done"], record["total"], record["text"].startswith("tracing"))
 
     def show(self, row: Row, item: Planned) -> None:
@@ -93,7 +94,7 @@ class Progress:
     def drawn(self) -> RenderableType:
         """What runs, in a line."""
         running = [" · ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
-        doing = self._doing.get(None) or (running or ["predicting"])[0]
+        doing = next(filter(None, [self._doing.get(None), *running]), "working")
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
         passed = duration(time.monotonic() - self._began)
         return f"[{self.done}/{self.total}] {doing}{more} · ETA {self.left()} ({passed})"
@@ -176,7 +177,7 @@ class Region(Progress):
             parts.append(doing)
         running, now = list(self._running.items()), time.monotonic()
         parts += [
-            Text(" · ".join(filter(None, [f"▸ {label}", self._doing.get(key), duration(now - since)])), style="bold")
+            Text("▸ " + " · ".join(filter(None, [label, self._doing.get(key), duration(now - since)])), style="bold")
             for key, (label, since) in running[:RUNNING]
         ]
         if len(running) > RUNNING:

@@ -91,7 +91,7 @@ def run_all(
                     before, seconds = (tried[item.trial_id], tries[item.trial_id]), interrupts.bound(settings.timeout_s)
                     own = settings if seconds == settings.timeout_s else replace(settings, timeout_s=seconds)
                     job = partial(run_trial, item, own, folder, journal, launcher, *before)
-                    running.start(item, places, partial(job, hear=partial(progress.works, item)))
+                    running.start(item, places, partial(job, hear=partial(progress.works, item.trial_id)))
                 if not running:
                     break
                 item, row = running.wait()

@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch._subclasses import fake_tensor as fakes
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
+from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
@@ -68,12 +70,13 @@ class TraceMeter:
 
 
 def trace_trial(
-    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer | None = None
+    trial: Trial, card: Gpu, folder: Path, runner: Runner | None = None, tracer: Tracer | None = None
 ) -> tuple[Trace, dict[str, Any]]:
     """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be.
 
-    `tracer` is a plain one unless given.
+    `runner` is the trial's own and `tracer` a plain one, unless given.
     """
+    runner = runner or cast(Runner, import_entry(runner_table.module(trial)))
     tracer = tracer or Tracer(card.capability)
     meter = TraceMeter(trial, tracer, folder)
     build.prepare(trial)

@@ -15,6 +15,7 @@ from vramsweep.harness.hardware import gpu_lookup, interconnects, roofline_effic
 from vramsweep.harness.hardware.gpu_lookup import Gpu, memory_limit, reported_bytes
 from vramsweep.harness.hardware.roofline import estimate, merge_work, total_flops
 from vramsweep.harness.machine import host_memory, machine
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.version_differences import DIFFERENCES
@@ -24,7 +25,6 @@ from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Predic
 from vramsweep.runners.trace.allocation_program import growth
 from vramsweep.runners.trace.trace_data import Mark, Trace
 
-GIB = 1 << 30
 PASSES = ("forward", "backward", "step")  # whose memory goes with the tokens
 TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
 
@@ -259,16 +259,16 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     who = " ".join(filter(None, (asked.module, asked.operator)))
     beside = refused.parts | {asked.category: refused.parts[asked.category] - refused.request}
     largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
-    parts = ", ".join(f"{name.replace('_', ' ')} {beside[name] / GIB:,.1f}" for name in largest)
+    parts = ", ".join(f"{name.replace('_', ' ')} {format_gib(beside[name])}" for name in largest)
     need = without_limit.peak["reserved"]
     least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), card.headroom_gib, least)
     of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
     return (
-        f"{card.name} ({trial.memory_limit() / GIB:.2f} GiB left for the allocator) is too small: a request of "
-        f"{refused.request / GIB:,.2f} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
-        f"{refused.allocated / GIB:,.1f} GiB ({parts}); without a limit the run would reserve {need / GIB:,.2f} GiB"
+        f"{card.name} ({format_gib(trial.memory_limit())} GiB left for the allocator) is too small: a request of "
+        f"{format_gib(refused.request)} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
+        f"{format_gib(refused.allocated)} GiB ({parts}); without a limit the run would reserve {format_gib(need)} GiB"
         f"{', ' + (f'which {of}{enough[0].name} has' if enough else none)}"
     )
 
@@ -290,7 +290,9 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     grows = without_limit.peak["reserved"] - fixed
     fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
     if fitting < 1:
-        return f"{fixed / GIB:,.2f} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
+        return (
+            f"{format_gib(fixed)} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
+        )
     return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"
 
 
@@ -353,12 +355,12 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
     parts = {name: about[f"host_peak_{name}_bytes"] for name in host.breakdown if name not in apart}
     parts |= {name: about[f"host_{name}_bytes"] for name in apart}
     largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
-    told = ", ".join(f"{name} {parts[name] / GIB:,.2f}" for name in largest[:4] if round(parts[name] / GIB, 2))
+    told = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest[:4])
     phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
     need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "one rank needs"
     return (
         f"a node's {trial.device.node_memory_gib:g} GiB of host memory are too few from {phase} on: {need} at least "
-        f"{about['host_peak_bytes'] / GIB:,.2f} GiB ({told}); {_LESS.get(largest[0], 'take a node with more memory')}"
+        f"{format_gib(about['host_peak_bytes'])} GiB ({told}); {_LESS.get(largest[0], 'take a node with more memory')}"
     )
 
 

@@ -29,7 +29,6 @@ from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.predict import user_cache
-from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace import stream_lag
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
@@ -60,31 +59,29 @@ def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[
         return found
     from vramsweep.runners.predict import make_trace  # and torch: seconds, which a kept trace does not need
 
-    trace, details = make_trace.trace_trial(trial, card, folder, import_entry(runner_table.module(trial)))
+    trace, details = make_trace.trace_trial(trial, card, folder)
     told = redaction.redact(details, worker_environment.secrets(os.environ))  # a library's configuration among them
     content = serialize({"trace": asdict(on(trace, KEPT_ON)), "details": told})
     traces.mkdir(parents=True, exist_ok=True)
     with replaced(trace_path(trial, card, traces)) as aside:
         aside.write_bytes(content)
-    user_cache.keep(trace_key(trial, card), trial, content)
+    if (kept := users_file(trace_key(trial, card), trial)) is not None:
+        user_cache.keep(kept, content)
     return trace, details
 
 
 def load_trace(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
     """The trial's trace from the folder `traces`, else what is kept for the user; None if it is in neither, or not as
     it was written."""
-    file = trace_path(trial, card, traces)
-    found = _read_whole(file, lambda: read_content(file))
-    if found is None:
-        kept = user_cache.place_of(trace_key(trial, card), trial)
-        found = None if kept is None else _read_whole(kept, lambda: user_cache.load(trace_key(trial, card), trial))
+    found = _read_whole(trace_path(trial, card, traces), read_content)
+    if found is None and (kept := users_file(trace_key(trial, card), trial)) is not None:
+        found = _read_whole(kept, user_cache.load)
     return None if found is None else (on(found[0], card.capability), found[1])
 
 
-def _read_whole(file: Path, ask: Callable[[], bytes | None]) -> tuple[Trace, dict[str, Any]] | None:
+def _read_whole(file: Path, load: Callable[[Path], bytes]) -> tuple[Trace, dict[str, Any]] | None:
     try:
-        content = ask()
-        return None if content is None else read(content)
+        return read(load(file))
     except OSError:
         return None
     except ValueError as error:
@@ -95,8 +92,18 @@ def _read_whole(file: Path, ask: Callable[[], bytes | None]) -> tuple[Trace, dic
 
 def is_kept(trial: Trial, card: Gpu, traces: Path) -> bool:
     """Whether there is a file of the trial's trace, in the folder `traces` or kept for the user."""
-    kept = user_cache.place_of(trace_key(trial, card), trial)
+    kept = users_file(trace_key(trial, card), trial)
     return trace_path(trial, card, traces).is_file() or (kept is not None and kept.is_file())
+
+
+def users_file(name: str, trial: Trial) -> Path | None:
+    """Return the file in which something of the trial is kept for the user; None where nothing is, as of trials that
+    depend on files of the user's own."""
+    model = trial.model
+    own = (model.path, trial.ds_config, trial.runner.target, trial.runner.command, model.trust_remote_code or None)
+    if any(one is not None for one in own) or trial.data != "synthetic" or trial.runner.name in runner_table.USER_CODE:
+        return None
+    return user_cache.place_of(name)
 
 
 def serialize(values: Mapping[str, Any]) -> bytes:
@@ -122,12 +129,7 @@ def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
 
 def trace_path(trial: Trial, card: Gpu, traces: Path) -> Path:
     """The file of a trace in the folder `traces`."""
-    return file_of(trace_key(trial, card), traces)
-
-
-def file_of(key: str, traces: Path) -> Path:
-    """The file of the trace that `trace_key` names."""
-    return traces / f"{key}.json"
+    return traces / f"{trace_key(trial, card)}.json"
 
 
 def trace_key(trial: Trial, card: Gpu) -> str:

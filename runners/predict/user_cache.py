@@ -2,8 +2,8 @@
 
 It is in $VRAMSWEEP_CACHE (empty: nothing is kept), else $XDG_CACHE_HOME/vramsweep, else ~/.cache/vramsweep. A file's
 name is a hash of all that its content depends on: what the caller names, our own code, the installed packages, the
-variables that a row records. Nothing is kept that depends on files of the user's own. Not covered: what a file says,
-and whether that can be believed (trace_cache.py, symbolic_candidate.py).
+variables that a row records. Not covered: of which trials anything may be kept, what a file says, and whether that can
+be believed (trace_cache.py, symbolic_candidate.py).
 """
 
 from __future__ import annotations
@@ -21,39 +21,30 @@ from pathlib import Path
 from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.files.file_names import CACHE
 from vramsweep.harness.process import worker_environment
-from vramsweep.harness.spec import runner_table
-from vramsweep.harness.spec.trial import Trial
 
 MOST = 2 << 30  # bytes of all files; those that were not used for longest make room
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 
-def load(name: str, trial: Trial) -> bytes | None:
-    """Return what is kept under this name for the trial; None where nothing is, or may be."""
+def load(place: Path) -> bytes:
+    """Return what is kept in a file of `place_of`, which is used now. Raises OSError."""
+    content = read_content(place, links=False)
+    with contextlib.suppress(OSError):  # it can be read where nothing can be written
+        os.utime(place, follow_symlinks=False)
+    return content
+
+
+def keep(place: Path, content: bytes) -> None:
+    """Keep content in a file of `place_of`; a disk that is full is no reason to fail."""
     with contextlib.suppress(OSError):
-        if (place := place_of(name, trial)) is not None:
-            content = read_content(place, links=False)
-            os.utime(place, follow_symlinks=False)
-            return content
-    return None
+        with replaced(place) as aside:
+            aside.touch(0o600, exist_ok=False)
+            aside.write_bytes(content)
+        _make_room(place.parent)
 
 
-def keep(name: str, trial: Trial, content: bytes) -> None:
-    """Keep content under this name, where it may be kept; a disk that is full is no reason to fail."""
-    with contextlib.suppress(OSError):
-        if (place := place_of(name, trial)) is not None:
-            with replaced(place) as aside:
-                aside.touch(0o600, exist_ok=False)
-                aside.write_bytes(content)
-            _make_room(place.parent)
-
-
-def place_of(name: str, trial: Trial) -> Path | None:
-    """Return the file of this name; None where nothing is kept for the trial."""
-    model = trial.model
-    own = (model.path, trial.ds_config, trial.runner.target, trial.runner.command, model.trust_remote_code or None)
-    if any(one is not None for one in own) or trial.data != "synthetic" or trial.runner.name in runner_table.USER_CODE:
-        return None
+def place_of(name: str) -> Path | None:
+    """Return the file of this name; None where nothing is kept."""
     if (folder := _folder()) is None or (state := _installed_state()) is None:
         return None
     environment = worker_environment.recorded_variables(os.environ)
@@ -97,10 +88,13 @@ def _installed_state() -> str | None:
 
 
 def _make_room(folder: Path) -> None:
-    files = sorted((one.lstat().st_mtime, one.lstat().st_size, one) for one in folder.iterdir())
+    files = []
+    for file in os.scandir(folder):
+        with contextlib.suppress(FileNotFoundError):  # another process makes room too
+            found = file.stat(follow_symlinks=False)
+            files.append((found.st_mtime, found.st_size, file.path))
     beyond = sum(size for _, size, _ in files) - MOST
-    for _, size, file in files:
-        if beyond <= 0:
-            return
-        file.unlink(missing_ok=True)
-        beyond -= size
+    for _, size, path in sorted(files) if beyond > 0 else ():
+        if beyond > 0:
+            Path(path).unlink(missing_ok=True)
+            beyond -= size

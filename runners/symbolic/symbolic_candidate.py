@@ -76,10 +76,10 @@ def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
     return found
 
 
-def read(content: bytes | None) -> Candidate | Refused | None:
+def read(content: bytes) -> Candidate | Refused | None:
     """What a file holds (trace_cache.serialize); None for anything else."""
     try:
-        return None if content is None else from_plain(json.loads(trace_cache.checked(content)))
+        return from_plain(json.loads(trace_cache.checked(content)))
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
 

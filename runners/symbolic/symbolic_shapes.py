@@ -65,6 +65,8 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
         with _collections(tracer.trace) as collected, _inputs(trial, symbols):
             traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
         return Candidate(symbols.symbolic(traced, details), *map(frozenset, collected))
+    except (MemoryError, OSError):  # of the machine as it is now: not to be kept
+        raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")

@@ -96,7 +96,7 @@ def lacks_traces(anyone: Trial, points: Collection[Point], tracer: Tracer) -> bo
     """Whether `curve` will have to trace, as far as that can be told before."""
     middle = symbolic_trial(anyone, _traceable(sorted(points)))
     if middle is not None:
-        return tracer.kept_symbolic(middle) is None
+        return not tracer.is_symbolic_kept(middle)
     return not all(tracer.is_kept(at(anyone, where)) for where in points)
 
 

@@ -26,7 +26,7 @@ from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import trace_cache, user_cache
 from vramsweep.runners.rank import process_end, result_file
-from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
 from vramsweep.runners.trace.symbolic_trace import Point
 
@@ -52,7 +52,6 @@ class Tracer:
     known: int = 0
     alone: int = 0
     here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
-    preload: Sequence[str] = ()  # modules that tracing needs
 
     def trace(self, trials: Iterable[Trial]) -> None:
         """See to it that they have been traced, as many at once as there is room for."""
@@ -72,21 +71,23 @@ class Tracer:
     ) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
         """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
         place = self.folder / _symbolic_name(trial)
-        found = self.kept_symbolic(trial)
-        job: list[Job] = [(partial(_trace_symbols, trial, place), self.deadline_s)] if found is None else []
-        self._run([*job, *self._untraced(beside)])
+        kept, found = trace_cache.users_file(place.name, trial), None
+        with contextlib.suppress(OSError):
+            found = None if kept is None else symbolic_candidate.read(user_cache.load(kept))
+        self._run([*([] if found else [self._job(_trace_symbols, trial, place)]), *self._untraced(beside)])
         if found is None:
             with contextlib.suppress(OSError):  # it ended before
                 found = symbolic_candidate.read(content := read_content(place / SYMBOLIC, links=False))
-                if found is not None:
-                    user_cache.keep(place.name, trial, content)
+                if found is not None and kept is not None:
+                    user_cache.keep(kept, content)
         if isinstance(found, symbolic_candidate.Refused):
             self.say(f"no symbolic trace: {found.reason}")
         return found
 
-    def kept_symbolic(self, trial: Trial) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
-        """What `symbolic` found for this user before."""
-        return symbolic_candidate.read(user_cache.load(_symbolic_name(trial), trial))
+    def is_symbolic_kept(self, trial: Trial) -> bool:
+        """Whether there is a file of what `symbolic` found for this user before."""
+        kept = trace_cache.users_file(_symbolic_name(trial), trial)
+        return kept is not None and kept.is_file()
 
     def say(self, text: str) -> None:
         """A line for the attempt's log."""
@@ -136,12 +137,14 @@ class Tracer:
         for trial in trials:
             key = _key(trial)
             if key not in self.asked and not self.is_kept(trial):
-                yield partial(self._trace, trial, self.folder / key), self.deadline_s
+                yield self._job(self._trace, trial, self.folder / key)
             self.asked.add(key)
 
+    def _job(self, trace: Callable[[Trial, Path], None], trial: Trial, place: Path) -> Job:
+        import_makers(trial)
+        return partial(trace, trial, place), self.deadline_s
+
     def _run(self, jobs: Sequence[Job]) -> None:
-        if jobs:
-            import_makers(self.preload)
         self._say(len(jobs))
         for _ in forked(jobs, at_once()):
             self.traced += 1
@@ -158,14 +161,12 @@ class Tracer:
         result_file.progress(self.folder, text, done=done, total=self.families)
 
 
-def import_makers(modules: Iterable[str]) -> None:
-    """Import what tracing needs, once for all processes that this one forks from now on."""
+def import_makers(trial: Trial) -> None:
+    """Import what tracing the trial needs, once for all processes that this one forks from now on."""
     import torch
 
     torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-    for name in ("vramsweep.runners.predict.make_trace", *modules):
-        with contextlib.suppress(ModuleNotFoundError):  # which is left to the trial to miss
-            import_entry(name)
+    import_entries((".predict.make_trace", *runner_table.preload(runner_table.imports_name(trial))))
 
 
 def _trace_symbols(trial: Trial, place: Path) -> None:

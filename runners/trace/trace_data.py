@@ -75,7 +75,7 @@ class Trace(Storages):
     `origins[i]` says where in `makers` to find what asked for storage i: the module's path (of a parameter: its name),
     the operator (storage_origins.py).
     `notes` say what the streams do, where blocks are freed that another stream still uses (stream_lag.py).
-    `stepwise` are storages whose sizes follow another number, with the formula and that number (py).
+    `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
     """
 
     streams: list[Number] = field(default_factory=list)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.process.worker_files import PREDICTIONS, STEPS
-from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
@@ -42,8 +42,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     )
     alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
     others = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1] + [*varying.values()]
-    preload = preload_of(next(iter(trials.values())))
-    tracer = Tracer(folder, spec["timeout_s"], preload=preload, families=len(alone) + len(others), alone=len(alone))
+    tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
     for family in (*alone, *others):
@@ -53,11 +52,6 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
         _answer_family(family, known, files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
-
-
-def preload_of(trial: Trial) -> tuple[str, ...]:
-    """The modules that tracing the trial needs."""
-    return runner_table.preload(runner_table.imports_name(trial))
 
 
 def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
@@ -86,7 +80,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     memory is full before that, InvalidTrial for a step that cannot be traced.
     """
     forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
-    known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks, preload=preload_of(trial)))
+    known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks))
     if forks and (refused := known.refused(trial)) is not None:
         raise InvalidTrial(refused["error"]["message"])
     result_file.progress(folder, "replaying its allocations")

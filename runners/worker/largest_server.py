@@ -36,7 +36,7 @@ from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forke
 from vramsweep.runners.trace.allocation_program import build_program
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, columns
 from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, fitted, on
-from vramsweep.runners.worker.batch_server import Trials, families, preload_of
+from vramsweep.runners.worker.batch_server import Trials, families
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 POINTS = 1024  # whose sizes are worked out at once
@@ -47,7 +47,7 @@ FEW = 6  # trials of a family whose peaks at their edges are told: each is a rep
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Find the edge of each trial of the spec along its axis; returns the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
-    tracer = Tracer(folder, spec["timeout_s"], preload=preload_of(next(iter(trials.values()))))
+    tracer = Tracer(folder, spec["timeout_s"])
     found: dict[str, Any] = {}
     for family in families(trials).values():
         found |= _of_family(family, spec["axis"], spec["values"], spec["every"], tracer, spec["timeout_s"])

@@ -1,8 +1,8 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
 Read `spec.json`, run the trial (or answer for the many that it names: batch_server.py, largest_server.py,
-query_server.py), write `result.json`
-(result_file.py). With several ranks the worker forks them, each its own process, and waits; rank 0 writes the result.
+query_server.py), write `result.json` (result_file.py). With several ranks the worker forks them, each its own process,
+and waits; rank 0 writes the result.
 Nothing is imported here that a template must not have touched.
 """
 
@@ -20,16 +20,12 @@ from vramsweep.harness.rows.outcome import NOT_WRITTEN
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec import trial as trials
 from vramsweep.runners.rank import process_end, rank_launcher, result_file
-from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 
 
 def preload(runner: str) -> None:
-    """Import what the runner will need; a module that this installation lacks is left to the trial to miss."""
-    for name in runner_table.preload(runner):
-        try:
-            import_entry(name)
-        except ModuleNotFoundError as error:
-            print(f"not preloaded: {error}", file=sys.stderr)
+    """Import what the runner will need."""
+    import_entries(runner_table.preload(runner))
 
 
 def needs_imports(folder: Path) -> bool:

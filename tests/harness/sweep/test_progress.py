@@ -151,7 +151,7 @@ def test_what_runs_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> No
         one.works(None, {"text": ""})
         one.starts(items[0])
         one.starts(items[1])
-        one.works(items[0], {"text": "tracing step 2 of 3"})
+        one.works(items[0].trial_id, {"text": "tracing step 2 of 3"})
     assert lines.drawn() == "[0/5] h100-80gb · tracing step 2 of 3 and 1 more · ETA unknown (0:00)"
     assert text(region, 100)[-2:] == ["▸ h100-80gb · tracing step 2 of 3 · 0:00", "▸ a100-80gb · 0:00"]
     lines.show(row(items[0]), items[0])

@@ -147,7 +147,7 @@ def test_what_forks_to_trace_has_one_thread(tmp_path: Path) -> None:
 
     def job() -> None:
         torch.set_num_threads(2)
-        trace_workers.import_makers(())
+        trace_workers.import_makers(parsed())
         (tmp_path / "threads").write_text(str(torch.get_num_threads()))
 
     list(trace_workers.forked([(job, 60.0)], 1))
