@@ -11,11 +11,11 @@ from pathlib import Path
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import MIB
 from vramsweep.harness.allocator.replay import Row, what_if
 from vramsweep.harness.allocator.settings_grid import grid, rank
 from vramsweep.harness.files import file_names
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_gib
 
 MOST = 4  # recordings; each is a table of its own
 BEST = 8  # settings shown of those tried
@@ -52,8 +52,8 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
 def _cells(row: Row) -> dict[str, str]:
     return {
         "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
-        "predicted peak reserved (MiB)": f"{(row.peak_reserved or 0) / MIB:,.1f}",
-        "reserved but unused (MiB)": f"{(row.reserved_unallocated or 0) / MIB:,.1f}",
+        "predicted peak reserved (GiB)": "–" if row.peak_reserved is None else format_gib(row.peak_reserved),
+        "reserved but unused (GiB)": "–" if row.reserved_unallocated is None else format_gib(row.reserved_unallocated),
         "cudaMallocs": f"{row.device_allocs:,}",
         "out of memory": row.out_of_memory or "no",
     }

@@ -14,7 +14,8 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.metrics import GIB, show_bytes
+from vramsweep.analysis.data.metrics import GIB
+from vramsweep.harness.messages.units import format_size
 
 NEEDED = ("seq_len", "seed", "allocator")
 STEPS = ("step_reserved_bytes", "step_peak_allocated_bytes", "step_tokens")
@@ -179,7 +180,7 @@ def _steps(rows: pd.DataFrame) -> str:
         ends = _ends(pd.concat([done["shortest_document"], done["longest_document"]]))
         text += f"; documents have {ends}, {done['mean_document'].mean():,.0f} in the mean"
     most = done["peak_allocated_bytes"].dropna()
-    return text + (f"; peak allocated {_range(list(most), show_bytes)}" if len(most) else "")
+    return text + (f"; peak allocated {_range(list(most), format_size)}" if len(most) else "")
 
 
 def _ends(counts: NDArray[np.float64] | pd.Series) -> str:
@@ -196,10 +197,10 @@ def _share(value: float) -> str:
 
 def _alone(one: Setting) -> str:
     """What the only setting holds, each of its seeds."""
-    ends = _range([held.reserved[-1] for held in one.held], show_bytes)
+    ends = _range([held.reserved[-1] for held in one.held], format_size)
     grown = [held.reserved[-1] - held.reserved[0] for held in one.held]
     most = max(grown, key=abs)
-    way = f"{show_bytes(abs(most))} {'more' if most > 0 else 'less'} than" if most else "as much as"
+    way = f"{format_size(abs(most))} {'more' if most > 0 else 'less'} than" if most else "as much as"
     up_to = "up to " if most and min(grown) != max(grown) else ""
     retries = [held.retries for held in one.held if held.retries]
     tries = f", with {sum(retries):,} retr{'y' if sum(retries) == 1 else 'ies'}" if retries else ""
@@ -223,7 +224,7 @@ def _against(first: Setting, other: Setting) -> str:
     ends = [pairs[0], pairs[-1]] if _in_words(_change(*pairs[0])) != _in_words(_change(*pairs[-1])) else pairs[:1]
     said = " to ".join(_in_words(_change(*pair)) for pair in ends)
     sizes = ", ".join(
-        f"{show_bytes(its.reserved[-1])} against {show_bytes(mine.reserved[-1])}"
+        f"{format_size(its.reserved[-1])} against {format_size(mine.reserved[-1])}"
         + (f" with seed {its.seed}" if len(pairs) > 1 else "")
         for mine, its in ends
     )

@@ -8,9 +8,9 @@ import pandas as pd
 
 from vramsweep.analysis.compare.residuals import OUTCOME, pair, summary
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import CARD, card, is_device
 from vramsweep.analysis.model.phases import PHASES
+from vramsweep.harness.messages.units import format_size
 
 HEADLINES = ("peak_allocated_bytes", "peak_reserved_bytes")
 MOST = 60  # configurations in a table
@@ -74,7 +74,7 @@ def _spread(found: pd.DataFrame) -> list[str]:
     if (apart := found[found["spread_bytes"].fillna(0) > 0]).empty:
         return []
     most = apart.iloc[int(apart["spread_bytes"].to_numpy(float).argmax())]
-    where = f"{show_bytes(float(most['spread_bytes']))} at {most['settings']}"
+    where = f"{format_size(float(most['spread_bytes']))} at {most['settings']}"
     return [
         f"Repeats differ in memory in {_count(apart)}, most in {name_of(str(most['component']))} ({where}); "
         "residuals are of their median."
@@ -143,7 +143,7 @@ def _per_configuration(found: pd.DataFrame) -> pd.DataFrame:
             values = mine.loc[name] if name in mine.index else first  # which then has none
             sizes = {side: values[f"{side}_bytes"] for side in ("predicted", "measured")}
             for side, size in sizes.items():
-                line[f"{name_of(name)} {side}"] = "–" if pd.isna(size) else show_bytes(float(size))
+                line[f"{name_of(name)} {side}"] = "–" if pd.isna(size) else format_size(float(size))
             line[f"{name_of(name)} residual"] = "–" if pd.isna(values["relative"]) else percent(values["relative"])
         ends = (first["outcome_predicted"], first["outcome_measured"])
         line["ended"] = "ok" if ends == ("ok", "ok") else f"predicted {ends[0]}, measured {ends[1]}"
@@ -152,7 +152,7 @@ def _per_configuration(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def _difference(size: int) -> str:
-    text = show_bytes(float(size))
+    text = format_size(float(size))
     return text.replace("-", "−") if size < 0 else f"+{text}"
 
 

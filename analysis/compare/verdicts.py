@@ -330,7 +330,7 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
         return found(verdict, f"{who} ran out of memory where the other fits")
     if middle_a is None or middle_b is None:
         return found("AMBIGUOUS", "not measured on both sides")
-    change = _change(metric, middle_a, middle_b)
+    change = _change(middle_a, middle_b)
     apart = float(max(values_b.max() - values_a.min(), values_a.max() - values_b.min()))
     least = allowed(metric, middle_a, tolerance)
     if apart == 0:
@@ -346,11 +346,10 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
     return found("AMBIGUOUS", f"the two sides' runs {why}, their medians: {change}", apart)
 
 
-def _change(metric: str, a: float, b: float) -> str:
+def _change(a: float, b: float) -> str:
     """`3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
-    show = METRICS[metric].show
     share = format_difference.size(b / a - 1 if a else 0.0)
-    return f"{show(a)} to {show(b)} ({format_difference.in_bytes(b - a)[0]}, {share})"
+    return f"{' to '.join(format_difference.in_bytes(a, b, signed=False))} ({format_difference.in_bytes(b - a)[0]}, {share})"
 
 
 def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> OverAll:

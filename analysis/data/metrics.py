@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vramsweep.harness.messages.units import format_size
+
 MIB = 2**20
 GIB = 2**30
 
@@ -31,7 +33,7 @@ class Metric:
     def show(self, value: float) -> str:
         """A value of the column in words: number and unit."""
         if self.memory:
-            return show_bytes(value)
+            return format_size(value)
         return f"{value / self.scale:,.4g} {self.unit}"
 
 
@@ -64,9 +66,3 @@ UNITS = (Unit(GIB, "GiB", 2), Unit(MIB, "MiB", 1), Unit(1024, "KiB", 1), Unit(1,
 def unit_of(largest: float) -> Unit:
     """The unit for sizes up to so many bytes, either way."""
     return next((unit for unit in UNITS if abs(largest) >= unit.bytes), UNITS[-1])
-
-
-def show_bytes(value: float) -> str:
-    """Bytes in words: 512 B, 3.2 MiB, 11.4 GiB."""
-    unit = unit_of(value)
-    return f"{value / unit.bytes:,.{unit.digits}f} {unit.name}"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.metrics import show_bytes
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows.schema import OF_TRAINING
 
 _PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the one that decides first
@@ -106,17 +106,17 @@ def sentences(found: Sequence[Job]) -> list[str]:
         if part == "steps":
             continue
         worst = max(mine, key=lambda job: job.peaks[part] - (0 if part in OF_TRAINING else job.peaks.get("steps", 0)))
-        steps = f" where the steps need {show_bytes(worst.peaks['steps'])}" if "steps" in worst.peaks else ""
-        need = f"needs most ({worst.base}): {'at worst ' * (len(mine) > 1)}{show_bytes(worst.peaks[part])}"
+        steps = f" where the steps need {format_size(worst.peaks['steps'])}" if "steps" in worst.peaks else ""
+        need = f"needs most ({worst.base}): {'at worst ' * (len(mine) > 1)}{format_size(worst.peaks[part])}"
         said.append(f"In {len(mine):,} of {total} {called(part)} {need}{steps} ({worst.name}).")
     if not said:
         most = max(found, key=lambda job: job.peaks["steps"])
         others = {part: size for part, size in most.peaks.items() if part not in OF_TRAINING}
         after = max(others, key=lambda part: others[part], default="")
-        next_ = f"; {called(after)}, the next, {show_bytes(others[after])}" if after else ""
+        next_ = f"; {called(after)}, the next, {format_size(others[after])}" if after else ""
         said = [
             f"In {'each of ' * (len(found) > 1)}{total} the steps need most ({most.base}):"
-            f" {'up to ' * (len(found) > 1)}{show_bytes(most.peaks['steps'])}{next_} ({most.name})."
+            f" {'up to ' * (len(found) > 1)}{format_size(most.peaks['steps'])}{next_} ({most.name})."
         ]
     return said
 
@@ -130,5 +130,5 @@ def remark(found: Sequence[Job]) -> str:
     need = "need" if " and " in more else "needs"
     return (
         f"peaks of fits and of what fits are those of load and steps; in {len(beyond):,} of {len(found):,} whole jobs"
-        f" {more} {need} more, by up to {show_bytes(worst.excess.size)} {worst.excess.base} ({worst.name})"
+        f" {more} {need} more, by up to {format_size(worst.excess.size)} {worst.excess.base} ({worst.name})"
     )

@@ -5,8 +5,8 @@ from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures.plots import COLOURS, GREY, INK, Figure, axis_unit, escape, new_plot
+from vramsweep.harness.messages.units import format_gib, format_size
 
 _DASHES = ("solid", "dash", "dot", "dashdot")
 
@@ -45,13 +45,13 @@ def as_figure(table: Mapping[str, Any]) -> Figure:
         plot.add_hline(y=limit / unit, line={"dash": "dot", "color": GREY}, annotation_text="memory limit")
     word, right = "final" if table.get("history") == "none" else "peak", peak["event"] > table["events"] / 2
     plot.add_annotation(
-        x=peak["event"], y=peak["allocated"] / unit, text=f"<b>{word} {peak['allocated'] / MIB:,.0f} MiB</b> allocated",
+        x=peak["event"], y=peak["allocated"] / unit, text=f"<b>{word} {format_size(peak['allocated'])}</b> allocated",
         ax=-20 if right else 20, ay=28, xanchor="right" if right else "left", arrowhead=0, name="peak",
         font={"color": INK}, bgcolor="rgba(255,255,255,0.7)",
     )  # fmt: skip
     plot.update_yaxes(rangemode="tozero")
     plot.update_layout(showlegend=True, hovermode="x unified")
-    unknown = f"; of {peak['unknown'] / MIB:,.1f} MiB no line is known" if peak["unknown"] else ""
+    unknown = f"; of {format_size(peak['unknown'])} no line is known" if peak["unknown"] else ""
     caption = (
         f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
         f"block is for, so what was allocated has one colour{unknown}."
@@ -65,14 +65,12 @@ def holders(table: Mapping[str, Any]) -> pd.DataFrame:
     peak = table["rows"][0]["holders"]
     rows = [
         {
-            "MiB in all": f"{one['bytes'] * one['count'] / MIB:,.1f}",
-            "blocks": f"{one['count']:,} × {one['bytes'] / MIB:,.1f}" if one["count"] > 1 else "1",
+            "GiB in all": format_gib(one["bytes"] * one["count"]),
+            "blocks": f"{one['count']:,} × {format_size(one['bytes'])}" if one["count"] > 1 else "1",
             "asked for by": one["where"] or "unknown",
         }
         for one in peak["largest"]
     ]
     others = {"rest": f"{peak['rest_count']:,} others", "rounding": "rounding"}
-    rows += [
-        {"MiB in all": f"{peak[of] / MIB:,.1f}", "blocks": what, "asked for by": ""} for of, what in others.items()
-    ]
+    rows += [{"GiB in all": format_gib(peak[of]), "blocks": what, "asked for by": ""} for of, what in others.items()]
     return pd.DataFrame(rows)

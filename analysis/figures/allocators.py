@@ -12,10 +12,10 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import LENGTH, Figure, escape, faint, new_plot, sentence
 from vramsweep.analysis.figures.style import MOST, Look, View, names, shared
+from vramsweep.harness.messages.units import format_size
 
 LENGTHS = 12  # at most
 SETS = 6  # of allocators with all else equal, of which the page's reader chooses one
@@ -107,7 +107,7 @@ def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
         at = int(np.nanargmax(np.abs(own - base)))
         gap, length = float(own[at] - base[at]), f"{int(table.index[at]):,} tokens"
         if gap:
-            way = f"{show_bytes(abs(gap))} {'less' if gap < 0 else 'more'} ({gap / base[at]:+.1%}) at {length}"
+            way = f"{format_size(abs(gap))} {'less' if gap < 0 else 'more'} ({gap / base[at]:+.1%}) at {length}"
         else:
             way = "as much at every length"
         said.append(f"{name} reserves {way}")

@@ -15,13 +15,13 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups, label
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit, other_limits
 from vramsweep.analysis.figures.phases import HATCH, highest
 from vramsweep.analysis.figures.plots import INK, LENGTH, End, Figure, escape, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import GREY, Look, View, names
+from vramsweep.harness.messages.units import format_size
 
 # From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
 PARTS = {
@@ -220,7 +220,7 @@ def _out(group: Group, axis: str) -> pd.DataFrame:
 def _crosses(plot: Any, out: pd.DataFrame, axis: str, own: Any, look: Look, unit: int) -> None:
     if own is not None and len(out):
         needed = out["unlimited_peak_reserved_bytes"].to_numpy(float, na_value=np.nan)
-        told = [f", would reserve {show_bytes(size)}" if np.isfinite(size) else "" for size in needed]
+        told = [f", would reserve {format_size(size)}" if np.isfinite(size) else "" for size in needed]
         plot.add_scatter(
             x=out[axis].to_numpy(float), y=np.full(len(out), own.size / unit), mode="markers", name="out of memory",
             marker={"symbol": "x", "size": 9, "color": "#D55E00", "line": {"color": "#fff", "width": 1}},
@@ -303,7 +303,7 @@ def _lying(
     needed = rows.get("unlimited_peak_reserved_bytes", pd.Series(dtype=float)).to_numpy(float, na_value=np.nan)
     for place_of, size, end in zip(y, needed, total / unit, strict=False):
         if np.isfinite(size):
-            plots.add_text(plot, [end], [place_of], [f" needs {show_bytes(size)}"], Look(INK), "middle right", 11)
+            plots.add_text(plot, [end], [place_of], [f" needs {format_size(size)}"], Look(INK), "middle right", 11)
     plot.update_xaxes(tickformat=",~g", range=[0, top / unit * (1.2 if np.isfinite(needed).any() else 1.04)])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
     for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
@@ -320,7 +320,7 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
     parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
     shares = [f"{called(part)} {float(row[OF_PEAK[part]]) / allocated:.0%}" for part in parts]
     where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
-    return f"At {where}, of {show_bytes(allocated)} allocated: {', '.join(shares)}."
+    return f"At {where}, of {format_size(allocated)} allocated: {', '.join(shares)}."
 
 
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:

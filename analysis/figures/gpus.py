@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import CARD, card
 from vramsweep.analysis.figures.plots import GREY, INK, escape
 from vramsweep.analysis.model.memory_frontier import SIZES
 from vramsweep.analysis.model.observations import allocator_limits
 from vramsweep.harness.hardware.gpu_lookup import lowest_limit_gpu, memory_limit
+from vramsweep.harness.messages.units import format_size
 
 NEAR = 1.35  # times the largest peak: a limit so far up still is in the figure
 OTHERS = 3
@@ -32,7 +32,7 @@ class CardLimit:
 
     def told(self) -> str:
         """What a caption says where the line is not drawn."""
-        return "" if self.near else f"The limit of {self.name}, {show_bytes(self.size)}, is above the figure."
+        return "" if self.near else f"The limit of {self.name}, {format_size(self.size)}, is above the figure."
 
 
 def card_limit(group: Group, most: float) -> CardLimit | None:

@@ -16,12 +16,12 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import MIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import PARTS
 from vramsweep.analysis.figures.composition import called as of_part
 from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness.files.file_names import make_safe
+from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.process.interpreter import build_command
 
 RESERVED = "#7f7f7f"
@@ -44,7 +44,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     limited = limit is not None and (failure is not None or reach > limit / 2)
     reach = max(reach, limit) if limited else reach
     unit, called = axis_unit(reach)
-    said = "%{y:,.4f} GiB" if unit > MIB else "%{y:,.2f} MiB"
+    said = f"%{{y:,.2f}} {called}"
     plot = new_plot("allocation or free, in order (not in time)", f"memory ({called})")
     for name, colour in PARTS.items():
         if (sizes := np.array(data["parts"][name])).any():
@@ -71,7 +71,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         x=[peak["event"]], y=[peak["allocated"] / unit], mode="markers", name="peak", showlegend=False,
         hoverinfo="skip", marker={"color": "#fff", "size": 8, "line": {"color": "#000", "width": 2}},
     )  # fmt: skip
-    words = f"<b>peak {_size(peak['allocated'], unit)}</b> in {escape(peak['phase'])}"
+    words = f"<b>peak {format_size(peak['allocated'])}</b> in {escape(peak['phase'])}"
     plot.add_annotation(
         x=peak["event"], y=peak["allocated"] / unit, ax=-14 if right else 14, ay=max(reach / unit * 1.07, 0), ayref="y",
         text=words, xanchor="right" if right else "left", arrowcolor="#555", arrowwidth=1.2, arrowhead=0,
@@ -83,7 +83,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
         _limit(plot, limit, failure, unit, left, below)
     name = make_safe(f"timeline_{record['trial_id']}")
     title = f"Memory over {'loading' if data['step'] is None else 'a step'}: {told}"
-    figure = Figure(name, title, _caption(data, limited, unit), plot, _frame(record))
+    figure = Figure(name, title, _caption(data, limited), plot, _frame(record))
     return plots.of_world(figure, "predicted", alone=True)
 
 
@@ -103,8 +103,8 @@ def holders(record: Mapping[str, Any]) -> pd.DataFrame:
         own, count = one["held"], one["count"]
         rows.append(
             {
-                "MiB in all": f"{own['bytes'] * count / MIB:,.1f}",
-                "storages": f"{count:,} × {own['bytes'] / MIB:,.1f}" if count > 1 else "1",
+                "GiB in all": format_gib(own["bytes"] * count),
+                "storages": f"{count:,} × {format_size(own['bytes'])}" if count > 1 else "1",
                 "category": of_part(own["category"]),
                 "module": own["module"] or "–",
                 "operator": own["operator"],
@@ -115,8 +115,8 @@ def holders(record: Mapping[str, Any]) -> pd.DataFrame:
     count = len(peak["largest"]) + peak["rest_count"] - sum(one["count"] for one in peak["alike"])
     rest = peak["allocated"] - peak["rounding"] - shown
     blank = {"category": "", "module": "", "operator": "", "made in": ""}
-    rows.append({"MiB in all": f"{rest / MIB:,.1f}", "storages": f"{count:,} others", **blank})
-    rows.append({"MiB in all": f"{peak['rounding'] / MIB:,.1f}", "storages": "rounding", **blank})
+    rows.append({"GiB in all": format_gib(rest), "storages": f"{count:,} others", **blank})
+    rows.append({"GiB in all": format_gib(peak["rounding"]), "storages": "rounding", **blank})
     return pd.DataFrame(rows)
 
 
@@ -149,7 +149,7 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
     """The line, its name at its left or right end, on the side where reserved is not, and where a request fails."""
     plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
     plot.add_annotation(
-        x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {_size(limit, unit)}", showarrow=False,
+        x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {format_size(limit)}", showarrow=False,
         xanchor="left" if left else "right", yanchor="top" if below else "bottom", font={"size": 12},
         name="limit",
     )  # fmt: skip
@@ -161,26 +161,22 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
     )  # fmt: skip
 
 
-def _size(size: float, unit: int) -> str:
-    return f"{size / unit:,.2f} GiB" if unit > MIB else f"{size / unit:,.0f} MiB"
-
-
-def _caption(data: Mapping[str, Any], limited: bool, unit: int) -> str:
+def _caption(data: Mapping[str, Any], limited: bool) -> str:
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
     what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU. The areas "
     what += "sum to what is allocated; one too thin to be seen is only told on hovering."
-    most = f"Most reserved in it: {_size(data['peak_reserved'], unit)}."
-    beyond = "" if limited or limit is None else f"The card's limit is {_size(limit, unit)}, above the figure."
+    most = f"Most reserved in it: {format_size(data['peak_reserved'])}."
+    beyond = "" if limited or limit is None else f"The GPU's limit is {format_size(limit)}, above the figure."
     full = ""
     if failure is not None:
         full = (
-            f"Memory runs out in {failure['phase']}, at a request of {failure['request'] / MIB:,.1f} MiB (×): from "
+            f"Memory runs out in {failure['phase']}, at a request of {format_size(failure['request'])} (×): from "
             "there on this is a run without a limit."
         )
     top = peak["alike"][0]["held"] if peak["alike"] else None
     name = "" if top is None else " ".join(filter(None, (top["module"], top["operator"] and f"({top['operator']})")))
-    largest = "" if top is None else f"Largest at the peak: {top['bytes'] / MIB:,.1f} MiB of {name}."
+    largest = "" if top is None else f"Largest at the peak: {format_size(top['bytes'])} of {name}."
     return sentence(what, most, beyond, full, largest)
 
 

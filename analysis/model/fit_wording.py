@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from vramsweep.analysis.data.metrics import MIB, Metric, show_bytes
+from vramsweep.analysis.data.metrics import MIB, Metric
 from vramsweep.analysis.model.curves import Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
 from vramsweep.analysis.model.pointwise_fit import PLAIN, Candidate
 from vramsweep.analysis.model.predictors import BASES, Residual
+from vramsweep.harness.messages.units import format_size
 
 LONGEST = 1e6  # tokens or samples, where nothing says how many there were
 Piece = tuple[float, float, float]  # a + b x + c x²
@@ -114,7 +115,7 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
     each = _each(fit)
     if fit.metric.memory:
         sure = f" (95 % interval {interval[0]:,.0f} to {interval[1]:,.0f})" if interval else ""
-        return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {show_bytes(fixed)}"
+        return f"{slope:,.0f} bytes per {each}{sure} on top of a fixed part of {format_size(fixed)}"
     if fit.axis != "seq_len":
         return f"{_seconds(slope)} per {each}{_on_top(fixed)}"
     text = f"{_seconds(slope)} per position{_on_top(fixed)}"
@@ -143,7 +144,7 @@ def _parabola(fit: Fit, piece: Piece) -> str:
     if fit.metric.memory:
         near = b * c > 0 and abs(b / c) < 10 * high
         equal = f"; the two are equal at {abs(b / c):,.0f} {UNITS[fit.axis]}" if near else ""
-        fixed = f"on top of a fixed part of {show_bytes(a)}{equal}"
+        fixed = f"on top of a fixed part of {format_size(a)}{equal}"
         text = f"{b:,.0f} bytes per {each} and {c:,.4g} bytes per {each}² {fixed}"
         typical = " (a part that grows with length squared is typical of attention that stores its scores)"
         return text + (typical if c * high > 0.25 * abs(b) and fit.axis == "seq_len" else "")
@@ -174,10 +175,9 @@ def rests_on(fit: Fit) -> list[str]:
         found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
     _low, high = fit.range
     at = fit.predict(np.array([high, 2 * high]))
-    ends = ["up to no known end" if not np.isfinite(v) else f"to {fit.metric.show(v)}" for v in at.new_high]
+    ends = [_interval(fit.metric, *pair) for pair in zip(at.new_low, at.new_high, strict=True)]
     found.append(
-        f"a new run at {high:,.0f} {unit}: {fit.metric.show(at.new_low[0])} {ends[0]}; at {2 * high:,.0f}, beyond what "
-        f"was measured: {fit.metric.show(at.new_low[1])} {ends[1]} (95 %)"
+        f"a new run at {high:,.0f} {unit}: {ends[0]}; at {2 * high:,.0f}, beyond what was measured: {ends[1]} (95 %)"
     )
     found += [_jump(fit, jump.size, jump.x) for jump in fit.jumps]
     for part in fit.wavering:
@@ -193,6 +193,12 @@ def rests_on(fit: Fit) -> list[str]:
     if fit.next_x is not None and fit.metric.memory:
         found.append(f"to know more, measure {fit.next_x:,} {unit} next")
     return found
+
+
+def _interval(metric: Metric, low: float, high: float) -> str:
+    if not np.isfinite(high):
+        return f"{metric.show(low)} up to no known end"
+    return " to ".join(dict.fromkeys((metric.show(low), metric.show(high))))
 
 
 def _residual(fit: Fit, residual: Residual) -> str:

@@ -20,12 +20,13 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import GIB, METRICS, show_bytes
+from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.fit import Fit, Prediction, fit_points
 from vramsweep.analysis.model.observations import UNITS, Mask, allocator_limits, along, members, observations
 from vramsweep.analysis.model.predictors import Knows, Wholes
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, GPUS, lowest_limit_gpu, memory_limit
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
@@ -273,5 +274,5 @@ def room(limits: Sequence[Limit]) -> str:
         return ""
     return (
         "usable: what PyTorch can have of the smallest card of that size, its memory without the driver's share and "
-        f"{show_bytes(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
+        f"{format_size(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
     )

@@ -30,7 +30,7 @@ CARDS = 2  # in the question; more are counted there, and named among what varie
 AXES = 6  # that are named among what varied
 JUDGED = 50_000  # rows of a folder that are read again for the verdict
 _CALLED = {
-    "trial.device.gpu": "card", "gpu_name": "card", "cpu_name": "processor", "micro_batch": "batch",
+    "trial.device.gpu": "GPU", "gpu_name": "GPU", "cpu_name": "processor", "micro_batch": "batch",
     "seq_len": "length", "allocator_conf": "allocator's options",
 }  # fmt: skip
 
@@ -144,11 +144,11 @@ def _describe_devices(frame: pd.DataFrame) -> str:
     known = {card.name for name in cards if (card := find_gpu(str(name))) is not None}
     cards += [name for name in frame.loc[kind.eq(PREDICTED), "simulated_gpu"].dropna().unique() if name not in known]
     cards += [name for name in frame.loc[kind.eq(IMPORTED), "gpu_name"].dropna().unique() if name not in cards]
-    found = [f"{len(cards)} cards"] if len(cards) > CARDS else [" and ".join(sorted(map(str, cards)))] if cards else []
+    found = [f"{len(cards)} GPUs"] if len(cards) > CARDS else [" and ".join(sorted(map(str, cards)))] if cards else []
     on_cpu = own[own["device"].eq("cpu").fillna(False)]
     found += [f"the CPU {values(on_cpu, 'cpu_name', most=2)}".rstrip()] if len(on_cpu) else []
     nameless = not cards and len(frame) > len(on_cpu)
-    return " and ".join([*found, *["a card that is not named"] * nameless]) or "a device that the rows do not name"
+    return " and ".join([*found, *["a GPU that is not named"] * nameless]) or "a device that the rows do not name"
 
 
 def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) -> Tile:
@@ -158,8 +158,8 @@ def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) 
     if not total:
         return Tile(question, about="No trial finished, and none ran out of memory.")
     if number[PREDICTED] == total:
-        rest = f"{number['unproven']:,} rest on techniques that no card has run as predicted yet"
-        text = join("no card ran any of this: measure what you rely on", rest if number["unproven"] else "")
+        rest = f"{number['unproven']:,} rest on techniques that no GPU has run as predicted yet"
+        text = join("no GPU ran any of this: measure what you rely on", rest if number["unproven"] else "")
         return Tile(question, "A prediction", told, text, kinds)
     if judged is None:
         who = "what others measured, as they gave it" if number[IMPORTED] else "these rows came without their sweep"

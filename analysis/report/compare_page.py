@@ -16,12 +16,13 @@ from vramsweep.analysis.compare.trends import SPEED, Along
 from vramsweep.analysis.compare.verdicts import Comparison, Pair
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import METRICS, show_bytes
+from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page, tiles
 from vramsweep.harness.files import outputs
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_size
 
 MOST = 400  # pairs on the page
 
@@ -116,6 +117,6 @@ def _differs(found: Comparison) -> pd.DataFrame | None:
 def _pair(one: Pair) -> dict[str, str]:
     line = {"pair": label(one.settings)}
     for m in one.memory:
-        ends = ["out of memory" if v is None else show_bytes(v) for v in (m.a, m.b)]
+        ends = ["out of memory" if v is None else format_size(v) for v in (m.a, m.b)]
         line[METRICS[m.metric].label] = f"{m.verdict}: {ends[0]}, {ends[1]}"
     return line | {"speed": f"{one.speed.verdict}: {one.speed.reason}"}

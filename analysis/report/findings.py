@@ -18,12 +18,12 @@ from vramsweep.analysis.compare.calibrate import Calibration
 from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal, some_lengths
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
 from vramsweep.harness.spec.runner_table import STARTING
@@ -235,7 +235,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
-        found.append(f"unproven, as no card has run it as predicted yet: {names} (in {_rows(count)})")
+        found.append(f"unproven, as no GPU has run it as predicted yet: {names} (in {_rows(count)})")
     if foreign := int(frame["foreign"].notna().sum()):
         found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
     if resident := int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum()):
@@ -244,7 +244,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     if len(contended := table.frame[table.frame["outcome"].eq("contended").fillna(False)]):
         found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
     if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # how much, no flag says
-        most = show_bytes(left["step_growth_bytes"].max())
+        most = format_size(left["step_growth_bytes"].max())
         found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}")
     found += _repeats(groups)
     found += _spreads(groups)
@@ -363,7 +363,7 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
             "as the shape that a fitted residual corrects, where this is said."
         )
     if names := unproven(frame):
-        parts.append(f"Unproven, as no card has been seen to run it as predicted: {names}.")
+        parts.append(f"Unproven, as no GPU has been seen to run it as predicted: {names}.")
     if fits:
         rest = {"prediction": "predictions of the same settings and a fitted residual",
                 "phases": "the peaks of a step's phases, fitted over batch and length together",

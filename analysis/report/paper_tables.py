@@ -209,7 +209,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     predicted = all(limit.predicted for limit in known)
     ran, run = ("fits", "predicted") if predicted else ("ran", "run")
     notes = [
-        f"{ran.capitalize()}: the longest {run} within what PyTorch can have of such a card. Safe: a new run of that "
+        f"{ran.capitalize()}: the longest {run} within what PyTorch can have of such a GPU. Safe: a new run of that "
         f"length fits with 97.5 %. Curve: the fitted curve's limit. Too long: the shortest {run} that needs more."
     ]
     if any(BEYOND in line[4] for line in lines):
@@ -217,8 +217,8 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
     table = _table(
         "frontier",
-        sentence(f"The largest {axis} that fits in a card's memory", about),
-        ("setting", "card (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
+        sentence(f"The largest {axis} that fits in a GPU's memory", about),
+        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
         lines,
         notes,
     )

@@ -17,9 +17,9 @@ from rich.table import Table as Grid
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.report.findings import values
 from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 from vramsweep.harness.sweep import result_table
 from vramsweep.harness.sweep.result_table import Line
@@ -142,7 +142,7 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
     nothing = sum(line.fits == 0 for line in known)
     if not best.fits:
         needs = min((v for frame in frames for v in frame["unlimited_peak_reserved_bytes"].dropna()), default=None)
-        least = "" if needs is None else f"; the smallest would reserve {show_bytes(float(needs))}"
+        least = "" if needs is None else f"; the smallest would reserve {format_size(float(needs))}"
         return [f"Nothing that was tried fits{predicted}{least}."]
     ties = [line for line in known if line.fits == best.fits]
     which = f" ({best.label})" if len(ties) == 1 else f" ({len(ties)} of {len(known)} configurations)"

@@ -13,11 +13,12 @@ import pandas as pd
 
 from vramsweep.analysis.compare.calibrate import PARTS, SECONDS, Calibration
 from vramsweep.analysis.data.groups import Group, whatever
-from vramsweep.analysis.data.metrics import GIB, show_bytes
+from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import FEW, Limit
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import PARTS as OF_JOBS
 
@@ -100,7 +101,7 @@ def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:
     """One line per whole job: the peak of each part that was seen, and which is the largest."""
     lines, seen = [], [part for part in OF_JOBS if any(part in job.peaks for job in jobs)]
     for job in jobs:
-        sizes = {called(part): show_bytes(job.peaks[part]) if part in job.peaks else "–" for part in seen}
+        sizes = {called(part): format_size(job.peaks[part]) if part in job.peaks else "–" for part in seen}
         lines.append({"job": job.name, "peak": job.base, **sizes, "largest": called(job.largest)})
     return pd.DataFrame(lines)
 

@@ -15,9 +15,10 @@ from vramsweep.analysis.data import groups
 from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import label, some_lengths
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import METRICS, show_bytes
+from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, join, kinds
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_size
 
 _COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
 _Pairs = list[tuple[Mapping[str, Any], verdicts.Memory]]
@@ -60,7 +61,7 @@ def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.Over
     both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
     less = changes[name] < 0
     size, where = max(both, key=lambda one: -one[0] if less else one[0])
-    told = f"up to {show_bytes(abs(size))} {'less' if less else 'more'}{_describe_allocator(where)}"
+    told = f"up to {format_size(abs(size))} {'less' if less else 'more'}{_describe_allocator(where)}"
     other = sum((change > 0) is less and change != 0 for change, _ in both)
     but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
     rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
@@ -107,4 +108,4 @@ def _unused(of: Head | None) -> str:
         return ""
     row = rows.iloc[int(rows[BEYOND].argmax())]
     share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
-    return f"it held at most {show_bytes(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"
+    return f"it held at most {format_size(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.metrics import show_bytes
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.report.tiles import FLAT, NARROW, Head, Tile, basis, ended, join, last_piece, memory_fit
+from vramsweep.harness.messages.units import format_size
 
 
 def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside: Beside) -> Tile:
@@ -27,19 +27,21 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
         held = {called(part): float(size) for part, size in oom_parts(lost.iloc[0]).items()}
         phase = str(lost["phase"].dropna().mode().get(0, "")).split(", ")[-1]
         if sum(held.values()) > 0:
-            what = f"of {show_bytes(sum(held.values()))} held or asked for when memory ran out"
+            what = f"of {format_size(sum(held.values()))} held or asked for when memory ran out"
             return _largest(question, held, f"{what}, in {phase}" if phase else what, basis(lost.iloc[0]))
         if not phase:
             return Tile(question, about="No row holds a peak.")
         return Tile(question, phase.capitalize(), "", "Where memory ran out, so no peak is known.")
     at = f"at {of.longest:,} tokens"
     if own := _parts(of.row):
-        return _largest(question, own, f"of {show_bytes(sum(own.values()))} allocated {at}", of.basis)
+        return _largest(question, own, f"of {format_size(sum(own.values()))} allocated {at}", of.basis)
     if (twin := _twin(of, beside)) is not None:
         measured = of.row["peak_allocated_bytes"]
-        beside_it = "" if pd.isna(measured) else f"; measured are {show_bytes(float(measured))}"
+        beside_it = "" if pd.isna(measured) else f"; measured are {format_size(float(measured))}"
         parts = _parts(twin)
-        return _largest(question, parts, f"of {show_bytes(sum(parts.values()))} predicted {at}{beside_it}", basis(twin))
+        return _largest(
+            question, parts, f"of {format_size(sum(parts.values()))} predicted {at}{beside_it}", basis(twin)
+        )
     peaks = {phase: float(v) for phase in PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = memory_fit(of, found)

@@ -16,11 +16,12 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, show_bytes, unit_of
+from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import SIZES, Limit
 from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows import repeats
 
 MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", "estimated"
@@ -131,7 +132,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
     longer = lengths[lengths["seq_len"].gt(of.longest).fillna(False).astype(bool)].sort_values("seq_len")
     beyond = ended(longer, "oom")["seq_len"]
     if of.group.resident:
-        next_ = "on a CPU: says nothing of a card's limit"
+        next_ = "on a CPU: says nothing of a GPU's limit"
     elif len(beyond):
         next_ = f"{int(beyond.min()):,} ran out of memory"
     elif len(longer):
@@ -139,7 +140,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
     else:
         next_ = "the longest that was tried"
     reserved = of.row["peak_reserved_bytes"]
-    held = "" if of.group.resident or pd.isna(reserved) else f"{show_bytes(float(reserved))} reserved there"
+    held = "" if of.group.resident or pd.isna(reserved) else f"{format_size(float(reserved))} reserved there"
     larger = ok["micro_batch"].gt(of.row["micro_batch"]).fillna(False).any()
     most = f"batch {int(ok['micro_batch'].max())} ran too" if larger else ""
     number = len(ok) + len(oom)
@@ -155,8 +156,10 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
     would = ""
     if not pd.isna(need):
         known = ((size, card) for size in SIZES if (card := gpu_lookup.lowest_limit_gpu(size)) is not None)
-        enough = next((f": a card of {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need), "")
-        would = f"the smallest needs {show_bytes(float(need))}{enough}"
+        enough = next(
+            (f": a GPU with {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need), ""
+        )
+        would = f"the smallest needs {format_size(float(need))}{enough}"
     both = "both" if len(oom) == 2 else f"all {len(oom):,}"
     told = join(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
     return Tile(question, "Nothing fits", would, told, basis(small))
@@ -203,7 +206,7 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
     mine = [limit for limit in limits if limit.group == of.group.id and limit.multiples_of is None]
     if (gib := size_of_card(of.row)) is None:
         whole = [limit.gib for limit in mine if limit.largest_ok == of.longest]
-        return f"fits in a card of {min(whole):g} GiB" if whole else ""
+        return f"fits a GPU with {min(whole):g} GiB" if whole else ""
     one = next((limit for limit in mine if limit.gib == gib), None)
     if one is None or (one.value is None and not one.extrapolated):
         return ""
@@ -236,7 +239,7 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         return Tile(question, about="No row holds a peak.")
     if (fit := memory_fit(of, found)) is None:
         column = next((name for name in METRICS if METRICS[name].memory and not pd.isna(of.row[name])), None)
-        peak = f"{METRICS[column].label} is {show_bytes(float(of.row[column]))} at {of.longest:,}" if column else ""
+        peak = f"{METRICS[column].label} is {format_size(float(of.row[column]))} at {of.longest:,}" if column else ""
         lengths = of.frame["seq_len"].nunique()
         return Tile(question, about=join(f"{lengths} length{'s' * (lengths != 1)} ran, and a curve needs three", peak))
     start, fixed, slope, square, ends = last_piece(fit)
@@ -244,10 +247,10 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     low, high = fit.range
     top = float(fit.value(np.array([high]))[0])
     if abs(top - float(fit.value(np.array([low]))[0])) < FLAT * top:
-        told = join(f"{fit.metric.label} stays at {show_bytes(top)} from {low:,.0f} to {high:,.0f} tokens")
+        told = join(f"{fit.metric.label} stays at {format_size(top)} from {low:,.0f} to {high:,.0f} tokens")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
-    base = f"on top of {show_bytes(fixed)} that no length changes" if fixed > 0 else ""
+    base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 else ""
     where = f"so from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))

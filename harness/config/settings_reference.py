@@ -156,7 +156,7 @@ def text() -> str:
     auto = _entry("auto", "the preset of the device: cpu, cuda or simulated")
     lines = [_entry(one.name, one.line) for of in groups() if of.name == "sweep" for one in of.options]
     parts.append("\n".join(["Presets: sweep=NAME", auto, *lines]))
-    parts.append(gpu_lookup.CARDS[0].upper() + gpu_lookup.CARDS[1:])
+    parts.append(gpu_lookup.CARDS)
     return "\n\n".join(parts)
 
 

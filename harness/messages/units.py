@@ -15,7 +15,7 @@ import re
 from vramsweep.harness.messages.errors import UserError
 
 GIB = 1 << 30
-LEAST_GIB = 0.0001  # what is shown as a number
+LEAST_GIB = 0.01  # what is shown as a number
 MOST = (1 << 63) - 1  # bytes: what a whole number of PyTorch's, of JSON readers' and of a table's can hold
 SIZES = {"B": 1}
 SIZES |= {f"{prefix}{unit}": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP") for unit in ("iB", "i")}
@@ -62,12 +62,19 @@ def gib(text: str, said: str | None = None) -> float:
 
 
 def format_gib(size: float) -> str:
-    """Bytes as a number of GiB, as every verb shows it: one digit after the point, two below 1 GiB."""
+    """Return bytes as a number of GiB, for columns and pairs of them: one digit after the point, two below 1 GiB."""
     number = abs(size) / GIB
-    if 0 < number < LEAST_GIB:
+    if 0 < number < LEAST_GIB / 2:
         return f"<{LEAST_GIB}"
-    digits = 1 if number >= 1 or not number else 2 if number >= 0.01 else min(1 - math.floor(math.log10(number)), 4)
-    return f"{size / GIB:,.{digits}f}"
+    return f"{size / GIB:,.{1 if number >= 0.995 or not number else 2}f}"
+
+
+def format_size(size: float) -> str:
+    """Return bytes with the unit that suits a size that stands alone: 11.4 GiB, 0.46 GiB, 9.0 MiB, 512 B."""
+    if abs(size) >= GIB / 10:
+        return f"{format_gib(size)} GiB"
+    unit = next((name for name in ("MiB", "KiB") if abs(size) >= SIZES[name]), "B")
+    return f"{size / SIZES[unit]:,.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def format_estimate(value: float) -> str:

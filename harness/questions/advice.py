@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vramsweep.harness.process.attempt import Launcher
+from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.questions.largest_prediction import MOST_BATCH
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search import advice_search, memory_savings, secant_search
@@ -161,7 +162,7 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
     """What a row says of these remedies, with the times of this column; `row` is None where there is none."""
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
-    need, tokens = needed(row), item.trial.tokens_per_step()
+    need, tokens = find_need(row), item.trial.tokens_per_step()
     full = row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)
     reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None
     if need is None:
@@ -169,14 +170,6 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
     step = row.get(seconds)
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
     return Option(remedies, need, step and step / tokens, reason, full, work)
-
-
-def needed(row: Row) -> int | None:
-    """What a run reserves of the card at most, in bytes, if need be without a limit; None where it is not known."""
-    if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
-        return row.get("unlimited_peak_reserved_bytes")
-    found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
-    return found if row["outcome"] == Outcome.OK else None
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:

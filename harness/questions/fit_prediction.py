@@ -138,10 +138,15 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
         reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
         return Prediction(item.trial_id, label, card, reason=reason)
     limit, step_s = item.trial.memory_limit(), row["calibrated_step_s"] or row["estimated_step_s"]
-    if kind == Outcome.OOM:
-        needed = row["unlimited_peak_reserved_bytes"]
-        return Prediction(item.trial_id, label, card, needed, limit, False, row["reason"], step_s)
-    return Prediction(item.trial_id, label, card, row["peak_reserved_bytes"], limit, True, None, step_s)
+    return Prediction(item.trial_id, label, card, find_need(row), limit, kind == Outcome.OK, row["reason"], step_s)
+
+
+def find_need(row: Row) -> int | None:
+    """Return what a predicted run reserves of a GPU at most, in bytes, if need be without a limit; None: not known."""
+    if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
+        return row.get("unlimited_peak_reserved_bytes")
+    found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
+    return found if row["outcome"] == Outcome.OK else None
 
 
 def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
@@ -152,4 +157,4 @@ def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
         return gpu_lookup.gpu_named(CARD), ""
     name = cards[0].name
     known = gpu_lookup.find_gpu(name) if name else None
-    return known, f"{name or 'this GPU'} is not in the table of cards; predict=CARD predicts for one that is"
+    return known, f"{name or 'this GPU'} is not in the table of GPUs; predict=GPU predicts for one that is"

@@ -129,7 +129,7 @@ def too_old(one: MemorySaving, capability: tuple[int, int]) -> str | None:
     """Why a card of this compute capability is too old for the remedy; None where it is not."""
     if one.capability is None or capability >= one.capability:
         return None
-    return f"{one.instead}, and the card has {capability[0]}.{capability[1]}"
+    return f"{one.instead}, and the GPU has {capability[0]}.{capability[1]}"
 
 
 def apply_changes(resolved: Mapping[str, Any], remedies: Iterable[MemorySaving]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
+AHEAD = "the further the CPU runs ahead of the GPU, the more"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
@@ -42,9 +43,10 @@ def describe_fit(low: int, high: int, limit: int) -> str:
     """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound."""
     if format_gib(low) == format_gib(high):
         return f"fits: peak reserved {_share(high, limit)}, {format_gib(limit - high)} GiB free"
-    of = f"{format_gib(low)} to {format_gib(high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
-    free = f"at least {format_gib(limit - high)} GiB free" if high < limit else "none free at the upper bound"
-    return f"fits: peak reserved {of}, {free}; the further the CPU runs ahead of the GPU, the more"
+    of = f"peak reserved {format_gib(low)} to {_share(high, limit)}"
+    if high < limit:
+        return f"fits: {of}, at least {format_gib(limit - high)} GiB free; {AHEAD}"
+    return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"
 
 
 def describe_misfit(need: int | None, limit: int) -> str:

@@ -19,7 +19,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_gib
+from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
@@ -95,7 +95,7 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
     limit, refused = trial.memory_limit(), answer["refused"]
-    most = answer["peak_reserved_most"] or answer["peak_reserved"]
+    most = max(answer["peak_reserved"], answer["peak_reserved_most"] or 0)  # the bound goes no further than the limit
     console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; sizes in GiB")
     if answer["host_refused"] is not None:
         console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the GPU would do:")
@@ -163,15 +163,13 @@ def _phases(answer: Mapping[str, Any]) -> Table:
 
 def _holders(answer: Mapping[str, Any]) -> Table:
     peak = answer["peak"]
-    title, numbers = (
-        f"The largest tensors at the peak, {_locate(peak)}; layers count as one",
-        ("GiB", "share", "tensors"),
-    )
+    title = f"The largest tensors at the peak, {_locate(peak)}; layers count as one"
+    numbers = ("GiB", "share", "tensors")
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
-        each = f"{count} x {format_gib(held['bytes'])}" if count > 1 else ""
+        each = f"{count} x {format_size(held['bytes'])}" if count > 1 else ""
         own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
         made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
         table.add_row(
@@ -189,15 +187,8 @@ def _holders(answer: Mapping[str, Any]) -> Table:
     return table
 
 
-def _to_device(trial: Trial) -> str:
-    """The context is the largest known, so nvidia-smi shows less, but for what nobody has measured."""
-    beside = ["NCCL's buffers"] * (trial.world_size > 1)
-    beside += [f"pages of {trial.optimizer}"] * trial.optimizer.startswith("paged_")
-    return "= what nvidia-smi shows, about, at most" + (f"; not in it: {', '.join(beside)}" if beside else "")
-
-
 def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
-    sums = dict(to_card(answer))
+    missing = [text.partition(";")[0] for text in fit_text.list_exclusions(trial)]
     table = make_table(("", "GiB"), title="From weights and optimizer state to the GPU", numbers=("GiB",))
     texts = {
         "states": "weights, buffers, gradients and optimizer state, each at its peak",
@@ -206,10 +197,10 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
         "reserved_beyond_allocated": "reserved but unused",
         "peak_reserved": "= peak reserved",
         "context": "CUDA context, at most: 0.22 to 0.75 GiB were seen",
-        "device": _to_device(trial),
+        "device": f"= what nvidia-smi shows, about, at most{'; not in it: ' * bool(missing)}{', '.join(missing)}",
         "unknown": "of this, not in an estimate from weights and optimizer state alone",
     }
-    for name, size in sums.items():
+    for name, size in to_card(answer):
         if size:
             bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
             table.add_row(texts.get(name, name.replace("_", " ")), format_gib(size), style=bold)

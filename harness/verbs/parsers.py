@@ -65,7 +65,7 @@ def _predict() -> Parser:
     parser.add_argument(
         "--largest",
         choices=("seq_len", "micro_batch"),
-        help="the largest length or batch that fits instead of rows, for all settings and cards at once; of those in "
+        help="the largest length or batch that fits instead of rows, for all settings and GPUs at once; of those in "
         "its range, else of all that the model takes",
     )
     parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")

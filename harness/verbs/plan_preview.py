@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.hardware import gpu_lookup
-from vramsweep.harness.hardware.gpu_lookup import GIB
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
 from vramsweep.harness.rows.journal import files, read
 from vramsweep.harness.rows.schema import Row
+from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.sweep import scheduler
 from vramsweep.harness.sweep.budget import REACHED, Budget, Expected, measuring_seconds
@@ -154,17 +154,16 @@ def report(predictions: Sequence[Prediction], configurations: int) -> list[str]:
     if configurations > len(predictions):
         lines.append(f"  {configurations - len(predictions)} smaller configurations were not predicted")
     if failing := sum(one.fits is False for one in predictions):
-        lines.append(f"{failing} of {configurations} configurations: the largest trial will run out of memory")
+        lines.append(f"in {failing} of {configurations} configurations the largest trial is predicted not to fit")
     return lines
 
 
 def _verdict(one: Prediction) -> str:
     if one.fits is None or one.card_bytes is None:
         return f"not predicted: {one.reason}"
-    if one.needed_bytes is None:
-        return f"will run out of memory on the GPU's {one.card_bytes / GIB:.1f} GiB ({one.reason})"
-    needed = f"predicted to need {one.needed_bytes / GIB:,.1f} GiB, the GPU has {one.card_bytes / GIB:.1f} GiB"
-    return needed if one.fits else f"{needed}: will run out of memory"
+    if one.fits and one.needed_bytes is not None:
+        return fit_text.describe_fit(one.needed_bytes, one.needed_bytes, one.card_bytes)
+    return fit_text.describe_misfit(one.needed_bytes, one.card_bytes)
 
 
 def _state(p: Planned, todo: set[str]) -> str:
@@ -198,7 +197,7 @@ def _price(seconds: float | None, cost: float | None, price_per_hour: float | No
     if seconds is None:
         return "unknown" + ", cost: unknown" * (price_per_hour is not None)
     return f"about {duration_words(seconds)}" + (
-        "" if cost is None else f", cost: {cost:,.2f} at {price_per_hour:g} an hour"
+        "" if cost is None else f", cost: {cost:,.2f} at {price_per_hour:g} an hour for the node"
     )
 
 

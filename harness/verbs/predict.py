@@ -15,6 +15,7 @@ from vramsweep.harness.messages import units
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import largest_prediction
+from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
@@ -30,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     most = options.max_reserved
     if options.largest is not None:
         if most is not None:
-            raise UserError("--largest and --max-reserved do not go together: the first goes by the cards' memory")
+            raise UserError("--largest and --max-reserved do not go together: the first goes by the GPUs' memory")
         return _largest(rest, options.largest, options.every, options.json)
     if options.every or options.json:
         raise UserError("--every and --json are for --largest; rows are in the results folder")
@@ -94,8 +95,7 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
     """
     if most is None:
         return 0
-    columns = ("peak_reserved_most_bytes", "peak_reserved_bytes", "unlimited_peak_reserved_bytes")
-    needs = {row["trial_id"]: (next(filter(None, map(row.get, columns)), None), row) for row in rows}
+    needs = {row["trial_id"]: (find_need(row), row) for row in rows}
     above = [(need, row) for need, row in needs.values() if need is not None and need > most]
     unknown = [(need, row) for need, row in needs.values() if need is None]
     if not above and not unknown:
@@ -103,8 +103,8 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
     need, row = max(above, key=lambda one: one[0]) if above else unknown[0]
     invalid = row["outcome"] == Outcome.INVALID
     label = str(row["model"]) if invalid else describe_trial(Trial.model_validate(row["trial"]))
-    told = row["reason"] if need is None else f"{units.format_gib(need)} GiB"
-    found = [f"{len(above)} of {len(needs)} reserve more than {units.format_gib(most)} GiB"] if above else []
+    told = row["reason"] if need is None else units.format_size(need)
+    found = [f"{len(above)} of {len(needs)} reserve more than {units.format_size(most)}"] if above else []
     found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
     print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
     return 1

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from vramsweep.harness.allocator.config import MIB
 from vramsweep.harness.allocator.peak_blocks import Holders
 from vramsweep.harness.allocator.recording import HOW_TO_RECORD
 from vramsweep.harness.allocator.replay import WhatIf, what_if
@@ -18,6 +17,7 @@ from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.process.interpreter import draw_page
 
 
@@ -55,7 +55,7 @@ def verdict(result: WhatIf) -> str:
     match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
         why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
-        end_is = f"{_mib(end.reserved)} MiB reserved, {_mib(end.allocated)} allocated"
+        end_is = f"{format_size(end.reserved)} reserved, {format_size(end.allocated)} allocated"
         return f"No history: its {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
     events = f"{match.matched} of {match.segment_events} segment events"
     blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
@@ -69,13 +69,15 @@ def verdict(result: WhatIf) -> str:
 
 
 def _print_table(result: WhatIf) -> None:
-    limit = "none" if result.memory_limit is None else f"{_mib(result.memory_limit)} MiB"
+    limit = "none" if result.memory_limit is None else format_size(result.memory_limit)
     title = f"{result.recording}, device {result.device}, {result.events} events, memory limit {limit}"
-    numbers = ("peak reserved MiB", "reserved but unused MiB", "cudaMallocs", "retries", "out of memory")
+    numbers = ("peak reserved GiB", "reserved but unused GiB", "cudaMallocs", "retries", "out of memory")
     table = make_table(("settings", "start", *numbers), title=title, numbers=numbers)
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
-        sizes = (_mib(row.peak_reserved), _mib(row.reserved_unallocated))
+        sizes = (
+            "unknown" if size is None else format_gib(size) for size in (row.peak_reserved, row.reserved_unallocated)
+        )
         counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console()
@@ -92,15 +94,15 @@ def _print_table(result: WhatIf) -> None:
 
 def _holders(peak: Holders, of: str) -> Table:
     """Who holds the recorded peak."""
-    unknown = f"; of {_mib(peak.unknown)} MiB no line is known" if peak.unknown else ""
-    title = f"What holds the {of} allocated, {_mib(peak.allocated)} MiB after event {peak.event}{unknown}"
-    numbers = ("MiB in all", "blocks")
+    unknown = f"; of {format_size(peak.unknown)} no line is known" if peak.unknown else ""
+    title = f"What holds the {of} allocated, {format_size(peak.allocated)} after event {peak.event}{unknown}"
+    numbers = ("GiB in all", "blocks")
     table = make_table((*numbers, "asked for by (what it is for is not recorded)"), title=title, numbers=numbers)
     for one in peak.largest:
-        blocks = f"{one.count} x {_mib(one.bytes)}" if one.count > 1 else "1"
-        table.add_row(_mib(one.bytes * one.count), blocks, one.where or "unknown")
-    table.add_row(_mib(peak.rest), str(peak.rest_count), "others")
-    table.add_row(_mib(peak.rounding), "", "rounding")
+        blocks = f"{one.count} x {format_size(one.bytes)}" if one.count > 1 else "1"
+        table.add_row(format_gib(one.bytes * one.count), blocks, one.where or "unknown")
+    table.add_row(format_gib(peak.rest), str(peak.rest_count), "others")
+    table.add_row(format_gib(peak.rounding), "", "rounding")
     return table
 
 
@@ -110,7 +112,7 @@ def _warnings(result: WhatIf) -> list[str]:
     if result.history == "part":
         notes.append(f"Peaks are of its {result.events} events: it begins late, or its ring (max_entries) lost some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
-        saved = f"reserves {_mib(found[1])} MiB less than" if found[1] > 0 else "saves nothing over"
+        saved = f"reserves {format_size(found[1])} less than" if found[1] > 0 else "saves nothing over"
         notes.append(
             f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded."
         )
@@ -124,10 +126,6 @@ def _warnings(result: WhatIf) -> list[str]:
             f"The recording has {match.out_of_memory_events} out-of-memory errors; those requests are left out."
         )
     return notes
-
-
-def _mib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / MIB:,.1f}"
 
 
 def parser() -> Parser:

@@ -62,7 +62,7 @@ def test_what_each_setting_holds_is_said_against_the_default() -> None:
     found = said(row("expandable", [7, 7, 8, 8]), row("default", [8, 9, 9, 10], alloc_retries=3))
     assert found == [
         "With lengths that vary (samples of at most 512 tokens · seed 0), set against default, expandable holds 20 % "
-        "less reserved after 4 steps (8.00 GiB against 10.00 GiB); 25 % of its peak reserved was never allocated, "
+        "less reserved after 4 steps (8.0 GiB against 10.0 GiB); 25 % of its peak reserved was never allocated, "
         "against 40 % of default's; retries 0 against 3."
     ]
 
@@ -70,10 +70,10 @@ def test_what_each_setting_holds_is_said_against_the_default() -> None:
 @pytest.mark.slow
 def test_a_setting_alone_is_told_from_its_first_step_on() -> None:
     (more,) = said(row("default", [8, 9, 9, 10], alloc_retries=1))
-    assert "default holds 10.00 GiB after 4 steps, 2.00 GiB more than after the first of them" in more
+    assert "default holds 10.0 GiB after 4 steps, 2.0 GiB more than after the first of them" in more
     assert "with 1 retry." in more
     (less,) = said(row("default", [8, 5]))
-    assert "3.00 GiB less than after the first" in less and "retr" not in less
+    assert "3.0 GiB less than after the first" in less and "retr" not in less
     (same,) = said(row("default", [8, 8]))
     assert "after 2 steps, as much as after the first" in same
 
@@ -86,14 +86,14 @@ def test_every_seed_counts_and_the_range_over_them_is_said() -> None:
     )  # fmt: skip
     assert "3 seeds" in text
     assert "from 12 % less to 50 % more reserved over 3 seeds after 2 steps" in text
-    assert "(8.80 GiB against 10.00 GiB with seed 0, 15.00 GiB against 10.00 GiB with seed 1)" in text
+    assert "(8.8 GiB against 10.0 GiB with seed 0, 15.0 GiB against 10.0 GiB with seed 1)" in text
 
 
 @pytest.mark.slow
 def test_seeds_that_only_one_setting_has_do_not_hinder_the_others() -> None:
     rows = [row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1), row("expandable", [8, 9], seed=1)]
     (text,) = said(*rows)
-    assert "expandable holds 10 % less reserved after 2 steps (9.00 GiB against 10.00 GiB)" in text
+    assert "expandable holds 10 % less reserved after 2 steps (9.0 GiB against 10.0 GiB)" in text
     (figure,) = figures(*rows)
     assert set(figure.data["seed"]) == {1} and "seed 1" in figure.caption
     (apart,) = said(row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1))
@@ -105,7 +105,7 @@ def test_the_longest_cut_and_the_last_repeat_count() -> None:
         row("default", [2, 2], seq_len=256), row("expandable", [1, 1], seq_len=256),
         row("default", [8, 9], repeat=0), row("default", [8, 10], repeat=1), row("expandable", [8, 8]),
     )  # fmt: skip
-    assert "at most 512 tokens" in text and "20 % less reserved after 2 steps (8.00 GiB against 10.00 GiB)" in text
+    assert "at most 512 tokens" in text and "20 % less reserved after 2 steps (8.0 GiB against 10.0 GiB)" in text
 
 
 def test_runs_of_other_step_counts_are_not_compared_and_that_is_said() -> None:
@@ -217,7 +217,7 @@ def test_on_a_cpu_the_steps_themselves_are_told() -> None:
     (text,) = said(*rows)
     assert text == (
         "With lengths that vary (samples of at most 512 tokens · 2 seeds), a step has 80 to 120 tokens, 100 in the "
-        "mean, 25 % of it padding; documents have 3 to 200, 40 in the mean; peak allocated 6.00 GiB."
+        "mean, 25 % of it padding; documents have 3 to 200, 40 in the mean; peak allocated 6.0 GiB."
     )
     line = lengths.table(groups(table(*rows))).iloc[0]
     assert (line["tokens of a step"], line["padding"], line["documents (tokens)"]) == ("80 to 120", "25 %", "3 to 200")

@@ -65,7 +65,7 @@ def test_the_public_data_is_explained_per_class_of_8_with_a_flat_part_and_a_knot
         assert curve.pieces[0][0] / MIB == pytest.approx(10_900, abs=1) and abs(curve.pieces[0][1]) < 100
         assert 900 < curve.knots[0] < 950
     said = fit_wording.text(fit)
-    assert "lengths divisible by 8: up to 93" in said and "flat at 10.64 GiB" in said
+    assert "lengths divisible by 8: up to 93" in said and "flat at 10.6 GiB" in said
     assert "length % 8 == 0: y = max(10900" in said and "length % 8 != 0: y = max(10900" in said
     assert said.count("(MiB), RMS ") == 6  # two classes each of line, parabola and what was chosen
 
@@ -264,7 +264,7 @@ def test_a_prediction_beside_three_lengths_gives_the_shape() -> None:
     assert at.value[0] == pytest.approx(2 * 2**30 + 3072 * 1_500_000 + 200 * MIB, abs=2 * MIB)
     assert at.new_low[0] <= at.value[0] <= at.new_high[0] and np.isfinite(at.new_high[0])
     said = fit_wording.text(fit)
-    assert "measured is predicted plus 200.0 MiB (a constant" in said
+    assert "measured is predicted plus 0.20 GiB (a constant" in said
 
 
 def test_a_drop_of_reserved_is_found_and_said() -> None:
@@ -272,13 +272,13 @@ def test_a_drop_of_reserved_is_found_and_said() -> None:
     y = 14e9 + 3e6 * x - np.where(x > 1575, 860 * MIB, 0) + np.random.default_rng(0).normal(0, 2e7, len(x))
     fit = reserved(x, np.round(y / MIB / 2) * 2 * MIB)
     assert fit.chosen.model.name == "two lines apart"
-    assert "it drops by 8" in fit_wording.text(fit) and "at 1,5" in fit_wording.text(fit)
+    assert "it drops by 0.8" in fit_wording.text(fit) and "at 1,5" in fit_wording.text(fit)
 
 
 def test_the_words_name_bytes_per_token_fixed_part_knot_and_phase() -> None:
     table = synthetic.table(synthetic.sweep(batches=(1,), allocators=("default",)))
     said = fit_wording.text(fit_table(table, ["peak_allocated_bytes"])[0][0])
-    assert "bytes per position" in said and "fixed part of 2.00 GiB" in said and "the lines meet at 716 tokens" in said
+    assert "bytes per position" in said and "fixed part of 2.0 GiB" in said and "the lines meet at 716 tokens" in said
     assert "the optimizer phase has the largest peak" in said and "the backward phase has the largest peak" in said
     assert "beyond that it is a guess" in said and "stores its scores" not in said
 
