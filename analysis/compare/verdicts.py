@@ -348,8 +348,8 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
 
 def _change(a: float, b: float) -> str:
     """`3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
-    share = format_difference.size(b / a - 1 if a else 0.0)
-    return f"{' to '.join(format_difference.in_bytes(a, b, signed=False))} ({format_difference.in_bytes(b - a)[0]}, {share})"
+    share, apart = format_difference.size(b / a - 1 if a else 0.0), format_difference.in_bytes(b - a)[0]
+    return f"{' to '.join(format_difference.in_bytes(a, b, signed=False))} ({apart}, {share})"
 
 
 def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> OverAll:

@@ -15,6 +15,7 @@ from vramsweep.harness.allocator import initial_state, recording
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.replay import replay_as_recorded
 from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.predict import predicted_row, replay_trace, trace_cache
 from vramsweep.runners.trace.trace_data import CATEGORIES

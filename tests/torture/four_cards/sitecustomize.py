@@ -1,5 +1,5 @@
-"""For a template that has this folder on its PYTHONPATH: its workers answer at once, and the card $LOST_CARD is lost
-from the moment on that the file $LOST is there."""
+"""For a sweep that has this folder on its PYTHONPATH: its launcher sees a torch that is built with CUDA; its workers
+answer at once, and the card $LOST_CARD is lost from the moment on that the file $LOST is there."""
 
 import json
 import os
@@ -22,3 +22,7 @@ if any(word.endswith("runners.worker.serve_forks") for word in sys.orig_argv):
 
     worker.main = answer
     worker.preload = lambda runner: None
+else:
+    from vramsweep.harness.machine import machine
+
+    machine.torch_cuda = lambda: "13.0"
