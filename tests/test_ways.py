@@ -42,12 +42,7 @@ def test_a_way_is_as_it_is_described(way: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "stays", "returns"),
-    [
-        ("a measured trial", 25, 8),
-        pytest.param(
-            "a predicted trial", 30, 10, marks=pytest.mark.xfail(strict=True, reason="what is said while it is made")
-        ),
-    ],
+    [("a measured trial", 25, 8), ("a predicted trial", 30, 10)],
 )
 def test_a_way_is_as_straight_as_it_was(way: str, stays: int, returns: int) -> None:
     """How often whoever follows a trial changes the module, and comes back to one."""

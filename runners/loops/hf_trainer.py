@@ -101,11 +101,11 @@ class _Trainer(Trainer):
         return SequentialSampler(ordered) if self.ordered else super()._get_train_sampler(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.boundaries is not None:
-            self.boundaries.meter.fed(inputs)
-        loss: torch.Tensor = super().training_step(model, inputs, *args, **kwargs)
-        if self.boundaries is not None:
-            self.boundaries.loss = loss
+        if self.boundaries is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        self.boundaries.meter.fed(inputs)
+        step = functools.partial(super().training_step, model, inputs, *args, **kwargs)
+        loss = self.boundaries.loss = self.boundaries.meter.run_pass(step)
         return loss
 
 

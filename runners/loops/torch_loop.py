@@ -8,6 +8,7 @@ autocast.
 from __future__ import annotations
 
 import contextlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,23 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         scaler_skips(scaler, trial.steps()),
     )
     micro = 0
+    loss: torch.Tensor | None = None
+
+    def run_pass(batch: dict[str, torch.Tensor], left: int) -> torch.Tensor:
+        nonlocal loss
+        with net.no_sync() if trial.sharding in DDP and trial.no_sync and left else contextlib.nullcontext():
+            with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
+                loss = net(**batch).loss / trial.grad_accum  # the one before goes now
+            scaler.scale(loss).backward()
+        return loss
+
     for _ in range(trial.steps()):
         meter.step_begin()
         for left in reversed(range(trial.grad_accum)):
             index = micro * trial.world_size + meter.rank
             batch = {k: v.to(device, non_blocking=True) for k, v in data.batch(index, trial.micro_batch).items()}
             meter.fed(batch)
-            with net.no_sync() if trial.sharding in DDP and trial.no_sync and left else contextlib.nullcontext():
-                with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
-                    loss = net(**batch).loss / trial.grad_accum
-                scaler.scale(loss).backward()
+            loss = meter.run_pass(functools.partial(run_pass, batch, left))
             micro += 1
         scaler.step(optimizer)
         scaler.update()

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor as fakes
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
-from vramsweep.harness.spec import runner_table
+from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.model import apply_techniques, build
@@ -23,6 +23,7 @@ from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.trace.cuda_emulation import behave
+from vramsweep.runners.trace.repeated_passes import RepeatedPasses
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.trace.version_patches import install
@@ -44,6 +45,8 @@ class TraceMeter:
         self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's beginning")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
+        alike, sends = _has_alike_passes(trial), trial.sharding != "none"
+        self._passes = RepeatedPasses(tracer, trial.grad_accum, sends) if alike else None
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         self._describe = describe
@@ -56,6 +59,9 @@ class TraceMeter:
 
     def fed(self, batch: Any) -> None: ...
 
+    def run_pass(self, one: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return one() if self._passes is None else self._passes.run(one)
+
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         self.mark("optimizer")
         if self.tracer.in_last_step:
@@ -67,6 +73,13 @@ class TraceMeter:
     def mark(self, phase: Any) -> None:
         """A phase of the current step ends here."""
         self.tracer.mark(self.index, phase)
+
+
+def _has_alike_passes(trial: Trial) -> bool:
+    """Whether the accumulated passes of a step differ by the values of their batches alone."""
+    told = "gradient_accumulation_steps" in trial.runner.options  # another number than ours
+    plain = trial.data == "synthetic" and not trial.padding and trial.packing == "none"
+    return plain and not told and trial.grad_accum > 2 and not length_distribution.has_varying_lengths(trial)
 
 
 def trace_trial(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ from vramsweep.runners.model import build
 from vramsweep.runners.predict import make_trace
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.trace.step_tracer import Tracer
-from vramsweep.runners.trace.storage_log import hint
+from vramsweep.runners.trace.storage_log import MemoryLog, hint
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled
 from vramsweep.runners.trace.trace_data import Trace
 
@@ -62,9 +62,9 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
     try:
         symbols = _Symbols(trial)
         tracer = Tracer(card.capability, symbols.fake)
-        with _collections(tracer.trace) as collected, _inputs(trial, symbols):
+        with _collections(tracer.books), _inputs(trial, symbols):
             traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
-        return Candidate(symbols.symbolic(traced, details), *map(frozenset, collected))
+        return Candidate(symbols.symbolic(traced, details), *(frozenset(book.collected) for book in tracer.books))
     except (MemoryError, OSError):  # of the machine as it is now: not to be kept
         raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
@@ -226,21 +226,20 @@ def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManage
 
 
 @contextlib.contextmanager
-def _collections(trace: Trace) -> Iterator[tuple[set[int], set[int]]]:
-    """The numbers of the storages that the garbage collector frees, on the card and on the host."""
-    books, starts = (trace, trace.host), [0, 0]
-    collected: tuple[set[int], set[int]] = (set(), set())
+def _collections(books: Sequence[MemoryLog]) -> Iterator[None]:
+    """Note which storages the garbage collector frees, on the card and on the host."""
+    starts: dict[int, int] = {}
 
     def collects(phase: str, info: Any) -> None:
         for at, book in enumerate(books):
             if phase == "start":
-                starts[at] = len(book.events)
+                starts[at] = len(book.kept.events)
             else:
-                collected[at].update(-event - 1 for event in book.events[starts[at] :] if event < 0)
+                book.collected.update(-event - 1 for event in book.kept.events[starts.get(at, 0) :] if event < 0)
 
     gc.callbacks.append(collects)
     try:
-        yield collected
+        yield
     finally:
         gc.callbacks.remove(collects)
 

@@ -59,7 +59,7 @@ class Tracer(TorchDispatchMode):
 
     def __init__(self, capability: Capability, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
-        self._fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
+        self.fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
         self.trace = Trace()
         self.in_step = False
         self.in_last_step = False
@@ -74,7 +74,7 @@ class Tracer(TorchDispatchMode):
         self._host = MemoryLog(
             self.trace.host, lambda: self.trace.host.pinned.append(fake_placement.current_placement() == "pinned")
         )
-        self._books = (self._card, self._host)
+        self.books = (self._card, self._host)
         self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
         self._aside = MemoryLog(Storages(), lambda: None)  # of those parameters, which are fake and on the host
         self._placing: Place | None = None
@@ -94,7 +94,7 @@ class Tracer(TorchDispatchMode):
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0))])
         try:
-            with hook, emptied, self._origins.watch(), storage_resizes(self._resized), self._fake, self:
+            with hook, emptied, self._origins.watch(), storage_resizes(self._resized), self.fake, self:
                 yield
         finally:
             gc.unfreeze()
@@ -169,7 +169,7 @@ class Tracer(TorchDispatchMode):
 
     def built(self) -> None:
         """Model and optimizer exist: what is alive now is the model."""
-        for book in self._books:
+        for book in self.books:
             book.known["buffers"] = set(book.numbers.values())
         tensors = tensors_alive()
         self._parameters = [t for t in tensors if isinstance(t, torch.nn.Parameter)]
@@ -189,12 +189,12 @@ class Tracer(TorchDispatchMode):
             self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self.know("gradients", [*grads, *held.get("gradients", [])])
-            for book in self._books:
+            for book in self.books:
                 buckets = {n for t in held.get("communication", []) if (n := book.number(t)) is not None}
                 book.known["communication"] |= buckets
                 for name in ("gradients", "buffers"):
                     book.known[name] -= buckets
-        for book in self._books:
+        for book in self.books:
             book.kept.marks.append(Mark(len(book.kept.events), step, phase))
 
     def _name_parameters(self) -> None:
@@ -212,7 +212,7 @@ class Tracer(TorchDispatchMode):
     def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """These are of the category."""
         found = list(tensors)
-        for book in self._books:
+        for book in self.books:
             book.know(category, found)
 
     def note(self, kind: str, a: int, b: int = 0) -> None:
@@ -309,7 +309,7 @@ class Tracer(TorchDispatchMode):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it has memory, here or on the host."""
-        return any(book.number(tensor) is not None for book in self._books)
+        return any(book.number(tensor) is not None for book in self.books)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""

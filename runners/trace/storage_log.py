@@ -26,6 +26,7 @@ class MemoryLog:
         self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
         self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
         self._asked = asked  # called for each new storage, to note what else is to be known of it
+        self.collected: set[int] = set()  # whose storages the garbage collector freed, where somebody watches it
         self._references: dict[int, weakref.ref[Any]] = {}
         self._closed = False
 
@@ -65,7 +66,12 @@ class MemoryLog:
         key = storage._cdata
         if key in self.numbers or not storage.nbytes():
             return
-        self.numbers[key] = self.allocate(storage.nbytes())
+        self.hold_as(storage, self.allocate(storage.nbytes()))
+
+    def hold_as(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Take a storage for the one of this number, and note its death."""
+        key = storage._cdata
+        self.numbers[key] = number
         self._references[key] = weakref.ref(storage, functools.partial(self.release, key))
 
     def release(self, key: int, _reference: Any = None) -> None:

@@ -1,0 +1,166 @@
+"""Accumulated passes that are alike: traced once, and noted again for each that follows.
+
+The first pass of a step makes the gradients that the others add to, the last may be the one that sends them. Those
+between are alike if nothing but their batch differs. Whether they are is not taken for granted: a pass is noted again
+only after two that ran were found to ask for and free the same, in the same order; the last one only on one GPU, and if
+it was so in an earlier step. A pass that tells of streams, or leaves what the next one does not free, but for its loss,
+is always run.
+
+Not covered: which trials have such passes (make_trace.py), what a pass is (the runners' loops).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.storage_log import MemoryLog
+from vramsweep.runners.trace.trace_data import Mark
+
+Pass = Callable[[], torch.Tensor]  # forward and backward; its loss
+Left = dict[tuple[Any, ...], int]  # the numbers of storages that a pass left, by who asked for them, size and rank
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """One pass in the trace: where it begins and ends in each list, what it comes to, and the number of its loss."""
+
+    begin: list[int]
+    end: list[int]
+    form: list[Any]
+    loss: int
+    before: list[Left]  # in either memory, by the pass before
+    left: list[Left]  # by this one
+    keeps_loss: bool  # what frees the loss of the pass before is not this pass, but what comes between
+
+
+class RepeatedPasses:
+    """Runs the passes of each step, or notes one again. `count` is how many a step has; `sends`: the last differs."""
+
+    def __init__(self, tracer: Tracer, count: int, sends: bool) -> None:
+        self._tracer, self._count, self._sends = tracer, count, sends
+        self._index = 0  # of the step's next pass
+        self._last: _Noted | None = None  # the pass before
+        self._left: list[Left] = []  # by it
+        self._middle: Any = None  # what one comes to that is neither the first of its step nor the last
+        self._ready = self._ends_alike = False
+        self._loss: weakref.ref[torch.Tensor] | None = None
+
+    def run(self, one: Pass) -> torch.Tensor:
+        """Run a pass, or note the one before again; its loss either way."""
+        index, last = self._index, self._index == self._count - 1
+        self._index = 0 if last else index + 1
+        if index == 0:
+            self._ready, self._last = False, None
+        if self._ready and self._last is not None and (not last or self._ends_alike):
+            return self._note_again(self._last)
+        begin, before = self._ends(), self._left
+        loss = one()
+        self._left = [self._find_left(at, begin[3 * at]) for at in range(2)]
+        noted = self._last = self._compare(begin, before, loss) if index else None
+        alike = noted is not None and noted.form == self._middle
+        if last:
+            self._ends_alike = alike and not self._sends
+        elif index:
+            self._ready, self._middle = alike, None if noted is None else noted.form
+        self._loss = weakref.ref(loss)
+        return loss
+
+    def _ends(self) -> list[int]:
+        """How long the lists are that a pass adds to: of each memory sizes, events, marks; then the card's others."""
+        trace = self._tracer.trace
+        books = [
+            len(one) for book in self._tracer.books for one in (book.kept.sizes, book.kept.events, book.kept.marks)
+        ]
+        return [*books, len(trace.stepwise), len(trace.kernels), len(trace.collectives), len(trace.notes)]
+
+    def _find_left(self, at: int, first: int) -> Left:
+        """What is there of the storages from this number on."""
+        book, found = self._tracer.books[at], Left()
+        for number in sorted(number for number in book.numbers.values() if number >= first):
+            who = (_expression(book.kept.sizes[number]), *([] if at else [self._tracer.trace.origins[number]]))
+            found[*who, sum(key[:-1] == who for key in found)] = number
+        return found
+
+    def _compare(self, begin: list[int], before: list[Left], loss: torch.Tensor) -> _Noted | None:
+        """What the pass that ran comes to; None where it cannot be noted again."""
+        end, trace, number = self._ends(), self._tracer.trace, self._tracer.books[0].number(loss)
+        if end[-1] > begin[-1] or number is None or number < begin[0]:
+            return None
+        form: list[Any] = []
+        freed: list[Any] = []
+        for at, book in enumerate(self._tracer.books):
+            first, events, marks = begin[3 * at : 3 * at + 3]
+            keys = {of: key for key, of in before[at].items()}
+            for event in book.kept.events[events:]:
+                of = abs(event) - 1
+                if of < first and event and of not in keys:
+                    return None
+                form.append((event > 0, of - first) if of >= first else keys.get(of))
+                if of in keys:
+                    freed.append(keys[of])
+            form += map(_expression, book.kept.sizes[first:])
+            form += [(mark.end - events, mark.phase) for mark in book.kept.marks[marks:]]
+            form += [sorted(of - first for of in known if of >= first) for known in book.known.values()]
+        form += [trace.origins[begin[0] :], trace.streams[begin[0] :], trace.host.pinned[begin[3] :], number - begin[0]]
+        form += [(of - begin[0], text, _expression(other)) for of, text, other in trace.stepwise[begin[6] :]]
+        kept = [key for left in self._left for key, of in left.items() if key not in freed]
+        own = [key for key, of in self._left[0].items() if of == number]
+        return _Noted(begin, end, form, number, before, self._left, kept == own) if kept in ([], own) else None
+
+    def _note_again(self, noted: _Noted) -> torch.Tensor:
+        """Note a pass as the one before: the same requests and frees, of storages of their own."""
+        trace, begin, loss = self._tracer.trace, self._ends(), self._loss() if self._loss is not None else None
+        assert loss is not None
+        self._left = [_repeat(book, noted, at) for at, book in enumerate(self._tracer.books)]
+        ours, its = slice(noted.begin[0], noted.end[0]), slice(noted.begin[3], noted.end[3])
+        shift = begin[0] - noted.begin[0]
+        trace.origins += trace.origins[ours]
+        trace.streams += trace.streams[ours]
+        trace.host.pinned += trace.host.pinned[its]
+        trace.stepwise += [(of + shift, text, n) for of, text, n in trace.stepwise[noted.begin[6] : noted.end[6]]]
+        trace.kernels += trace.kernels[noted.begin[7] : noted.end[7]]
+        trace.collectives += trace.collectives[noted.begin[8] : noted.end[8]]
+        if noted.keeps_loss:
+            with _disable_current_modes(), self._tracer.fake:
+                loss = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype)
+            self._tracer.books[0].hold_as(loss.untyped_storage(), noted.loss + shift)
+            self._loss = weakref.ref(loss)
+        left = [dict(one) for one in self._left]
+        self._last = replace(
+            noted, begin=begin, end=self._ends(), loss=noted.loss + shift, before=noted.left, left=left
+        )
+        return loss
+
+
+def _repeat(book: MemoryLog, noted: _Noted, at: int) -> Left:
+    """Note what one memory's log has of a pass once more; what it leaves. Of what is freed the pass before had left the
+    like, whose tensors may live a little longer here: they stand for what is left now."""
+    begin, end = noted.begin[3 * at : 3 * at + 3], noted.end[3 * at : 3 * at + 3]
+    kept, shift, later = book.kept, len(book.kept.sizes) - begin[0], len(book.kept.events) - begin[1]
+    now = {of: noted.left[at][key] for key, of in noted.before[at].items() if key in noted.left[at]}
+    left = {key: of + shift for key, of in noted.left[at].items()}
+    for known in book.known.values():
+        known.update([of + shift for of in known if begin[0] <= of < end[0]])
+    for event in kept.events[begin[1] : end[1]]:
+        of = abs(event) - 1
+        other = of + shift if of >= begin[0] else now.get(of, 0)
+        if event < 0 and of in book.collected:
+            book.collected.add(other)
+        kept.events.append(event and (other + 1 if event > 0 else -(other + 1)))
+    kept.sizes += kept.sizes[begin[0] : end[0]]
+    kept.marks += [Mark(mark.end + later, mark.step, mark.phase) for mark in kept.marks[begin[2] : end[2]]]
+    stands = {of: left[key] for key, of in noted.left[at].items() if not noted.keeps_loss or of != noted.loss or at}
+    book.numbers = {key: stands.get(of, of) for key, of in book.numbers.items()}
+    return left
+
+
+def _expression(size: Any) -> Any:
+    """A size to compare, also where it is a symbol, of which no guard comes."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
