@@ -226,8 +226,9 @@ def _report(arguments: argparse.Namespace) -> int:
 
         table = _open(arguments)
         folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
-        activity.update(f"writing the report of {len(table.frame):,} rows")
-        written = write_report(table, folder, arguments.images, arguments.answer or read_question(arguments.rows))
+        activity.update(f"fitting and drawing {len(table.frame):,} rows")
+        answer = arguments.answer or read_question(arguments.rows)
+        written = write_report(table, folder, arguments.images, answer, activity.update)
     _print_written(written, arguments.json, table, arguments.brief)
     return 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vramsweep.analysis.data.export import guarded_frame
@@ -11,18 +11,27 @@ from vramsweep.analysis.figures.layout import column, page
 from vramsweep.analysis.figures.plots import Figure
 
 
-def write(figures: Sequence[Figure], folder: Path, formats: Sequence[str] = ()) -> list[str]:
+def write(
+    figures: Sequence[Figure], folder: Path, formats: Sequence[str] = (), say: Callable[[str], None] | None = None
+) -> list[str]:
     """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
 
-    Returns notes: one line saying what to install when there is no browser for the static formats.
+    `say` hears how far it is. Returns notes: one line saying what to install when there is no browser for the static
+    formats.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for figure in figures:
+    for number, figure in enumerate(figures, 1):
+        if say is not None:
+            say(f"writing figure {number} of {len(figures)}")
         plot = page(figure).update_layout(width=None)
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
         place = folder / f"{figure.name}.html"
         plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
-    return images(figures, folder, formats) if formats and figures else []
+    if not formats or not figures:
+        return []
+    if say is not None:
+        say(f"drawing {len(figures)} figures in a browser")
+    return images(figures, folder, formats)
 
 
 def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -67,9 +67,17 @@ class Written:
         return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 
-def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str | None = None) -> Written:
-    """Write rows.csv, figures/, report.html and the answer of that name into `folder`. Raises UserError when it cannot
-    be written, or there is no such answer."""
+def write_report(
+    table: Table,
+    folder: Path,
+    formats: Sequence[str],
+    answer: str | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Written:
+    """Write rows.csv, figures/, report.html and the answer of that name into `folder`; `say` hears how far it is.
+
+    Raises UserError when it cannot be written, or there is no such answer.
+    """
     content, source = collect(table, answer), Path(table.source)
     beside = folder.resolve() in (source.resolve(), source.resolve().parent)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
@@ -82,7 +90,7 @@ def write_report(table: Table, folder: Path, formats: Sequence[str], answer: str
             others = write_residuals(content, draft) | _write_answer(content.answer, draft)
             places |= {name: folder / file.name for name, file in others.items()}
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")
-            notes = files.write(content.figures, draft / "figures", formats)
+            notes = files.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
         raise unwritable(error, folder) from None
     return Written(places, content.summary, (*kept, *content.warnings, *notes), content.answer, content.screen)
