@@ -23,7 +23,7 @@ from vramsweep.analysis.compare.verdicts import Comparison
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.groups import ASKED, label
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.metrics import GIB, METRICS
+from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.layout import page
 from vramsweep.analysis.figures.plots import Figure
@@ -33,6 +33,7 @@ from vramsweep.analysis.model.memory_frontier import Limit
 from vramsweep.analysis.report import tables
 from vramsweep.analysis.report.write import Written
 from vramsweep.harness.messages.terminal import escape_text
+from vramsweep.harness.messages.units import format_gib
 
 MOST = 20  # lines of a table
 WIDE = 30  # columns: a frame of fewer was made by whoever looks at it
@@ -265,7 +266,7 @@ def _text(value: Any) -> str:
 
 
 def _gib(value: Any) -> str:
-    return UNKNOWN if pd.isna(value) else f"{value / GIB:,.2f}"
+    return UNKNOWN if pd.isna(value) else format_gib(value)
 
 
 def titled(figure: Figure) -> Any:

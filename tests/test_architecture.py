@@ -57,7 +57,7 @@ runners/scripts | a user's own script, watched or traced | h/messages h/files h/
 runners/worker | the child process, spec in and result out | h/messages h/hardware h/allocator h/spec h/rows h/machine
     h/process h/search r/rank r/measure r/trace r/model r/predict r/symbolic
 analysis/data | rows in, rows out | h/messages h/files h/hardware h/spec h/rows
-analysis/model | curves over rows | h/hardware h/search a/data
+analysis/model | curves over rows | h/messages h/hardware h/search a/data
 analysis/compare | two sides of one thing, with verdicts | h/messages h/files a/data a/model
 analysis/answers | what a preset was run for | h/messages h/files h/hardware h/allocator h/spec h/rows a/data
 analysis/figures | figures by plotly | h/messages h/files h/hardware h/process h/rows a/data a/model a/compare

@@ -281,9 +281,9 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     assert unknown["fits"] is None and unknown["label"] == "compile=default · seq 4096 · batch 2048"
     assert [path.name for path in (here / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     said = cli.run("plan", *grid).out
-    gib = fails["needed_bytes"] / (1 << 30)
-    assert f"predicted to need {gib:,.1f} GiB, the GPU has" in said
-    assert said.splitlines()[-1] == "1 of 2 configurations: the largest trial will run out of memory"
+    needed, has = (fails[name] / (1 << 30) for name in ("needed_bytes", "card_bytes"))
+    assert f"does not fit: needs {needed:,.1f} of {has:.1f} GiB, {needed - has:,.1f} GiB are missing" in said
+    assert said.splitlines()[-1] == "in 1 of 2 configurations the largest trial is predicted not to fit"
 
 
 @pytest.mark.slow
@@ -329,7 +329,7 @@ def test_a_card_that_is_not_in_the_table_is_said_so(cli: Cli, monkeypatch: pytes
     for name in ("NVIDIA Nonesuch 9000", None):
         card = machine.Gpu(0, name, "GPU-0", "580.1", 80 << 30, 1 << 20, ())  # type: ignore[arg-type]
         monkeypatch.setattr(machine, "visible_gpus", lambda environ, card=card: [card])
-        assert "not in the table of cards; predict=CARD" in cli.run("plan", "model=tiny", "device=cuda").out
+        assert "not in the table of GPUs; predict=GPU" in cli.run("plan", "model=tiny", "device=cuda").out
 
 
 def test_the_card_assumed_is_that_of_the_configuration() -> None:

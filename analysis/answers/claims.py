@@ -341,7 +341,7 @@ CLAIMS = (
         "8-bit Adam saves 6 bytes a parameter",
         "https://huggingface.co/docs/bitsandbytes/optimizers (75 % of AdamW's 8 bytes)",
         "peak allocated memory of the forward phase, which holds the optimizer's state, 8-bit against 32-bit AdamW, "
-        "states in fp32, on one card",
+        "states in fp32, on one GPU",
         lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit, "{:.2f} bytes",
         "6 and 5 % either side, for scales and small tensors that stay as they are",
         5.7, 6.3,
@@ -384,7 +384,7 @@ CLAIMS = (
         "lora-7b",
         "LoRA (r = 16) of a 7B model takes 14.3 GB",
         "https://codeswap.net/llm/lora-memory-calculator (weights, adapters, gradients and states; activations apart)",
-        "peak allocated memory of the optimizer's step, 7B, half-precision weights, one card, batch 1, "
+        "peak allocated memory of the optimizer's step, 7B, half-precision weights, one GPU, batch 1, "
         "up to 1,024 tokens",
         lambda f: _lora(f) & is_(f, "quantization", "none") & is_(f, "precision", "bf16_pure", "bf16_master"),
         _optimizer_step_gb, "{:.1f} GB",
@@ -395,7 +395,7 @@ CLAIMS = (
         "qlora-7b",
         "QLoRA can train a 7B model in about 6 GB",
         "https://www.youngju.dev/blog/llm/2026-03-02-llm-finetuning-lora-qlora-peft.en (7B: 6 GB)",
-        "peak reserved memory of a whole step, 7B, NF4 weights, one card, batch 1, up to 1,024 tokens",
+        "peak reserved memory of a whole step, 7B, NF4 weights, one GPU, batch 1, up to 1,024 tokens",
         lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"),
         _reserved, "{:.1f} GB",
         "about 6 is taken to be up to 6.5; one configuration is enough, and where none does, it is refuted if double "
@@ -406,7 +406,7 @@ CLAIMS = (
         "accumulation",
         "Gradient accumulation costs no memory",
         "https://stevengong.co/notes/Gradient-Accumulation (peak memory is only one micro-batch)",
-        "peak allocated memory, several micro-batches a step against one of the same size, on one card",
+        "peak allocated memory, several micro-batches a step against one of the same size, on one GPU",
         _alone, _accumulated, "{:.2f} bytes a parameter",
         "nothing, but for rounding; gradients that stay while the next micro-batch runs are 4", high=0.1,
     ),
@@ -414,8 +414,8 @@ CLAIMS = (
         "70b-on-8",
         "A 70B model can be trained, all weights, on 8 x 80 GB",
         "https://huggingface.co/blog/ram-efficient-pytorch-fsdp (FSDP, at least a node of 8 x 80 GB)",
-        "peak reserved memory of a rank of eight, by what the card has",
-        _on_eight, _of_the_card, "{:.0f} % of the card",
+        "peak reserved memory of a rank of eight, by what the GPU has",
+        _on_eight, _of_the_card, "{:.0f} % of the GPU",
         "one configuration that fits is enough, also with offload, whose host memory stands beside it; where none "
         "does, it is refuted if FSDP, the source's way, is among them",
         high=100, own=lambda f: is_(f, "sharding", "fsdp1", "fsdp2"),

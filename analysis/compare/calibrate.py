@@ -105,7 +105,7 @@ def calibrate(table: Table) -> tuple[list[Calibration], list[str]]:
             calibrations.append(_calibration(str(gpu), str(precision), mine))
     if found.empty:
         notes.append(
-            "no measured CUDA row has a simulated row of equal settings with device.gpu set to its card; simulate what "
+            "no measured CUDA row has a simulated row of equal settings with device.gpu set to its GPU; simulate what "
             "was measured: the same axes with device=simulated"
         )
     return calibrations, notes

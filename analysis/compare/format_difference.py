@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vramsweep.analysis.data.metrics import unit_of
+from vramsweep.analysis.data.metrics import GIB, unit_of
 
 FACTOR = 1.5  # from here on, either way, a factor says more than percents
 LEAST = 1e-12  # the smallest ratio that 1 + change still holds digits of
@@ -36,7 +36,11 @@ def speed(change: float) -> str:
 
 
 def in_bytes(*values: float, signed: bool = True) -> list[str]:
-    """Bytes in the one unit that suits the largest of them."""
+    """Bytes in the one unit that suits the largest of them: with one digit after the point, two where one of them would
+    be below 1 GiB in that unit, or two of them would look alike."""
     unit, sign = unit_of(max(map(abs, values), default=0.0)), "+" if signed else ""
-    shown = [round(value / unit.bytes, unit.digits) + 0.0 for value in values]
-    return [f"{value:{sign},.{unit.digits}f} {unit.name}" for value in shown]
+    digits = unit.digits
+    if unit.bytes == GIB and all(not value or abs(value) >= 0.995 * GIB for value in values):
+        digits = 2 if len({round(value / GIB, 1) for value in values}) < len(set(values)) else 1
+    shown = [round(value / unit.bytes, digits) + 0.0 for value in values]
+    return [f"{value:{sign},.{digits}f} {unit.name}" for value in shown]

@@ -14,8 +14,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.metrics import GIB
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_gib, format_size
 
 NEEDED = ("seq_len", "seed", "allocator")
 STEPS = ("step_reserved_bytes", "step_peak_allocated_bytes", "step_tokens")
@@ -269,8 +268,8 @@ def table(groups: Sequence[Group]) -> pd.DataFrame:
             known = all(one.notna().any() for one in documents)
             line["documents (tokens)"] = _ends(pd.concat(documents)) if known else "–"
             line["their mean"] = _mean(done["mean_document"], 1, 0)
-            line["allocated (GiB)"] = _mean(done["peak_allocated_bytes"], 1 / GIB, 2)
-            line["reserved (GiB)"] = _mean(done["peak_reserved_bytes"], 1 / GIB, 2)
+            line["allocated (GiB)"] = _mean_gib(done["peak_allocated_bytes"])
+            line["reserved (GiB)"] = _mean_gib(done["peak_reserved_bytes"])
             line["tokens/s, padding counted"] = _mean(done["tokens_per_s"], 1, 0)
             lines.append(line)
     found = pd.DataFrame(lines)
@@ -280,3 +279,8 @@ def table(groups: Sequence[Group]) -> pd.DataFrame:
 def _mean(values: pd.Series, scale: float, digits: int, unit: str = "") -> str:
     known = values.dropna()
     return f"{scale * float(known.mean()):,.{digits}f}{unit}" if len(known) else "–"
+
+
+def _mean_gib(values: pd.Series) -> str:
+    known = values.dropna()
+    return format_gib(float(known.mean())) if len(known) else "–"

@@ -96,7 +96,7 @@ def not_compared(table: Table) -> list[str]:
         names = ", ".join(map(str, unlisted["gpu_name"].dropna().unique())) or "an unknown GPU"
         said.append(f"{_rows(unlisted)} from {names} not compared with predictions: `vramsweep gpus` does not list it")
     if len(missing):
-        said.append(f"{_rows(missing)} not compared with predictions: none of equal settings for the card")
+        said.append(f"{_rows(missing)} not compared with predictions: none of equal settings for the GPU")
     failed = frame.loc[simulated & ~frame["outcome"].isin(["ok", "oom"]), "reason"].fillna("unknown").value_counts()
     said += [f"{number:,} not predicted: {reason}" for reason, number in failed.head(4).items()]
     return said

@@ -82,8 +82,8 @@ def source(frame: pd.DataFrame) -> str:
     sweep = _few("sweeps", frame["sweep"])
     foreign = frame["foreign"].dropna().unique()
     kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
-    cards = _few("cards", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
-    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "on an unknown card"
+    cards = _few("GPUs", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
+    on = ("for " if kinds == ["predicted"] else "on ") + cards if cards else "on an unknown GPU"
     versions = [
         f"{name} {told}"
         for name in ("torch", "transformers", "deepspeed", "vramsweep")

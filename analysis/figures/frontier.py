@@ -54,7 +54,7 @@ def frontier_chart(view: View) -> list[Figure]:
         note,
     )  # fmt: skip
     plot = _drawn(view, shown, sizes, best, least)
-    return [Figure("frontier", "How long one can go on which card", caption, plot, as_frame(every))]
+    return [Figure("frontier", "How long one can go on which GPU", caption, plot, as_frame(every))]
 
 
 def _drawn(
@@ -69,12 +69,12 @@ def _drawn(
         if len(shown) > 1:
             usable = next(one.usable_gib for (gib, _), (one, _) in best.items() if gib == size)
             plot.add_annotation(
-                x=0, xref="paper", y=at, text=f"<b>{size:g} GiB card</b>, {usable:.1f} usable", xanchor="left",
+                x=0, xref="paper", y=at, text=f"<b>{size:g} GiB GPU</b>, {usable:.1f} usable", xanchor="left",
                 yanchor="middle", showarrow=False, font={"size": 12, "color": INK}, name="card",
             )  # fmt: skip
             at += 1
         for group, name in zip(shown, names(cardless), strict=True):
-            told = name if len(shown) > 1 else f"{size:g} GiB card"
+            told = name if len(shown) > 1 else f"{size:g} GiB GPU"
             ticks.append((at, escape(plots.short(told, 44))))
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)

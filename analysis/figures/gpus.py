@@ -41,7 +41,7 @@ def card_limit(group: Group, most: float) -> CardLimit | None:
     limits = allocator_limits(frame)
     if group.resident or not np.isfinite(limits).any():
         return None
-    names = [*card(frame).dropna(), *frame["gpu_name"].dropna(), "the card"]
+    names = [*card(frame).dropna(), *frame["gpu_name"].dropna(), "the GPU"]
     size = float(np.nanmax(limits))
     return CardLimit(str(names[0]), size, True, size <= NEAR * most)
 
@@ -52,7 +52,7 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
     mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
     limits = mine.groupby("card")["limit"].max().dropna()
     swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
-    sizes = [CardLimit(f"{size:g} GiB card", float(memory_limit(gpu)), False, True)
+    sizes = [CardLimit(f"{size:g} GiB GPU", float(memory_limit(gpu)), False, True)
              for size in SIZES if (gpu := lowest_limit_gpu(size)) is not None]  # fmt: skip
     taken = [own.size] if own is not None else []
     kept: list[CardLimit] = []

@@ -45,7 +45,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
     plot.update_xaxes(range=[0, top], tickformat=",~g")
     plot.update_yaxes(range=[0, top])
     plot.update_layout(showlegend=True, legend=ABOVE)
-    caption = f"Equal settings on the same card; {', '.join(parts)}. Dotted: equality."
+    caption = f"Equal settings on the same GPU; {', '.join(parts)}. Dotted: equality."
     return Figure("predicted_against_measured", "Predicted against measured", caption, plot, known)
 
 

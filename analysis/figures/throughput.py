@@ -117,6 +117,6 @@ def estimated(view: View) -> list[Figure]:
     return lines(
         view, groups_with(whatever(view.groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
         "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
-        "Roofline estimate of simulated rows, each kernel at its card's peak: as a rule more than a real run reaches.",
+        "Roofline estimate of simulated rows, each kernel at its GPU's peak: as a rule more than a real run reaches.",
         ("gpu_name", "precision", "micro_batch"),
     )  # fmt: skip

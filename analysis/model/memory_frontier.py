@@ -273,6 +273,6 @@ def room(limits: Sequence[Limit]) -> str:
     if all(limit.usable_gib == limit.gib for limit in limits):
         return ""
     return (
-        "usable: what PyTorch can have of the smallest card of that size, its memory without the driver's share and "
+        "usable: what PyTorch can have of the smallest GPU of that size, its memory without the driver's share and "
         f"{format_size(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
     )

@@ -5,6 +5,7 @@
   const PAGE = 50, GIB = 2 ** 30;
   const table = byId("rows-table"), fold = table.closest("details");
   const number = (digits) => (value) => value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+  const gib = (v) => (0 < v && v < 0.005 * GIB ? "<0.01" : number(v && v < 0.995 * GIB ? 2 : 1)(v / GIB));
   let data, texts, order = [], first = 0, sorted = { name: "", down: false };
 
   const text = (name) => (i) => data[name].texts[data[name].at[i]];
@@ -15,8 +16,8 @@
     { name: "length", value: (i) => data.length[i], show: number(0) },
     { name: "batch", value: (i) => data.batch[i], show: number(0) },
     { name: "outcome", value: (i) => text("outcome")(i) },
-    { name: "allocated (GiB)", value: (i) => data.allocated[i], show: (v) => number(2)(v / GIB), claim: "memory" },
-    { name: "reserved (GiB)", value: (i) => data.reserved[i], show: (v) => number(2)(v / GIB), claim: "memory" },
+    { name: "allocated (GiB)", value: (i) => data.allocated[i], show: gib, claim: "memory" },
+    { name: "reserved (GiB)", value: (i) => data.reserved[i], show: gib, claim: "memory" },
     { name: "tokens/s", value: (i) => data.speed[i], show: number(0), claim: "speed" },
     { name: "command", value: command, cell: copied },
   ];

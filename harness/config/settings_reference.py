@@ -149,7 +149,7 @@ def text() -> str:
         if len(group.options) > 12:
             lines.append(_wrapped("", names))
         else:
-            auto = "cuda where there is a card for it, else simulated; `vramsweep doctor` says which and why"
+            auto = "cuda where there is a GPU for it, else simulated; `vramsweep doctor` says which and why"
             lines += [_entry("auto", auto)] if group.name == "device" else []
             lines += [_entry(one.name, one.line) for one in group.options]
         parts.append("\n".join([*lines, *map(_setting, group.settings)]))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import psutil
 
 from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
 BACK_BYTES = 256 * MIB  # less than a CUDA context takes: one that is left behind is seen
@@ -89,4 +90,4 @@ def _holder(pid: int, size: int | None) -> str:
     name = ""
     with contextlib.suppress(psutil.Error):
         name = f" {psutil.Process(pid).name()}"
-    return f"process {pid}{name}" + ("" if size is None else f" ({size / GIB:.1f} GiB)")
+    return f"process {pid}{name}" + ("" if size is None else f" ({format_size(size)})")

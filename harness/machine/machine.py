@@ -176,7 +176,7 @@ def counted_otherwise(environ: Mapping[str, str]) -> str | None:
         return None
     listed = ", ".join(f"{card.index} is {card.name or 'unknown'} ({card.uuid or 'no uuid'})" for card in found)
     return (
-        f"cards that are not alike are counted as nvidia-smi does, not CUDA's fastest first: {listed}; "
+        f"GPUs that are not alike are counted as nvidia-smi does, not CUDA's fastest first: {listed}; "
         f"CUDA_DEVICE_ORDER={NVML_ORDER} or a uuid in CUDA_VISIBLE_DEVICES says that this is meant"
     )
 
@@ -361,7 +361,7 @@ def choose_device(environ: Mapping[str, str]) -> tuple[str, str]:
     """The device that `device=auto` stands for, cuda or simulated, and why, in words."""
     seen, built = visible_gpus(environ), torch_cuda()
     if seen and built is not None:
-        names = ", ".join(card.name or card.uuid or "unknown card" for card in seen)
+        names = ", ".join(card.name or card.uuid or "unknown GPU" for card in seen)
         return "cuda", f"{names}; torch is built with CUDA {built}"
     if seen:
         return "simulated", "torch is a build for CPUs" if torch_version() else "torch is not installed"

@@ -198,9 +198,9 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
     if device == "simulated":
         return item, None
     if device != "cuda" and not isinstance(settings.predict, str):
-        return None, f"device={device} is no card; predict=CARD predicts for one"
+        return None, f"device={device} is no GPU; predict=GPU predicts for one"
     if settings.predict is True and not machine.visible_gpus(os.environ):
-        return None, "no GPU can be seen here; predict=CARD predicts for one"
+        return None, "no GPU can be seen here; predict=GPU predicts for one"
     card, problem = fit_prediction.choose_card(settings)
     if card is None:
         return None, problem

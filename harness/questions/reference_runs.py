@@ -17,8 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.files.bounded_reads import error_reason, read_content
-from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, GIB
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.questions import published_readings
 from vramsweep.harness.questions.published_readings import PHASES, Reading, Run
 from vramsweep.harness.rows.schema import Outcome, Row
@@ -294,7 +295,7 @@ def unpredicted(reading: Reading, run: Run, row: Row | None) -> str | None:
         return "predicted to run out of the host's memory"
     if row["outcome"] == Outcome.OOM:
         needed = row["unlimited_peak_reserved_bytes"]
-        would = "" if needed is None else f": without a limit it would reserve {needed / GIB:,.2f} GiB"
+        would = "" if needed is None else f": without a limit it would reserve {format_size(needed)}"
         return f"predicted to run out of memory{would}"
     if reading.quantity in published_readings.MEMORY:
         return f"no {_column(reading, Outcome.OK, most=False)} is predicted"

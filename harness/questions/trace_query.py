@@ -52,7 +52,7 @@ def simulated(verb: str, trial: Trial) -> None:
     """Raises UserError for a trial that is measured."""
     if trial.device.name != "simulated":
         raise UserError(
-            f"{verb} is of a predicted step: leave device={trial.device.name} out, gpu=NAME says which card; of "
+            f"{verb} is of a predicted step: leave device={trial.device.name} out, gpu=NAME says which GPU; of "
             "a GPU's own recording (record=true): vramsweep replay FILE --figure OUT.html"
         )
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.schema import Outcome
 
@@ -206,7 +207,7 @@ OWN_SHARE = 0.9  # of what was taken since it began: the rest is ours, the kerne
 
 def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     """Of an attempt that we ended for want of host memory: its own doing on a free host, or that of others."""
-    held, used, total, before = (f"{size / GIB:.1f}" for size in (seen.held, seen.used, seen.total, seen.before))
+    held, used, total, before = (format_gib(size) for size in (seen.held, seen.used, seen.total, seen.before))
     if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
         return Outcome.HOST_OOM, (
             f"ended when it held {held} of the host's {total} GiB and next to nothing was left; before it {before}"
@@ -224,7 +225,7 @@ def _said_full(memory: object) -> str | None:
     """That a card was nearly full, by its [free, total] bytes when an error was raised; None if not, or not known."""
     match memory:
         case [int(free), int(total)] if free < min(FULL_BYTES, FULL_SHARE * total):
-            return f"only {free / GIB:.2f} of the card's {total / GIB:.1f} GiB were free"
+            return f"only {format_gib(free)} of the GPU's {format_gib(total)} GiB were free"
     return None
 
 

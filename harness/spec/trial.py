@@ -100,9 +100,7 @@ class DeviceAxis(_Frozen):
         given, highest = (int(found[1]), int(found[2] or 0)), max(gpu.capability for gpu in GPUS)
         if given > highest:
             most = {"highest": _dotted(highest)}
-            raise PydanticCustomError(
-                "capability", "no listed card has more than {highest}; give one such as 8.6", most
-            )
+            raise PydanticCustomError("capability", "no listed GPU has more than {highest}; give one such as 8.6", most)
         return _dotted(given)
 
     @property

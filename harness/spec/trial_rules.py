@@ -69,7 +69,7 @@ def _simulated(trial: Trial) -> Iterator[str]:
         yield gpu_names.unknown_gpu(f"device.gpu={trial.device.gpu}", str(trial.device.gpu))
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
-        yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the card has"
+        yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the GPU has"
     card = trial.device.card
     if gpu_lookup.memory_limit(card) <= 0:
         yield f"{card.name} has no memory left beside its CUDA context and device.headroom_gib; give it more, or less"
@@ -91,7 +91,7 @@ def _simulated(trial: Trial) -> Iterator[str]:
     if trial.weights == "pretrained" and trial.quantization != "none":
         yield (
             f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "
-            "takes the same memory on the card"
+            "takes the same memory on the GPU"
         )
 
 

@@ -28,7 +28,7 @@ from vramsweep.harness.sweep import shards, time_limit
 
 EMPTY = "the sweep is empty: one of its lists or ranges holds no value"
 MOST_SLOTS = 512  # places for trials on one node
-SLOTS = f"null (every card; without cards one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
+SLOTS = f"null (every GPU; without GPUs one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
 
 
 def _at_least(least: float, below: int | None = None) -> Any:

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from vramsweep.harness.messages.activity import Activity, duration
 from vramsweep.harness.messages.console import Console
-from vramsweep.harness.messages.units import format_estimate, format_gib
+from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
@@ -198,9 +198,9 @@ def describe_result(row: Row) -> str:
     if row["outcome"] != Outcome.OK:
         return str(row["reason"])
     allocated, reserved = row.get("peak_allocated_bytes"), row.get("peak_reserved_bytes")
-    parts = ["memory unknown" if allocated is None else f"{format_gib(allocated)} GiB allocated"]
+    parts = ["memory unknown" if allocated is None else f"{format_size(allocated)} allocated"]
     if reserved is not None and row.get("memory_source") != "cpu_tensors_and_rss":  # a resident set is something else
-        parts.append(f"{format_gib(reserved)} GiB reserved")
+        parts.append(f"{format_size(reserved)} reserved")
     for name, sign in (("tokens_per_s", ""), ("calibrated_tokens_per_s", "≈ "), ("estimated_tokens_per_s", "≤ ")):
         if row.get(name) is not None:
             speed = format_estimate(row[name]) if sign else f"{row[name]:,.0f}"

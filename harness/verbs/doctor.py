@@ -87,7 +87,7 @@ def _card(card: Gpu) -> list[Check]:
     elif card.problem is not None:
         cure = "leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
         level, said = "problem", f"; NVML says: {card.problem}; {cure}"
-    checks = [Check(name, level, f"{card.name or 'unknown card'}, {size}, driver {driver}{said}")]
+    checks = [Check(name, level, f"{card.name or 'unknown GPU'}, {size}, driver {driver}{said}")]
     if card.uuid is not None:
         checks.append(_state(card))
     if card.slices is not None:
@@ -121,7 +121,7 @@ def _state(card: Gpu) -> Check:
     }
     said = ", ".join(f"{name} {'not known' if value is None else value}" for name, value in state.items())
     if errors or (rows and (rows[2] or rows[3])):
-        return Check(f"gpu {card.index} state", "problem", f"{said}; reset the card, or have it replaced")
+        return Check(f"gpu {card.index} state", "problem", f"{said}; reset the GPU, or have it replaced")
     cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if kept == 0 else ""
     return Check(f"gpu {card.index} state", "note" if cure or (ecc and ecc[0] != ecc[1]) else "ok", said + cure)
 
@@ -140,7 +140,7 @@ def _visible(environ: Mapping[str, str]) -> list[Check]:
         text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
         return [*notes, Check("visible", "problem", text)]
     names = ", ".join(
-        (card.name or card.uuid or "unknown card") + (f" ({card.problem})" if card.problem else "") for card in seen
+        (card.name or card.uuid or "unknown GPU") + (f" ({card.problem})" if card.problem else "") for card in seen
     )
     return [*notes, Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
 

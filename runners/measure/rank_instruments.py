@@ -185,7 +185,7 @@ def _same_card(device: torch.device) -> None:
     if uuid is not None and name.startswith(("GPU-", "MIG-")) and machine.is_same_gpu(name, str(uuid)) is False:
         raise EnvironmentFault(
             f"CUDA gave this worker {given.name} (GPU-{uuid}), and CUDA_VISIBLE_DEVICES names {name}: another would "
-            "be measured; `vramsweep doctor` lists the cards"
+            "be measured; `vramsweep doctor` lists the GPUs"
         )
 
 

@@ -71,7 +71,7 @@ def _capable(trial: Trial, device: torch.device) -> None:
     for entry in catalog.chosen_techniques(trial):
         if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
             needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
-            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this card has {found}")
+            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this GPU has {found}")
 
 
 def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype) -> Any:

@@ -264,7 +264,7 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), card.headroom_gib, least)
     of = f"{share:g} of " if share < 1 else ""
-    none = f"more than any listed card of capability {'.'.join(map(str, least))} or later has"
+    none = f"more than any listed GPU of capability {'.'.join(map(str, least))} or later has"
     return (
         f"{card.name} ({format_gib(trial.memory_limit())} GiB left for the allocator) is too small: a request of "
         f"{format_gib(refused.request)} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
@@ -336,7 +336,7 @@ _LESS = {
     "loading": "make the model divided from the start (fsdp2, zero3 with zero_init=true), or read the checkpoint in "
     "its own dtype, which is mapped and shared by all ranks",
     "parameters": "use offload_param=false, or divide over more nodes",
-    "gradients": "leave optimizer and weights on the card (offload_optimizer=false), or divide over more nodes",
+    "gradients": "leave optimizer and weights on the GPU (offload_optimizer=false), or divide over more nodes",
     "optimizer_state": "use offload_optimizer=false, or divide over more nodes",
     "activations": "use activation_offload=false, or a smaller seq_len or micro_batch",
     "rounding": "page-locked blocks are powers of two: use pin_memory=false for what is offloaded",

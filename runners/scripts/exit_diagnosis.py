@@ -143,7 +143,7 @@ def _raise(one: Seen, end: End) -> NoReturn:
     error = one["error"]
     if one["world_size"] > end.trial.world_size and _FEW_CARDS.search(error["message"]):
         raise InvalidTrial(
-            f"the training has {one['world_size']} ranks, and world_size={end.trial.world_size} is how many cards it "
+            f"the training has {one['world_size']} ranks, and world_size={end.trial.world_size} is how many GPUs it "
             f"is given: give world_size={one['world_size']}"
         )
     silent = [other["rank"] for other in end.seen if not other["ended"] and other["world_size"] > 1]

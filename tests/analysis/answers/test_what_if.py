@@ -33,7 +33,7 @@ def test_a_recorded_step_becomes_a_table_that_says_it_is_predicted(tmp_path: Pat
     assert title.endswith("is exact")
     assert name == "what_if_t0"
     assert frame.iloc[0]["settings"] == "(defaults), as recorded"
-    assert frame.iloc[0]["predicted peak reserved (MiB)"] == "3,606.0"
+    assert frame.iloc[0]["predicted peak reserved (GiB)"] == "3.5"  # 3,606 MiB
     assert len(frame) > 5
     assert notes == []
 

@@ -89,7 +89,7 @@ def test_what_could_not_be_compared_is_said() -> None:
     refused = predicted(allocators=("expandable",), outcome="invalid", reason="cannot be simulated")
     some = table(measured(), predicted(allocators=("default",)), refused)
     assert not_compared(some) == [
-        "6 measured rows not compared with predictions: none of equal settings for the card",
+        "6 measured rows not compared with predictions: none of equal settings for the GPU",
         "3 not predicted: cannot be simulated",
     ]
     assert not_compared(table(measured())) == []

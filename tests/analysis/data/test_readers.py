@@ -58,9 +58,9 @@ def test_reserved_jumps_where_lengths_on_either_side_stay_apart_and_not_where_si
     text = cli.run("fit", SWEEP, "--metric", "peak_reserved_bytes").out
     found = re.findall(r"it (drops|jumps) by (\S+) (\w+) at (\S+) tokens", text)
     places = {int(at.replace(",", "")): (way, unit) for way, _, unit, at in found}
-    assert places.pop(513, None) in (None, ("drops", "MiB"))  # of the curve itself, where that is two lines
-    assert places == {314: ("drops", "MiB"), 565: ("jumps", "MiB"), 718: ("jumps", "MiB")}
-    assert "lengths from 1,416 to 1,696 tokens lie 923.3 MiB above those around them" in text  # which ends at 1,696
+    assert places.pop(513, None) in (None, ("drops", "GiB"))  # of the curve itself, where that is two lines
+    assert places == {314: ("drops", "GiB"), 565: ("jumps", "GiB"), 718: ("jumps", "GiB")}
+    assert "lengths from 1,416 to 1,696 tokens lie 0.90 GiB above those around them" in text  # 923.3 MiB; ends at 1,696
     for at, size in ((314, -310), (565, 303), (718, 373)):  # as in the file, less what 15 lengths make
         after, before = peak[at - 1 : at + 14], peak[at - 16 : at - 1]
         assert np.median(after) - np.median(before) == pytest.approx(size, abs=60)
@@ -76,7 +76,7 @@ def test_least_mean_and_largest_of_eight_gpus(cli: Cli) -> None:
     last = [float(v) for line in lines if line[0] == "2041" for v in line[1:17:2] if float(v)]
     assert len(last) == 8
     sizes = ", ".join(
-        f"{v / 1024:,.2f} GiB {n}" for n, v in (("min", min(last)), ("mean", np.mean(last)), ("max", max(last)))
+        f"{v / 1024:,.1f} GiB {n}" for n, v in (("min", min(last)), ("mean", np.mean(last)), ("max", max(last)))
     )
     assert f"over 8 ranks at 2,041 tokens: {sizes}" in text
     of_mean = fits(cli, *words, "--metric", "peak_active_bytes", "--ranks", "mean")["peak_active_bytes"]
@@ -256,7 +256,7 @@ def test_along_the_batch_the_words_are_of_batches_and_samples(tmp_path: Path, cl
     np.savetxt(tmp_path / "x.csv", np.array([batches, active, reserved]).T, delimiter=",", fmt="%d")
     words = ("--columns", "micro_batch,peak_active_mib,peak_reserved_mib", "--set", "seq_len=512")
     text = cli.run("fit", tmp_path / "x.csv", *words, "--axis", "micro_batch").out
-    assert re.search(r"it jumps by \S+ MiB at 30 samples", text) and "up to 30 samples y =" in text
+    assert re.search(r"it jumps by 0\.6\d GiB at 30 samples", text) and "up to 30 samples y =" in text
     assert "batch % 8 == 0: y =" in text and "batches not divisible by 8: " in text
     assert "tensors that grow with batch dominate" in text and "64 rows, 64 batches" in text
     assert "length" not in text.replace("sequence length", "") and "tokens" not in text

@@ -23,18 +23,18 @@ MIB = 1 << 20
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
-def record(**over: Any) -> dict[str, Any]:
-    """A step of five events whose peak, 60 MiB, is after the third; 80 MiB are reserved."""
+def record(unit: int = MIB, **over: Any) -> dict[str, Any]:
+    """A step of five events whose peak, 60 units, is after the third; 80 are reserved."""
     parts: dict[str, list[int]] = {name: [0] * 6 for name in PARTS}
     parts |= {
-        "parameters": [20 * MIB] * 6,
-        "activations": [0, 10 * MIB, 20 * MIB, 30 * MIB, 10 * MIB, 0],
-        "temporaries": [0, 0, 5 * MIB, 9 * MIB, 0, 0],
-        "rounding": [0, 0, 0, MIB, 0, 0],
+        "parameters": [20 * unit] * 6,
+        "activations": [0, 10 * unit, 20 * unit, 30 * unit, 10 * unit, 0],
+        "temporaries": [0, 0, 5 * unit, 9 * unit, 0, 0],
+        "rounding": [0, 0, 0, unit, 0, 0],
     }
     allocated = [sum(values) for values in zip(*parts.values(), strict=True)]
     storages = [
-        {"bytes": size * MIB, "category": category, "module": module, "operator": "aten.mm", "step": step, "phase": at}
+        {"bytes": size * unit, "category": category, "module": module, "operator": "aten.mm", "step": step, "phase": at}
         for size, category, module, step, at in (
             (20, "parameters", "embed.weight", None, "load"),
             (15, "activations", "layers.0.up", 2, "forward"),
@@ -43,15 +43,15 @@ def record(**over: Any) -> dict[str, Any]:
     ]
     several = storages[1] | {"module": "layers.*.up"}
     peak = {
-        "event": 3, "phase": "backward", "allocated": 60 * MIB, "largest": storages, "rest": 9 * MIB, "rest_count": 4,
-        "rounding": MIB, "alike": [{"held": storages[0], "count": 1}, {"held": several, "count": 2}],
+        "event": 3, "phase": "backward", "allocated": 60 * unit, "largest": storages, "rest": 9 * unit, "rest_count": 4,
+        "rounding": unit, "alike": [{"held": storages[0], "count": 1}, {"held": several, "count": 2}],
     }  # fmt: skip
     ends = (("forward", 0, 2), ("backward", 2, 4), ("optimizer", 4, 5))
     data = {
         "step": 2, "events": 5, "event": list(range(6)), "allocated": allocated, "active": allocated,
-        "reserved": [60 * MIB] * 3 + [80 * MIB] * 3, "parts": parts, "peak": peak, "peak_reserved": 80 * MIB,
+        "reserved": [60 * unit] * 3 + [80 * unit] * 3, "parts": parts, "peak": peak, "peak_reserved": 80 * unit,
         "phases": [{"phase": phase, "begin": begin, "end": end} for phase, begin, end in ends],
-        "limit": 100 * MIB, "failure": None, **over,
+        "limit": 100 * unit, "failure": None, **over,
     }  # fmt: skip
     about = {
         "model": "small <b>", "seq_len": 1024, "micro_batch": 2, "precision": "bf16", "runner": "torch",
@@ -76,26 +76,26 @@ def test_the_areas_sum_to_what_is_allocated_and_the_peak_is_named() -> None:
     assert max(traces["allocated"].y) == 60 and max(traces["reserved"].y) == 80
     assert len(set(PARTS.values())) == len(PARTS)
     said = annotations(figure)
-    assert said["peak"][0].text == "<b>peak 60 MiB</b> in backward"
+    assert said["peak"][0].text == "<b>peak 60.0 MiB</b> in backward"
     assert (said["peak"][0].x, said["peak"][0].y) == (3, 60)
     assert [one.text for one in said["phase"]] == ["forward", "backward", "optimizer"]
-    assert said["limit"][0].text == "limit 100 MiB"
+    assert said["limit"][0].text == "limit 100.0 MiB"
     assert said[plots.WORLD][0].text == "predicted"
     assert figure.title.endswith("predicted") and "1,024 tokens × 2" in figure.title
     assert list(figure.data["allocated"]) == record()["timeline"]["allocated"]
 
 
 def test_the_table_holds_every_byte_of_the_peak() -> None:
-    table = holders(record())
-    assert [float(cell) for cell in table["MiB in all"]] == [20, 30, 9, 1]
-    assert list(table["storages"]) == ["1", "2 × 15.0", "4 others", "rounding"]
+    table = holders(record(1 << 30))
+    assert [float(cell) for cell in table["GiB in all"]] == [20, 30, 9, 1]
+    assert list(table["storages"]) == ["1", "2 × 15.0 GiB", "4 others", "rounding"]
     assert list(table["module"][:2]) == ["embed.weight", "layers.*.up"]
     assert list(table["made in"][:2]) == ["load", "step 3, forward"]
 
 
 def test_a_limit_far_away_is_said_and_not_drawn() -> None:
     far = of_timeline(record(limit=24 << 30))
-    assert "limit" not in annotations(far) and "24,576 MiB" in far.caption
+    assert "limit" not in annotations(far) and "24.0 GiB" in far.caption
     assert max(far.plot.layout.yaxis.range) < 120
 
 

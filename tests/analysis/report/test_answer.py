@@ -42,11 +42,11 @@ def test_measured_rows_answer_every_question() -> None:
     assert card.fits.about.startswith("8,192 ran out of memory; ") and "batch 4 ran too" in card.fits.about
     assert "on 12 GiB" in card.fits.interval
     # the formula of synthetic.py: 1,500,000 bytes a token on 2 GiB
-    assert card.cost.value == "1.43 MiB per token" and "On top of 2.00 GiB" in card.cost.about
+    assert card.cost.value == "1.43 MiB per token" and "On top of 2.0 GiB" in card.cost.about
     assert card.speed.value.endswith(" tokens/s") and "(2 processes)" in card.speed.interval
     assert card.dominates.value == f"What grows with length, 81{PERCENT}"
     assert card.allocator.value == f"expandable: 11.0{PERCENT} less reserved"
-    assert card.allocator.about.startswith("Against default; up to 1.00 GiB less, at 4,096 tokens")
+    assert card.allocator.about.startswith("Against default; up to 1.0 GiB less, at 4,096 tokens")
     assert "; 3 settings fit only with expandable" in card.allocator.about  # 6,144, 3,072 and 1,536 on 12 GiB
     assert card.counts == {"measured": 120, "predicted": 0, "imported": 0, "flagged": 0, "unproven": 0}
     assert card.trust.value == "As far as its source"  # these rows came without their sweep
@@ -81,7 +81,7 @@ def test_measured_rows_come_before_predicted_ones() -> None:
 def test_where_nothing_fits_it_says_so_and_what_it_would_take() -> None:
     rows = [row | {"unlimited_peak_reserved_bytes": 5 << 30} for row in few(device_gib=1)]
     card = of(*rows)
-    assert (card.fits.value, card.fits.interval) == ("Nothing fits", "the smallest needs 5.00 GiB: a card of 8 GiB")
+    assert (card.fits.value, card.fits.interval) == ("Nothing fits", "the smallest needs 5.0 GiB: a GPU with 8 GiB")
     assert card.fits.about == "Already 256 tokens at batch 1 ran out of memory; all 8 trials did."
     assert card.dominates.value == "Backward"
     held = json.dumps({"parameters": 3 << 30, "activations": 1 << 30})
@@ -101,7 +101,7 @@ def test_the_speed_is_of_the_model_that_the_answers_are_of() -> None:
 def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
     card = of(*synthetic.curve((512,), repeats=2))
     assert card.cost.value == UNKNOWN
-    assert card.cost.about == "1 length ran, and a curve needs three; peak allocated is 3.00 GiB at 512."
+    assert card.cost.about == "1 length ran, and a curve needs three; peak allocated is 3.0 GiB at 512."
     assert card.fits.value == "Yes, 512 tokens" and card.of == "" and card.varied == ""
     assert card.allocator.value == "Not varied" and "at most" in card.allocator.about
     nothing = of(complete_row({"trial_id": "a", "terminal": True, "outcome": "invalid", "reason": "no"}))
@@ -112,7 +112,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
 @pytest.mark.slow
 def test_a_flat_peak_costs_next_to_nothing() -> None:
     card = of(*synthetic.curve((64, 128, 256, 512), repeats=2))
-    assert card.cost.value == "Next to nothing" and "stays at 3.00 GiB from 64 to 512 tokens" in card.cost.about
+    assert card.cost.value == "Next to nothing" and "stays at 3.0 GiB from 64 to 512 tokens" in card.cost.about
     assert card.dominates.value == f"What no length changes, 100{PERCENT}"
 
 
@@ -124,7 +124,7 @@ def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried
     for number, row in enumerate(rows):
         row.update({"trial_id": f"{number}", "trial.device.gpu": row["simulated_gpu"]})
     card = of(*rows)
-    assert card.asked.endswith("need on 3 cards?") and card.of.endswith("l4-24gb")
+    assert card.asked.endswith("need on 3 GPUs?") and card.of.endswith("l4-24gb")
     assert card.fits.about.endswith("only 512 on t4-16gb; nothing on rtx2070-8gb.")
     crashed = of(*few(), {**few()[-1], "trial_id": "x", "seq_len": 4096, "outcome": "crash"})
     assert crashed.fits.value == "Yes, 2,048 tokens" and crashed.fits.about.startswith("4,096 was tried: crash;")
@@ -145,7 +145,7 @@ def test_measured_pairs_of_allocators_come_before_predicted_ones() -> None:
 @pytest.mark.slow
 def test_rows_of_a_cpu_say_nothing_of_a_card() -> None:
     card = answer.brief(load(ROOT / "results" / "reference" / "gpt2-cpu"))
-    assert "says nothing of a card's limit" in card.fits.about and "GiB" not in card.fits.interval
+    assert "says nothing of a GPU's limit" in card.fits.about and "GiB" not in card.fits.interval
     assert "on the CPU" in card.asked
     assert card.counts["measured"] > 0 and card.counts["predicted"] == 0
     assert card.trust.value in ("Memory and speed: yes", "Memory yes, speed not yet", "Not yet")
@@ -157,10 +157,10 @@ def test_rows_of_others_say_what_they_rest_on() -> None:
     rows, _ = open_rows(PUBLIC, "seq_len,peak_active_mib,peak_reserved_mib,iterations_per_s", None, ["micro_batch=1"])
     card = answer.brief(rows)
     assert card.fits.value == "Yes, 2,048 tokens" and card.fits.basis == "imported"
-    assert card.fits.interval == "fits in a card of 24 GiB"  # where it was measured
+    assert card.fits.interval == "fits a GPU with 24 GiB"  # where it was measured
     assert card.cost.value == "2.85 MiB per token"  # published, of one line through all lengths from 918 on: 2.96
     assert "from 935 tokens on; lengths divisible by 8" in card.cost.about
-    assert "a card that is not named" in card.asked and card.trust.value == "As far as its source"
+    assert "a GPU that is not named" in card.asked and card.trust.value == "As far as its source"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ def finding(made: list[Row], start: str) -> str:
 def test_what_is_reserved_is_told_at_the_peak_and_only_beside_it_between_steps() -> None:
     said = finding(synthetic.sweep(batches=(1, 2), lengths=(1024, 2048, 4096), repeats=1), "Most reserved")
     assert said == (  # peak 13.44 GiB, of which 15 % and 128 MiB more are reserved; 3 GiB stay between steps
-        "Most reserved beyond allocated at the peak: 2.14 GiB, 14 % of reserved, at 4,096 tokens, batch 2 (default), "
-        "in the backward phase. Between steps, when activations are freed, 12.58 GiB are cached."
+        "Most reserved beyond allocated at the peak: 2.1 GiB, 14 % of reserved, at 4,096 tokens, batch 2 (default), "
+        "in the backward phase. Between steps, when activations are freed, 12.6 GiB are cached."
     )
 
 

@@ -35,7 +35,7 @@ def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
         "What fits: up to 8,192 tokens (2 of 6 configurations), least with default · batch 4: 3,072 tokens."
     )
     assert change.startswith(
-        "expandable instead of default saves 11 %: 22.17 GiB to 19.67 GiB reserved at 6,144 tokens"
+        "expandable instead of default saves 11 %: 22.2 GiB to 19.7 GiB reserved at 6,144 tokens"
     )
     assert found.title == "synthetic: 104 ok · 16 oom\nmeasured on Synthetic 24 GB"
 
@@ -76,7 +76,7 @@ def test_models_without_tokens_have_their_batch_peak_and_samples() -> None:
 def test_nothing_fits_is_not_the_same_as_nothing_known() -> None:
     full = of([{**row, "unlimited_peak_reserved_bytes": 30 * GIB} for row in synthetic.sweep(device_gib=1)])
     assert {line.fits for line in full.lines} == {0} and "none" in text(full, 100)
-    assert full.findings == ("Nothing that was tried fits; the smallest would reserve 30.00 GiB.",)
+    assert full.findings == ("Nothing that was tried fits; the smallest would reserve 30.0 GiB.",)
     crashed = of([{**row, "outcome": "crash"} for row in synthetic.sweep(device_gib=1)])
     assert {line.fits for line in crashed.lines} == {None} and crashed.findings == ()
     rows = synthetic.curve((128, 256, 512))

@@ -10,12 +10,13 @@ from vramsweep.harness.allocator import safe_unpickle
 
 pytestmark = pytest.mark.deterministic
 
+MIB = 1 << 20
 SMALL = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
 
 
 def test_the_table(cli):
     out = cli.run("replay", SMALL, "--allocator", "expandable_segments:True", "--memory-limit", "3.53GiB").out
-    assert re.search(r"\(defaults\)\s+recorded\s+3,606\.0\s+507\.4\s+9\s+0\s+no", out)
+    assert re.search(r"\(defaults\)\s+recorded\s+3\.5\s+0\.50\s+9\s+0\s+no", out)  # 3,606.0 and 507.4 MiB
     assert re.search(r"expandable_segments:True\s+rebuilt", out)
     assert "is exact: 9 of 9 segment events, 36 of 36 blocks at the recorded address." in out
 
@@ -23,7 +24,9 @@ def test_the_table(cli):
 def test_json_is_for_scripts(cli):
     data = cli.json("replay", SMALL, "--allocator", "max_split_size_mb:128")
     assert [row["settings"] for row in data["rows"]] == ["", "", "max_split_size_mb:128"]
-    assert data["rows"][0]["match"]["matched"] == 9
+    first = data["rows"][0]
+    assert first["match"]["matched"] == 9
+    assert (first["peak_reserved"], f"{first['reserved_unallocated'] / MIB:.1f}") == (3606 * MIB, "507.4")
 
 
 @pytest.mark.parametrize(
@@ -31,7 +34,7 @@ def test_json_is_for_scripts(cli):
     [
         ([{"action": "snapshot", "addr": 0, "size": 0, "stream": 0}], "No history: its recording has no event."),
         ([-1], 'No history: its ring held one event (max_entries, or enabled="state"). The final state is '
-         "3,606.0 MiB reserved, 30.3 allocated; the peak is unknown."),
+         "3.5 GiB reserved, 30.3 MiB allocated; the peak is unknown."),
         ([-2, -1], "Nothing to compare: its 2 events make no segment and no block."),
         ([*range(-4, 0)], "Peaks are of its 4 events: it begins late, or its ring (max_entries) lost"),
     ],
@@ -62,7 +65,9 @@ def test_a_recording_of_another_vendors_library_is_named(tmp_path, cli):
 def test_what_a_setting_saves_is_said_of_the_best_one_tried(cli):
     out = " ".join(cli.run("replay", SMALL, "--search").out.split())
     assert "unallocated" not in out
-    assert "The best of 17 tried, large_segment_size_mb:40, reserves 492.0 MiB less than the recorded." in out
+    assert "The best of 17 tried, large_segment_size_mb:40, reserves 0.48 GiB less than the recorded." in out
+    recorded, _, best, *_ = cli.json("replay", SMALL, "--search")["rows"]
+    assert recorded["peak_reserved"] - best["peak_reserved"] == 492 * MIB
     out = " ".join(cli.run("replay", SMALL, "--allocator", "expandable_segments:True").out.split())
     assert "The best of 1 tried, expandable_segments:True, saves nothing over" in out
 

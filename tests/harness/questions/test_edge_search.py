@@ -221,10 +221,10 @@ def test_a_card_that_is_not_listed_and_a_cpu_have_no_prediction(
         settings = Settings(**(SETTINGS | {"predict": predict}))
         return edge_search.plan_search([tiny(**over)], settings, "seq_len", [64, 128], tmp_path, None)[0].remark
 
-    assert remark(True) == "device=cpu is no card; predict=CARD predicts for one"
+    assert remark(True) == "device=cpu is no GPU; predict=GPU predicts for one"
     assert remark(False) == "predict=false" and remark("l4-24gb") is None
     assert remark(True, device={"name": "simulated", "gpu": "l4-24gb"}) is None
-    assert remark(True, device={"name": "cuda"}) == "no GPU can be seen here; predict=CARD predicts for one"
+    assert remark(True, device={"name": "cuda"}) == "no GPU can be seen here; predict=GPU predicts for one"
     assert remark("l4-24gb", device={"name": "cuda"}) is None
     assert "predict=t5 (true, false or a GPU): there is no such GPU" in refusal(UserError, remark, "t5")
 

@@ -114,8 +114,9 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
     assert progress.describe_result(row(item, "oom", reason="full", **known)) == "full"
     assert progress.describe_result(row(item, estimated_tokens_per_s=7039.0)) == "memory unknown, ≤ 7,000 tokens/s"
     measured = row(item, tokens_per_s=1234.5, estimated_tokens_per_s=1.0, **known)
-    assert progress.describe_result(measured) == "0.0049 GiB allocated, 0.0059 GiB reserved, 1,234 tokens/s"
-    assert progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"}).count("GiB") == 1
+    assert progress.describe_result(measured) == "5.0 MiB allocated, 6.0 MiB reserved, 1,234 tokens/s"
+    resident = progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"})
+    assert resident == "5.0 MiB allocated, 1,234 tokens/s"
 
 
 def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,7 +126,7 @@ def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
         lines.show(row(item, peak_allocated_bytes=3 << 20, peak_reserved_bytes=4 << 20), item)
     told = capsys.readouterr().out.splitlines()
     assert [one.partition(" · oom 0 ")[0] for one in told] == [
-        f"[{n}/5] ok        {card} · 0.0029 GiB allocated, 0.0039 GiB reserved" for n, card in enumerate(CARDS[:2], 1)
+        f"[{n}/5] ok        {card} · 3.0 MiB allocated, 4.0 MiB reserved" for n, card in enumerate(CARDS[:2], 1)
     ]
     few = Lines(progress.MANY, items)
     few.show(row(items[0], "crash", reason="killed by signal 9"), items[0])

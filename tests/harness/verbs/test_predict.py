@@ -101,7 +101,7 @@ def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytes
     assert capsys.readouterr().err == ""
     assert predict.beyond(rows, 4 << 20) == 1
     said = capsys.readouterr().err
-    assert said.startswith("1 of 3 reserve more than 0.0039 GiB, of 1 of 3") and said.endswith(": 0.0088 GiB\n")
+    assert said.startswith("1 of 3 reserve more than 4.0 MiB, of 1 of 3") and said.endswith(": 9.0 MiB\n")
     assert predict.beyond(rows, 9 << 20) == 1
     assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
 

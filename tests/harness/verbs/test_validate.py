@@ -346,7 +346,7 @@ def test_every_reading_without_a_prediction_says_why() -> None:
             for one in reference_runs.lines(ReadingRequest(run, item), {"1": row(**values)})
         ]
 
-    full = "predicted to run out of memory: without a limit it would reserve 3.00 GiB"
+    full = "predicted to run out of memory: without a limit it would reserve 3.0 GiB"
     assert found(outcome="oom", unlimited_peak_reserved_bytes=3 << 30) == [
         (None, full), (3 << 30, None), ((3 << 30) + 100, None), (None, full), (None, full),
     ]  # fmt: skip

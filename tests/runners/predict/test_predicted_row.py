@@ -130,7 +130,7 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
     trace.sizes[layers] = 1000 << 30
     error = predicted_row.predict(chosen, trace, details).error
-    assert "more than any listed card of capability 8.0 or later has" in str(error)
+    assert "more than any listed GPU of capability 8.0 or later has" in str(error)
 
 
 @pytest.mark.slow

@@ -83,10 +83,10 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
         ("crash", "ended with exit status 1; its last words: no file data.txt")),
     "more ranks than cards": (
         1, [seen(error=OOM | {"message": "CUDA error: invalid device ordinal"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, and world_size=1 is how many cards it is given: give world_size=2")),
+        ("invalid", "the training has 2 ranks, and world_size=1 is how many GPUs it is given: give world_size=2")),
     "ranks that share a card": (
         1, [seen(error=OOM | {"message": "Duplicate GPU detected : rank 0 and rank 1"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, and world_size=1 is how many cards it is given: give world_size=2")),
+        ("invalid", "the training has 2 ranks, and world_size=1 is how many GPUs it is given: give world_size=2")),
     "words that only sound like an option's": (
         1, [], {"log": "Missing checkpoint: model.pt"},
         ("crash", "ended with exit status 1; its last words: Missing checkpoint: model.pt")),
