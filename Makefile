@@ -24,7 +24,7 @@ PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TECHNIQUES := $(VENV)/.techniques
 # The last lines of what sets up: without them the shell finds no `vramsweep`.
-REACH := $(if $(filter $(abspath $(VENV)),$(VIRTUAL_ENV)),:,printf '%s\n' 'vramsweep is a command of this shell after:' '  source $(VENV)/bin/activate')
+REACH := $(if $(filter $(abspath $(VENV)),$(VIRTUAL_ENV)),:,printf '%s\n' 'To have vramsweep as a command in this shell:' '  source $(VENV)/bin/activate')
 endif
 
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)

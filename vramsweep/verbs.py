@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
 HARNESS, ANALYSIS, FRONT = "harness.verbs", "analysis", "front"  # where a verb's code is
-SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a card that need not be here", "Look at rows", "About"
+SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a GPU that need not be here", "Look at rows", "About"
 NO_CACHE = "--no-cache"
 SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
 STATUSES = {
