@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Cli, cases
 
+from vramsweep.harness.messages import activity
+
 
 def sweeps(folder: Path, *names: str) -> None:
     """Make folders of sweeps without rows, each newer than the one before."""
@@ -97,3 +99,11 @@ def test_the_first_pages_make_vramsweep_reachable_and_lead_to_eight_gpus(page: s
     if page != "docs/start.md":  # the first row of its questions
         row = re.search(r"^(?:\| |- )\[.*", text.partition("## Questions")[2], re.MULTILINE)
         assert row is not None and "[Does it fit on 8 GPUs?]" in row[0]
+
+
+@pytest.mark.usefixtures("here")
+def test_reading_many_settings_is_said(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activity, "FIRST_S", 0)
+    monkeypatch.setattr(activity, "LOOK_S", 0.001)
+    said = cli.run("plan", "model=tiny", "device=simulated", "seq_len=1..200", "predict=false").err
+    assert "reading the settings of 200 trials" in said and "checking the settings of 200 trials" in said

@@ -76,11 +76,13 @@ def _main(words: list[str]) -> int:
             return 0
         side = verbs.ANALYSIS if verb is None else verb.side
         _stands_in_a_folder()
-        if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
-            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:
             from vramsweep.harness.config import typed_words  # light, but no verb's help needs it
 
+            typed_words.refuse_bare_model(rest)
+        if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
+            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
+        if verb is not None and verb.settings:
             parser = verb.parser()
             rest, notes = typed_words.understand(name, rest, parser)
             parser.parse_known_args(rest)  # refuses an option's value before the verb itself is imported

@@ -18,6 +18,9 @@ from vramsweep.harness.spec.techniques import catalog
 _ALIASES = """
 adapter=lora           lora=true
 adapter=none           lora=false
+allocator=expandable   allocator=expandable_segments expandable_segments=true
+allocator=max_split_128     max_split_size_mb=128
+allocator=max_split_512     max_split_size_mb=512
 attention              attn_implementation
 checkpointing=full     checkpointing=true
 checkpointing=none     checkpointing=false
@@ -50,6 +53,11 @@ ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for al
 ELSEWHERE = {
     "dry_run": "`vramsweep plan` with the same words shows what would run",
     **dict.fromkeys(("epochs", "max_steps", "num_steps", "steps"), "protocol.measured_steps=N are the steps measured"),
+    **dict.fromkeys(("learning_rate", "lr", "warmup_steps", "weight_decay"), "neither memory nor speed depends on it"),
+    **dict.fromkeys(
+        ("expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"),
+        "any setting of the allocator: allocator=custom 'allocator.conf=\"NAME:VALUE,NAME:VALUE\"'",
+    ),
 }
 
 

@@ -68,6 +68,12 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
     return [*words, *typed[at:]], notes
 
 
+def refuse_bare_model(typed: Sequence[str]) -> None:
+    """Raise UserError where all that was typed is the name of a model, and no file or folder has it."""
+    if len(typed) == 1 and typed[0] in conf_files.file_names("model") and not Path(typed[0]).exists():
+        raise UserError(f"{typed[0]}: settings are given as KEY=VALUE; write model={typed[0]}")
+
+
 def _refuse_apart(typed: Sequence[str]) -> None:
     """Raise UserError where a setting stands apart from its value: `model gpt2`, `seq_len=128, 256`."""
     for before, word, after in zip(["", *typed], typed, typed[1:], strict=False):
@@ -134,7 +140,7 @@ def _read(word: str, line: Line) -> list[str]:
     """Return a setting in today's words. Raises UserError for one that there is not, or that is given twice."""
     typed, _, text = word.partition("=")
     name = _name(typed, line)
-    if name is None and line.closed and re.fullmatch(r"\w+", typed):
+    if name is None and line.closed and re.fullmatch(r"\w[\w-]*", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
     if name is None or typed in line.own or name not in known_words.all_names():
         return [word]
@@ -147,7 +153,9 @@ def _read(word: str, line: Line) -> list[str]:
     if more:
         raise UserError(f"{word}: a folder or a model of the hub is a sweep of its own; leave the built-in ones out")
     if now not in known_words.setting_names():
-        raise UserError(f"{word}: allowed is {name}=true, which is {ALIASES[f'{name}=true']}")
+        allowed = [f"{alias}, which is {what}" for alias, what in ALIASES.items() if alias.startswith(f"{name}=")]
+        elsewhere = known_words.ELSEWHERE.get(name)
+        raise UserError(f"{word}: allowed is {', or '.join(allowed)}{f'; {elsewhere}' if elsewhere else ''}")
     hub = ["model=hub"] if now == "model.path" != key else []
     return [*hub, f"{now}={text if values == items else ','.join(values)}"]
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from vramsweep.harness.files import file_names
 from vramsweep.harness.machine import machine
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import signals
 from vramsweep.harness.process.attempt import Launcher
@@ -78,8 +79,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
         """
         settings = self.settings = plan.settings(configs)
         self._refuse_parts(whole)
-        expanded = plan.expand_trials(configs, settings.repeats)
-        earlier, batch = self.planned, plan.order_trials(expanded)
+        with Activity(f"checking the settings of {len(configs) * settings.repeats:,} trials"):
+            expanded = plan.expand_trials(configs, settings.repeats)
+            earlier, batch = self.planned, plan.order_trials(expanded)
         devices = {config["device"]["name"] for config in configs if isinstance(config.get("device"), Mapping)}
         self.auto = {self.detected} == devices  # of a list, Hydra composes the default too
         self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)

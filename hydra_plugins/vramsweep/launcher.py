@@ -23,6 +23,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from vramsweep.harness.config.resolve_config import Job
+from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError
 
 if TYPE_CHECKING:
@@ -89,7 +90,8 @@ class VramsweepLauncher(Launcher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         """Run all jobs; a failed trial is a row, not an exception, so that the batch always completes."""
-        jobs = self.compose(job_overrides)
+        with Activity(f"reading the settings of {len(job_overrides):,} trials"):
+            jobs = self.compose(job_overrides)
         sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, comes again
         whole = sweeper._target_ == SweeperConf._target_ and sweeper.max_batch_size is None
         answers = self.task.take(jobs, whole)
