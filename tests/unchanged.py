@@ -3,9 +3,9 @@
 A test marked `deterministic` depends on code, data and packages alone: it traces, replays, compares tensors on the CPU,
 or is torture of a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
 tests that passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the
-product (of analysis/ only where the file or a helper reaches it), DATA, the platform, its compiler and the installed
-versions; comments and docstrings are none. `make test-all` leaves out what passed with the same inputs and keeps what
-passes now; `make test-all ALL=1` runs everything.
+product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA, the platform, its compiler and
+the installed versions; comments and docstrings are none. `make test-all` leaves out what passed with the same inputs
+and keeps what passes now; `make test-all ALL=1` runs everything.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "tests" / "data" / "passed.json"
 PRODUCT = ("harness", "runners", "vramsweep", "hydra_plugins")
 ANALYSIS = ("analysis",)
+BENCHMARKS = ("benchmarks",)
 # Read at run time, by tests or by the product: each file counts, whoever reads it.
-DATA = ("conf", "benchmarks", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
+DATA = ("conf", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
 SHARED = "../shared/data"  # public data that may be beside a checkout, of which some tests read what is there
 UNPINNED = ("triton", "flash-attn", "gptqmodel", "peft", "bitsandbytes", "torchao", "liger-kernel")
 DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that lead to the whole product
@@ -122,6 +123,11 @@ def reaches_analysis(path: Path) -> bool:
     return False
 
 
+def reaches_benchmarks(path: Path) -> bool:
+    """Say whether a file of tests, or a helper of it, names a file there; the product itself reads none unasked."""
+    return any("benchmarks" in file.read_text() for file in find_helpers(path))
+
+
 def reaches_shared(path: Path) -> bool:
     """Say whether a file of tests names SHARED, itself or in a helper or a benchmark that it imports."""
     found = find_helpers(path)
@@ -137,7 +143,7 @@ def hash_inputs(path: Path) -> str:
     parts = sorted(f"{file.relative_to(ROOT)} {hash_file(file)}" for file in found)
     parts += [
         hash_folders(*PRODUCT, *(ANALYSIS if reaches_analysis(path) else ())),
-        hash_folders(*DATA),
+        hash_folders(*DATA, *(BENCHMARKS if reaches_benchmarks(path) else ())),
         hash_machine(),
         hash_folders(*((SHARED,) if reaches_shared(path) else ())),
     ]

@@ -35,8 +35,10 @@ def test_what_plan_says(tmp_path: Path, cli: Cli) -> None:
     assert by_length[256]["expected_cost"] == found["estimated_cost"] == pytest.approx(1.6)
     assert (found["estimated_s"], found["estimate_basis"]) == (160.0, "a trial of the same configuration")
     said = cli.run("plan", *words).out
-    said_time = "estimated time: about 2 min 40 s, cost: 1.60 at 36 an hour (measuring 1 trial on this CPU: a trial of"
-    assert said_time in said
+    said_time = (
+        "estimated time: about 2 min 40 s, cost: 1.60 at 36 an hour for the node (measuring 1 trial on this CPU: "
+    )
+    assert f"{said_time}a trial of" in said
     said = cli.run("plan", *words, "--all").out
     assert "~ 2 min 40 s" in said
 
@@ -49,7 +51,7 @@ def test_hours_and_money_before_anything_ran(here: Path, cli: Cli, monkeypatch: 
     found = cli.json("plan", *words, "device=cuda", "predict=false")
     assert found["estimated_s"] > 0 and found["estimated_cost"] == pytest.approx(found["estimated_s"] / 3600 * 25)
     said = cli.run("plan", *words, "device=cuda", "predict=false").out
-    assert "at 25 an hour (measuring 2 trials on one h100-80gb, as no GPU is here: rough" in said
+    assert "at 25 an hour for the node (measuring 2 trials on one h100-80gb, as no GPU is here: rough" in said
     found = cli.json("plan", *words, "device=simulated", "sharding=ddp", "world_size=8")
     (measuring,) = found["measuring"]
     assert found["estimated_cost"] is None and (measuring["gpu"], measuring["gpus"]) == ("h100-80gb", 8)
