@@ -37,7 +37,7 @@ class _Noted:
     loss: int
     before: list[Left]  # in either memory, by the pass before
     left: list[Left]  # by this one
-    keeps_loss: bool  # what frees the loss of the pass before is not this pass, but what comes between
+    keeps_loss: bool  # the loss of the pass before is freed between the two passes, not in this one
 
 
 class RepeatedPasses:
@@ -140,8 +140,10 @@ class RepeatedPasses:
 
 
 def _repeat(book: MemoryLog, noted: _Noted, at: int) -> Left:
-    """Note what one memory's log has of a pass once more; what it leaves. Of what is freed the pass before had left the
-    like, whose tensors may live a little longer here: they stand for what is left now."""
+    """Repeat in one memory's log what a pass noted there, and return what it leaves.
+
+    Tensors that the pass before left are freed in the log, but still live here: they stand for what is left now.
+    """
     begin, end = noted.begin[3 * at : 3 * at + 3], noted.end[3 * at : 3 * at + 3]
     kept, shift, later = book.kept, len(book.kept.sizes) - begin[0], len(book.kept.events) - begin[1]
     now = {of: noted.left[at][key] for key, of in noted.before[at].items() if key in noted.left[at]}
