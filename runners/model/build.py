@@ -107,7 +107,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     Raises InvalidTrial if the architecture is unknown or the sequence is longer than the model's positions.
     """
     dtype = dtype or (torch.bfloat16 if trial.precision in BF16_WEIGHTS else torch.float32)
-    config = _config(trial)
+    config = read_config(trial)
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
@@ -169,7 +169,7 @@ def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
     return net
 
 
-def _config(trial: Trial) -> Any:
+def read_config(trial: Trial) -> Any:
     """The model's configuration. Raises InvalidTrial where there is none, or one of no model."""
     axis = trial.model
     _refuse_absurd(trial, axis.config if axis.path is None else _own_file(Path(axis.path) / "config.json"))
@@ -258,7 +258,7 @@ def vocabulary(trial: Trial) -> int:
     """Number of token ids that synthetic data may draw from."""
     if trial.model.path is None and "vocab_size" in trial.model.config:
         return int(trial.model.config["vocab_size"])
-    return int(_config(trial).vocab_size)
+    return int(read_config(trial).vocab_size)
 
 
 def data(trial: Trial) -> Data:

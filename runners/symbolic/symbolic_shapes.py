@@ -39,8 +39,9 @@ from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
-from vramsweep.runners.predict import make_trace
+from vramsweep.runners.predict import few_layers, make_trace
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
+from vramsweep.runners.trace.alike_layers import Layered, find_layers
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.storage_log import MemoryLog, hint
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled
@@ -60,16 +61,46 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
     if not synthetic or trial.padding:
         return Refused("how much of a batch is padding is no formula of its length")
     try:
+        found = _trace_few(trial, card, folder, runner)
+        if found is not None:
+            return found
         symbols = _Symbols(trial)
-        tracer = Tracer(card.capability, symbols.fake)
-        with _collections(tracer.books), _inputs(trial, symbols):
-            traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
-        return Candidate(symbols.symbolic(traced, details), *(frozenset(book.collected) for book in tracer.books))
+        tracer, details = _trace_whole(trial, card, folder, runner, symbols)
+        collected = (frozenset(book.collected) for book in tracer.books)
+        return Candidate(symbols.symbolic(tracer.trace, details), *collected)
     except (MemoryError, OSError):  # of the machine as it is now: not to be kept
         raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
+
+
+def _trace_few(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> Candidate | None:
+    """The same of a model whose layers are alike, from few of them: guards too must be the same of one layer more."""
+    symbols, traced = _Symbols(trial), list[tuple[Tracer, int]]()
+
+    def trace(few: Trial) -> Layered:
+        tracer, details = _trace_whole(few, card, folder, runner, symbols)
+        traced.append((tracer, len(symbols.env.guards)))
+        return find_layers(tracer, details)
+
+    found = few_layers.trace_alike(trial, trace)
+    if found is None or len({guards for _, guards in traced}) > 1:
+        return None
+    collected = (
+        frozenset(number for number, old in enumerate(was) if old in book.collected)
+        for was, book in zip(found.was, traced[0][0].books, strict=True)
+    )
+    return Candidate(symbols.symbolic(found.trace, found.details), *collected)
+
+
+def _trace_whole(
+    trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner, symbols: _Symbols
+) -> tuple[Tracer, dict[str, Any]]:
+    tracer = Tracer(card.capability, symbols.fake)
+    with _collections(tracer.books), _inputs(trial, symbols):
+        _, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.put_in(trial)), tracer)
+    return tracer, details
 
 
 class NotSerializable(Exception):
@@ -98,10 +129,10 @@ class _Symbols:
         self._names[symbol] = name
         return self.env.create_symintnode(symbol, hint=value, source=source)
 
-    def trial(self) -> Trial:
+    def put_in(self, trial: Trial) -> Trial:
         """The trial as it is told to a target: what this makes of its numbers is a formula too."""
         given = self._values if self._trial.runner.name in TARGETED else [self._values[0], self._trial.micro_batch]
-        return self._trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
+        return trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
 
     def batch(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of shape (micro_batch, seq_len) on the host."""

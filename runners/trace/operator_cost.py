@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,6 +53,14 @@ MOST_CHUNKS = 320
 MOST_TENSORS = (110, 64, 48, 36, 30)
 
 
+class Lists(NamedTuple):
+    """Tensors and chunks of them that a multi-tensor kernel goes through, and how many tensors a launch takes."""
+
+    tensors: int
+    chunks: int
+    most: int
+
+
 def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
     """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
     if _launches_nothing(func) or func.namespace in C10D:  # interconnects.py has the time of those
@@ -81,7 +89,7 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
         rest = sum(moved) - times * whole
         moved = [rest, times * torch.sym_min(whole, rest)]
     kind, flops = _arithmetic(func, args, kwargs, out, given, capability)
-    return Work(kind, flops, sum(moved), _launches(name, args, out))
+    return Work(kind, flops, sum(moved), launches(find_lists(func, args, out)))
 
 
 # c10d's operators: the kind of each, and which argument holds the whole of what is moved.
@@ -157,14 +165,21 @@ def _arithmetic(
     return kind, flops // 2 if causal else flops
 
 
-def _launches(name: str, args: Any, out: Any) -> int:
-    if not name.startswith(MULTI_TENSOR):
-        return 1
+def find_lists(func: Any, args: Any, out: Any) -> Lists | None:
+    """What a kernel over lists of tensors goes through; None for any other."""
+    if not (name := _name(func)).startswith(MULTI_TENSOR):
+        return None
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) and isinstance(arg[0], torch.Tensor)]
     depth = len(lists) + (isinstance(out, (list, tuple)) and not name.endswith("_"))
     chunks = sum(math.ceil(tensor.numel() / CHUNK) for tensor in lists[0])
-    most = MOST_TENSORS[min(depth, len(MOST_TENSORS)) - 1]
-    return int(max(math.ceil(len(lists[0]) / most), math.ceil(chunks / MOST_CHUNKS)))
+    return Lists(len(lists[0]), chunks, MOST_TENSORS[min(depth, len(MOST_TENSORS)) - 1])
+
+
+def launches(lists: Lists | None) -> int:
+    """How often a kernel is launched for them."""
+    if lists is None:
+        return 1
+    return int(max(math.ceil(lists.tensors / lists.most), math.ceil(lists.chunks / MOST_CHUNKS)))
 
 
 @functools.cache

@@ -20,7 +20,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.runners.trace.step_tracer import Tracer
-from vramsweep.runners.trace.storage_log import MemoryLog
+from vramsweep.runners.trace.storage_log import MemoryLog, expression
 from vramsweep.runners.trace.trace_data import Mark
 
 Pass = Callable[[], torch.Tensor]  # forward and backward; its loss
@@ -84,7 +84,7 @@ class RepeatedPasses:
         """What is there of the storages from this number on."""
         book, found = self._tracer.books[at], Left()
         for number in sorted(number for number in book.numbers.values() if number >= first):
-            who = (_expression(book.kept.sizes[number]), *([] if at else [self._tracer.trace.origins[number]]))
+            who = (expression(book.kept.sizes[number]), *([] if at else [self._tracer.trace.origins[number]]))
             found[*who, sum(key[:-1] == who for key in found)] = number
         return found
 
@@ -105,11 +105,11 @@ class RepeatedPasses:
                 form.append((event > 0, of - first) if of >= first else keys.get(of))
                 if of in keys:
                     freed.append(keys[of])
-            form += map(_expression, book.kept.sizes[first:])
+            form += map(expression, book.kept.sizes[first:])
             form += [(mark.end - events, mark.phase) for mark in book.kept.marks[marks:]]
             form += [sorted(of - first for of in known if of >= first) for known in book.known.values()]
         form += [trace.origins[begin[0] :], trace.streams[begin[0] :], trace.host.pinned[begin[3] :], number - begin[0]]
-        form += [(of - begin[0], text, _expression(other)) for of, text, other in trace.stepwise[begin[6] :]]
+        form += [(of - begin[0], text, expression(other)) for of, text, other in trace.stepwise[begin[6] :]]
         kept = [key for left in self._left for key, of in left.items() if key not in freed]
         own = [key for key, of in self._left[0].items() if of == number]
         return _Noted(begin, end, form, number, before, self._left, kept == own) if kept in ([], own) else None
@@ -157,12 +157,8 @@ def _repeat(book: MemoryLog, noted: _Noted, at: int) -> Left:
             book.collected.add(other)
         kept.events.append(event and (other + 1 if event > 0 else -(other + 1)))
     kept.sizes += kept.sizes[begin[0] : end[0]]
+    book.sources += [()] * (end[0] - begin[0])  # only an optimizer's are asked for
     kept.marks += [Mark(mark.end + later, mark.step, mark.phase) for mark in kept.marks[begin[2] : end[2]]]
     stands = {of: left[key] for key, of in noted.left[at].items() if not noted.keeps_loss or of != noted.loss or at}
     book.numbers = {key: stands.get(of, of) for key, of in book.numbers.items()}
     return left
-
-
-def _expression(size: Any) -> Any:
-    """A size to compare, also where it is a symbol, of which no guard comes."""
-    return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -31,7 +31,7 @@ from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace import cuda_allocations, fake_placement
 from vramsweep.runners.trace.cuda_allocations import Stepwise
 from vramsweep.runners.trace.known_values import ASKS, INDEXING, UNKNOWN, KnownValues
-from vramsweep.runners.trace.operator_cost import C10D, collective, work
+from vramsweep.runners.trace.operator_cost import C10D, Lists, collective, find_lists, work
 from vramsweep.runners.trace.sdpa_kernels import Freed
 from vramsweep.runners.trace.storage_log import MemoryLog, of_host
 from vramsweep.runners.trace.storage_origins import Origins
@@ -71,13 +71,16 @@ class Tracer(TorchDispatchMode):
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
         self._card = MemoryLog(self.trace, self._note_request)
-        self._host = MemoryLog(
-            self.trace.host, lambda: self.trace.host.pinned.append(fake_placement.current_placement() == "pinned")
-        )
+        self._host = MemoryLog(self.trace.host, self._note_host_request)
         self.books = (self._card, self._host)
+        self.lists: dict[int, Lists] = {}  # of kernels, by their numbers
+        self.optimizer = 0  # how many kernels there were when the last step's backward pass ended
         self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
         self._aside = MemoryLog(Storages(), lambda: None)  # of those parameters, which are fake and on the host
         self._placing: Place | None = None
+        self._inputs: list[torch.Tensor] = []  # of the operator that runs
+        self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, and how many storages were
+        self.begun: list[tuple[str, list[int]]] = []  # the same of those that are used, by their paths
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
@@ -92,7 +95,8 @@ class Tracer(TorchDispatchMode):
         gc.disable()
         gc.freeze()  # what is there already need not be looked through at every mark
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
-        emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0))])
+        begun = (torch.nn.Module, "__init__", self._note_begun(torch.nn.Module.__init__))
+        emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0)), begun])
         try:
             with hook, emptied, self._origins.watch(), storage_resizes(self._resized), self.fake, self:
                 yield
@@ -151,7 +155,10 @@ class Tracer(TorchDispatchMode):
         """Note what an operator that ran has allocated, asked of the card and sent."""
         on_host = cuda_allocations.ON_HOST.get(func, ())
         made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
-        for tensor in reversed(made) if func in cuda_allocations.LAST_FIRST else made:
+        each = isinstance(out, (list, tuple)) and len(tensors) >= len(made) and func.__name__.startswith("_foreach")
+        order = list(enumerate(made))
+        for n, tensor in reversed(order) if func in cuda_allocations.LAST_FIRST else order:
+            self._inputs = [tensors[n]] if each else tensors
             self._track(tensor, tensors)
         if func in cuda_allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
@@ -164,6 +171,8 @@ class Tracer(TorchDispatchMode):
         if func.namespace == "c10d":
             self._collective(args, tensors)
         if self.in_last_step and (asked := work(func, args, kwargs, out, self._capability)) is not None:
+            if (lists := find_lists(func, args, out)) is not None:
+                self.lists[len(self.trace.kernels)] = lists
             self.trace.kernels.append((asked, 1))
         self._zeros = weakref.ref(out) if func in cuda_allocations.ZEROS else None
 
@@ -185,6 +194,7 @@ class Tracer(TorchDispatchMode):
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
         if phase == "backward":
+            self.optimizer = len(self.trace.kernels)
             held = self.held()
             self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -197,8 +207,17 @@ class Tracer(TorchDispatchMode):
         for book in self.books:
             book.kept.marks.append(Mark(len(book.kept.events), step, phase))
 
+    def _note_begun(self, begin: Any) -> Any:
+        def noted(module: Any, *args: Any, **kwargs: Any) -> None:
+            begin(module, *args, **kwargs)
+            self._begun.append((weakref.ref(module), [len(book.kept.sizes) for book in self.books]))
+
+        return noted
+
     def _name_parameters(self) -> None:
         """What was loaded for one parameter goes by its name; several may share a storage."""
+        found = ((self._origins.path(module()), numbers) for module, numbers in self._begun)
+        self.begun = [(path, numbers) for path, numbers in found if path is not None]
         users: dict[int, set[str]] = {}
         for name, parameter in self._origins.parameters():
             if (number := self._card.number(parameter)) is not None and number in self._card.known["parameters"]:
@@ -267,7 +286,16 @@ class Tracer(TorchDispatchMode):
                 self._handles.add((backward, lt))
                 self._card.known[WORKSPACES].add(self._card.allocate(size))
 
+    def _sources(self) -> tuple[tuple[int, int], ...]:
+        found = ((at, book.number(one)) for one in self._inputs for at, book in enumerate(self.books))
+        return tuple((at, number) for at, number in found if number is not None)
+
+    def _note_host_request(self) -> None:
+        self.trace.host.pinned.append(fake_placement.current_placement() == "pinned")
+        self._host.sources.append(self._sources())
+
     def _note_request(self) -> None:
+        self._card.sources.append(self._sources())
         operator = self._operator if isinstance(self._operator, str) else _known_as(self._operator)
         self.trace.origins.append(self._maker(self._origins.maker(operator)))
         self.trace.streams.append(self.stream(torch.cpu.current_stream()))

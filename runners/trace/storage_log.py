@@ -26,6 +26,7 @@ class MemoryLog:
         self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
         self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
         self._asked = asked  # called for each new storage, to note what else is to be known of it
+        self.sources: list[tuple[tuple[int, int], ...]] = []  # of each storage, what it was made of: memory, number
         self.collected: set[int] = set()  # whose storages the garbage collector freed, where somebody watches it
         self._references: dict[int, weakref.ref[Any]] = {}
         self._closed = False
@@ -118,6 +119,11 @@ class MemoryLog:
 def hint(value: Any) -> Any:
     """A number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
     return int(value.node.hint) if isinstance(value, torch.SymInt) else value
+
+
+def expression(value: Any) -> Any:
+    """A value to compare, also where it is a symbol, of which no guard comes."""
+    return value.node.expr if isinstance(value, torch.SymInt) else value
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

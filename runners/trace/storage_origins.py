@@ -66,6 +66,10 @@ class Origins:
             return self._of_node(torch._C._current_autograd_node()), f"{operator} (backward)"
         return OPTIMIZER if self._optimizers else "", operator
 
+    def path(self, module: torch.nn.Module | None) -> str | None:
+        """Of a module that was seen."""
+        return None if module is None else self._paths.get(module)
+
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Those of the modules seen so far, each with its name; where it has several, the first."""
         seen: set[int] = set()

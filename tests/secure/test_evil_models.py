@@ -36,7 +36,7 @@ def folder(tmp_path: Path, text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in SAYS.items() for value in values])
 def test_sizes_of_no_model(tmp_path: Path, name: str, value: Any) -> None:
     config = TINY["model"]["config"] | {"model_type": "qwen2", name: value}
-    said = refusal(InvalidTrial, lambda: build._config(parse(folder(tmp_path, json.dumps(config)))))
+    said = refusal(InvalidTrial, lambda: build.read_config(parse(folder(tmp_path, json.dumps(config)))))
     assert len(said) < 400 and "\n" not in said
 
 
@@ -45,7 +45,7 @@ def test_sizes_of_no_model(tmp_path: Path, name: str, value: Any) -> None:
     "null", "[" * 100_000, '{"a":' * 100_000, "\x00", '{"model_type": "../x"}',
 ])  # fmt: skip
 def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
-    assert "\n" not in refusal(InvalidTrial, lambda: build._config(parse(folder(tmp_path, text))))
+    assert "\n" not in refusal(InvalidTrial, lambda: build.read_config(parse(folder(tmp_path, text))))
 
 
 @pytest.mark.parametrize(
@@ -63,4 +63,4 @@ def test_what_describes_no_model_that_can_be_made(tmp_path: Path, name: str, val
 
 def test_an_ordinary_one_is_a_model(tmp_path: Path) -> None:
     config = TINY["model"]["config"] | {"model_type": "qwen2"}
-    assert build._config(parse(folder(tmp_path, json.dumps(config)))).num_hidden_layers == 2
+    assert build.read_config(parse(folder(tmp_path, json.dumps(config)))).num_hidden_layers == 2
