@@ -13,11 +13,10 @@ Not covered: which trials have such layers, and what traces them (runners/predic
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress, groupby, repeat
-from itertools import count as count_from
+from itertools import compress, groupby, pairwise, repeat
 from typing import Any
 
 import torch
@@ -41,15 +40,19 @@ class Unlike(Exception):
 
 @dataclass(frozen=True)
 class Layered:
-    """A trace, and what was noted beside it to lengthen it: the layers of the storages in GPU and in host memory, what
-    kernels over lists of tensors had to go through (by the kernel's number), and the last step's first kernel after its
-    backward pass."""
+    """A trace, and what was noted beside it to lengthen it.
+
+    `layers` are those of the storages in GPU and in host memory, `joined` the storages in GPU memory that join one of
+    every parameter, `wholes` the kernels that go through every parameter, and `lists` what those over lists of tensors
+    have to go through, by the kernel's number.
+    """
 
     trace: Trace
     details: dict[str, Any]
     layers: tuple[Layers, Layers]
+    joined: Set[int]
+    wholes: Set[int]
     lists: dict[int, Lists]
-    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -64,22 +67,48 @@ class Lengthened:
 def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
     """Return a finished trace with whose its storages are."""
     trace, books = tracer.trace, tracer.books
-    paths = [[trace.makers[origin][0] for origin in trace.origins], [""] * len(trace.host.sizes)]
+    makers = [trace.makers[origin] for origin in trace.origins]
+    paths = [[path for path, _ in makers], [path for path, _ in tracer.host_makers]]
     for at, of in enumerate(paths):  # a module's parameters are made after it, and before the next
-        ends = [*(numbers[at] for _, numbers in tracer.begun[1:]), _count_loaded(books[at].kept)]
-        for (path, numbers), end in zip(tracer.begun, ends, strict=False):
-            of[numbers[at] : end] = [known or path for known in of[numbers[at] : end]]
+        for (path, parameters, numbers), (_, _, ends) in pairwise(tracer.begun):
+            if ends[at] - numbers[at] <= parameters:
+                of[numbers[at] : ends[at]] = [known or path for known in of[numbers[at] : ends[at]]]
     layers: list[list[int | None]] = [[_find_layer(path) for path in of] for of in paths]
-    for at, book in enumerate(books):
-        for number, sources in enumerate(book.sources):
-            joins = not at and trace.makers[trace.origins[number]][1] in JOINING
-            if paths[at][number] in ("", OPTIMIZER) and not joins:
+    nameless = [[path in ("", OPTIMIZER) for path in of] for of in paths]
+    joined = {number for number, (_, operator) in enumerate(makers) if nameless[0][number] and operator in JOINING}
+    for number in joined:
+        nameless[0][number] = False
+    for number, sources in enumerate(books[0].sources):  # and what is made of each element of one
+        if nameless[0][number] and any(
+            not memory and of in joined and trace.sizes[of] == trace.sizes[number] for memory, of in sources
+        ):
+            joined.add(number)
+    made = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
+    for further in (False, True):
+        for at, book in enumerate(books):
+            for number, sources in enumerate(book.sources):
                 known = (layers[memory][of] for memory, of in sources)
-                layers[at][number] = next((layer for layer in known if layer is not None), layers[at][number])
-        for number in reversed(range(len(book.sources) - 1)):  # a counter of steps is made before its other state
-            if not book.sources[number] and paths[at][number] == OPTIMIZER:
-                layers[at][number] = layers[at][number + 1]
-    return Layered(trace, details, (layers[0], layers[1]), tracer.lists, tracer.optimizer)
+                if nameless[at][number] and layers[at][number] is None:
+                    layers[at][number] = next((layer for layer in known if layer is not None), None)
+                for source in sources:
+                    made[source].append((at, number))
+        for at, book in enumerate(books) if not further else ():
+            loaded, following = _count_loaded(book.kept), None
+            for number in reversed(range(len(book.sources))):
+                own, wholes = layers[at][number], {layers[memory][of] for memory, of in made[at, number]} - {None}
+                if own is None and nameless[at][number]:
+                    if number < loaded and len(wholes) == 1:
+                        [own] = wholes
+                    if own is None and not book.sources[number] and (number < loaded or paths[at][number] == OPTIMIZER):
+                        own = following  # a weight's scales, an optimizer's counter of steps
+                following = layers[at][number] = own
+    every = set(range(max((layer for layer in layers[0] if layer is not None), default=0) + 1))
+    wholes = frozenset(
+        kernel
+        for kernel, touched in enumerate(tracer.touched)
+        if not joined.isdisjoint(touched) or every <= {layers[0][number] for number in touched if number is not None}
+    )
+    return Layered(trace, details, (layers[0], layers[1]), joined, wholes, tracer.lists)
 
 
 def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
@@ -89,20 +118,19 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
     more, memories = layers - FEW, list[_Memory]()
     for old, new, owners in zip(_memories(shorter.trace), _memories(longer.trace), shorter.layers, strict=True):
         repeated, by_one = _repeat(old, owners, more), _repeat(old, owners, 1)
-        for number, size in _compare(by_one, new, owners):
+        for number, size in _compare(by_one, new, owners, shorter.joined):
             at = repeated.was.index((number, 0))
             repeated.storages.sizes[at] = _extend(old.storages.sizes[number], size, more)
         memories.append(repeated)
     card, host = memories
     makers: dict[Maker, int] = {}
-    collectives = shorter.trace.collectives
     trace = Trace(
         **vars(card.storages),
         streams=[shorter.trace.streams[number] for number, _ in card.was],
         origins=[makers.setdefault(maker, len(makers)) for maker in card.makers],
         makers=list(makers),
         kernels=_repeat_kernels(shorter, longer, more),
-        collectives=collectives + _find_added(collectives, longer.trace.collectives, more),
+        collectives=_repeat_calls(shorter.trace.collectives, longer.trace.collectives, more),
         host=HostStorages(**vars(host.storages), pinned=[shorter.trace.host.pinned[number] for number, _ in host.was]),
         stepwise=_repeat_stepwise(shorter, card.was),
     )
@@ -183,20 +211,26 @@ def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
 
 
 def _find_owners(storages: Storages, layers: Layers) -> list[int | None]:
-    """The layer to which each event belongs."""
+    """The layer to which each event belongs. What is asked for in its midst for another one is that one's too."""
     events, owners, start = storages.events, list[int | None](), 0
-    every, last = {layer for layer in layers if layer is not None}, None
-    for end in _ends(storages):
-        last = None
+    every = {layer for layer in layers if layer is not None}
+    phases = [*(mark.phase for mark in storages.marks), "optimizer"]
+    for phase, end in zip(phases, _ends(storages), strict=True):
+        last, found = None, list[int | None]()
         for asks, run in groupby(events[start:end], key=lambda event: event > 0):
             own = [layers[abs(event) - 1] if event else None for event in run]
-            owners += own if asks or every <= set(own) else [last] * len(own)
+            found += own if asks or every <= set(own) else [last] * len(own)
             last = own[-1] if asks else last
+        runs = [(owner, len([*run])) for owner, run in groupby(found)]
+        for at in range(1, len(runs) - 1) if phase in ("forward", "backward") else ():
+            if runs[at - 1][0] == runs[at + 1][0] is not None and runs[at][0] is not None:
+                runs[at] = runs[at - 1][0], runs[at][1]
+        owners += [owner for owner, count in runs for _ in range(count)]
         start = end
     return owners
 
 
-def _compare(mine: _Memory, other: _Memory, layers: Layers) -> Iterator[tuple[int, Any]]:
+def _compare(mine: _Memory, other: _Memory, layers: Layers, joined: Set[int]) -> Iterator[tuple[int, Any]]:
     """Raise Unlike unless what was lengthened by a layer is what was traced; yield which of the shorter record's
     storages join one of every parameter, and how large they were traced."""
     if len(mine.makers) != len(other.makers):
@@ -209,7 +243,7 @@ def _compare(mine: _Memory, other: _Memory, layers: Layers) -> Iterator[tuple[in
     sizes = zip(mine.was, mine.makers, mine.storages.sizes, other.storages.sizes, strict=True)
     for (number, _), (_, operator), size, traced in sizes:
         if expression(size) != expression(traced):
-            if operator not in JOINING or layers[number] is not None:
+            if number not in joined:
                 raise Unlike(f"a size of {operator}")
             yield number, traced
 
@@ -231,24 +265,26 @@ def _without_firsts(mine: _Memory, other: _Memory, layers: Layers) -> _Memory:
 
 
 def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[Work, int]]:
-    """The kernels of a step. Those of an optimizer have each more tensors to go through, or are more themselves."""
-    (a, b), ends = (shorter.trace.kernels, longer.trace.kernels), (shorter.optimizer, longer.optimizer)
-    kernels = a[: ends[0]] + _find_added(a[: ends[0]], b[: ends[1]], more)
-    if len(a) - ends[0] != len(b) - ends[1]:
-        return kernels + a[ends[0] :] + _find_added(a[ends[0] :], b[ends[1] :], more)
-    for (one, count), (other, _), *numbers in zip(a[ends[0] :], b[ends[1] :], count_from(ends[0]), count_from(ends[1])):
-        mine, theirs = (known.lists.get(at) for known, at in zip((shorter, longer), numbers, strict=True))
+    """The kernels of a step with those of `more` layers; one that goes through every parameter does more with each."""
+    known = (shorter, longer)
+    parts = [[kernel for at, kernel in enumerate(one.trace.kernels) if at not in one.wholes] for one in known]
+    made = _repeat_calls(parts[0], parts[1], more)
+    if len(shorter.wholes) != len(longer.wholes):
+        raise Unlike("kernels")
+    for numbers in zip(*(sorted(one.wholes) for one in known), strict=True):
+        (one, count), (other, _) = (of.trace.kernels[at] for of, at in zip(known, numbers, strict=True))
         work = Work(*(_extend(value, traced, more) for value, traced in zip(one, other, strict=True)))
+        mine, theirs = (of.lists.get(at) for of, at in zip(known, numbers, strict=True))
         if mine is not None and theirs is not None:
             work = work._replace(launches=launches(Lists(*map(_extend, mine, theirs, repeat(more)))))
         elif one.launches != other.launches:
             raise Unlike("kernels")
-        kernels.append((work, count))
-    return kernels
+        made.append((work, count))
+    return made
 
 
-def _find_added(calls: list[tuple[Any, int]], longer: list[tuple[Any, int]], more: int) -> list[tuple[Any, int]]:
-    """What a layer more adds to the kernels, or to the calls to other ranks, `more` times."""
+def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
+    """Kernels, or calls to other ranks, with those that `more` layers add."""
     counts, named = Counter[Any](), dict[Any, Any]()
     for sign, of in ((-1, calls), (1, longer)):
         for call, count in of:
@@ -257,7 +293,7 @@ def _find_added(calls: list[tuple[Any, int]], longer: list[tuple[Any, int]], mor
             named[key] = call
     if min(counts.values(), default=0) < 0:
         raise Unlike("kernels or calls to other ranks")
-    return [(named[key], count * more) for key, count in counts.items() if count]
+    return calls + [(named[key], count * more) for key, count in counts.items() if count]
 
 
 def _repeat_stepwise(shorter: Layered, was: list[tuple[int, int]]) -> list[tuple[int, str, int]]:

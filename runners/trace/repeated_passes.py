@@ -126,6 +126,7 @@ class RepeatedPasses:
         trace.host.pinned += trace.host.pinned[its]
         trace.stepwise += [(of + shift, text, n) for of, text, n in trace.stepwise[noted.begin[6] : noted.end[6]]]
         trace.kernels += trace.kernels[noted.begin[7] : noted.end[7]]
+        self._tracer.touched += self._tracer.touched[noted.begin[7] : noted.end[7]]  # none by a whole model's
         trace.collectives += trace.collectives[noted.begin[8] : noted.end[8]]
         if noted.keeps_loss:
             with _disable_current_modes(), self._tracer.fake:

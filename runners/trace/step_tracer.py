@@ -70,17 +70,18 @@ class Tracer(TorchDispatchMode):
         self._operator: Any = None
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
+        self.host_makers: list[Maker] = []
         self._card = MemoryLog(self.trace, self._note_request)
         self._host = MemoryLog(self.trace.host, self._note_host_request)
         self.books = (self._card, self._host)
+        self.touched: list[list[int | None]] = []  # by each kernel: storages
         self.lists: dict[int, Lists] = {}  # of kernels, by their numbers
-        self.optimizer = 0  # how many kernels there were when the last step's backward pass ended
         self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
         self._aside = MemoryLog(Storages(), lambda: None)  # of those parameters, which are fake and on the host
         self._placing: Place | None = None
         self._inputs: list[torch.Tensor] = []  # of the operator that runs
         self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, and how many storages were
-        self.begun: list[tuple[str, list[int]]] = []  # the same of those that are used, by their paths
+        self.begun: list[tuple[str, int, list[int]]] = []  # of those that ran: path, own parameters, storages before
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
@@ -160,6 +161,7 @@ class Tracer(TorchDispatchMode):
         for n, tensor in reversed(order) if func in cuda_allocations.LAST_FIRST else order:
             self._inputs = [tensors[n]] if each else tensors
             self._track(tensor, tensors)
+        self._inputs = []  # or they would live until the next operator
         if func in cuda_allocations.MATMULS:  # whose output is there when the handle is asked for
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
@@ -174,6 +176,7 @@ class Tracer(TorchDispatchMode):
             if (lists := find_lists(func, args, out)) is not None:
                 self.lists[len(self.trace.kernels)] = lists
             self.trace.kernels.append((asked, 1))
+            self.touched.append([self._card.number(one) for one in (*tensors, *made)])
         self._zeros = weakref.ref(out) if func in cuda_allocations.ZEROS else None
 
     def built(self) -> None:
@@ -194,7 +197,6 @@ class Tracer(TorchDispatchMode):
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
         if phase == "backward":
-            self.optimizer = len(self.trace.kernels)
             held = self.held()
             self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
             grads = [p.grad for p in self._parameters if p.grad is not None]
@@ -216,8 +218,9 @@ class Tracer(TorchDispatchMode):
 
     def _name_parameters(self) -> None:
         """What was loaded for one parameter goes by its name; several may share a storage."""
-        found = ((self._origins.path(module()), numbers) for module, numbers in self._begun)
-        self.begun = [(path, numbers) for path, numbers in found if path is not None]
+        for module, numbers in self._begun:
+            if (one := module()) is not None and (path := self._origins.path(one)) is not None:
+                self.begun.append((path, len(list(one.parameters(recurse=False))), numbers))
         users: dict[int, set[str]] = {}
         for name, parameter in self._origins.parameters():
             if (number := self._card.number(parameter)) is not None and number in self._card.known["parameters"]:
@@ -293,6 +296,7 @@ class Tracer(TorchDispatchMode):
     def _note_host_request(self) -> None:
         self.trace.host.pinned.append(fake_placement.current_placement() == "pinned")
         self._host.sources.append(self._sources())
+        self.host_makers.append(self._origins.maker(_known_as(self._operator)))
 
     def _note_request(self) -> None:
         self._card.sources.append(self._sources())

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import sympy
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -123,7 +124,12 @@ def hint(value: Any) -> Any:
 
 def expression(value: Any) -> Any:
     """A value to compare, also where it is a symbol, of which no guard comes."""
-    return value.node.expr if isinstance(value, torch.SymInt) else value
+    return _expand(value.node.expr) if isinstance(value, torch.SymInt) else value
+
+
+@functools.cache
+def _expand(expression: Any) -> Any:
+    return sympy.expand(expression)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

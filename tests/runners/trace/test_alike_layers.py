@@ -1,0 +1,190 @@
+"""A trace of few layers that is lengthened is the trace of all; what is not alike is refused, and traced whole."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import tiny
+from traces import A100, SIMULATED
+
+from vramsweep.harness.hardware.roofline import Work, merge_work
+from vramsweep.harness.spec import runner_table, trial_parser
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.predict import few_layers, make_trace
+from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.symbolic import symbolic_shapes
+from vramsweep.runners.symbolic.symbolic_candidate import Candidate, verified
+from vramsweep.runners.trace.alike_layers import Layered, Lengthened, Unlike, find_layers, lengthen
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
+from vramsweep.runners.trace.trace_data import Trace
+
+pytestmark = pytest.mark.deterministic
+LAYERS = 9
+
+
+def trial(layers: int = LAYERS, **over: Any) -> Trial:
+    deep = {"model": {"config": {"num_hidden_layers": layers}}}
+    return trial_parser.parse(tiny(**(deep | {"device": SIMULATED} | over)))
+
+
+def layered(asked: Trial, folder: Path) -> Layered:
+    tracer = Tracer(A100.capability)
+    return find_layers(tracer, make_trace.trace_trial(asked, A100, folder, tracer=tracer)[1])
+
+
+def described(trace: Trace) -> dict[str, Any]:
+    """All of a trace, whatever the order of its makers' names, kernels and calls."""
+    values = {field.name: getattr(trace, field.name) for field in fields(Trace)}
+    own = {"origins": [trace.makers[origin] for origin in trace.origins], "makers": None}
+    return values | own | {name: merge_work(values[name]) for name in ("kernels", "collectives")}
+
+
+LORA = {"adapter": "lora", "lora_r": 8}
+TRAINER = {"runner": {"name": "trainer"}}
+FSDP2 = {"sharding": "fsdp2", "world_size": 2}
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        {},
+        *(
+            pytest.param(over, marks=pytest.mark.slow)
+            for over in (
+                {"precision": "fp16"},
+                {"precision": "bf16", "checkpointing": "full"},
+                {"precision": "bf16", "grad_accum": 4},
+                {"optimizer": "adafactor"},
+                {"optimizer": "adamw_bnb_8bit"},
+                {"optimizer": "sgd"},
+                {"activation_offload": True},
+                LORA,
+                LORA | {"quantization": "nf4"},
+                LORA | {"checkpointing": "full", "grad_accum": 3} | TRAINER,
+                TRAINER | {"precision": "bf16"},
+                FSDP2,
+                FSDP2 | LORA,
+                FSDP2 | {"precision": "bf16", "checkpointing": "full"},
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_the_trace_is_that_of_every_layer(over: dict[str, Any], tmp_path: Path) -> None:
+    asked = trial(**over)
+    whole, details = make_trace.trace_trial(asked, A100, tmp_path)
+    found = few_layers.trace_alike(asked, lambda few: layered(few, tmp_path))
+    assert isinstance(found, Lengthened)
+    assert found.details == details
+    expected = described(whole)
+    for name, value in described(found.trace).items():
+        assert value == expected[name], name
+
+
+@pytest.mark.slow
+def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is confirmed by direct traces of every layer."""
+    asked = trial(seq_len=24, micro_batch=3, **LORA)
+    found = symbolic_shapes.trace(asked, A100, tmp_path, import_entry(runner_table.module(asked)))
+    assert isinstance(found, Candidate), found
+    assert "every layer" not in capsys.readouterr().out
+    points = {
+        Point(length, 3): make_trace.trace_trial(trial(seq_len=length, micro_batch=3, **LORA), A100, tmp_path)
+        for length in (24, 40)
+    }
+    makers = {point: replace(one, makers=[], origins=[]) for point, (one, _) in points.items()}
+    own = replace(found.symbolic, template=replace(found.symbolic.template, makers=[], origins=[]))
+    direct = {point: (makers[point], details) for point, (_, details) in points.items()}
+    assert isinstance(verified(replace(found, symbolic=own), direct), SymbolicTrace)
+
+
+@pytest.mark.parametrize(
+    ("over", "layers"),
+    [
+        ({}, LAYERS),
+        ({"lora_target_modules": "q_proj+fc1", **LORA}, LAYERS),
+        ({"lora_target_modules": r".*layers\.[0-3]\..*", **LORA}, None),
+        ({"checkpointing": "full", "checkpointing_every": 2}, None),
+        ({"sharding": "ddp", "world_size": 2}, None),
+        ({"sharding": "zero3", "world_size": 2, "runner": {"name": "deepspeed"}}, None),
+        ({"model": {"config": {"num_hidden_layers": 4}}}, None),
+    ],
+    ids=str,
+)
+def test_which_trials_have_alike_layers(over: dict[str, Any], layers: int | None) -> None:
+    assert few_layers.count_alike_layers(trial(**over)) == layers
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "layers"),
+    [
+        ("gpt2", {"n_layer": 10, "n_embd": 32, "n_head": 2}, 10),
+        ("gemma2", {"num_hidden_layers": 10}, None),  # every other layer looks at a window
+        ("qwen2", {"num_hidden_layers": 10}, 10),
+        ("qwen2", {"num_hidden_layers": 10, "use_sliding_window": True, "max_window_layers": 4}, None),
+        ("qwen2_moe", {"num_hidden_layers": 10, "mlp_only_layers": [7], "num_experts": 4}, None),
+        ("gpt_neox", {"num_hidden_layers": 10}, 10),
+    ],
+)
+def test_models_whose_layers_are_not_alike(model_type: str, config: dict[str, Any], layers: int | None) -> None:
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    asked = trial()
+    model = asked.model.model_copy(
+        update={
+            "model_type": model_type,
+            "config": {"vocab_size": 64} | (small if model_type != "gpt2" else {}) | config,
+        }
+    )
+    one = asked.model_copy(update={"model": model})
+    assert few_layers.count_alike_layers(one) == layers
+    if layers is not None:
+        few = few_layers.build.read_config(few_layers.with_layers(one, 3))
+        assert few.num_hidden_layers == 3
+
+
+def test_a_longer_trace_that_is_not_alike_is_refused(tmp_path: Path) -> None:
+    """A size, an order, a maker, a kernel, what is told of the model: each one that differs."""
+    shorter, longer = (layered(trial(layers), tmp_path) for layers in (3, 4))
+    lengthen(shorter, longer, LAYERS)
+    trace = longer.trace
+    middle = len(trace.sizes) // 2
+    free = next(at for at, (one, other) in enumerate(pairwise(trace.events)) if one < 0 and other < 0 and at > 900)
+    swapped = [*trace.events[:free], trace.events[free + 1], trace.events[free], *trace.events[free + 2 :]]
+    wrong = [
+        replace(trace, sizes=[*trace.sizes[:middle], trace.sizes[middle] + 512, *trace.sizes[middle + 1 :]]),
+        replace(trace, events=swapped),
+        replace(trace, categories=[*trace.categories[:-1], "communication"]),
+        replace(trace, makers=[("model.layers.1.other", operator) for _, operator in trace.makers]),
+        replace(trace, kernels=[(Work("half", 1, 1, 1), 1), *trace.kernels[1:]]),
+        replace(trace, notes=[(0, "join", 0, 0)]),
+    ]
+    for one in [*(replace(longer, trace=one) for one in wrong), replace(longer, details=longer.details | {"x": "y"})]:
+        mine = replace(shorter, details=shorter.details | {"x": "z"}) if "x" in one.details else shorter
+        with pytest.raises(Unlike):
+            lengthen(mine, one, LAYERS)
+
+
+def test_what_only_some_layers_do_is_traced_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though the modules are alike: the trace of four layers tells."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    forward = modeling_qwen2.Qwen2MLP.forward
+
+    def sometimes(self: Any, x: Any) -> Any:
+        out = forward(self, x)
+        return out * 1.5 if self.config.num_hidden_layers % 2 else out
+
+    asked = trial(precision="bf16")
+    assert asked.model.model_type == "qwen2"
+    monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", sometimes)
+    whole, _ = make_trace.trace_trial(asked, A100, tmp_path)
+    found, _ = few_layers.trace_trial(asked, A100, tmp_path)
+    assert "every layer is traced" in capsys.readouterr().out
+    assert found == whole
