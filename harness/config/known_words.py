@@ -31,6 +31,7 @@ compile=default        compile=true
 compile=none           compile=false
 device.gpu             gpu
 device.memory_gib      gpu_memory vram
+device=cpu             no_cuda=true use_cpu=true
 device=cuda            device=cuda:0 device=gpu
 ds_config              deepspeed deepspeed_config
 grad_accum             gradient_accumulation_steps
@@ -48,8 +49,8 @@ precision=fp32         bf16=false fp16=false precision=float32 precision=no tf32
 precision=tf32         tf32=true
 quantization=nf4       load_in_4bit=true
 quantization=none      load_in_4bit=false load_in_8bit=false
-seq_len                block_size context_length cutoff_len max_length max_seq_len max_seq_length
-seq_len                seq_length seqlen sequence_len sequence_length
+seq_len                block_size context_length ctx cutoff_len max_length max_seq_len max_seq_length
+seq_len                n_ctx seq_length seqlen sequence_len sequence_length
 sharding               zero zero_stage
 sharding=zero0         sharding=0 sharding=zero-0
 sharding=zero1         sharding=1 sharding=zero-1
@@ -62,16 +63,19 @@ ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for al
 _ELSEWHERE = """
 `vramsweep plan` with the same words shows what would run: dry_run
 write adapter=lora quantization=nf4: qlora
-write sharding=fsdp2 (or fsdp1): fsdp
+write sharding=fsdp2 (or fsdp1): fsdp use_fsdp
 here are no weights in 8 bits; `vramsweep techniques quantization` lists what there is: load_in_8bit
 results=DIR is the folder of all sweeps, name=NAME the folder of this one in it: output_dir
 did you mean protocol.warmup_steps? They are not timed (a learning rate's change no memory or speed): warmup_steps
+here are micro_batch, grad_accum and world_size, whose product it is: global_batch_size total_batch_size
+data=FILE or data=NAME of the hub, with model=ORG/NAME for its tokenizer: data_path dataset dataset_name train_file
+a model's own: model.config.NAME=VALUE, as its config.json has it: hidden_size n_layer num_hidden_layers num_layers
 protocol.measured_steps=N are the steps measured: epochs max_steps num_epochs num_steps num_train_epochs steps
 neither memory nor speed depends on it: adam_beta1 adam_beta2 learning_rate lr lr_scheduler_type warmup_ratio
 the Trainer has it: runner=trainer +runner.options.NAME=VALUE: label_smoothing_factor max_grad_norm weight_decay
 world_size=N counts the GPUs of all nodes, device.gpus_per_node=N those of one: nnodes num_machines num_nodes
 any setting of the allocator: allocator=custom 'allocator.conf="NAME:VALUE,NAME:VALUE"': expandable_segments \
-garbage_collection_threshold max_split_size_mb roundup_power2_divisions
+garbage_collection_threshold max_split_size_mb pytorch_alloc_conf pytorch_cuda_alloc_conf roundup_power2_divisions
 """
 # What is no setting, and where it is found.
 ELSEWHERE = {n: row.rpartition(": ")[0] for row in _ELSEWHERE.splitlines() for n in row.rpartition(": ")[2].split()}

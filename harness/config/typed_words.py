@@ -73,10 +73,9 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
 
 def refuse_bare_model(typed: Sequence[str]) -> None:
     """Raise UserError where a word is the bare name of a model, no setting gives one, and no file or folder has it."""
-    words = typed[: typed.index("--")] if "--" in typed else typed
-    given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in words)
+    given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
     names = {*conf_files.file_names("model"), *conf_files.hub_ids()}
-    for before, word in zip(["=", *words], words, strict=False):
+    for before, word in zip(["=", *typed], typed, strict=False):
         if not given and "=" in before and word.casefold() in names and not Path(word).exists():
             raise UserError(f"{word}: settings are given as KEY=VALUE; write model={word}")
 
@@ -87,8 +86,7 @@ def _refuse_apart(typed: Sequence[str]) -> None:
         after = [*itertools.takewhile(lambda one: not _FLAG.match(one) and not _SETTING.match(one), typed[at + 1 :])]
         whole = word
         for count, part in enumerate(after, 1):
-            equals = whole.endswith("=") or (part.startswith("=") and "=" not in whole)
-            if not (equals or whole.endswith(",") or part.startswith(",")):
+            if not (whole.endswith(("=", ",")) or part.startswith(",") or (part.startswith("=") and "=" not in whole)):
                 break
             whole, said = f"{whole}{part}", " ".join([word, *after[:count]])
         if whole != word:
@@ -195,7 +193,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
     if key == "model.path" and item.endswith("/config.json"):
         return f"{key}={item.removesuffix('/config.json')}"
     plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
-    if key == "device.gpu" and item.isdigit():
+    if key == "device.gpu" and re.fullmatch(r"\d\d?", item):
         raise UserError(f"{word}: gpu= names the kind of GPU, world_size= how many, CUDA_VISIBLE_DEVICES which")
     if key in ("device.gpu", "predict") and plain:
         found = gpu_names.find_name(item)
