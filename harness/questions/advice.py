@@ -169,7 +169,7 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
         return Option(remedies, None, None, reason, full)
     step = row.get(seconds)
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
-    return Option(remedies, need, step and step / tokens, reason, full, work)
+    return Option(remedies, need, step and step / tokens, reason, full, work, row.get("peak_reserved_bytes"))
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:

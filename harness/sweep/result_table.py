@@ -17,6 +17,7 @@ from rich.table import Table
 from vramsweep.harness.messages.console import make_table
 from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.rows.schema import Outcome
+from vramsweep.harness.spec.fit_text import bound_reserved
 
 MIB = 1 << 20
 LABEL = 16  # columns that a configuration has at least
@@ -89,7 +90,7 @@ def summarize_rows(
     at = [row for row in known if row[axis] == fits] or ran
     first = [row for row in known if row[axis] == min(row[axis] for row in known)] or ran
     peak = _first_known(ran, PEAKS[1:] if resident else PEAKS)
-    last = [max(row[peak], row[MOST] or 0) if peak == PEAKS[0] else row[peak] for row in at if peak and row[peak]]
+    last = [bound_reserved(row[peak], row[MOST]) if peak == PEAKS[0] else row[peak] for row in at if peak and row[peak]]
     reserved, allocated = (_median(row[name] for row in at) for name in PEAKS[:2])
     speed = next((name for name in SPEEDS if _median(row[name] for row in at) is not None), None)
     fails = min(full, default=None)

@@ -118,8 +118,7 @@ def show(
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     if found.base.fits(found.limit):
-        need = found.base.need or 0
-        console.print(f"as it is, {fit_text.describe_fit(need, need, found.limit)}")
+        console.print(f"as it is, {_describe_fit(found.base, found.limit)}")
     else:
         console.print(f"as it is, {escape(_too_much(found.base, found.limit))}")
     for text in fit_text.list_exclusions(trial):
@@ -158,7 +157,7 @@ def show(
     ours = (axis, "name", "results", "gpu")
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
-    fits = fit_text.describe_fit(chosen.need or 0, chosen.need or 0, found.limit)
+    fits = _describe_fit(chosen, found.limit)
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",
@@ -182,6 +181,11 @@ def exact(trial: Trial) -> str:
 def _too_much(one: Option, limit: int) -> str:
     """How far it is from fitting, or why it does not."""
     return f"does not fit: {one.reason}" if one.reason else fit_text.describe_misfit(one.need, limit)
+
+
+def _describe_fit(one: Option, limit: int) -> str:
+    need = one.need or 0
+    return fit_text.describe_fit(one.least or need, need, limit)
 
 
 def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:

@@ -95,7 +95,7 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
     limit, refused = trial.memory_limit(), answer["refused"]
-    most = max(answer["peak_reserved"], answer["peak_reserved_most"] or 0)  # the bound goes no further than the limit
+    most = fit_text.bound_reserved(answer["peak_reserved"], answer["peak_reserved_most"])
     console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; sizes in GiB")
     if answer["host_refused"] is not None:
         console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the GPU would do:")
