@@ -34,6 +34,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from transformers import Trainer
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
+from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows.schema import Outcome
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import Trial
@@ -65,11 +67,18 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
         with _collections(tracer.books), _inputs(trial, symbols):
             traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
         return Candidate(symbols.symbolic(traced, details), *(frozenset(book.collected) for book in tracer.books))
-    except (MemoryError, OSError):  # of the machine as it is now: not to be kept
-        raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
+        if _may_pass(error):  # and is not to be kept
+            raise
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether an error, or one that it came of, is of the machine as it is now: memory, a disk, threads, a device."""
+    found, before = error_patterns.find(str(error)), error.__cause__ or error.__context__
+    passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
+    return passing or isinstance(error, MemoryError | OSError) or (before is not None and _may_pass(before))
 
 
 class NotSerializable(Exception):
