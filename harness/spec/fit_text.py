@@ -49,11 +49,12 @@ def describe_range(low: int, high: int) -> str:
     return " to ".join(dict.fromkeys(map(format_gib, (low, high))))
 
 
-def describe_fit(low: int, high: int, limit: int) -> str:
-    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound.
+def describe_fit(low: int | None, high: int, limit: int) -> str:
+    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound, if not `low`.
 
     A bound ends at the limit, so a peak that may rise as far as that is not known to fit.
     """
+    low = high if low is None else low
     of = f"peak reserved {describe_range(low, high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
     if low < high >= limit:
         return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"

@@ -75,7 +75,8 @@ def test_rows_become_options() -> None:
     ok = {"outcome": "ok", "peak_reserved_bytes": 7, "peak_reserved_most_bytes": None, "estimated_step_s": 2.0,
           "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
     assert advice.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
-    assert advice.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    bound = advice.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None})
+    assert (bound.least, bound.need) == (7, 9)
     assert advice.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
     assert advice.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
     full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
@@ -118,6 +119,21 @@ def test_what_is_said() -> None:
     # for the card that is there
     assert "vramsweep sweep model=tiny seq_len=32 checkpointing=full device=cuda\n" in text
     assert "Not tried" not in text
+    assert "peak GiB" in alone
+
+
+def test_small_runs_are_compared_in_mib() -> None:
+    few = dataclasses.replace(found(), limit=2 << 30)
+    small = [dataclasses.replace(one, need=one.need and one.need // 100) for one in few.tried]
+    text = said(dataclasses.replace(few, base=small[0], singles=tuple(small[1:4]), tried=tuple(small)))
+    assert "peak MiB" in text and "saves MiB" in text and " 25.0 " in text and "<0.01" not in text
+
+
+def test_a_bound_that_reaches_the_limit_is_no_fit_for_sure() -> None:
+    bound = search([], lambda taken: [Option(one, 3000 * MIB, 1e-5, least=2000 * MIB) for one in taken], 3000 * MIB)
+    text = said(bound)
+    assert "as it is, probably fits: peak reserved 2.0 to 2.9 of 2.9 GiB (100 %)" in text
+    assert "Recommended: as it is (the same result); probably fits" in text
 
 
 def test_what_cannot_be_met_names_the_nearest() -> None:
