@@ -37,7 +37,7 @@ def planned(**over: Any) -> plan.Planned:
 class Stub:
     """What `show` asks of Asked."""
 
-    most = 1024
+    most, axis = 1024, None
 
     def __init__(self, **over: Any) -> None:
         self.base = planned(**over)
@@ -212,6 +212,33 @@ def test_samples_that_gpus_cannot_share_are_said_and_another_training() -> None:
     assert on_gpus({1: 8000}, level=1, micro_batch=1).on_gpus == ()
     passes = on_gpus({1: 8000, 2: 2900}, micro_batch=1, grad_accum=6)
     assert names(passes.on_gpus) == ["world_size=2 sharding=fsdp2 grad_accum=3"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch", "largest"), [("seq_len", 8, [1024]), ("seq_len", 1, [1024]), ("micro_batch", 8, [])]
+)
+def test_a_goal_that_nothing_gets_to_on_one_gpu_looks_at_several(
+    axis: str, batch: int, largest: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not at dividing the batch that is to be the largest."""
+
+    def rows(todo: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], int]:
+        full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 1 << 40, "reason": "too small"}
+        fits = {"outcome": "ok", "peak_reserved_bytes": MIB, "reason": None}
+        big = {item.trial_id: item.trial.world_size < 4 or item.trial.seq_len > 1024 for item in todo}
+        return {one: full if is_big else fits for one, is_big in big.items()}, 0
+
+    monkeypatch.setattr(advice.run_trials, "run", rows)
+    settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
+    base = planned(seq_len=512, micro_batch=batch)
+    asked = advice.AdviceRequest(base, settings, tmp_path, None, axis)  # type: ignore[arg-type] # no worker is started
+    told, reached = advice.ask_predictions(asked, 3, 4)
+    got = [one for one in reached if one.value is not None]
+    assert [one.option.remedies[0].change["world_size"] for one in got] == [4] * len(largest)
+    assert all(largest[0] * 0.97 <= (one.value or 0) <= largest[0] for one in got)
+    if largest:
+        text = said(told, axis, reached, ["model=tiny", "seq_len=512"])
+        assert "Divided among GPUs" in text and f"seq_len={got[0].value} world_size=4" in text
 
 
 def test_gpus_that_are_named_stay_unless_nothing_fits() -> None:
