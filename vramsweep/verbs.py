@@ -106,7 +106,8 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "status", SWEEP, "how far a running or finished sweep is",
-        ("vramsweep status", "vramsweep status results/gpt2-torch-cuda --watch 5"), HARNESS,
+        ("vramsweep status", "vramsweep status results/gpt2-torch-cuda",
+         "vramsweep status results/gpt2-torch-cuda --watch 5", "vramsweep status --json"), HARNESS,
     ),
     Verb(
         "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
@@ -142,37 +143,47 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "replay", PREDICT, "replay a recording of PyTorch's allocator under other settings",
-        ("vramsweep replay snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
-         "vramsweep replay snapshot.pickle --search --figure replay.html"),
+        ("vramsweep replay snapshot.pickle", "vramsweep replay snapshot.pickle --search --figure replay.html",
+         "vramsweep replay snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
+         "vramsweep replay snapshot.pickle --allocator max_split_size_mb:128 --json"),
         HARNESS,
     ),
     Verb(
         "validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
-        ("vramsweep validate benchmarks/published/*.yaml", "vramsweep validate my-run.yaml"),
+        ("vramsweep validate benchmarks/published/*.yaml", "vramsweep validate my-run.yaml",
+         "vramsweep validate my-run.yaml --json"),
         HARNESS, "a file or a run could not be read or predicted, and does not say so itself (cannot)",
     ),
     Verb(
         "report", LOOK, "figures, tables and one page of a sweep",
-        ("vramsweep report results/gpt2-torch-cuda", "vramsweep report rows.csv --out page --images none"), ANALYSIS,
+        ("vramsweep report results/gpt2-torch-cuda", "vramsweep report results/gpt2-torch-cuda --brief",
+         "vramsweep report results/gpt2-fsdp2-cuda --ranks mean", "vramsweep report rows.csv --out page --images none"),
+        ANALYSIS,
     ),
     Verb(
         "fit", LOOK, "how memory and speed depend on length, batch or tokens",
-        ("vramsweep fit results/gpt2-torch-cuda", "vramsweep fit rows.csv --metric peak_reserved_bytes --from 256"),
+        ("vramsweep fit results/gpt2-torch-cuda", "vramsweep fit results/gpt2-torch-cuda --axis tokens --robust",
+         "vramsweep fit results/gpt2-torch-cuda --prediction results/gpt2-torch-predicted",
+         "vramsweep fit rows.csv --metric peak_reserved_bytes --from 256"),
         ANALYSIS,
     ),
     Verb(
         "frontier", LOOK, "the largest length per batch, or batch per length, that fits",
-        ("vramsweep frontier results/gpt2-torch-cuda --gib 24,80", "vramsweep frontier rows.csv --batch"), ANALYSIS,
+        ("vramsweep frontier results/gpt2-torch-cuda", "vramsweep frontier results/gpt2-torch-cuda --gib 24,80",
+         "vramsweep frontier rows.csv --batch", "vramsweep frontier results/gpt2-torch-cuda --json"), ANALYSIS,
     ),
     Verb(
         "compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
         ("vramsweep compare results/before results/after --figure both.html",
+         "vramsweep compare results/before results/after --report both.html",
+         "vramsweep compare results/before results/after --tolerance 0 --all",
          "vramsweep compare results/gpt2-torch-cuda --by allocator=default,expandable"),
         ANALYSIS, "B is slower or needs more memory",
     ),
     Verb(
         "check", LOOK, "may a results folder be published, memory and speed, and why not",
-        ("vramsweep check results/gpt2-torch-cuda", "vramsweep check results/gpt2-torch-cuda --claim memory"),
+        ("vramsweep check results/gpt2-torch-cuda", "vramsweep check results/gpt2-torch-cuda --claim memory",
+         "vramsweep check results/gpt2-torch-cuda --claim speed", "vramsweep check results/gpt2-torch-cuda --json"),
         HARNESS, "something may not",
     ),
     Verb(
@@ -183,17 +194,20 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "paper", LOOK, "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
-        ("vramsweep paper results/gpt2-torch-cuda", "vramsweep paper results/gpt2-torch-cuda --out paper"), ANALYSIS,
+        ("vramsweep paper results/gpt2-torch-cuda", "vramsweep paper results/gpt2-torch-cuda --out paper",
+         "vramsweep paper results/gpt2-fsdp2-cuda --ranks mean", "vramsweep paper rows.csv --out paper"), ANALYSIS,
     ),
     Verb(
         "export", LOOK, "the tidy table as CSV or Parquet; also of a foreign file",
-        ("vramsweep export results/gpt2-torch-cuda rows.parquet",
+        ("vramsweep export results/gpt2-torch-cuda rows.parquet", "vramsweep export results/gpt2-torch-cuda rows.csv",
+         "vramsweep export results/gpt2-fsdp2-cuda rows.csv --ranks mean",
          "vramsweep export theirs.csv ours.csv --columns seq_len,peak_reserved_mib --set model=gpt2"),
         ANALYSIS,
     ),
     Verb(
         "doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
-        ("vramsweep doctor", "vramsweep doctor --results /data/results --json"), HARNESS, "something is a problem",
+        ("vramsweep doctor", "vramsweep doctor --results /data/results", "vramsweep doctor --json"),
+        HARNESS, "something is a problem",
     ),
     Verb(
         "gpus", ABOUT, "the GPUs that device.gpu can name: memory, capability, peaks",
@@ -201,7 +215,7 @@ VERBS: tuple[Verb, ...] = (
     ),
     Verb(
         "techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
-        ("vramsweep techniques", "vramsweep techniques optimizer"), HARNESS,
+        ("vramsweep techniques", "vramsweep techniques optimizer", "vramsweep techniques --json"), HARNESS,
     ),
     Verb(
         "columns", ABOUT, "what the columns of a row mean, its outcomes and flags",
