@@ -148,15 +148,14 @@ def make_result_table(
     shown = len(lines) if most is None else max(sum(height <= most for height in heights), 1)
     for line, *cells in list(zip(lines, *columns.values(), strict=True))[:shown]:
         table.add_row(line.label, *cells)
-    return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, columns, narrow, unit))
+    return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, columns, narrow))
 
 
-def _explain(
-    lines: Sequence[Line], more: int, axis: str, columns: Collection[str], narrow: bool, unit: str
-) -> Iterator[str]:
+def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[str], narrow: bool) -> Iterator[str]:
     """What is left out, what the numbers are, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
+    unit = next(head for head in columns if head.startswith("peak")).split()[1]
     known = dict.fromkeys(line.peak.removesuffix("_bytes").replace("_", " ") for line in lines if line.peak)
     smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
     of = f", at the {smallest} and the {longest} that fits" * any(" to " in _peaks(line, unit) for line in lines)
