@@ -34,14 +34,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from transformers import Trainer
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
-from vramsweep.harness.rows import error_patterns
-from vramsweep.harness.rows.schema import Outcome
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import make_trace
+from vramsweep.runners.rank import process_end
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.storage_log import MemoryLog, hint
@@ -68,17 +67,10 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
             traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
         return Candidate(symbols.symbolic(traced, details), *(frozenset(book.collected) for book in tracer.books))
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
-        if _may_pass(error):  # and is not to be kept
+        if process_end.may_pass(error):  # and is not to be kept
             raise
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
-
-
-def _may_pass(error: BaseException) -> bool:
-    """Whether an error, or one that it came of, is of the machine as it is now: memory, a disk, threads, a device."""
-    found, before = error_patterns.find(str(error)), error.__cause__ or error.__context__
-    passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
-    return passing or isinstance(error, MemoryError | OSError) or (before is not None and _may_pass(before))
 
 
 class NotSerializable(Exception):
