@@ -47,11 +47,13 @@ class Line:
     closed: bool = True
 
 
-def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+def understand(
+    verb: str, typed: Sequence[str], parser: argparse.ArgumentParser, closed: bool = True
+) -> tuple[list[str], list[str]]:
     """Return the words of a verb in today's words, and what to say of those that are read otherwise than typed.
 
     The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Raises UserError for
-    what is no setting, no option of a group and no GPU.
+    what is no setting, no option of a group and no GPU; unless `closed`, files of the user's may add the first two.
     """
     at = typed.index("--") if "--" in typed else len(typed)
     if secret := redaction.secrets_problem(list(typed[:at])):
@@ -59,7 +61,7 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
     _refuse_apart(typed[:at])
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
-    closed = not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
+    closed &= not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
     words = [spell_range(one) for _, now in read for one in now]

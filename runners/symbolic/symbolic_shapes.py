@@ -40,6 +40,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import make_trace
+from vramsweep.runners.rank import process_end
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.storage_log import MemoryLog, hint
@@ -65,9 +66,9 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
         with _collections(tracer.books), _inputs(trial, symbols):
             traced, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.trial()), tracer)
         return Candidate(symbols.symbolic(traced, details), *(frozenset(book.collected) for book in tracer.books))
-    except (MemoryError, OSError):  # of the machine as it is now: not to be kept
-        raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
+        if process_end.may_pass(error):  # and is not to be kept
+            raise
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
 
