@@ -50,13 +50,26 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
         ("-m --exclusive --runner.options.lr 3 x/y", "-m exclusive=true runner.options.lr=3 x/y"),
         ("--breaker -1 --config-dir own +a=b ~c -c job", "breaker=-1 --config-dir own +a=b ~c -c job"),
         ("model=./own/config.json,gpt2-folder", "model=hub model.path='./own',gpt2-folder"),
-        ("bf16=true zero=3 gradient_checkpointing=true", "precision=bf16 sharding=zero3 gradient_checkpointing=true"),
+        ("bf16=true zero=3 gradient_checkpointing=true", "precision=bf16 sharding=zero3 checkpointing=full"),
         ("data='a,b' +GPU=x model.config.Gpu=1", "data='a,b' +GPU=x model.config.Gpu=1"),
         ("gpu=null seq_len='8' results='a..b' model@x=y", "device.gpu=null seq_len='8' results='a..b' model@x=y"),
         ("--config-path own model=mine x=1 optimizer=mine", "--config-path own model=mine x=1 optimizer=mine"),
         ("hydra.searchpath=[file://own] model=mine", "hydra.searchpath=[file://own] model=mine"),
         ("optimizer=adamw,AdaFactor predict=False", "optimizer=adamw_torch,adafactor predict=False"),
         ("model=https://huggingface.co/Qwen/Qwen3-8B", "model=qwen3-8b"),
+        ("model=hf.co/Qwen/Qwen3-8B/blob/main/config.json?x=1", "model=qwen3-8b"),
+        ("model=https://huggingface.co/gpt2/", "model=gpt2"),
+        ("model=some/model/", "model=hub model.path=some/model"),
+        ("--bf16 True --fp16 False --tf32 false --gradient_checkpointing", "precision=bf16 checkpointing=full"),
+        ("fp16=no bf16=0", "precision=fp32"),
+        ("bf16=true precision=bf16 batch_size=8 micro_batch=8", "precision=bf16 micro_batch=8"),
+        ("load_in_8bit=false load_in_4bit=on", "quantization=nf4"),
+        (
+            "bf16=true,false --torch_compile --deepspeed ds.json",
+            "precision=bf16,fp32 compile=default ds_config=ds.json",
+        ),
+        ("seq_len=16,384 micro_batch=1,128,256", "seq_len=16,384 micro_batch=1,128,256"),
+        ("results= seq_len=8 gpus=range(1,3)", "results= seq_len=8 world_size=range(1,3)"),
         ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
     ],
 )
@@ -89,7 +102,17 @@ def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
     assert understood(words[0], "data=synthetic") == ["model=qwen3-8b", "data=synthetic"]
 
 
-@pytest.mark.parametrize("words", ["batch_size=8 bs=4", "bf16=true precision=fp32", "gpu=l4-24gb device.gpu=l4-24gb"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "batch_size=8 bs=4",
+        "bf16=true precision=fp32",
+        "bf16=false precision=bf16",
+        "bf16=true fp16=true",
+        "gpu=l4-24gb device.gpu=t4-16gb",
+        "checkpointing=false gradient_checkpointing=selective",
+    ],
+)
 def test_a_setting_by_two_of_its_names_is_refused(words: str) -> None:
     with pytest.raises(UserError, match=r"by another name, and \w+\.?\w* is given too; leave one out"):
         understood(*words.split())
@@ -120,6 +143,15 @@ def test_every_alias_stands_for_what_there_is() -> None:
         assert key in known and ("=" in name or name not in known)
         assert not value or value in known_words.list_options(key)
     assert not typed_words.ALIASES.keys() & {*Trial.model_fields, *plan.SETTINGS}
+
+
+def test_what_is_found_elsewhere_hides_no_setting() -> None:
+    """A word of another tool may be the last part of a setting here, and then the setting is named too."""
+    assert not known_words.ELSEWHERE.keys() & known_words.setting_names()
+    tails = {name.rpartition(".")[2]: name for name in conf_files.written_defaults()}
+    for word in known_words.ELSEWHERE.keys() & tails:
+        assert tails[word] in known_words.ELSEWHERE[word]
+    assert "warmup_steps" in tails
 
 
 def test_other_words_for_the_same_trials_have_the_same_ids(cli: Cli) -> None:

@@ -79,7 +79,7 @@ def _main(words: list[str]) -> int:
         if verb is not None and verb.settings:
             from vramsweep.harness.config import typed_words  # light, but no verb's help needs it
 
-            typed_words.refuse_bare_model(rest)
+            typed_words.refuse_bare_model(own)
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
             missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
         if verb is not None and verb.settings:

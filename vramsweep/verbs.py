@@ -30,15 +30,21 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb. `no` is what status 1 says (None: it never ends so); `settings`: it takes GROUP=OPTION, KEY=VALUE."""
+    """One verb. `uses` are its arguments in examples. `no` is what status 1 says (None: it never ends so); `settings`:
+    it takes GROUP=OPTION, KEY=VALUE."""
 
     name: str
     section: str
     line: str
-    examples: tuple[str, ...]
+    uses: tuple[str, ...]
     side: str
     no: str | None = None
     settings: bool = False
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """Commands to try."""
+        return tuple(f"vramsweep {self.name} {one}".strip() for one in self.uses)
 
     @property
     def reads_rows(self) -> bool:
@@ -81,133 +87,81 @@ class Verb:
 _FAILED = "some trials failed"
 
 VERBS: tuple[Verb, ...] = (
-    Verb(
-        "sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
-        ("vramsweep sweep model=gpt2 seq_len=512",
-         "vramsweep sweep model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
-         "vramsweep sweep sweep=frontier model=qwen0.5b seq_len=64..8192:64",
-         "vramsweep sweep model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"),
-        HARNESS, _FAILED, settings=True,
-    ),
-    Verb(
-        "run", SWEEP, "sweep a training command of your own, as it is",
-        ("vramsweep run seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
-         "vramsweep run world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py",
-         "vramsweep run --dry-run seq_len=512,1024 -- python train.py --max_len {seq_len}",
-         "vramsweep run device=simulated gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"),
-        HARNESS, _FAILED, settings=True,
-    ),
-    Verb(
-        "plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
-        ("vramsweep plan model=gpt2 seq_len=512,1024,2048", "vramsweep plan sweep=auto model=qwen0.5b --json",
-         "vramsweep plan model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
-         "vramsweep plan model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"),
-        HARNESS, settings=True,
-    ),
-    Verb(
-        "status", SWEEP, "how far a running or finished sweep is",
-        ("vramsweep status", "vramsweep status results/gpt2-torch-cuda --watch 5"), HARNESS,
-    ),
-    Verb(
-        "predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
-        ("vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096",
-         "vramsweep predict model=qwen0.5b gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
-         "vramsweep predict --largest seq_len model=gpt2 micro_batch=8 gpu=l4-24gb,rtx4090-24gb",
-         "vramsweep predict --max-reserved 22GiB model=gpt2 seq_len=512,1024"),
-        HARNESS, "some trials failed, or reserve more than --max-reserved", settings=True,
-    ),
-    Verb(
-        "advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
-        ("vramsweep advise model=gpt2 runner=trainer seq_len=512 micro_batch=8 gpu=rtx2070-8gb",
-         "vramsweep advise model=llama3-8b seq_len=2048 gpu=h100-80gb",
-         "vramsweep advise --accept rounding model=gpt2 seq_len=1024 micro_batch=32 gpu=l4-24gb",
-         "vramsweep advise --goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"),
-        HARNESS, "nothing fits", settings=True,
-    ),
-    Verb(
-        "explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
-        ("vramsweep explain model=gpt2 runner=trainer seq_len=512 precision=fp32 gpu=l4-24gb",
-         "vramsweep explain model=llama3-8b adapter=lora seq_len=4096",
-         "vramsweep explain model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096 --json",
-         "vramsweep explain results/gpt2-torch-predicted"),
-        HARNESS, settings=True,
-    ),
-    Verb(
-        "timeline", PREDICT, "what a predicted step holds from event to event, as a page",
-        ("vramsweep timeline model=gpt2 seq_len=512 gpu=l4-24gb --out step.html",
-         "vramsweep timeline model=llama3-8b adapter=lora seq_len=2048 --out lora.html",
-         "vramsweep timeline model=gpt2 seq_len=512 gpu=l4-24gb --json",
-         "vramsweep timeline results/gpt2-torch-predicted"),
-        HARNESS, settings=True,
-    ),
-    Verb(
-        "replay", PREDICT, "replay a recording of PyTorch's allocator under other settings",
-        ("vramsweep replay snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
-         "vramsweep replay snapshot.pickle --search --figure replay.html"),
-        HARNESS,
-    ),
-    Verb(
-        "validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
-        ("vramsweep validate benchmarks/published/*.yaml", "vramsweep validate my-run.yaml"),
-        HARNESS, "a file or a run could not be read or predicted, and does not say so itself (cannot)",
-    ),
-    Verb(
-        "report", LOOK, "figures, tables and one page of a sweep",
-        ("vramsweep report results/gpt2-torch-cuda", "vramsweep report rows.csv --out page --images none"), ANALYSIS,
-    ),
-    Verb(
-        "fit", LOOK, "how memory and speed depend on length, batch or tokens",
-        ("vramsweep fit results/gpt2-torch-cuda", "vramsweep fit rows.csv --metric peak_reserved_bytes --from 256"),
-        ANALYSIS,
-    ),
-    Verb(
-        "frontier", LOOK, "the largest length per batch, or batch per length, that fits",
-        ("vramsweep frontier results/gpt2-torch-cuda --gib 24,80", "vramsweep frontier rows.csv --batch"), ANALYSIS,
-    ),
-    Verb(
-        "compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
-        ("vramsweep compare results/before results/after --figure both.html",
-         "vramsweep compare results/gpt2-torch-cuda --by allocator=default,expandable"),
-        ANALYSIS, "B is slower or needs more memory",
-    ),
-    Verb(
-        "check", LOOK, "may a results folder be published, memory and speed, and why not",
-        ("vramsweep check results/gpt2-torch-cuda", "vramsweep check results/gpt2-torch-cuda --claim memory"),
-        HARNESS, "something may not",
-    ),
-    Verb(
-        "calibrate", LOOK, "the estimated speed of simulated rows, corrected by measured rows",
-        ("vramsweep calibrate results/gpt2-torch-cuda results/gpt2-torch-simulated",
-         "vramsweep calibrate results/all results/all --json"),
-        ANALYSIS,
-    ),
-    Verb(
-        "paper", LOOK, "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
-        ("vramsweep paper results/gpt2-torch-cuda", "vramsweep paper results/gpt2-torch-cuda --out paper"), ANALYSIS,
-    ),
-    Verb(
-        "export", LOOK, "the tidy table as CSV or Parquet; also of a foreign file",
-        ("vramsweep export results/gpt2-torch-cuda rows.parquet",
-         "vramsweep export theirs.csv ours.csv --columns seq_len,peak_reserved_mib --set model=gpt2"),
-        ANALYSIS,
-    ),
-    Verb(
-        "doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
-        ("vramsweep doctor", "vramsweep doctor --results /data/results --json"), HARNESS, "something is a problem",
-    ),
-    Verb(
-        "gpus", ABOUT, "the GPUs that device.gpu can name: memory, capability, peaks",
-        ("vramsweep gpus", "vramsweep gpus --json"), HARNESS,
-    ),
-    Verb(
-        "techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
-        ("vramsweep techniques", "vramsweep techniques optimizer"), HARNESS,
-    ),
-    Verb(
-        "columns", ABOUT, "what the columns of a row mean, its outcomes and flags",
-        ("vramsweep columns", "vramsweep columns --json"), HARNESS,
-    ),
-    Verb("help", ABOUT, "this, or what VERB --help says", ("vramsweep help", "vramsweep help sweep"), FRONT),
+    Verb("sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
+         ("model=gpt2 seq_len=512", "model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
+          "sweep=frontier model=qwen0.5b seq_len=64..8192:64",
+          "model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"), HARNESS, _FAILED, settings=True),
+    Verb("run", SWEEP, "sweep a training command of your own, as it is",
+         ("seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
+          "world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py",
+          "--dry-run seq_len=512,1024 -- python train.py --max_len {seq_len}",
+          "device=simulated gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"), HARNESS, _FAILED, settings=True),
+    Verb("plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
+         ("model=gpt2 seq_len=512,1024,2048", "sweep=auto model=qwen0.5b --json",
+          "model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
+          "model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"), HARNESS, settings=True),
+    Verb("status", SWEEP, "how far a running or finished sweep is",
+         ("", "results/gpt2-torch-cuda", "results/gpt2-torch-cuda --watch 5", "--json"), HARNESS),
+    Verb("predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
+         ("model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096",
+          "model=qwen0.5b gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
+          "--largest seq_len model=gpt2 micro_batch=8 gpu=l4-24gb,rtx4090-24gb",
+          "--max-reserved 22GiB model=gpt2 seq_len=512,1024"), HARNESS,
+         "some trials failed, or reserve more than --max-reserved", settings=True),
+    Verb("advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
+         ("model=gpt2 runner=trainer seq_len=512 micro_batch=8 gpu=rtx2070-8gb",
+          "model=llama3-8b seq_len=2048 gpu=h100-80gb",
+          "--accept rounding model=gpt2 seq_len=1024 micro_batch=32 gpu=l4-24gb",
+          "--goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"), HARNESS, "nothing fits",
+         settings=True),
+    Verb("explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
+         ("model=gpt2 runner=trainer seq_len=512 precision=fp32 gpu=l4-24gb",
+          "model=llama3-8b adapter=lora seq_len=4096", "results/gpt2-torch-predicted",
+          "model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096 --json"), HARNESS, settings=True),
+    Verb("timeline", PREDICT, "what a predicted step holds from event to event, as a page",
+         ("model=gpt2 seq_len=512 gpu=l4-24gb --out step.html",
+          "model=llama3-8b adapter=lora seq_len=2048 --out lora.html", "model=gpt2 seq_len=512 gpu=l4-24gb --json",
+          "results/gpt2-torch-predicted"), HARNESS, settings=True),
+    Verb("replay", PREDICT, "replay a recording of PyTorch's allocator under other settings",
+         ("snapshot.pickle", "snapshot.pickle --search --figure replay.html",
+          "snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
+          "snapshot.pickle --allocator max_split_size_mb:128 --json"), HARNESS),
+    Verb("validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
+         ("benchmarks/published/*.yaml", "my-run.yaml", "my-run.yaml --json"), HARNESS,
+         "a file or a run could not be read or predicted, and does not say so itself (cannot)"),
+    Verb("report", LOOK, "figures, tables and one page of a sweep",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --brief", "results/gpt2-fsdp2-cuda --ranks mean",
+          "rows.csv --out page --images none"), ANALYSIS),
+    Verb("fit", LOOK, "how memory and speed depend on length, batch or tokens",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --axis tokens --robust",
+          "results/gpt2-torch-cuda --prediction results/gpt2-torch-predicted",
+          "rows.csv --metric peak_reserved_bytes --from 256"), ANALYSIS),
+    Verb("frontier", LOOK, "the largest length per batch, or batch per length, that fits",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --gib 24,80", "rows.csv --batch",
+          "results/gpt2-torch-cuda --json"), ANALYSIS),
+    Verb("compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
+         ("results/before results/after --figure both.html", "results/before results/after --report both.html",
+          "results/before results/after --tolerance 0 --all",
+          "results/gpt2-torch-cuda --by allocator=default,expandable"), ANALYSIS, "B is slower or needs more memory"),
+    Verb("check", LOOK, "may a results folder be published, memory and speed, and why not",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --claim memory", "results/gpt2-torch-cuda --claim speed",
+          "results/gpt2-torch-cuda --json"), HARNESS, "something may not"),
+    Verb("calibrate", LOOK, "the estimated speed of simulated rows, corrected by measured rows",
+         ("results/gpt2-torch-cuda results/gpt2-torch-simulated", "results/all results/all --json"), ANALYSIS),
+    Verb("paper", LOOK, "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --out paper", "results/gpt2-fsdp2-cuda --ranks mean",
+          "rows.csv --out paper"), ANALYSIS),
+    Verb("export", LOOK, "the tidy table as CSV or Parquet; also of a foreign file",
+         ("results/gpt2-torch-cuda rows.parquet", "results/gpt2-torch-cuda rows.csv",
+          "results/gpt2-fsdp2-cuda rows.csv --ranks mean",
+          "theirs.csv ours.csv --columns seq_len,peak_reserved_mib --set model=gpt2"), ANALYSIS),
+    Verb("doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
+         ("", "--results /data/results", "--json"), HARNESS, "something is a problem"),
+    Verb("gpus", ABOUT, "the GPUs that device.gpu can name: memory, capability, peaks", ("", "--json"), HARNESS),
+    Verb("techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
+         ("", "optimizer", "--json"), HARNESS),
+    Verb("columns", ABOUT, "what the columns of a row mean, its outcomes and flags", ("", "--json"), HARNESS),
+    Verb("help", ABOUT, "this, or what VERB --help says", ("", "sweep"), FRONT),
 )  # fmt: skip
 BY_NAME = {verb.name: verb for verb in VERBS}
 ALIASES = {"cards": "gpus"}  # names of before

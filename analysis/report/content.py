@@ -127,7 +127,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
     return Content(
         table=table,
         title=f"Memory and throughput: {Path(sweep).name}",
-        subtitle=f"{len(table.frame):,} trials from {table.source}{when}",
+        subtitle=f"{len(table.frame):,} trial{'s' * (len(table.frame) != 1)} from {table.source}{when}",
         coverage=findings.coverage(table),
         findings=found,
         warnings=[*findings.warnings(table, all_groups, fits), *notes],

@@ -18,7 +18,7 @@ from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import FEW, Limit
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import PARTS as OF_JOBS
 
@@ -146,7 +146,7 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
                 least = row["estimated_tokens_per_s_no_overlap"]
                 line["if nothing overlaps (tokens/s)"] = f"{least:,.0f} over {row['estimated_link']}"
             if pd.notna(row["calibrated_tokens_per_s"]):
-                line["estimated, by published speeds (tokens/s)"] = f"{row['calibrated_tokens_per_s']:,.0f}"
+                line["estimated, by published speeds (tokens/s)"] = format_estimate(row["calibrated_tokens_per_s"])
             if steps["fitted_step_s"].notna().any():
                 step = steps.loc[row["trial_id"]]
                 speed = step["fitted_tokens_per_s"]

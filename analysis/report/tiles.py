@@ -21,7 +21,7 @@ from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import SIZES, Limit
 from vramsweep.harness.hardware import gpu_lookup
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
 
 MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", "estimated"
@@ -290,7 +290,8 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     if pd.isna(likely):
         return Tile(question, f"≤ {most:,.0f} tokens/s", "an upper bound (roofline)", join(at, "not timed"), ESTIMATED)
     told = join(at, "by published speeds, not timed")
-    return Tile(question, f"≈ {float(likely):,.0f} tokens/s", f"at most {most:,.0f} (roofline)", told, ESTIMATED)
+    about = f"≈ {format_estimate(float(likely))} tokens/s"
+    return Tile(question, about, f"at most {most:,.0f} (roofline)", told, ESTIMATED)
 
 
 def _highest(rows: pd.DataFrame, column: str, of: Head | None) -> pd.Series[Any]:

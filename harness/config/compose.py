@@ -20,7 +20,7 @@ from hydra._internal.utils import _run_hydra
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from vramsweep.harness.config import conf_files, overrides, resolve_config
+from vramsweep.harness.config import conf_files, overrides, resolve_config, typed_words
 from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.config.resolve_config import Job
 from vramsweep.harness.machine import hub_models, machine
@@ -217,7 +217,8 @@ def _compose_case(
     own = args.overrides
     one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
     try:
-        one.overrides = _remaining_words(list(map(overrides.today, shlex.split(case))), own, options) + own
+        words, _ = typed_words.understand("case", shlex.split(case), parser, closed=False)
+        one.overrides = _remaining_words(list(map(overrides.today, words)), own, options) + own
         with overrides.explained(one.overrides):
             overrides.check(one)
             _run_hydra(one, parser, task, str(CONF), "config")

@@ -16,55 +16,75 @@ from vramsweep.harness.spec import runner_table, shardings
 from vramsweep.harness.spec.techniques import catalog
 
 _ALIASES = """
-adapter=lora           lora=true
-adapter=none           lora=false
+adapter=lora           lora=true use_lora=true use_peft=true
+adapter=none           lora=false use_lora=false use_peft=false
+allocator=default      expandable_segments=false
 allocator=expandable   allocator=expandable_segments expandable_segments=true
 allocator=max_split_128     max_split_size_mb=128
 allocator=max_split_512     max_split_size_mb=512
 attention              attn_implementation
+checkpointing          activation_checkpointing enable_activation_checkpointing gradient_checkpointing
 checkpointing=full     checkpointing=true
 checkpointing=none     checkpointing=false
+compile                torch_compile
 compile=default        compile=true
 compile=none           compile=false
 device.gpu             gpu
+device.memory_gib      gpu_memory vram
+device=cpu             no_cuda=true use_cpu=true
+device=cuda            device=cuda:0 device=gpu
+ds_config              deepspeed deepspeed_config
 grad_accum             gradient_accumulation_steps
+kernels=liger          use_liger_kernel=true
 lora_r                 lora_rank
 micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
-model                  model_name_or_path
+model                  base_model model_id model_name model_name_or_path
 optimizer              optim
 optimizer=adamw_torch        optimizer=adamw
 optimizer=adamw_torch_fused  optimizer=adamw_fused
-precision              dtype torch_dtype
-precision=bf16         bf16=true precision=bfloat16
-precision=fp16         fp16=true precision=float16 precision=half
-precision=fp32         precision=float32
+precision              dtype mixed_precision torch_dtype
+precision=bf16         bf16=true precision=bf16-mixed precision=bfloat16
+precision=fp16         fp16=true precision=16-mixed precision=float16 precision=half
+precision=fp32         bf16=false fp16=false precision=float32 precision=no tf32=false
+precision=tf32         tf32=true
 quantization=nf4       load_in_4bit=true
-seq_len                block_size context_length max_length max_seq_len max_seq_length seq_length seqlen sequence_length
+quantization=none      load_in_4bit=false load_in_8bit=false
+seq_len                block_size context_length ctx cutoff_len max_length max_seq_len max_seq_length
+seq_len                n_ctx seq_length seqlen sequence_len sequence_length
 sharding               zero zero_stage
 sharding=zero0         sharding=0 sharding=zero-0
 sharding=zero1         sharding=1 sharding=zero-1
-sharding=zero2         sharding=2 sharding=zero-2
-sharding=zero3         sharding=3 sharding=zero-3
+sharding=zero2         sharding=2 sharding=stage2 sharding=zero-2 zero2=true
+sharding=zero3         sharding=3 sharding=stage3 sharding=zero-3 zero3=true
 world_size             gpus n_gpus ngpus nproc_per_node num_gpus num_processes
 """
 # What other tools call a setting, or one value of it, and what it is here: accepted, and said.
 ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for alias in row.split()[1:]}
+_ELSEWHERE = """
+`vramsweep plan` with the same words shows what would run: dry_run
+write adapter=lora quantization=nf4: qlora
+write sharding=fsdp2 (or fsdp1): fsdp use_fsdp
+here are no weights in 8 bits; `vramsweep techniques quantization` lists what there is: load_in_8bit
+results=DIR is the folder of all sweeps, name=NAME the folder of this one in it: output_dir
+did you mean protocol.warmup_steps? They are not timed (a learning rate's change no memory or speed): warmup_steps
+here are micro_batch, grad_accum and world_size, whose product it is: global_batch_size total_batch_size
+data=FILE or data=NAME of the hub, with model=ORG/NAME for its tokenizer: data_path dataset dataset_name train_file
+a model's own: model.config.NAME=VALUE, as its config.json has it: hidden_size n_layer num_hidden_layers num_layers
+protocol.measured_steps=N are the steps measured: epochs max_steps num_epochs num_steps num_train_epochs steps
+neither memory nor speed depends on it: adam_beta1 adam_beta2 learning_rate lr lr_scheduler_type warmup_ratio
+the Trainer has it: runner=trainer +runner.options.NAME=VALUE: label_smoothing_factor max_grad_norm weight_decay
+world_size=N counts the GPUs of all nodes, device.gpus_per_node=N those of one: nnodes num_machines num_nodes
+any setting of the allocator: allocator=custom 'allocator.conf="NAME:VALUE,NAME:VALUE"': expandable_segments \
+garbage_collection_threshold max_split_size_mb pytorch_alloc_conf pytorch_cuda_alloc_conf roundup_power2_divisions
+"""
 # What is no setting, and where it is found.
-ELSEWHERE = {
-    "dry_run": "`vramsweep plan` with the same words shows what would run",
-    **dict.fromkeys(("epochs", "max_steps", "num_steps", "steps"), "protocol.measured_steps=N are the steps measured"),
-    **dict.fromkeys(("learning_rate", "lr", "warmup_steps", "weight_decay"), "neither memory nor speed depends on it"),
-    **dict.fromkeys(
-        ("expandable_segments", "garbage_collection_threshold", "max_split_size_mb", "roundup_power2_divisions"),
-        "any setting of the allocator: allocator=custom 'allocator.conf=\"NAME:VALUE,NAME:VALUE\"'",
-    ),
-}
+ELSEWHERE = {n: row.rpartition(": ")[0] for row in _ELSEWHERE.splitlines() for n in row.rpartition(": ")[2].split()}
 
 
 @cache
 def setting_names() -> set[str]:
-    """Return every setting and group of conf/, and one name of before."""
-    return conf_files.written_defaults().keys() | set(conf_files.chosen_options()) | {"gradient_checkpointing"}
+    """Return every setting and group of conf/."""
+    return conf_files.written_defaults().keys() | set(conf_files.chosen_options())
 
 
 @cache

@@ -7,6 +7,7 @@ Not covered: Hydra's own grammar (overrides.py), which values go together (trial
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +27,10 @@ _FLAG = re.compile(r"-{1,2}[A-Za-z][\w.-]*", re.ASCII)
 _SETTING = re.compile(r"[+~]?[A-Za-z_][\w./@:-]*=", re.ASCII)
 _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
 _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
-_HUB, _HUB_ID = "https://huggingface.co/", re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
+_HUB = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/?#]+(?:/[^/?#]+)?)(?:/\w+/main(?:/.*)?)?/?(?:[?#].*)?")
+_THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024; 16,384 may be one
+_SWITCH = {"1": "true", "on": "true", "yes": "true", "0": "false", "no": "false", "off": "false"}
 _OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
 
 
@@ -43,11 +47,13 @@ class Line:
     closed: bool = True
 
 
-def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+def understand(
+    verb: str, typed: Sequence[str], parser: argparse.ArgumentParser, closed: bool = True
+) -> tuple[list[str], list[str]]:
     """Return the words of a verb in today's words, and what to say of those that are read otherwise than typed.
 
     The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Raises UserError for
-    what is no setting, no option of a group and no GPU.
+    what is no setting, no option of a group and no GPU; unless `closed`, files of the user's may add the first two.
     """
     at = typed.index("--") if "--" in typed else len(typed)
     if secret := redaction.secrets_problem(list(typed[:at])):
@@ -55,10 +61,9 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
     _refuse_apart(typed[:at])
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
-    closed = not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
+    closed &= not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
-    read = [(word, _read(word, line) if setting else [word]) for word, setting in pairs]
-    _refuse_twice(read)
+    read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
@@ -69,32 +74,52 @@ def understand(verb: str, typed: Sequence[str], parser: argparse.ArgumentParser)
 
 
 def refuse_bare_model(typed: Sequence[str]) -> None:
-    """Raise UserError where all that was typed is the name of a model, and no file or folder has it."""
-    if len(typed) == 1 and typed[0] in conf_files.file_names("model") and not Path(typed[0]).exists():
-        raise UserError(f"{typed[0]}: settings are given as KEY=VALUE; write model={typed[0]}")
+    """Raise UserError where a word is the bare name of a model, no setting gives one, and no file or folder has it."""
+    given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
+    names = {*conf_files.file_names("model"), *conf_files.hub_ids()}
+    for before, word in zip(["=", *typed], typed, strict=False):
+        if not given and "=" in before and word.casefold() in names and not Path(word).exists():
+            raise UserError(f"{word}: settings are given as KEY=VALUE; write model={word}")
 
 
 def _refuse_apart(typed: Sequence[str]) -> None:
-    """Raise UserError where a setting stands apart from its value: `model gpt2`, `seq_len=128, 256`."""
-    for before, word, after in zip(["", *typed], typed, typed[1:], strict=False):
-        if "=" in after or re.match(r"-{1,2}[A-Za-z]", after):
-            continue
-        if f"{word[-1:]}{after[:1]}".count(","):
-            raise UserError(f"{word} {after}: no space at a comma; write {word}{after}")
+    """Raise UserError where a setting stands apart from its value: `model gpt2`, `seq_len=128, 256`, `model = gpt2`."""
+    for at, (before, word) in enumerate(zip(["", *typed], typed, strict=False)):
+        after = [*itertools.takewhile(lambda one: not _FLAG.match(one) and not _SETTING.match(one), typed[at + 1 :])]
+        whole = word
+        for count, part in enumerate(after, 1):
+            if not (whole.endswith(("=", ",")) or part.startswith(",") or (part.startswith("=") and "=" not in whole)):
+                break
+            whole, said = f"{whole}{part}", " ".join([word, *after[:count]])
+        if whole != word:
+            raise UserError(f"{said}: no space at a comma or an =; write {whole}")
+        if _SETTING.match(word) and word.endswith(","):
+            raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
+        name, _, text = word.partition(":")
         bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
-        if bare and not Path(word).exists() and (name := known_words.find_name(word)):
-            raise UserError(f"{word} {after}: settings are given as KEY=VALUE; write {name}={after}")
+        if bare and (text or after) and not Path(word).exists() and (found := known_words.find_name(name)):
+            said = word if text else f"{word} {after[0]}"
+            raise UserError(f"{said}: settings are given as KEY=VALUE; write {found}={text or after[0]}")
 
 
-def _refuse_twice(read: Sequence[tuple[str, list[str]]]) -> None:
-    """Raise UserError for a setting that is given by two of its names."""
-    given = [(one.partition("=")[0], one, word) for word, now in read for one in now]
+def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Return the settings without those that agree with one by another name. Raises UserError where two do not."""
+    kept = []
+    for at, (word, now) in enumerate(read):
+        name, key = word.partition("=")[0], now[0].partition("=")[0]
+        others = {one for _, also in read for one in also if one != now[0] and one.startswith(f"{key}=")}
+        off = name != key and ALIASES.get(f"{name}=false") == now[0]
+        again = any(one != word and also == now for one, also in read[:at])
+        if not again and not (off and others and ALIASES.get(f"{name}=true") not in others):
+            kept.append((word, now))
+    given = [(one.partition("=")[0], one, word) for word, now in kept for one in now]
     renamed = {key: (one, word) for key, one, word in given if word.partition("=")[0] not in (key, "model")}
     for key, _, word in given:
         one, other = renamed.get(key, ("", word))
         if other != word:
             also = word.partition("=")[0]
             raise UserError(f"{other} is {one} by another name, and {also} is given too; leave one out")
+    return kept
 
 
 def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]:
@@ -111,10 +136,11 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             if follows and not equals and (flag in VALUED if flag in FLAGS else options[flag].nargs != 0):
                 yield rest.pop(0), False
         elif name := _name(flag.lstrip("-"), line):
-            default = conf_files.written_defaults().get(name)
-            switch = default in ("true", "false") or f"{name}=true" in ALIASES
+            key = ALIASES.get(name, name)
+            default = conf_files.written_defaults().get(key)
+            switch = default in ("true", "false") or not {f"{name}=true", f"{key}=true"}.isdisjoint(ALIASES)
             if not (equals or follows or switch):
-                raise UserError(f"{flag} has no value; write {name}=VALUE")
+                raise UserError(f"{flag} has no value; write {key}=VALUE")
             yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
         elif not flag.startswith("--") and flag[1] in "cimprs":  # Hydra's, with a value in the same word
             yield word, False
@@ -145,9 +171,11 @@ def _read(word: str, line: Line) -> list[str]:
     if name is None or typed in line.own or name not in known_words.all_names():
         return [word]
     key = ALIASES.get(name, name)
-    if key == "world_size" != name and re.search("[A-Za-z]", text):  # gpus=8xh100
-        key = "device.gpu"
     items = [item.strip() for item in split_values(text)]
+    if key == "world_size" and re.fullmatch(r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*", text):  # gpus=8xh100, 4,h100
+        key, items = "device.gpu", [text] if any(map(str.isdigit, items)) else items
+    if key in whole_numbers() and (plain := _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)) != text:
+        raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without separators of thousands")
     read = [_model(word, item, line) if key == "model" else _value(word, key, item, line) for item in items]
     (now, *more), values = sorted({one.partition("=")[0] for one in read}), [one.partition("=")[2] for one in read]
     if more:
@@ -162,39 +190,52 @@ def _read(word: str, line: Line) -> list[str]:
 
 def _value(word: str, key: str, item: str, line: Line) -> str:
     """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
-    if alias := ALIASES.get(f"{key}={item.casefold()}"):
+    if alias := ALIASES.get(f"{key}={item.casefold()}") or ALIASES.get(f"{key}={_SWITCH.get(item.casefold())}"):
         return alias
     if key == "model.path" and item.endswith("/config.json"):
         return f"{key}={item.removesuffix('/config.json')}"
-    plain = bool(re.fullmatch(r"[\w.* -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
+    plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
+    if key == "device.gpu" and re.fullmatch(r"\d\d?", item):
+        raise UserError(f"{word}: gpu= names the kind of GPU, world_size= how many, CUDA_VISIBLE_DEVICES which")
     if key in ("device.gpu", "predict") and plain:
         found = gpu_names.find_name(item)
         if found is None and key == "device.gpu":
             raise UserError(gpu_names.unknown_gpu(word, item))
         return f"{key}={found or item}"
     if key in whole_numbers():
-        _refuse_number(word, item)
+        _refuse_number(word, key, item)
     if plain:  # these refuse a unit that there is not
         units.parse_seconds(item, f"{key}={item}") if key == "budget" else units.in_its_unit(key, item)
     names = known_words.list_options(key)
     same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
     if same is None and names and plain and line.closed:
-        raise UserError(suggestions.unknown_option(key, item, names))
+        there = known_words.ELSEWHERE.get(item.casefold())  # sharding=fsdp, adapter=qlora
+        raise UserError(f"{word}: {there}" if there else suggestions.unknown_option(key, item, names))
     return f"{key}={same or item}"
 
 
-def _refuse_number(word: str, item: str) -> None:
-    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k."""
+def _refuse_number(word: str, key: str, item: str) -> None:
+    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
     if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        write = f"{found[1]}..{found[2]}{found[3] or ''}"
-        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {write}")
+        raise UserError(
+            f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {found[1]}..{found[2]}{found[3] or ''}"
+        )
     if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
         raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
+    if re.fullmatch(r"\d+(\.\d*)?e\+?\d", item, re.IGNORECASE) and float(item).is_integer():
+        raise UserError(f"{word}: a whole number has no exponent; write {float(item):.0f}")
+    if re.fullmatch(r"\[\d+(, *\d+)*\]|\d+([;|/]\d+)+", item):
+        raise UserError(f"{word}: commas separate values; write {key}={','.join(re.findall(r'[0-9]+', item))}")
+    if key == "world_size" and item.isalpha() and item != "null":
+        raise UserError(f"{word}: world_size= is how many GPUs, a whole number; write for example world_size=8")
 
 
 def _model(word: str, item: str, line: Line) -> str:
     """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
-    item = item.removeprefix(_HUB)
+    item = found[1] if (found := _HUB.fullmatch(item)) else item
+    if re.match(r"\w+://", item):
+        raise UserError(f"{word}: write model=ORG/NAME for the main branch of a model of the hub; else model=./FOLDER")
+    item = item if item.startswith((".", "/")) else item.rstrip("/")
     files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
     built_in = None if any(map(files.match, line.settings)) else conf_files.hub_ids().get(item.casefold())
     folder = Path(item).parent if item.endswith("config.json") else Path(item)
@@ -211,10 +252,11 @@ def _notes(word: str, now: str) -> Iterator[str]:
     if key.endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):.1f} GiB"
     now = now.removeprefix("device.") if key == "gpu" else now
-    if key == "model" and "/" in text and now != word and " " not in now:
+    if "/" in text and now != word and set(now.removeprefix("model=").split(",")) <= {*conf_files.file_names("model")}:
         yield f"{word} is built in, as {now}"
     elif now != word:
-        yield f"{word} is read as {now}{', on each GPU' if now.startswith('micro_batch=') else ''}"
+        more = " (fp32 weights; bf16_pure has them in bf16)" if f"{key} {now}".endswith("dtype precision=bf16") else ""
+        yield f"{word} is read as {now}{', on each GPU' if now.startswith('micro_batch=') else more}"
 
 
 def spell_range(word: str) -> str:
@@ -236,7 +278,7 @@ def spell_range(word: str) -> str:
 def list_numbers(word: str) -> list[int]:
     """Return the whole numbers of seq_len=1..2048 or micro_batch=1,2,4..16, in order. Raises UserError."""
     key, _, text = word.partition("=")
-    items = [item.strip() for item in split_values(text)]
+    items = [item.strip().replace("_", "") for item in split_values(text)]
     found = {number for item in items for number in ([int(item)] if item.isdigit() else _span(word, item))}
     if min(found, default=0) < 1:
         raise UserError(f"{word}: {key} starts at 1")

@@ -50,8 +50,8 @@ class Efficiency:
 
     def text(self) -> str:
         """What it rests on, in a line."""
-        where = "all cards, as none is known for this one" if self.gpu == ANY else self.gpu
-        own = "card" if self.gpu == ANY else "source"
+        where = "all GPUs, as none is known for this one" if self.gpu == ANY else self.gpu
+        own = "GPU" if self.gpu == ANY else "source"
         off = f"not checked: one {own}"
         if self.error is not None:
             off = f"without their own {own} they were off by {self.error:.0%} (median)"

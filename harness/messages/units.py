@@ -15,7 +15,7 @@ import re
 from vramsweep.harness.messages.errors import UserError
 
 GIB = 1 << 30
-LEAST_GIB = 0.01  # what is shown as a number
+LEAST = 0.01  # GiB, or of another unit, that is shown as a number
 MOST = (1 << 63) - 1  # bytes: what a whole number of PyTorch's, of JSON readers' and of a table's can hold
 SIZES = {"B": 1}
 SIZES |= {f"{prefix}{unit}": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP") for unit in ("iB", "i")}
@@ -62,11 +62,21 @@ def gib(text: str, said: str | None = None) -> float:
 
 
 def format_gib(size: float) -> str:
-    """Return bytes as a number of GiB, for columns and pairs of them: one digit after the point, two below 1 GiB."""
-    number = abs(size) / GIB
-    if 0 < number < LEAST_GIB / 2:
-        return f"<{LEAST_GIB}"
-    return f"{size / GIB:,.{1 if number >= 0.995 or not number else 2}f}"
+    """Return bytes as a number of GiB, for pairs of them."""
+    return format_in("GiB", size)
+
+
+def choose_unit(largest: float) -> str:
+    """Return the one unit of a table by its largest size: GiB, and MiB where that would leave hardly a digit."""
+    return "MiB" if 0 < largest < GIB / 10 else "GiB"
+
+
+def format_in(unit: str, size: float) -> str:
+    """Return bytes as a number of the unit, for a column: one digit after the point, two below 1."""
+    number = size / SIZES[unit]
+    if 0 < abs(number) < LEAST / 2:
+        return f"<{LEAST}"
+    return f"{number:,.{1 if abs(number) >= 0.995 or not number else 2}f}"
 
 
 def format_size(size: float) -> str:

@@ -116,6 +116,7 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
     """Advice, with what changes at most `level` of the result; for a goal along an axis also how far each gets.
 
     What saves memory where a run ends is looked for there: that far, and more, is what the options are compared at.
+    Several GPUs are looked at where the run does not fit; for a goal along an axis, where nothing gets anywhere.
     """
     axis = asked.axis
     if axis is not None:
@@ -131,9 +132,13 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
     )
     left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
     found = dataclasses.replace(found, singles=(*found.singles, *left_out))
-    if axis is None and found.base.need is not None and not found.base.fits(asked.limit):
+    if found.base.need is None:
+        return found, []
+    reached = [] if axis is None else asked.reach(found.least)
+    if not (found.base.fits(asked.limit) if axis is None else best(reached)):
         found = dataclasses.replace(found, on_gpus=tuple(predict_on_gpus(asked, found, level)))
-    return found, [] if axis is None or found.base.need is None else asked.reach(found.least)
+        reached += [] if axis is None else asked.reach(found.fitting_gpus)
+    return found, reached
 
 
 def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Option]:
@@ -144,7 +149,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
     changes = memory_savings.divide_among_gpus(asked.base.resolved, way if trial.sharding in WHOLE else trial.sharding)
-    alone = [(one,) for one in changes if one.level <= level]
+    alone = [(one,) for one in changes if one.level <= level and asked.axis not in one.change]
     together = [*alone[-1]] if alone else []
     for one in found.smallest_same if alone else ():
         apart = not any(one.change.keys() & other.change.keys() for other in together)
@@ -169,7 +174,7 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
         return Option(remedies, None, None, reason, full)
     step = row.get(seconds)
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
-    return Option(remedies, need, step and step / tokens, reason, full, work)
+    return Option(remedies, need, step and step / tokens, reason, full, work, row.get("peak_reserved_bytes"))
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:

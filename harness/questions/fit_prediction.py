@@ -22,7 +22,7 @@ from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.process.signals import Deadline
 from vramsweep.harness.rows.journal import read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.spec import runner_table, trial_parser
+from vramsweep.harness.spec import fit_text, runner_table, trial_parser
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import run_trials
 from vramsweep.harness.sweep.labels import Labels
@@ -35,7 +35,8 @@ CARD = "h100-80gb"  # the card to predict for where the machine has none, as dev
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration's largest trial is predicted to reserve on `card`, in bytes.
+    """What a configuration's largest trial is predicted to reserve on `card` at most, in bytes; `least_bytes`: where
+    the CPU does not run ahead of the GPU, if it fits.
 
     `fits` is None where it could not be predicted, and `reason` says why.
     """
@@ -48,6 +49,7 @@ class Prediction:
     fits: bool | None = None
     reason: str | None = None
     estimated_step_s: float | None = None
+    least_bytes: int | None = None
 
 
 def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
@@ -138,15 +140,16 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
         reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
         return Prediction(item.trial_id, label, card, reason=reason)
     limit, step_s = item.trial.memory_limit(), row["calibrated_step_s"] or row["estimated_step_s"]
-    return Prediction(item.trial_id, label, card, find_need(row), limit, kind == Outcome.OK, row["reason"], step_s)
+    low, need = row["peak_reserved_bytes"], find_need(row)
+    return Prediction(item.trial_id, label, card, need, limit, kind == Outcome.OK, row["reason"], step_s, low)
 
 
 def find_need(row: Row) -> int | None:
     """Return what a predicted run reserves of a GPU at most, in bytes, if need be without a limit; None: not known."""
     if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
         return row.get("unlimited_peak_reserved_bytes")
-    found: int | None = row.get("peak_reserved_most_bytes") or row.get("peak_reserved_bytes")
-    return found if row["outcome"] == Outcome.OK else None
+    low = row.get("peak_reserved_bytes") if row["outcome"] == Outcome.OK else None
+    return None if low is None else fit_text.bound_reserved(low, row.get("peak_reserved_most_bytes"))
 
 
 def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:

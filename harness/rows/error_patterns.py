@@ -30,30 +30,30 @@ SYMPTOMS = (
         "for it", Outcome.HOST_OOM,
         r"out of memory[\s\S]*CachingHostAllocator|CachingHostAllocator[\s\S]*out of memory|"
         r"in pin memory thread[\s\S]*out of memory|pin_memory: [^\n]*out of memory"),
-    ErrorPattern("no room on the card: torch's allocator, either backend", Outcome.OOM,
+    ErrorPattern("no room on the GPU: torch's allocator, either backend", Outcome.OOM,
         r"(CUDA|HIP) out of memory|would exceed allowed memory"),
-    ErrorPattern("no room on the card: CUDA's runtime and driver, triton, bitsandbytes, spconv, XLA, TensorFlow",
+    ErrorPattern("no room on the GPU: CUDA's runtime and driver, triton, bitsandbytes, spconv, XLA, TensorFlow",
         Outcome.OOM,
         r"(CUDA|HIP) (driver |runtime )?error( \(2\) ?)?: (2 )?out of memory|cudaErrorMemoryAllocation|"
         r"cuda failed with error 2 out of memory|RESOURCE_EXHAUSTED: Out of memory|OOM when allocating tensor.*GPU|"
         r"hipErrorOutOfMemory|CUDA_ERROR_OUT_OF_MEMORY|Triton Error \[CUDA\]: out of memory|"
         r"Error out of memory at line"),
-    ErrorPattern("no room on the card: cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT", Outcome.OOM,
+    ErrorPattern("no room on the GPU: cuBLAS, cuDNN, cuSOLVER, cuSPARSE, cuFFT", Outcome.OOM,
         r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|"
         r"CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-    ErrorPattern("no room on the card: NCCL", Outcome.OOM,
+    ErrorPattern("no room on the GPU: NCCL", Outcome.OOM,
         r"(NCCL|ncclUnhandledCudaError)[\s\S]*out of memory|Cuda failure( 2)? '?out of memory"),
     ErrorPattern("no room in the host's memory", Outcome.HOST_OOM,
         r"DefaultCPUAllocator: (can't|not enough)|Cannot allocate memory|std::bad_alloc|"
         r"Unable to allocate [\d.]+ \w+ for an array"),
-    ErrorPattern("no driver, or one that does not go with this torch or card", Outcome.ENVIRONMENT,
+    ErrorPattern("no driver, or one that does not go with this torch or GPU", Outcome.ENVIRONMENT,
         r"No CUDA GPUs are available|Found no NVIDIA driver|NVIDIA driver on your system is too old|"
         r"cudaGetDeviceCount|CUDA unknown error|no CUDA-capable device|driver version is insufficient|"
         r"CUDA driver initialization failed|CUDA (driver )?error: initialization error|Driver/library version mismatch|"
         r"unsupported display driver / cuda driver combination|system driver mismatch|SYSTEM_?DRIVER_?MISMATCH|"
         r"forward compatibility was attempted on non supported HW|Cuda failure( 3)? '?initialization error|"
         r"no kernel image is available for execution|invalid device ordinal|CUDA error: driver shutting down"),
-    ErrorPattern("the card or its link is broken or gone (Xid 48, 63, 64, 74, 79, 94, 95)", Outcome.ENVIRONMENT,
+    ErrorPattern("the GPU or its link is broken or gone (Xid 48, 63, 64, 74, 79, 94, 95)", Outcome.ENVIRONMENT,
         r"ECC error|(GPU|device) is lost|fallen off the bus|CUDA (driver )?error: unknown error|NVLink error|"
         r"error( was)? (detected|encountered) .*NVLink|over nvlink or a hardware error|hardware stack error|"
         r"Cuda failure( 999)? '?unknown error|GPU requires reset|Unable to determine the device handle|"
@@ -65,10 +65,10 @@ SYMPTOMS = (
         r"out of shared memory"),  # /dev/shm, where data loaders' workers leave their batches
     ErrorPattern("the system gives no more files or processes", Outcome.ENVIRONMENT,
         r"Too many open files|Resource temporarily unavailable|can't start new thread"),
-    ErrorPattern("others use the card", Outcome.CONTENDED,
+    ErrorPattern("others use the GPU", Outcome.CONTENDED,
         r"CUDA-capable device(s|\(s\)) (is\/)?are busy|device is in use"),
     # torch asks NVML who holds the card's memory once it ran out, and stops where NVML may not say
-    ErrorPattern("no room on the card, in disguise: of torch's report, of what a library takes when it starts, NCCL's",
+    ErrorPattern("no room on the GPU, in disguise: of torch's report, of what a library takes when it starts, NCCL's",
         Outcome.OOM,
         r"NVML_SUCCESS == .*INTERNAL ASSERT FAILED|NCCL[^\n]*unhandled cuda error(?![\s\S]*Cuda failure)|"
         r"(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)",

@@ -160,7 +160,7 @@ FLAGS = (
          "others are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
     Flag("throttled", "clocks were lowered for heat, or by the board",
          _known("throttle_reasons", lambda reasons: bool(HEAT_AND_FAULTS & set(reasons))), (SPEED,)),
-    Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the card's highest before or after the "
+    Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the GPU's highest before or after the "
          "steps, as under a power cap: say it beside the speed", _low_clocks, ()),
     Flag("busy_host", f"the host's load average was above {BUSY['cpu']:g} per core ({BUSY['cuda']:g} where a GPU is "
          "measured) when the attempt began", _busy_host, (SPEED,)),

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vramsweep.harness.search.memory_savings import LEVELS, SAME, MemorySaving
@@ -23,7 +23,7 @@ class Option:
     """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
 
     `reason` says why it is not known, or that it was the host's memory that ran out. `full`: memory ran out, however
-    little of the card's it would need without a limit.
+    little of the card's it would need without a limit. `least`: what is reserved where the CPU does not run ahead.
     `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
     """
 
@@ -33,6 +33,7 @@ class Option:
     reason: str | None = None
     full: bool = False
     work: tuple[float, float] = (0.0, 0.0)
+    least: int | None = field(default=None, compare=False)
 
     @property
     def level(self) -> int:

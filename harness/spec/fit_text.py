@@ -39,14 +39,29 @@ def describe_run(trial: Trial, without: str = "") -> str:
     return " · ".join(filter(None, [name, *first, *(part for part in parts if part not in told)]))
 
 
-def describe_fit(low: int, high: int, limit: int) -> str:
-    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound."""
+def bound_reserved(low: int, most: int | None) -> int:
+    """Return the most that a run that fits may reserve: `most` of a row where it has one, and never below the peak."""
+    return max(low, most or 0)
+
+
+def describe_range(low: int, high: int) -> str:
+    """Return two sizes as a range in GiB, one number where both read the same."""
+    return " to ".join(dict.fromkeys(map(format_gib, (low, high))))
+
+
+def describe_fit(low: int | None, high: int, limit: int) -> str:
+    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound, if not `low`.
+
+    A bound ends at the limit, so a peak that may rise as far as that is not known to fit.
+    """
+    low = high if low is None else low
+    of = f"peak reserved {describe_range(low, high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
+    if low < high >= limit:
+        return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"
+    free = f"{format_gib(limit - high)} GiB free"
     if format_gib(low) == format_gib(high):
-        return f"fits: peak reserved {_share(high, limit)}, {format_gib(limit - high)} GiB free"
-    of = f"peak reserved {format_gib(low)} to {_share(high, limit)}"
-    if high < limit:
-        return f"fits: {of}, at least {format_gib(limit - high)} GiB free; {AHEAD}"
-    return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"
+        return f"fits: {of}, {free}"
+    return f"fits: {of}, at least {free}; {AHEAD}"
 
 
 def describe_misfit(need: int | None, limit: int) -> str:
@@ -55,7 +70,8 @@ def describe_misfit(need: int | None, limit: int) -> str:
     if need is None:
         return f"does not fit into {most} GiB; how much it needs is unknown"
     if need <= limit:  # the order of the requests leaves gaps
-        return f"does not fit: {_share(need, limit)} would do, but no free piece is large enough for a request"
+        share = f"{format_gib(need)} of {most} GiB ({_percent(need, limit)})"
+        return f"does not fit: {share} would do, but no free piece is large enough for a request"
     return f"does not fit: needs {format_gib(need)} of {most} GiB, {format_gib(need - limit)} GiB are missing"
 
 
@@ -70,10 +86,6 @@ def list_exclusions(trial: Trial) -> Iterator[str]:
 def describe_limit() -> str:
     """Say what the limit of a GPU is."""
     return f"limit: the GPU's memory less {format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
-
-
-def _share(size: int, limit: int) -> str:
-    return f"{format_gib(size)} of {format_gib(limit)} GiB ({_percent(size, limit)})"
 
 
 def _percent(size: int, limit: int) -> str:

@@ -7,7 +7,7 @@ import re
 from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu, find_gpu
 from vramsweep.harness.messages import suggestions
 
-_COUNTED = re.compile(r"(?P<n>\d+)\s*[x*]\s*(?P<name>.+)|(?P<other>.+?)\s*[x*]\s*(?P<m>\d+)", re.IGNORECASE)
+_COUNTED = re.compile(r"(?P<n>\d+)\s*[x*,:\s]\s*(?P<name>.+)|(?P<other>.+?)\s*[x*,:]\s*(?P<m>\d+)", re.IGNORECASE)
 
 
 def find_name(typed: str) -> str | None:

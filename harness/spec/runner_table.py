@@ -159,17 +159,19 @@ def technique_runners(entry: Technique) -> tuple[str, ...]:
 
 
 def fork_server_name(trial: Trial) -> str:
-    """Names the template that a trial's worker is forked from: what it imports, or, of predictions of our own code, one
-    that imports nothing before a trace has to be made."""
-    ours = trial.runner.name not in STARTING  # what imports libraries in its own order
+    """Name the template that a trial's worker is forked from.
+
+    A template has imported what its trials import. That of predictions imports nothing until a trace has to be made.
+    """
+    ours = trial.runner.name not in STARTING  # others start a script, which imports libraries in its own order
     return SIMULATED if ours and trial.device.name == "simulated" else imports_name(trial)
 
 
 def imports_name(trial: Trial) -> str:
-    """Names what a trial imports: the runner, "+" the sharding and techniques that need more than it imports."""
+    """Name what a trial imports: its runner, then "+" and each sharding or technique that imports more than that."""
     entry = _RUNNERS[trial.runner.name]
     mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
-    more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # those that import the same share
+    more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # shardings that import the same
     techniques = () if entry.user_code else catalog.techniques_to_preload(trial)
     return "+".join((trial.runner.name, *more, *map(str, techniques)))
 

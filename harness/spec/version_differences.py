@@ -28,13 +28,13 @@ def _zero3(trial: Trial) -> bool:
 
 
 LT_WORKSPACES = ("torch", ">=2.9,<2.12")
-"""Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a card with 2.11."""
+"""Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a GPU with 2.11."""
 
 FLASH_FIRST = ("torch", "<2.11")
-"""Where flash attention comes before cuDNN's on every card: 2.10 goes by cuDNN's version, and brings one too old; 2.11
+"""Where flash attention comes before cuDNN's on every GPU: 2.10 goes by cuDNN's version, and brings one too old; 2.11
 brings 9.19."""
 ANY_DROPOUT = ("torch", "<2.12")
-"""Where cuDNN's attention takes every probability of dropout: before pytorch #174245. Seen on a card with 2.11."""
+"""Where cuDNN's attention takes every probability of dropout: before pytorch #174245. Seen on a GPU with 2.11."""
 
 # fmt: off
 DIFFERENCES = (

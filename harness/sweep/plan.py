@@ -238,7 +238,7 @@ def _level(turn: int) -> int:
 
 
 def _template(trial: trials.Trial) -> tuple[Any, ...]:
-    """What trials share that run one after the other: what they import, environment and visible GPUs."""
+    """Return what the template of a trial is known by: what it imports, its device, ranks and allocator setting."""
     return runner_table.imports_name(trial), trial.device.name, trial.world_size, trial.allocator_variable()
 
 

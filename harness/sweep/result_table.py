@@ -15,8 +15,9 @@ from typing import Any
 from rich.table import Table
 
 from vramsweep.harness.messages.console import make_table
-from vramsweep.harness.messages.units import format_estimate, format_gib
+from vramsweep.harness.messages.units import choose_unit, format_estimate, format_in
 from vramsweep.harness.rows.schema import Outcome
+from vramsweep.harness.spec.fit_text import bound_reserved
 
 MIB = 1 << 20
 LABEL = 16  # columns that a configuration has at least
@@ -89,7 +90,7 @@ def summarize_rows(
     at = [row for row in known if row[axis] == fits] or ran
     first = [row for row in known if row[axis] == min(row[axis] for row in known)] or ran
     peak = _first_known(ran, PEAKS[1:] if resident else PEAKS)
-    last = [max(row[peak], row[MOST] or 0) if peak == PEAKS[0] else row[peak] for row in at if peak and row[peak]]
+    last = [bound_reserved(row[peak], row[MOST]) if peak == PEAKS[0] else row[peak] for row in at if peak and row[peak]]
     reserved, allocated = (_median(row[name] for row in at) for name in PEAKS[:2])
     speed = next((name for name in SPEEDS if _median(row[name] for row in at) is not None), None)
     fails = min(full, default=None)
@@ -124,15 +125,17 @@ def make_result_table(
     longest, first = {"seq_len": "longest", "micro_batch": "largest"}[axis], f"first {what}\nthat does not"
     speeds = {"tokens/s": [line.tokens_per_s for line in lines], "samples/s": [line.samples_per_s for line in lines]}
     speed = "samples/s" if not any(speeds["tokens/s"]) and any(speeds["samples/s"]) else "tokens/s"
+    unit = choose_unit(max((line.peak_bytes or line.needs_bytes or 0 for line in lines), default=0))
+    peak = f"peak\n{unit}"
     columns = {
         f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
-        "peak\nGiB": [_peaks(line) for line in lines],
+        peak: [_peaks(line, unit) for line in lines],
         first: [_digits(line.fails) for line in lines],
         "MiB per\ntoken": [_digits(line.mib_per_token) for line in lines],
         speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
         "rows": [f"{line.rows:,}" for line in lines],
     }
-    columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in ("peak\nGiB", speed)}
+    columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in (peak, speed)}
     widths = {head: 1 + max(map(len, (*head.split("\n"), *cells)), default=0) for head, cells in columns.items()}
     wanted = max((len(line.label) for line in lines), default=LABEL)
     for head in ("rows", "MiB per\ntoken", first):  # what is left out first where there is no room
@@ -152,10 +155,11 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     """What is left out, what the numbers are, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
+    unit = next(head for head in columns if head.startswith("peak")).split()[1]
     known = dict.fromkeys(line.peak.removesuffix("_bytes").replace("_", " ") for line in lines if line.peak)
     smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
-    of = f", at the {smallest} and the {longest} that fits" if any(" to " in _peaks(line) for line in lines) else ""
-    told = [f"peak GiB: {' or '.join(known)} per GPU{of}"] if known else []
+    of = f", at the {smallest} and the {longest} that fits" * any(" to " in _peaks(line, unit) for line in lines)
+    told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
     told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * ("MiB per\ntoken" in columns)
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: the {longest} that was tried fits")
@@ -172,11 +176,11 @@ def _fits(line: Line, longest: str, narrow: bool) -> str:
     return f"{'~' * line.torn}{line.fits:,}{more}"
 
 
-def _peaks(line: Line) -> str:
+def _peaks(line: Line, unit: str) -> str:
     """The peak of the shortest and the longest that fits; where none does, what the shortest would need."""
     if line.peak_bytes is None:
-        return "–" if line.needs_bytes is None or line.fits else f"needs {format_gib(line.needs_bytes)}"
-    ends = [format_gib(size) for size in (line.smallest_peak_bytes, line.peak_bytes) if size is not None]
+        return "–" if line.needs_bytes is None or line.fits else f"needs {format_in(unit, line.needs_bytes)}"
+    ends = [format_in(unit, size) for size in (line.smallest_peak_bytes, line.peak_bytes) if size is not None]
     return " to ".join(dict.fromkeys(ends))
 
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_gib
+from vramsweep.harness.messages.units import choose_unit, format_gib, format_in
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
 from vramsweep.harness.search.advice_search import Advice, Option
@@ -34,7 +34,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs.parsers import GOALS, PARSERS
 
-FIGURES = ("peak GiB", "saves GiB", "fits", "est. time")  # columns
+TIME = "est. time"  # a column
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
 
 
@@ -118,8 +118,7 @@ def show(
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     if found.base.fits(found.limit):
-        need = found.base.need or 0
-        console.print(f"as it is, {fit_text.describe_fit(need, need, found.limit)}")
+        console.print(f"as it is, {fit_text.describe_fit(found.base.least, found.base.need or 0, found.limit)}")
     else:
         console.print(f"as it is, {escape(_too_much(found.base, found.limit))}")
     for text in fit_text.list_exclusions(trial):
@@ -158,7 +157,7 @@ def show(
     ours = (axis, "name", "results", "gpu")
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
-    fits = fit_text.describe_fit(chosen.need or 0, chosen.need or 0, found.limit)
+    fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",
@@ -185,27 +184,28 @@ def _too_much(one: Option, limit: int) -> str:
 
 
 def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:
-    table = make_table(("changes", *FIGURES, "result"), title=title, numbers=FIGURES)
+    before, unit = found.base.need or 0, choose_unit(max(one.need or 0 for one in (*found.tried, *found.on_gpus)))
+    figures = (f"peak {unit}", f"saves {unit}", "fits", TIME)
+    table = make_table(("changes", *figures, "result"), title=title, numbers=figures)
     for one in options:
-        table.add_row(_name(one.remedies), *_cells(one, found), ACCEPTED[one.level])
+        sizes, fits = (one.need or 0, before - (one.need or 0)), "yes" if one.fits(found.limit) else "no"
+        cells = (*(format_in(unit, size) for size in sizes), fits, _compare_time(one, found))
+        table.add_row(_name(one.remedies), *cells, ACCEPTED[one.level])
     return table
 
 
 def _reached(found: Advice, reached: Sequence[ReachedLimit], axis: str) -> Table:
     title = f"How far it goes: the largest {axis} that fits"
-    table = make_table(("changes", axis, FIGURES[-1], "result"), title=title, numbers=(axis, FIGURES[-1]))
+    table = make_table(("changes", axis, TIME, "result"), title=title, numbers=(axis, TIME))
     for one in sorted(reached, key=lambda one: -(one.value or 0)):
         value = "none" if one.value is None else f"{one.value:,}"
-        table.add_row(_name(one.option.remedies), value, _cells(one.option, found)[-1], ACCEPTED[one.option.level])
+        table.add_row(_name(one.option.remedies), value, _compare_time(one.option, found), ACCEPTED[one.option.level])
     return table
 
 
-def _cells(one: Option, found: Advice) -> tuple[str, str, str, str]:
-    need, before = one.need or 0, found.base.need or 0
+def _compare_time(one: Option, found: Advice) -> str:
     ratio = one.seconds / found.base.seconds if one.seconds and found.base.seconds else None
-    time = "not known" if ratio is None else f"x {ratio:.2f}"
-    fits = "yes" if one.fits(found.limit) else "no"
-    return format_gib(need), format_gib(before - need), fits, time
+    return "not known" if ratio is None else f"x {ratio:.2f}"
 
 
 def _name(remedies: Sequence[MemorySaving]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_gib, format_size
+from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
@@ -95,8 +96,9 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     """Print an explanation."""
     limit, refused = trial.memory_limit(), answer["refused"]
-    most = max(answer["peak_reserved"], answer["peak_reserved_most"] or 0)  # the bound goes no further than the limit
-    console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; sizes in GiB")
+    most = fit_text.bound_reserved(answer["peak_reserved"], answer["peak_reserved_most"])
+    unit = choose_unit(most)
+    console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted")
     if answer["host_refused"] is not None:
         console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the GPU would do:")
     if refused is None:
@@ -106,19 +108,19 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
         maker = filter(None, (held["category"].replace("_", " "), escape(held["module"]), held["operator"]))
         console.print(
             f"[red]{fit_text.describe_misfit(answer['peak_reserved'], limit)}[/]\n"
-            f"memory runs out {_locate(held)}: {format_gib(refused['request'])} GiB are asked for "
-            f"({' by '.join(maker)}), {format_gib(refused['allocated'])} GiB are allocated and "
-            f"{format_gib(refused['reserved'])} GiB reserved. All below is as if there were no limit."
+            f"memory runs out {_locate(held)}: {format_size(refused['request'])} are asked for "
+            f"({' by '.join(maker)}), {format_size(refused['allocated'])} are allocated and "
+            f"{format_size(refused['reserved'])} reserved. All below is as if there were no limit."
         )
     for line in (*list_gpus(trial, most), *(f"not included: {text}" for text in fit_text.list_exclusions(trial))):
         console.print(escape(line))
-    console.print(_phases(answer))
+    console.print(_phases(answer, unit))
     peak = answer["peak"]
     last = max((one["step"] for one in answer["phases"] if one["step"] is not None), default=None)
     if peak["step"] is not None and peak["step"] != last:
-        console.print(f"The run's peak, {format_gib(peak['allocated'])} GiB, is earlier, {_locate(peak)}.")
-    console.print(_holders(answer))
-    console.print(_steps_to_card(trial, answer))
+        console.print(f"The run's peak, {format_size(peak['allocated'])}, is earlier, {_locate(peak)}.")
+    console.print(_holders(answer, unit))
+    console.print(_steps_to_card(trial, answer, unit))
 
 
 def list_gpus(trial: Trial, need: int) -> Iterator[str]:
@@ -143,28 +145,27 @@ def _shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_GPUS]) + more
 
 
-def _phases(answer: Mapping[str, Any]) -> Table:
+def _phases(answer: Mapping[str, Any], unit: str) -> Table:
+    show_size = partial(format_in, unit)
     phases, refused, most = answer["phases"], answer["refused"], answer["most"]
     names = ["loading" if one["step"] is None else one["phase"] for one in phases]
     last = ["its own peak", *([] if refused is None else ["when memory ran out"])]
-    table = make_table(("", *names, *last), title="Peak of each phase, by part", numbers=(*names, *last))
-    kinds = [name for name in most if most[name]]
-    for name in kinds:
-        held = [one["parts"][name] for one in phases]
-        cells = [*map(_or_dash, held), format_gib(most[name])]
-        table.add_row(name.replace("_", " "), *cells, *([] if refused is None else [_or_dash(refused["parts"][name])]))
+    table = make_table(("", *names, *last), title=f"Peak of each phase, by part, in {unit}", numbers=(*names, *last))
+    for name in filter(most.get, most):
+        held = [one["parts"][name] for one in (*phases, {"parts": most}, *([] if refused is None else [refused]))]
+        table.add_row(name.replace("_", " "), *(show_size(size) if size else "–" for size in held))
     table.add_section()
     blank = [] if refused is None else [""]
-    whole = [] if refused is None else [format_gib(refused["allocated"] + refused["request"])]
-    table.add_row("= allocated", *(format_gib(one["allocated"]) for one in phases), "", *whole, style="bold")
-    table.add_row("reserved", *(format_gib(one["reserved"]) for one in phases), "", *blank)
+    whole = [] if refused is None else [show_size(refused["allocated"] + refused["request"])]
+    table.add_row("= allocated", *(show_size(one["allocated"]) for one in phases), "", *whole, style="bold")
+    table.add_row("reserved", *(show_size(one["reserved"]) for one in phases), "", *blank)
     return table
 
 
-def _holders(answer: Mapping[str, Any]) -> Table:
+def _holders(answer: Mapping[str, Any], unit: str) -> Table:
     peak = answer["peak"]
     title = f"The largest tensors at the peak, {_locate(peak)}; layers count as one"
-    numbers = ("GiB", "share", "tensors")
+    numbers = (unit, "share", "tensors")
     table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
@@ -173,23 +174,21 @@ def _holders(answer: Mapping[str, Any]) -> Table:
         own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
         made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
         table.add_row(
-            format_gib(size),
+            format_in(unit, size),
             f"{size / peak['allocated']:.0%}",
             each,
             held["category"].replace("_", " "),
             f"{escape(held['module'])} {escape(held['operator'])}".strip() + made,
         )
     if answer["rest_count"]:
-        rest = answer["rest"]
-        table.add_row(
-            format_gib(rest), f"{rest / peak['allocated']:.0%}", f"{answer['rest_count']:,}", "others", "", style="dim"
-        )
+        share, count = f"{answer['rest'] / peak['allocated']:.0%}", f"{answer['rest_count']:,}"
+        table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", style="dim")
     return table
 
 
-def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
+def _steps_to_card(trial: Trial, answer: Mapping[str, Any], unit: str) -> Table:
     missing = [text.partition(";")[0] for text in fit_text.list_exclusions(trial)]
-    table = make_table(("", "GiB"), title="From weights and optimizer state to the GPU", numbers=("GiB",))
+    table = make_table(("", unit), title="From weights and optimizer state to the GPU", numbers=(unit,))
     texts = {
         "states": "weights, buffers, gradients and optimizer state, each at its peak",
         "states_not_there_at_the_peak": "of these, not there at the peak",
@@ -203,13 +202,9 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any]) -> Table:
     for name, size in to_card(answer):
         if size:
             bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
-            table.add_row(texts.get(name, name.replace("_", " ")), format_gib(size), style=bold)
+            table.add_row(texts.get(name, name.replace("_", " ")), format_in(unit, size), style=bold)
     return table
 
 
 def _locate(one: Mapping[str, Any]) -> str:
     return "while loading" if one["step"] is None else f"in the {one['phase']} phase of step {one['step']}"
-
-
-def _or_dash(size: int) -> str:
-    return format_gib(size) if size else "–"

@@ -162,7 +162,7 @@ def _verdict(one: Prediction) -> str:
     if one.fits is None or one.card_bytes is None:
         return f"not predicted: {one.reason}"
     if one.fits and one.needed_bytes is not None:
-        return fit_text.describe_fit(one.needed_bytes, one.needed_bytes, one.card_bytes)
+        return fit_text.describe_fit(one.least_bytes, one.needed_bytes, one.card_bytes)
     return fit_text.describe_misfit(one.needed_bytes, one.card_bytes)
 
 

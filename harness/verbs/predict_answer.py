@@ -87,7 +87,7 @@ def _verdict(trial: Trial, row: Row) -> str:
     kind, limit = row["outcome"], trial.memory_limit()
     if kind == Outcome.OK:
         low = row["peak_reserved_bytes"]
-        return fit_text.describe_fit(low, max(low, row["peak_reserved_most_bytes"] or 0), limit)
+        return fit_text.describe_fit(low, fit_text.bound_reserved(low, row["peak_reserved_most_bytes"]), limit)
     if kind == Outcome.OOM:
         where = f" (memory runs out in {row['phase']})" if row["phase"] else ""
         return fit_text.describe_misfit(row["unlimited_peak_reserved_bytes"], limit) + where
@@ -152,7 +152,7 @@ def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str,
         yield f"  {what[0]} that fits: {unknown}"
         return
     low, high = found.get("peak_reserved_bytes"), found.get("peak_reserved_most_bytes")
-    ends = "" if low is None else " to ".join(dict.fromkeys(format_gib(size) for size in (low, high or low)))
+    ends = "" if low is None else fit_text.describe_range(low, fit_text.bound_reserved(low, high))
     peak = f" (peak {ends} of {format_gib(trial.memory_limit())} GiB)" if ends else ""
     more = ", the largest that was asked for" if found["largest"] == last else ""
     if axis == "seq_len" and found["largest"] == trial.model.max_positions:

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.table import Table
@@ -17,7 +18,7 @@ from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import PAGE, Parser
 from vramsweep.harness.messages.console import Console, make_table
-from vramsweep.harness.messages.units import format_gib, format_size
+from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.process.interpreter import draw_page
 
 
@@ -71,12 +72,14 @@ def verdict(result: WhatIf) -> str:
 def _print_table(result: WhatIf) -> None:
     limit = "none" if result.memory_limit is None else format_size(result.memory_limit)
     title = f"{result.recording}, device {result.device}, {result.events} events, memory limit {limit}"
-    numbers = ("peak reserved GiB", "reserved but unused GiB", "cudaMallocs", "retries", "out of memory")
+    unit = choose_unit(max(row.peak_reserved or 0 for row in result.rows))
+    numbers = (f"peak reserved {unit}", f"reserved but unused {unit}", "cudaMallocs", "retries", "out of memory")
     table = make_table(("settings", "start", *numbers), title=title, numbers=numbers)
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
         sizes = (
-            "unknown" if size is None else format_gib(size) for size in (row.peak_reserved, row.reserved_unallocated)
+            "unknown" if size is None else format_in(unit, size)
+            for size in (row.peak_reserved, row.reserved_unallocated)
         )
         counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
@@ -96,13 +99,14 @@ def _holders(peak: Holders, of: str) -> Table:
     """Who holds the recorded peak."""
     unknown = f"; of {format_size(peak.unknown)} no line is known" if peak.unknown else ""
     title = f"What holds the {of} allocated, {format_size(peak.allocated)} after event {peak.event}{unknown}"
-    numbers = ("GiB in all", "blocks")
+    show_size = partial(format_in, unit := choose_unit(peak.allocated))
+    numbers = (f"{unit} in all", "blocks")
     table = make_table((*numbers, "asked for by (what it is for is not recorded)"), title=title, numbers=numbers)
     for one in peak.largest:
         blocks = f"{one.count} x {format_size(one.bytes)}" if one.count > 1 else "1"
-        table.add_row(format_gib(one.bytes * one.count), blocks, one.where or "unknown")
-    table.add_row(format_gib(peak.rest), str(peak.rest_count), "others")
-    table.add_row(format_gib(peak.rounding), "", "rounding")
+        table.add_row(show_size(one.bytes * one.count), blocks, one.where or "unknown")
+    table.add_row(show_size(peak.rest), str(peak.rest_count), "others")
+    table.add_row(show_size(peak.rounding), "", "rounding")
     return table
 
 

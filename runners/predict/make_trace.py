@@ -76,7 +76,11 @@ class TraceMeter:
 
 
 def _has_alike_passes(trial: Trial) -> bool:
-    """Whether the accumulated passes of a step differ by the values of their batches alone."""
+    """Whether nothing that the trial names makes the accumulated passes of a step differ, but their batches' values.
+
+    What a model draws at random, as LayerDrop does, is no axis: passes that differ by it are run (repeated_passes.py),
+    as long as no two in a row are alike by chance.
+    """
     told = "gradient_accumulation_steps" in trial.runner.options  # another number than ours
     plain = trial.data == "synthetic" and not trial.padding and trial.packing == "none"
     return plain and not told and trial.grad_accum > 2 and not length_distribution.has_varying_lengths(trial)

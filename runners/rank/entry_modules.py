@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable
+from functools import cache
 from types import ModuleType
 
 
@@ -14,9 +15,14 @@ def import_entry(name: str) -> ModuleType:
 
 
 def import_entries(names: Iterable[str]) -> None:
-    """Import what will be needed; a module that this installation lacks is left to the trial to miss."""
+    """Import what will be needed; a module that cannot be imported fails only the trials that need it."""
     for name in names:
-        try:
-            import_entry(name)
-        except ModuleNotFoundError as error:
-            print(f"not preloaded: {error}", file=sys.stderr)
+        _import_or_say(name)
+
+
+@cache
+def _import_or_say(name: str) -> None:
+    try:
+        import_entry(name)
+    except Exception as error:  # it is not installed, or broken: libraries raise whatever they like
+        print(f"not preloaded: {name}: {type(error).__name__}: {error}", file=sys.stderr)

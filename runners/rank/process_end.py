@@ -20,6 +20,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows.schema import Outcome
+
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -91,6 +94,13 @@ def print_traceback() -> None:
     """To the log, for whoever wants to know more; the disk may be full, or the trial have closed the stream."""
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exc()
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error, or one that it came of, is of the machine as it is now: memory, a disk, threads, a device."""
+    found, before = error_patterns.find(str(error)), error.__cause__ or error.__context__
+    passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
+    return passing or isinstance(error, MemoryError | OSError) or (before is not None and may_pass(before))
 
 
 def error_result(error: BaseException) -> dict[str, Any]:

@@ -153,7 +153,7 @@ def _shared(trained: Sequence[Seen]) -> list[str]:
         if card is not None:  # the number says nothing: each rank may see cards of its own
             cards.setdefault(card, []).append(one["rank"])
     return [
-        f"ranks {' and '.join(map(str, ranks))} ran on the same card: each counter is of one process, and the card "
+        f"ranks {' and '.join(map(str, ranks))} ran on the same GPU: each counter is of one process, and the GPU "
         "held them all"
         for ranks in cards.values()
         if len(ranks) > 1

@@ -43,9 +43,7 @@ if TYPE_CHECKING:
     from vramsweep.runners.measure.rank_instruments import Gauges
     from vramsweep.runners.measure.step_meter import Meter
 
-UNLOADED = (
-    "what loading took is not known: no module was called on the card, so where the first step begins is not seen"
-)
+UNLOADED = "what loading took is not known: no module was called on the GPU, so where the first step begins is not seen"
 DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
 HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
 SETTLED = 3  # steps without a new model, after which calls of known ones' classes tell enough

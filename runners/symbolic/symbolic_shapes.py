@@ -40,6 +40,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import few_layers, make_trace
+from vramsweep.runners.rank import process_end
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.trace.alike_layers import Layered, find_layers
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -68,9 +69,9 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
         tracer, details = _trace_whole(trial, card, folder, runner, symbols)
         collected = (frozenset(book.collected) for book in tracer.books)
         return Candidate(symbols.symbolic(tracer.trace, details), *collected)
-    except (MemoryError, OSError):  # of the machine as it is now: not to be kept
-        raise
     except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
+        if process_end.may_pass(error):  # and is not to be kept
+            raise
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
 

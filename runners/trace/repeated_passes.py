@@ -1,10 +1,11 @@
 """Accumulated passes that are alike: traced once, and noted again for each that follows.
 
-The first pass of a step makes the gradients that the others add to, the last may be the one that sends them. Those
+The first pass of a step makes the gradients, to which the others add; the last may be the one that sends them. Those
 between are alike if nothing but their batch differs. Whether they are is not taken for granted: a pass is noted again
-only after two that ran were found to ask for and free the same, in the same order; the last one only on one GPU, and if
-it was so in an earlier step. A pass that tells of streams, or leaves what the next one does not free, but for its loss,
-is always run.
+only after two ran the same operators, which asked for and freed the same, in the same order. Kernels and collectives
+are written down in the last step alone, and follow from the operators. The last pass is noted again only on one GPU,
+and if it was alike in an earlier step. A pass is always run if it tells of streams. So is one that leaves a tensor in
+memory which the next pass does not free, unless that is its loss.
 
 Not covered: which trials have such passes (make_trace.py), what a pass is (the runners' loops).
 """
@@ -78,7 +79,8 @@ class RepeatedPasses:
         books = [
             len(one) for book in self._tracer.books for one in (book.kept.sizes, book.kept.events, book.kept.marks)
         ]
-        return [*books, len(trace.stepwise), len(trace.kernels), len(trace.collectives), len(trace.notes)]
+        ran = [len(trace.kernels), len(trace.collectives), len(self._tracer.operators)]
+        return [*books, len(trace.stepwise), *ran, len(trace.notes)]
 
     def _find_left(self, at: int, first: int) -> Left:
         """What is there of the storages from this number on."""
@@ -93,7 +95,7 @@ class RepeatedPasses:
         end, trace, number = self._ends(), self._tracer.trace, self._tracer.books[0].number(loss)
         if end[-1] > begin[-1] or number is None or number < begin[0]:
             return None
-        form: list[Any] = []
+        form: list[Any] = self._tracer.operators[begin[9] :]
         freed: list[Any] = []
         for at, book in enumerate(self._tracer.books):
             first, events, marks = begin[3 * at : 3 * at + 3]

@@ -96,7 +96,7 @@ def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
     if asked.gqa:
         return "it takes no shared heads"
     if asked.query.dtype is not torch.float32 and not (asked.half and (modern or asked.query.dtype is torch.float16)):
-        return f"it does not take {asked.query.dtype} on this card"
+        return f"it does not take {asked.query.dtype} on this GPU"
     multiple = 16 // asked.query.element_size() if modern else 4
     if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
         return f"it takes heads of a width that {multiple} divides"

@@ -68,6 +68,7 @@ class Tracer(TorchDispatchMode):
         # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
+        self.operators: list[Any] = []  # that ran, in order
         self._origins = Origins()
         self._makers: dict[Maker, int] = {}
         self.host_makers: list[Maker] = []
@@ -154,6 +155,7 @@ class Tracer(TorchDispatchMode):
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
         """Note what an operator that ran has allocated, asked of the card and sent."""
+        self.operators.append(func)
         on_host = cuda_allocations.ON_HOST.get(func, ())
         made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
         each = isinstance(out, (list, tuple)) and len(tensors) >= len(made) and func.__name__.startswith("_foreach")

@@ -67,7 +67,7 @@ TECHNIQUES: tuple[Technique, ...] = (
                 "https://huggingface.co/docs/bitsandbytes/main/en/optimizers")
       for name, meaning in (
           ("adamw_bnb_8bit", "bitsandbytes' AdamW, state in 8 bits"),
-          ("paged_adamw_8bit", "the same in managed memory: not torch's, NVML sees what is on the card"),
+          ("paged_adamw_8bit", "the same in managed memory: not torch's, NVML sees what is on the GPU"),
           ("paged_adamw_32bit", "bitsandbytes' AdamW, state in fp32, in managed memory"),
           ("lion_32bit", "bitsandbytes' Lion: one fp32 value a parameter"),
           ("lion_8bit", "the same in 8 bits"),
@@ -84,7 +84,7 @@ TECHNIQUES: tuple[Technique, ...] = (
               module=".techniques.deepspeed_adam", runners=("deepspeed", "trainer"), shardings=ZERO,
               checked=("simulated", "gpu"),
               excludes=(("device", ("cpu",), "its kernel needs CUDA; on device=cpu use adamw_torch"),
-                        ("offload_optimizer", (True,), "it steps on the card; use deepspeed_cpu_adam")),
+                        ("offload_optimizer", (True,), "it steps on the GPU; use deepspeed_cpu_adam")),
               source="https://deepspeed.readthedocs.io/en/latest/optimizers.html"),
     Technique("optimizer", "deepspeed_cpu_adam", "DeepSpeedCPUAdam (ds_config's AdamW with offload)",
               module=".techniques.deepspeed_adam", runners=("deepspeed", "trainer"), shardings=ZERO,

@@ -99,13 +99,13 @@ def test_all_cards_are_judged_as_if_nothing_were_known_of_the_card() -> None:
     assert np.median(off[:24]) == pytest.approx(1.0, abs=0.15)  # a T4's factors make an A100 twice as slow as it is
     assert np.median(off[24:]) == pytest.approx(-0.5, abs=0.1)
     assert 0.45 < made[ANY].error < 1.05
-    assert "on all cards, as none is known for this one, half; without their own card they were" in made[ANY].text()
+    assert "on all GPUs, as none is known for this one, half; without their own GPU they were" in made[ANY].text()
 
 
 def test_what_nobody_else_published_is_said_to_be_unchecked() -> None:
     own, every = benchmark.efficiencies(speed.readings(errors(*published("only"))))
     assert own.text() == "12 published speeds of 1 source on a100-80gb, half; not checked: one source"
-    assert every.error is None and every.text().endswith("half; not checked: one card")
+    assert every.error is None and every.text().endswith("half; not checked: one GPU")
 
 
 def test_what_is_shipped_is_read_again(tmp_path: Path) -> None:

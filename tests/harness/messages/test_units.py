@@ -50,6 +50,20 @@ def test_the_parts_of_a_time_add_up(hours: int, minutes: int, rest: int) -> None
     assert units.parse_seconds(f"{hours}h{minutes}m{rest}s") == 3600 * hours + 60 * minutes + rest
 
 
+@pytest.mark.parametrize(
+    ("largest", "unit"), [(0, "GiB"), (1 << 20, "MiB"), (102 << 20, "MiB"), (103 << 20, "GiB"), (1 << 40, "GiB")]
+)
+def test_a_table_has_the_unit_of_its_largest_size(largest: int, unit: str) -> None:
+    assert units.choose_unit(largest) == unit
+
+
+def test_sizes_of_a_column_are_in_its_unit() -> None:
+    assert [units.format_in("MiB", size) for size in (0, 100, 1 << 19, -5 << 20, 3 << 30)] == [
+        "0.0", "<0.01", "0.50", "-5.0", "3,072.0",
+    ]  # fmt: skip
+    assert units.format_gib(3 << 29) == "1.5" and units.format_gib(1 << 20) == "<0.01"
+
+
 def test_a_bare_number_is_a_time_only_where_its_unit_is_said() -> None:
     assert units.gib("24") == 24 and units.gib("512MiB") == 0.5
     assert "90 has no unit: 90m, 90h or 90s" in refusal(UserError, units.parse_seconds, "90")

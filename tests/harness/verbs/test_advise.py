@@ -37,7 +37,7 @@ def planned(**over: Any) -> plan.Planned:
 class Stub:
     """What `show` asks of Asked."""
 
-    most = 1024
+    most, axis = 1024, None
 
     def __init__(self, **over: Any) -> None:
         self.base = planned(**over)
@@ -75,7 +75,8 @@ def test_rows_become_options() -> None:
     ok = {"outcome": "ok", "peak_reserved_bytes": 7, "peak_reserved_most_bytes": None, "estimated_step_s": 2.0,
           "calibrated_step_s": 3.0, "reason": None}  # fmt: skip
     assert advice.option((FULL,), item, ok) == Option((FULL,), 7, 3.0 / 1000)
-    assert advice.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None}).need == 9
+    bound = advice.option((), item, ok | {"peak_reserved_most_bytes": 9, "calibrated_step_s": None})
+    assert (bound.least, bound.need) == (7, 9)
     assert advice.option((), item, ok | {"calibrated_step_s": None}).seconds is None  # another kind is no substitute
     assert advice.option((), item, ok, "estimated_step_s").seconds == 2.0 / 1000
     full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 11, "peak_reserved_bytes": None, "reason": "too small"}
@@ -118,6 +119,21 @@ def test_what_is_said() -> None:
     # for the card that is there
     assert "vramsweep sweep model=tiny seq_len=32 checkpointing=full device=cuda\n" in text
     assert "Not tried" not in text
+    assert "peak GiB" in alone
+
+
+def test_small_runs_are_compared_in_mib() -> None:
+    few = dataclasses.replace(found(), limit=2 << 30)
+    small = [dataclasses.replace(one, need=one.need and one.need // 100) for one in few.tried]
+    text = said(dataclasses.replace(few, base=small[0], singles=tuple(small[1:4]), tried=tuple(small)))
+    assert "peak MiB" in text and "saves MiB" in text and " 25.0 " in text and "<0.01" not in text
+
+
+def test_a_bound_that_reaches_the_limit_is_no_fit_for_sure() -> None:
+    bound = search([], lambda taken: [Option(one, 3000 * MIB, 1e-5, least=2000 * MIB) for one in taken], 3000 * MIB)
+    text = said(bound)
+    assert "as it is, probably fits: peak reserved 2.0 to 2.9 of 2.9 GiB (100 %)" in text
+    assert "Recommended: as it is (the same result); probably fits" in text
 
 
 def test_what_cannot_be_met_names_the_nearest() -> None:
@@ -196,6 +212,33 @@ def test_samples_that_gpus_cannot_share_are_said_and_another_training() -> None:
     assert on_gpus({1: 8000}, level=1, micro_batch=1).on_gpus == ()
     passes = on_gpus({1: 8000, 2: 2900}, micro_batch=1, grad_accum=6)
     assert names(passes.on_gpus) == ["world_size=2 sharding=fsdp2 grad_accum=3"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "batch", "largest"), [("seq_len", 8, [1024]), ("seq_len", 1, [1024]), ("micro_batch", 8, [])]
+)
+def test_a_goal_that_nothing_gets_to_on_one_gpu_looks_at_several(
+    axis: str, batch: int, largest: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not at dividing the batch that is to be the largest."""
+
+    def rows(todo: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], int]:
+        full = {"outcome": "oom", "unlimited_peak_reserved_bytes": 1 << 40, "reason": "too small"}
+        fits = {"outcome": "ok", "peak_reserved_bytes": MIB, "reason": None}
+        big = {item.trial_id: item.trial.world_size < 4 or item.trial.seq_len > 1024 for item in todo}
+        return {one: full if is_big else fits for one, is_big in big.items()}, 0
+
+    monkeypatch.setattr(advice.run_trials, "run", rows)
+    settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
+    base = planned(seq_len=512, micro_batch=batch)
+    asked = advice.AdviceRequest(base, settings, tmp_path, None, axis)  # type: ignore[arg-type] # no worker is started
+    told, reached = advice.ask_predictions(asked, 3, 4)
+    got = [one for one in reached if one.value is not None]
+    assert [one.option.remedies[0].change["world_size"] for one in got] == [4] * len(largest)
+    assert all(largest[0] * 0.97 <= (one.value or 0) <= largest[0] for one in got)
+    if largest:
+        text = said(told, axis, reached, ["model=tiny", "seq_len=512"])
+        assert "Divided among GPUs" in text and f"seq_len={got[0].value} world_size=4" in text
 
 
 def test_gpus_that_are_named_stay_unless_nothing_fits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,17 @@ def test_what_is_printed_of_a_run_that_fits() -> None:
     assert "communication" not in text  # nothing of it anywhere
     assert "does not fit" not in text and "ran out" not in text
     assert "is earlier" not in text
+
+
+def test_a_small_run_s_tables_are_in_mib() -> None:
+    """Each says so, and nothing in it is a hundredth of a GiB."""
+    small = moment(2, "backward", parameters=20, optimizer_state=1, activations=30)
+    made = answer(peak=small, phases=[small], peak_reserved=60 * MIB, most=parts(parameters=20, activations=30))
+    text = said(made)
+    assert "Peak of each phase, by part, in MiB" in text and re.search(r"^ *MiB +share", text, re.MULTILINE)
+    lines = {" ".join(line.split()[:-1]): line.split()[-1] for line in text.splitlines() if line.split()}
+    assert lines["= peak reserved"] == "60.0" and lines["parameters 20.0"] == "20.0"
+    assert "by part, in GiB" in said(answer()) and re.search(r"^ *GiB +share", said(answer()), re.MULTILINE)
 
 
 def test_it_says_on_which_gpus_it_would_fit() -> None:

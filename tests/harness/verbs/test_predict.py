@@ -175,6 +175,14 @@ def test_many_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny · h100-80gb · batch 2 · protocol=brief, predicted" in said
 
 
+def test_a_table_of_small_runs_is_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [tiny(seq_len=n, precision=p) for p in ("fp32", "bf16", "fp16") for n in (64, 128)]
+    small = SIZES | {"peak_reserved_bytes": 74 << 20, "peak_allocated_bytes": 72 << 20}
+    said = " ".join(" ".join(answer(capsys, trials, [small] * 6)).split())
+    assert " MiB " in said and " 74.0 " in said and "peak MiB: peak reserved per GPU" in said
+    assert "peak GiB" not in said
+
+
 # planning
 
 

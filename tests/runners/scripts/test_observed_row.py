@@ -34,7 +34,7 @@ def asked(**over: Any) -> trial.Trial:
 def test_two_processes_on_one_card_are_said() -> None:
     row = observed_row.columns(asked(world_size=2), [process(0, 0), process(1, 0)], {"seq_len", "micro_batch"})
     assert row["notes"] == [
-        "ranks 0 and 1 ran on the same card: each counter is of one process, and the card held them all"
+        "ranks 0 and 1 ran on the same GPU: each counter is of one process, and the GPU held them all"
     ]
     # each rank may have a CUDA_VISIBLE_DEVICES of its own, in which its card is the first
     unknown = [process(rank, 0, columns={"gpu_uuid": None}) for rank in (0, 1)]

@@ -145,6 +145,35 @@ def test_points_without_guards_values_and_padding_are_refused(tmp_path: Path) ->
     assert isinstance(symbolic(tmp_path, Point(77, 2), padding=0.25), Refused)
 
 
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: 8 bytes"), True),
+        (RuntimeError("can't start new thread"), True),
+        (MemoryError(), True),
+        (OSError(28, "No space left on device"), True),
+        (RuntimeError("std::bad_alloc"), True),
+        (ValueError("shapes do not go together"), False),
+    ],
+    ids=str,
+)
+def test_what_only_the_machine_of_now_lacks_is_raised_and_so_not_kept(
+    error: Exception, passes: bool, tmp_path: Path
+) -> None:
+    class Fails:
+        def run(self, *_: Any) -> None:
+            try:
+                raise error
+            except Exception as cause:
+                raise RuntimeError("the step failed") from cause
+
+    if passes:
+        with pytest.raises(RuntimeError, match="the step failed"):
+            symbolic_shapes.trace(chosen(Point(77, 2)), A100, tmp_path, Fails())
+    else:
+        assert isinstance(symbolic_shapes.trace(chosen(Point(77, 2)), A100, tmp_path, Fails()), Refused)
+
+
 @pytest.mark.slow
 def test_packed_samples_hold_where_as_many_documents_are_in_one(tmp_path: Path) -> None:
     """How many there are is the size of a tensor, and was asked of the samples of the traced length."""

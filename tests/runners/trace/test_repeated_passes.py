@@ -50,6 +50,7 @@ def traced(asked: Trial, folder: Path, monkeypatch: pytest.MonkeyPatch, every: b
 
 LORA = {"adapter": "lora", "lora_r": 8}
 TRAINER = {"runner": {"name": "trainer"}}
+EMPTIED = {"runner": {"name": "trainer", "options": {"torch_empty_cache_steps": 2}}}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +67,9 @@ TRAINER = {"runner": {"name": "trainer"}}
         pytest.param(LORA | {"checkpointing": "full"} | TRAINER, 8, marks=pytest.mark.slow),
         pytest.param(TRAINER, 8, marks=pytest.mark.slow),
         pytest.param(TRAINER | {"precision": "bf16", "checkpointing": "full"}, 8, marks=pytest.mark.slow),
+        pytest.param({"activation_offload": True}, 8, marks=pytest.mark.slow),
+        pytest.param(LORA | {"quantization": "nf4", "precision": "bf16"}, 8, marks=pytest.mark.slow),
+        pytest.param(EMPTIED, 8, marks=pytest.mark.slow),
         pytest.param({"sharding": "ddp", "world_size": 2}, 10, marks=pytest.mark.slow),
         pytest.param({"sharding": "ddp", "world_size": 2, "no_sync": False}, 11, marks=pytest.mark.slow),
         pytest.param({"sharding": "fsdp2", "world_size": 2}, 10, marks=pytest.mark.slow),
@@ -83,6 +87,28 @@ def test_the_trace_is_that_of_every_pass(
     assert same == details
     for name, value in asdict(direct).items():
         assert asdict(found)[name] == value, name
+
+
+@pytest.mark.slow
+def test_passes_that_differ_in_kernels_alone_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in two has an operator that works in place: what it asks for and frees is what the others do."""
+    original = make_trace.TraceMeter.run_pass
+
+    def scaled(self: make_trace.TraceMeter, one: Callable[[], torch.Tensor]) -> torch.Tensor:
+        def run() -> torch.Tensor:
+            loss = one()
+            if next(number) % 2:
+                loss.detach().mul_(1.0)
+            return loss
+
+        return original(self, run)
+
+    monkeypatch.setattr(make_trace.TraceMeter, "run_pass", scaled)
+    found = []
+    for every in (True, False):
+        number = itertools.count()
+        found.append(traced(trial(), tmp_path / str(every), monkeypatch, every))
+    assert found[1] == found[0]
 
 
 @pytest.mark.slow
