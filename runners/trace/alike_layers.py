@@ -76,13 +76,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
     layers: list[list[int | None]] = [[_find_layer(path) for path in of] for of in paths]
     nameless = [[path in ("", OPTIMIZER) for path in of] for of in paths]
     joined = {number for number, (_, operator) in enumerate(makers) if nameless[0][number] and operator in JOINING}
-    for number in joined:
-        nameless[0][number] = False
-    for number, sources in enumerate(books[0].sources):  # and what is made of each element of one
-        if nameless[0][number] and any(
-            not memory and of in joined and trace.sizes[of] == trace.sizes[number] for memory, of in sources
-        ):
-            joined.add(number)
+    nameless[0] = [of and number not in joined for number, of in enumerate(nameless[0])]
     made = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
     for further in (False, True):
         for at, book in enumerate(books):
@@ -95,10 +89,10 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
         for at, book in enumerate(books) if not further else ():
             loaded, following = _count_loaded(book.kept), None
             for number in reversed(range(len(book.sources))):
-                own, wholes = layers[at][number], {layers[memory][of] for memory, of in made[at, number]} - {None}
+                own, others = layers[at][number], {layers[memory][of] for memory, of in made[at, number]} - {None}
                 if own is None and nameless[at][number]:
-                    if number < loaded and len(wholes) == 1:
-                        [own] = wholes
+                    if number < loaded and len(others) == 1:
+                        [own] = others
                     if own is None and not book.sources[number] and (number < loaded or paths[at][number] == OPTIMIZER):
                         own = following  # a weight's scales, an optimizer's counter of steps
                 following = layers[at][number] = own
@@ -106,7 +100,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
     wholes = frozenset(
         kernel
         for kernel, touched in enumerate(tracer.touched)
-        if not joined.isdisjoint(touched) or every <= {layers[0][number] for number in touched if number is not None}
+        if joined & {*touched} or every <= {layers[0][number] for number in touched if number is not None}
     )
     return Layered(trace, details, (layers[0], layers[1]), joined, wholes, tracer.lists)
 
@@ -116,14 +110,16 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
     if shorter.trace.notes or longer.trace.notes:
         raise Unlike("several streams are at work")
     more, memories = layers - FEW, list[_Memory]()
-    for old, new, owners in zip(_memories(shorter.trace), _memories(longer.trace), shorter.layers, strict=True):
-        repeated, by_one = _repeat(old, owners, more), _repeat(old, owners, 1)
-        for number, size in _compare(by_one, new, owners, shorter.joined):
+    pairs = zip(_memories(shorter.trace), _memories(longer.trace), shorter.layers, (shorter.joined, set()), strict=True)
+    for old, new, owners, joined in pairs:
+        repeated = _repeat(old, owners, more)
+        for number, size in _compare(_repeat(old, owners, 1), new, owners, joined):
             at = repeated.was.index((number, 0))
             repeated.storages.sizes[at] = _extend(old.storages.sizes[number], size, more)
         memories.append(repeated)
     card, host = memories
     makers: dict[Maker, int] = {}
+    stepwise = {number: (text, of) for number, text, of in shorter.trace.stepwise}
     trace = Trace(
         **vars(card.storages),
         streams=[shorter.trace.streams[number] for number, _ in card.was],
@@ -132,7 +128,7 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
         kernels=_repeat_kernels(shorter, longer, more),
         collectives=_repeat_calls(shorter.trace.collectives, longer.trace.collectives, more),
         host=HostStorages(**vars(host.storages), pinned=[shorter.trace.host.pinned[number] for number, _ in host.was]),
-        stepwise=_repeat_stepwise(shorter, card.was),
+        stepwise=[(at, *stepwise[number]) for at, (number, _) in enumerate(card.was) if number in stepwise],
     )
     details = {key: _extend(value, longer.details[key], more) for key, value in shorter.details.items()}
     return Lengthened(trace, details, ([number for number, _ in card.was], [number for number, _ in host.was]))
@@ -150,13 +146,15 @@ class _Memory:
 
 
 def _memories(trace: Trace) -> tuple[_Memory, _Memory]:
-    def plain(one: Storages) -> Storages:
-        return Storages(one.sizes, one.categories, one.events, one.marks)
+    def describe(one: Storages, makers: list[Maker], *kinds: Sequence[Any]) -> _Memory:
+        own = Storages(one.sizes, one.categories, one.events, one.marks)
+        return _Memory(own, makers, list(zip(one.categories, *kinds, strict=True)), [])
 
-    makers, host = [trace.makers[origin] for origin in trace.origins], trace.host
+    stepwise = {number: (text, expression(of)) for number, text, of in trace.stepwise}
+    following = [stepwise.get(number) for number in range(len(trace.sizes))]
     return (
-        _Memory(plain(trace), makers, list(zip(trace.categories, trace.streams, strict=True)), []),
-        _Memory(plain(host), [("", "")] * len(host.sizes), list(zip(host.categories, host.pinned, strict=True)), []),
+        describe(trace, [trace.makers[origin] for origin in trace.origins], trace.streams, following),
+        describe(trace.host, [("", "")] * len(trace.host.sizes), trace.host.pinned),
     )
 
 
@@ -260,8 +258,8 @@ def _without_firsts(mine: _Memory, other: _Memory, layers: Layers) -> _Memory:
     signed = [event and (new[abs(event) - 1] + 1) * (1 if event > 0 else -1) for event in compress(old.events, stays)]
     marks = [mark._replace(end=sum(stays[: mark.end])) for mark in old.marks]
     sizes, categories = [old.sizes[number] for number in kept], [old.categories[number] for number in kept]
-    others = ([values[number] for number in kept] for values in (mine.makers, mine.kinds, mine.was))
-    return _Memory(Storages(sizes, categories, signed, marks), *others)
+    makers, kinds = [mine.makers[number] for number in kept], [mine.kinds[number] for number in kept]
+    return _Memory(Storages(sizes, categories, signed, marks), makers, kinds, [mine.was[number] for number in kept])
 
 
 def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[Work, int]]:
@@ -294,11 +292,6 @@ def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
     if min(counts.values(), default=0) < 0:
         raise Unlike("kernels or calls to other ranks")
     return calls + [(named[key], count * more) for key, count in counts.items() if count]
-
-
-def _repeat_stepwise(shorter: Layered, was: list[tuple[int, int]]) -> list[tuple[int, str, int]]:
-    known = {number: (text, of) for number, text, of in shorter.trace.stepwise}
-    return [(at, *known[number]) for at, (number, _) in enumerate(was) if number in known]
 
 
 def _extend(value: Any, longer: Any, more: int) -> Any:
