@@ -5,6 +5,7 @@ Not covered: how a trace is kept, and which trials share it (trace_cache.py).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch._subclasses import fake_tensor as fakes
+from transformers import AutoModelForCausalLM
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.spec import length_distribution, runner_table
@@ -22,11 +24,15 @@ from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.trace.alike_layers import FEW, Layered, Lengthened, Unlike, find_layers, lengthen
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.repeated_passes import RepeatedPasses
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.trace.version_patches import install
+
+FEWEST = 8  # layers of a model of which it is quicker to trace few
+WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # names of modules, in whichever layer
 
 
 class Runner(Protocol):
@@ -123,3 +129,71 @@ def trace_trial(
         ) from error
     about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
     return tracer.trace, meter.details | about
+
+
+def trace_layers(trial: Trial, card: Gpu, folder: Path) -> tuple[Trace, dict[str, Any]]:
+    """Trace the trial as `trace_trial` does, but of layers that are alike only as many as are needed."""
+
+    def trace(few: Trial) -> Layered:
+        tracer = Tracer(card.capability)
+        return find_layers(tracer, trace_trial(few, card, folder, tracer=tracer)[1])
+
+    found = trace_alike(trial, trace)
+    return (found.trace, found.details) if found is not None else trace_trial(trial, card, folder)
+
+
+def trace_alike(trial: Trial, trace: Callable[[Trial], Layered]) -> Lengthened | None:
+    """Return the trial's trace from two of fewer layers (alike_layers.py); None where its layers are not alike."""
+    try:
+        if (layers := count_alike_layers(trial)) is not None:
+            return lengthen(trace(with_layers(trial, FEW)), trace(with_layers(trial, FEW + 1)), layers)
+    except Unlike as error:
+        print(f"every layer is traced: {error} differ", flush=True)
+    except Exception as error:  # the trial as it is says it better, or has no trouble with it
+        print(f"every layer is traced: {type(error).__name__}: {error!s:.200}", flush=True)
+    return None
+
+
+def count_alike_layers(trial: Trial) -> int | None:
+    """Return how many layers the trial's model has, if they are alike and tracing few is quicker.
+
+    They are alike if the modules of the model that the configuration describes, made without weights, are the same in
+    each but for their number. Not covered: models from folders and hubs, users' code, and DDP, FSDP1 and DeepSpeed,
+    whose buckets and streams go across layers.
+    """
+    ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
+    known = ours and trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
+    apart = trial.sharding in ("none", "fsdp2") and trial.checkpointing_every == 1
+    told = trial.model.config.get("num_hidden_layers", FEWEST)
+    if not known or not apart or not WORDS.fullmatch(trial.lora_target_modules) or trial.compile != "none":
+        return None
+    if not isinstance(told, int) or told < FEWEST:
+        return None
+    config = build.read_config(trial)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(layers, int) or layers < FEWEST:
+        return None
+    with torch.device("meta"):
+        net = AutoModelForCausalLM.from_config(config)
+    lists = [one for one in net.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == layers]
+    alike = len(lists) == 1 and all(_describe(layer) == _describe(lists[0][0]) for layer in lists[0])
+    return layers if alike else None
+
+
+def with_layers(trial: Trial, layers: int) -> Trial:
+    """Return the same trial of a model with so many layers."""
+    config = build.read_config(trial)
+    name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    fewer = {key: value[:layers] if isinstance(value, list) else value for key, value in trial.model.config.items()}
+    return trial.model_copy(update={"model": trial.model.model_copy(update={"config": fewer | {name: layers}})})
+
+
+def _describe(layer: torch.nn.Module) -> list[Any]:
+    """All that is told of the modules in a layer, but for its number."""
+
+    def plain(module: torch.nn.Module) -> dict[str, Any]:
+        said = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str, tuple))}
+        return {key: value for key, value in said.items() if key not in ("layer_idx", "layer_index", "layer_id")}
+
+    shapes = [[(name, one.shape) for name, one in module.named_parameters()] for module in layer.modules()]
+    return [(name, type(one), plain(one)) for name, one in layer.named_modules()] + shapes

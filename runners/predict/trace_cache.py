@@ -57,9 +57,9 @@ def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[
     found = load_trace(trial, card, traces)
     if found is not None:
         return found
-    from vramsweep.runners.predict import few_layers  # and torch: seconds, which a kept trace does not need
+    from vramsweep.runners.predict import make_trace  # and torch: seconds, which a kept trace does not need
 
-    trace, details = few_layers.trace_trial(trial, card, folder)
+    trace, details = make_trace.trace_layers(trial, card, folder)
     told = redaction.redact(details, worker_environment.secrets(os.environ))  # a library's configuration among them
     content = serialize({"trace": asdict(on(trace, KEPT_ON)), "details": told})
     traces.mkdir(parents=True, exist_ok=True)

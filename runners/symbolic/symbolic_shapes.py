@@ -39,7 +39,7 @@ from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build
-from vramsweep.runners.predict import few_layers, make_trace
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.rank import process_end
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, Refused
 from vramsweep.runners.trace.alike_layers import Layered, find_layers
@@ -85,7 +85,7 @@ def _trace_few(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner)
         traced.append((tracer, len(symbols.env.guards)))
         return find_layers(tracer, details)
 
-    found = few_layers.trace_alike(trial, trace)
+    found = make_trace.trace_alike(trial, trace)
     if found is None or len({guards for _, guards in traced}) > 1:
         return None
     collected = (

@@ -166,7 +166,7 @@ def import_makers(trial: Trial) -> None:
     import torch
 
     torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
-    import_entries((".predict.few_layers", *runner_table.preload(runner_table.imports_name(trial))))
+    import_entries((".predict.make_trace", *runner_table.preload(runner_table.imports_name(trial))))
 
 
 def _trace_symbols(trial: Trial, place: Path) -> None:

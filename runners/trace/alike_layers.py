@@ -7,7 +7,7 @@ with the request before it; but where storages of all layers are freed in a row,
 That it is so is not taken for granted: the trace of one layer more must be what the shorter one becomes when it is
 lengthened by one. Only tensors that join one of every parameter, and kernels over such lists, may be larger in it.
 
-Not covered: which trials have such layers, and what traces them (runners/predict/few_layers.py).
+Not covered: which trials have such layers, and what traces them (runners/predict/make_trace.py).
 """
 
 from __future__ import annotations
@@ -75,14 +75,16 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
                 of[numbers[at] : ends[at]] = [known or path for known in of[numbers[at] : ends[at]]]
     layers: list[list[int | None]] = [[_find_layer(path) for path in of] for of in paths]
     nameless = [[path in ("", OPTIMIZER) for path in of] for of in paths]
-    joined = {number for number, (_, operator) in enumerate(makers) if nameless[0][number] and operator in JOINING}
-    nameless[0] = [of and number not in joined for number, of in enumerate(nameless[0])]
+    every = set(range(max((layer for layer in layers[0] if layer is not None), default=0) + 1))
+    joined = set[int]()
     made = defaultdict[tuple[int, int], list[tuple[int, int]]](list)
     for further in (False, True):
         for at, book in enumerate(books):
             for number, sources in enumerate(book.sources):
-                known = (layers[memory][of] for memory, of in sources)
-                if nameless[at][number] and layers[at][number] is None:
+                known = [layers[memory][of] for memory, of in sources]
+                if not at and every <= set(known) and makers[number][1] in JOINING:
+                    joined.add(number)
+                elif nameless[at][number] and layers[at][number] is None:
                     layers[at][number] = next((layer for layer in known if layer is not None), None)
                 for source in sources:
                     made[source].append((at, number))
@@ -96,11 +98,11 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
                     if own is None and not book.sources[number] and (number < loaded or paths[at][number] == OPTIMIZER):
                         own = following  # a weight's scales, an optimizer's counter of steps
                 following = layers[at][number] = own
-    every = set(range(max((layer for layer in layers[0] if layer is not None), default=0) + 1))
     wholes = frozenset(
         kernel
         for kernel, touched in enumerate(tracer.touched)
-        if joined & {*touched} or every <= {layers[0][number] for number in touched if number is not None}
+        if joined & {*touched}
+        or (kernel in tracer.lists and every <= {layers[0][number] for number in touched if number is not None})
     )
     return Layered(trace, details, (layers[0], layers[1]), joined, wholes, tracer.lists)
 
@@ -283,15 +285,15 @@ def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[
 
 def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
     """Kernels, or calls to other ranks, with those that `more` layers add."""
-    counts, named = Counter[Any](), dict[Any, Any]()
-    for sign, of in ((-1, calls), (1, longer)):
+    counts = [Counter[Any](), Counter[Any]()]
+    for of, counted in zip((calls, longer), counts, strict=True):
         for call, count in of:
-            key = tuple(map(expression, call))
-            counts[key] += sign * count
-            named[key] = call
-    if min(counts.values(), default=0) < 0:
+            counted[tuple(map(expression, call))] += count
+    mine, theirs = counts
+    if mine - theirs or mine.keys() != theirs.keys():
         raise Unlike("kernels or calls to other ranks")
-    return calls + [(named[key], count * more) for key, count in counts.items() if count]
+    named = {tuple(map(expression, call)): call for call, _ in calls}
+    return calls + [(named[key], count * more) for key, count in (theirs - mine).items()]
 
 
 def _extend(value: Any, longer: Any, more: int) -> Any:

@@ -14,7 +14,7 @@ from traces import A100, SIMULATED
 from vramsweep.harness.hardware.roofline import Work, merge_work
 from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.predict import few_layers, make_trace
+from vramsweep.runners.predict import make_trace
 from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.symbolic import symbolic_shapes
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, verified
@@ -78,7 +78,7 @@ FSDP2 = {"sharding": "fsdp2", "world_size": 2}
 def test_the_trace_is_that_of_every_layer(over: dict[str, Any], tmp_path: Path) -> None:
     asked = trial(**over)
     whole, details = make_trace.trace_trial(asked, A100, tmp_path)
-    found = few_layers.trace_alike(asked, lambda few: layered(few, tmp_path))
+    found = make_trace.trace_alike(asked, lambda few: layered(few, tmp_path))
     assert isinstance(found, Lengthened)
     assert found.details == details
     expected = described(whole)
@@ -117,7 +117,7 @@ def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.Captu
     ids=str,
 )
 def test_which_trials_have_alike_layers(over: dict[str, Any], layers: int | None) -> None:
-    assert few_layers.count_alike_layers(trial(**over)) == layers
+    assert make_trace.count_alike_layers(trial(**over)) == layers
 
 
 @pytest.mark.parametrize(
@@ -141,9 +141,9 @@ def test_models_whose_layers_are_not_alike(model_type: str, config: dict[str, An
         }
     )
     one = asked.model_copy(update={"model": model})
-    assert few_layers.count_alike_layers(one) == layers
+    assert make_trace.count_alike_layers(one) == layers
     if layers is not None:
-        few = few_layers.build.read_config(few_layers.with_layers(one, 3))
+        few = make_trace.build.read_config(make_trace.with_layers(one, 3))
         assert few.num_hidden_layers == 3
 
 
@@ -185,6 +185,6 @@ def test_what_only_some_layers_do_is_traced_whole(
     assert asked.model.model_type == "qwen2"
     monkeypatch.setattr(modeling_qwen2.Qwen2MLP, "forward", sometimes)
     whole, _ = make_trace.trace_trial(asked, A100, tmp_path)
-    found, _ = few_layers.trace_trial(asked, A100, tmp_path)
+    found, _ = make_trace.trace_layers(asked, A100, tmp_path)
     assert "every layer is traced" in capsys.readouterr().out
     assert found == whole
