@@ -162,12 +162,11 @@ def count_alike_layers(trial: Trial) -> int | None:
     whose buckets and streams go across layers.
     """
     ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
-    known = ours and trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
-    apart = trial.sharding in ("none", "fsdp2") and trial.checkpointing_every == 1
+    known = trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
+    apart = trial.sharding in ("none", "fsdp2") and trial.checkpointing_every == 1 and trial.compile == "none"
     told = trial.model.config.get("num_hidden_layers", FEWEST)
-    if not known or not apart or not WORDS.fullmatch(trial.lora_target_modules) or trial.compile != "none":
-        return None
-    if not isinstance(told, int) or told < FEWEST:
+    many = isinstance(told, int) and told >= FEWEST  # else nothing more needs to be read
+    if not (ours and known and apart and many and WORDS.fullmatch(trial.lora_target_modules)):
         return None
     config = build.read_config(trial)
     layers = getattr(config, "num_hidden_layers", None)

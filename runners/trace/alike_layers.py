@@ -98,6 +98,10 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
                     if own is None and not book.sources[number] and (number < loaded or paths[at][number] == OPTIMIZER):
                         own = following  # a weight's scales, an optimizer's counter of steps
                 following = layers[at][number] = own
+    for at, book in enumerate(books):
+        for number in range(1, _count_loaded(book.kept) - 1):  # copies of what all weights share
+            if nameless[at][number] and layers[at][number - 1] == layers[at][number + 1] is not None:
+                layers[at][number] = layers[at][number - 1]
     wholes = frozenset(
         kernel
         for kernel, touched in enumerate(tracer.touched)
@@ -186,8 +190,11 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
             happened = [old.events[at] for at in run]
             for by in reversed(moves) if down else moves:
                 for event in happened:
-                    own = layers[abs(event) - 1] if event and owner is None else None
-                    note(event, more if own is not None and own > MIDDLE else by)
+                    own = layers[abs(event) - 1] if event else None
+                    if own is not None and (owner is None or (owner - MIDDLE) * (own - MIDDLE) < 0):
+                        note(event, more if own > MIDDLE else 0)  # of the other end
+                    else:
+                        note(event, by)
         start = end
         new.marks += [Mark(len(new.events), mark.step, mark.phase) for mark in old.marks[len(new.marks) :][:1]]
     new.sizes[:] = [old.sizes[number] for number, _ in was]
