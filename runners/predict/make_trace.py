@@ -24,7 +24,7 @@ from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.rank.entry_modules import import_entry
-from vramsweep.runners.trace.alike_layers import FEW, Layered, Lengthened, Unlike, find_layers, lengthen
+from vramsweep.runners.trace.alike_layers import FEW, Layered, Lengthened, find_layers, lengthen
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.repeated_passes import RepeatedPasses
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -147,9 +147,7 @@ def trace_alike(trial: Trial, trace: Callable[[Trial], Layered]) -> Lengthened |
     try:
         if (layers := count_alike_layers(trial)) is not None:
             return lengthen(trace(with_layers(trial, FEW)), trace(with_layers(trial, FEW + 1)), layers)
-    except Unlike as error:
-        print(f"every layer is traced: {error} differ", flush=True)
-    except Exception as error:  # the trial as it is says it better, or has no trouble with it
+    except Exception as error:  # the layers are unlike, or the trial as it is says it better or has no trouble with it
         print(f"every layer is traced: {type(error).__name__}: {error!s:.200}", flush=True)
     return None
 
@@ -164,8 +162,8 @@ def count_alike_layers(trial: Trial) -> int | None:
     ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
     known = trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
     apart = trial.sharding in ("none", "fsdp2") and trial.checkpointing_every == 1 and trial.compile == "none"
-    told = trial.model.config.get("num_hidden_layers", FEWEST)
-    many = isinstance(told, int) and told >= FEWEST  # else nothing more needs to be read
+    asked = trial.model.config.get("num_hidden_layers", FEWEST)
+    many = isinstance(asked, int) and asked >= FEWEST  # else nothing more needs to be read
     if not (ours and known and apart and many and WORDS.fullmatch(trial.lora_target_modules)):
         return None
     config = build.read_config(trial)
@@ -175,8 +173,9 @@ def count_alike_layers(trial: Trial) -> int | None:
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config)
     lists = [one for one in net.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == layers]
+    told = [one for one in config.to_dict().values() if isinstance(one, list) and len(one) == layers]  # of each layer
     alike = len(lists) == 1 and all(_describe(layer) == _describe(lists[0][0]) for layer in lists[0])
-    return layers if alike else None
+    return layers if alike and all(of == one[0] for one in told for of in one) else None
 
 
 def with_layers(trial: Trial, layers: int) -> Trial:
