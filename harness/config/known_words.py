@@ -64,10 +64,10 @@ _ELSEWHERE = """
 `vramsweep plan` with the same words shows what would run: dry_run
 write adapter=lora quantization=nf4: qlora
 write sharding=fsdp2 (or fsdp1): fsdp use_fsdp
-here are no weights in 8 bits; `vramsweep techniques quantization` lists what there is: load_in_8bit
+there are no 8-bit weights here; `vramsweep techniques quantization` lists what there is: load_in_8bit
 results=DIR is the folder of all sweeps, name=NAME the folder of this one in it: output_dir
-did you mean protocol.warmup_steps? They are not timed (a learning rate's change no memory or speed): warmup_steps
-here are micro_batch, grad_accum and world_size, whose product it is: global_batch_size total_batch_size
+did you mean protocol.warmup_steps? Those are not timed; a learning rate's change neither memory nor speed: warmup_steps
+it is the product of micro_batch, grad_accum and world_size; give these: global_batch_size total_batch_size
 data=FILE or data=NAME of the hub, with model=ORG/NAME for its tokenizer: data_path dataset dataset_name train_file
 a model's own: model.config.NAME=VALUE, as its config.json has it: hidden_size n_layer num_hidden_layers num_layers
 protocol.measured_steps=N are the steps measured: epochs max_steps num_epochs num_steps num_train_epochs steps

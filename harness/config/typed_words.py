@@ -92,7 +92,7 @@ def _refuse_apart(typed: Sequence[str]) -> None:
                 break
             whole, said = f"{whole}{part}", " ".join([word, *after[:count]])
         if whole != word:
-            raise UserError(f"{said}: no space at a comma or an =; write {whole}")
+            raise UserError(f"{said}: no space at a comma or an =; write {whole.rstrip(',')}")
         if _SETTING.match(word) and word.endswith(","):
             raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
         name, _, text = word.partition(":")
@@ -172,7 +172,9 @@ def _read(word: str, line: Line) -> list[str]:
         return [word]
     key = ALIASES.get(name, name)
     items = [item.strip() for item in split_values(text)]
-    if key == "world_size" and re.fullmatch(r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*", text):  # gpus=8xh100, 4,h100
+    if key == "world_size" and re.fullmatch(
+        r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+", text
+    ):  # gpus=8xh100, 4,h100
         key, items = "device.gpu", [text] if any(map(str.isdigit, items)) else items
     if key in whole_numbers() and (plain := _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)) != text:
         raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without separators of thousands")
@@ -233,7 +235,7 @@ def _refuse_number(word: str, key: str, item: str) -> None:
 def _model(word: str, item: str, line: Line) -> str:
     """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
     item = found[1] if (found := _HUB.fullmatch(item)) else item
-    if re.match(r"\w+://", item):
+    if re.match(r"\w+://", item) or re.match(r"(spaces|datasets)/", item):
         raise UserError(f"{word}: write model=ORG/NAME for the main branch of a model of the hub; else model=./FOLDER")
     item = item if item.startswith((".", "/")) else item.rstrip("/")
     files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
@@ -249,7 +251,7 @@ def _model(word: str, item: str, line: Line) -> str:
 def _notes(word: str, now: str) -> Iterator[str]:
     """Yield what to say of a setting that is read otherwise than it was typed; gpu= and device.gpu= are one."""
     key, _, text = word.partition("=")
-    if key.endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
+    if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):.1f} GiB"
     now = now.removeprefix("device.") if key == "gpu" else now
     if "/" in text and now != word and set(now.removeprefix("model=").split(",")) <= {*conf_files.file_names("model")}:

@@ -23,7 +23,7 @@ from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
-from vramsweep.runners.rank.entry_modules import import_entry
+from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.trace.alike_layers import FEW, Layered, Lengthened, find_layers, lengthen
 from vramsweep.runners.trace.cuda_emulation import behave
 from vramsweep.runners.trace.repeated_passes import RepeatedPasses
@@ -31,7 +31,7 @@ from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.trace.version_patches import install
 
-FEWEST = 8  # layers of a model of which it is quicker to trace few
+FEWEST = 9  # layers of a model of which it is quicker to trace few
 WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # names of modules, in whichever layer
 
 
@@ -84,8 +84,7 @@ class TraceMeter:
 def _has_alike_passes(trial: Trial) -> bool:
     """Whether nothing that the trial names makes the accumulated passes of a step differ, but their batches' values.
 
-    What a model draws at random, as LayerDrop does, is no axis: passes that differ by it are run (repeated_passes.py),
-    as long as no two in a row are alike by chance.
+    A model that looks at what it drew at random, as LayerDrop does, cannot be traced at all.
     """
     told = "gradient_accumulation_steps" in trial.runner.options  # another number than ours
     plain = trial.data == "synthetic" and not trial.padding and trial.packing == "none"
@@ -102,6 +101,7 @@ def trace_trial(
     runner = runner or cast(Runner, import_entry(runner_table.module(trial)))
     tracer = tracer or Tracer(card.capability)
     meter = TraceMeter(trial, tracer, folder)
+    import_entries(runner_table.preload(runner_table.imports_name(trial)))  # or their tables would be in the trace
     build.prepare(trial)
     try:
         with (
@@ -156,12 +156,14 @@ def count_alike_layers(trial: Trial) -> int | None:
     """Return how many layers the trial's model has, if they are alike and tracing few is quicker.
 
     They are alike if the modules of the model that the configuration describes, made without weights, are the same in
-    each but for their number. Not covered: models from folders and hubs, users' code, and DDP, FSDP1 and DeepSpeed,
-    whose buckets and streams go across layers.
+    each but for their number. Not covered: models from folders and hubs, users' code, compiled steps, what is meant for
+    some layers (`checkpointing_every`, patterns of names), DDP, FSDP1 and DeepSpeed, whose buckets and streams go
+    across layers, and FSDP2 of the Trainer or with parameters on the host.
     """
     ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
     known = trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
-    apart = trial.sharding in ("none", "fsdp2") and trial.checkpointing_every == 1 and trial.compile == "none"
+    fsdp2 = trial.sharding == "fsdp2" and trial.runner.name == "torch" and not trial.offload_param
+    apart = (trial.sharding == "none" or fsdp2) and trial.checkpointing_every == 1 and trial.compile == "none"
     asked = trial.model.config.get("num_hidden_layers", FEWEST)
     many = isinstance(asked, int) and asked >= FEWEST  # else nothing more needs to be read
     if not (ours and known and apart and many and WORDS.fullmatch(trial.lora_target_modules)):
@@ -183,7 +185,8 @@ def with_layers(trial: Trial, layers: int) -> Trial:
     config = build.read_config(trial)
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     fewer = {key: value[:layers] if isinstance(value, list) else value for key, value in trial.model.config.items()}
-    return trial.model_copy(update={"model": trial.model.model_copy(update={"config": fewer | {name: layers}})})
+    fewer |= {key: layers for key in (name, "num_hidden_layers") if key == name or key in fewer}
+    return trial.model_copy(update={"model": trial.model.model_copy(update={"config": fewer})})
 
 
 def _describe(layer: torch.nn.Module) -> list[Any]:

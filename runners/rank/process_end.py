@@ -98,7 +98,10 @@ def print_traceback() -> None:
 
 def may_pass(error: BaseException) -> bool:
     """Whether an error, or one that it came of, is of the machine as it is now: memory, a disk, threads, a device."""
-    found, before = error_patterns.find(str(error)), error.__cause__ or error.__context__
+    found, before = (
+        error_patterns.find(str(error)),
+        error.__cause__ or (None if error.__suppress_context__ else error.__context__),
+    )
     passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
     return passing or isinstance(error, MemoryError | OSError) or (before is not None and may_pass(before))
 

@@ -1,11 +1,13 @@
 """A trace of few layers, lengthened to that of many that are alike.
 
-The requests and frees of the middle one of `FEW` layers are noted again for each layer more. A storage is a layer's
-whose module, or a part of it, was made or ran when it was asked for, or that the optimizer made of one. A free belongs
-with the request before it; but where storages of all layers are freed in a row, each with its own layer.
+Each storage is given to a layer: to the one whose module asked for it, or was made just before it, or whose parameter
+the optimizer made it of. What the middle one of `FEW` layers asks for and frees is then noted again for each layer
+more. A free belongs with the request before it; but where storages of all layers are freed in a row, each with its own
+layer.
 
-That it is so is not taken for granted: the trace of one layer more must be what the shorter one becomes when it is
-lengthened by one. Only tensors that join one of every parameter, and kernels over such lists, may be larger in it.
+That it is so is not taken for granted: the shorter trace, lengthened by one layer, must be the one that was traced of
+one layer more. Only what has a part for every parameter may be larger in it: the stack of all gradients' norms, say,
+and kernels over lists of all parameters.
 
 Not covered: which trials have such layers, and what traces them (runners/predict/make_trace.py).
 """
@@ -16,7 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import compress, groupby, pairwise, repeat
+from itertools import groupby, pairwise, repeat
 from typing import Any
 
 import torch
@@ -42,9 +44,9 @@ class Unlike(Exception):
 class Layered:
     """A trace, and what was noted beside it to lengthen it.
 
-    `layers` are those of the storages in GPU and in host memory, `joined` the storages in GPU memory that join one of
-    every parameter, `wholes` the kernels that go through every parameter, and `lists` what those over lists of tensors
-    have to go through, by the kernel's number.
+    `layers` are those of the storages in GPU and in host memory, `joined` the storages in GPU memory that have a part
+    for every parameter, `wholes` the kernels that go through every parameter, and `lists` what those over lists of
+    tensors have to go through, by the kernel's number.
     """
 
     trace: Trace
@@ -119,7 +121,7 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
     pairs = zip(_memories(shorter.trace), _memories(longer.trace), shorter.layers, (shorter.joined, set()), strict=True)
     for old, new, owners, joined in pairs:
         repeated = _repeat(old, owners, more)
-        for number, size in _compare(_repeat(old, owners, 1), new, owners, joined):
+        for number, size in _compare(_repeat(old, owners, 1), new, joined):
             at = repeated.was.index((number, 0))
             repeated.storages.sizes[at] = _extend(old.storages.sizes[number], size, more)
         memories.append(repeated)
@@ -204,7 +206,7 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
 
 
 def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
-    """What tells each storage from the others of its layer: who asks for it in which phase, and the how manieth."""
+    """What tells each storage from the others of its layer: who asks for it, in which phase, as which of these."""
     phases, start = dict[int, int](), 0
     for number, end in enumerate(_ends(memory.storages)):
         phases |= {event - 1: number for event in memory.storages.events[start:end] if event > 0}
@@ -237,38 +239,20 @@ def _find_owners(storages: Storages, layers: Layers) -> list[int | None]:
     return owners
 
 
-def _compare(mine: _Memory, other: _Memory, layers: Layers, joined: Set[int]) -> Iterator[tuple[int, Any]]:
-    """Raise Unlike unless what was lengthened by a layer is what was traced; yield which of the shorter record's
-    storages join one of every parameter, and how large they were traced."""
-    if len(mine.makers) != len(other.makers):
-        mine = _without_firsts(mine, other, layers)
+def _compare(mine: _Memory, other: _Memory, joined: Set[int]) -> Iterator[tuple[int, Any]]:
+    """Raise Unlike unless `mine`, lengthened by a layer, is the `other`, which was traced; yield the shorter record's
+    storages that have a part for every parameter, each with its size in the other."""
     for name in ("makers", "kinds"):
         if getattr(mine, name) != getattr(other, name):
-            raise Unlike(name)
+            raise Unlike(f"the {name} of storages differ")
     if (mine.storages.events, mine.storages.marks) != (other.storages.events, other.storages.marks):
-        raise Unlike("the order of requests and frees")
+        raise Unlike("requests and frees are in another order")
     sizes = zip(mine.was, mine.makers, mine.storages.sizes, other.storages.sizes, strict=True)
     for (number, _), (_, operator), size, traced in sizes:
         if expression(size) != expression(traced):
             if number not in joined:
-                raise Unlike(f"a size of {operator}")
+                raise Unlike(f"a size of {operator} differs")
             yield number, traced
-
-
-def _without_firsts(mine: _Memory, other: _Memory, layers: Layers) -> _Memory:
-    """Without what only the first trace of a process asks for while it loads, as the mesh of ranks, which is kept."""
-    kept, loaded = list[int](), _count_loaded(mine.storages)
-    for number, maker in enumerate(mine.makers):
-        first = number < loaded and layers[mine.was[number][0]] is None
-        if not first or other.makers[len(kept) : len(kept) + 1] == [maker]:
-            kept.append(number)
-    new, old = {number: at for at, number in enumerate(kept)}, mine.storages
-    stays = [not event or abs(event) - 1 in new for event in old.events]
-    signed = [event and (new[abs(event) - 1] + 1) * (1 if event > 0 else -1) for event in compress(old.events, stays)]
-    marks = [mark._replace(end=sum(stays[: mark.end])) for mark in old.marks]
-    sizes, categories = [old.sizes[number] for number in kept], [old.categories[number] for number in kept]
-    makers, kinds = [mine.makers[number] for number in kept], [mine.kinds[number] for number in kept]
-    return _Memory(Storages(sizes, categories, signed, marks), makers, kinds, [mine.was[number] for number in kept])
 
 
 def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[Work, int]]:
@@ -277,7 +261,7 @@ def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[
     parts = [[kernel for at, kernel in enumerate(one.trace.kernels) if at not in one.wholes] for one in known]
     made = _repeat_calls(parts[0], parts[1], more)
     if len(shorter.wholes) != len(longer.wholes):
-        raise Unlike("kernels")
+        raise Unlike("kernels differ")
     for numbers in zip(*(sorted(one.wholes) for one in known), strict=True):
         (one, count), (other, _) = (of.trace.kernels[at] for of, at in zip(known, numbers, strict=True))
         work = Work(*(_extend(value, traced, more) for value, traced in zip(one, other, strict=True)))
@@ -285,7 +269,7 @@ def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[
         if mine is not None and theirs is not None:
             work = work._replace(launches=launches(Lists(*map(_extend, mine, theirs, repeat(more)))))
         elif one.launches != other.launches:
-            raise Unlike("kernels")
+            raise Unlike("kernels differ")
         made.append((work, count))
     return made
 
@@ -298,7 +282,7 @@ def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
             counted[tuple(map(expression, call))] += count
     mine, theirs = counts
     if mine - theirs or mine.keys() != theirs.keys():
-        raise Unlike("kernels or calls to other ranks")
+        raise Unlike("kernels or calls to other ranks differ")
     named = {tuple(map(expression, call)): call for call, _ in calls}
     return calls + [(named[key], count * more) for key, count in (theirs - mine).items()]
 
@@ -310,7 +294,7 @@ def _extend(value: Any, longer: Any, more: int) -> Any:
     if expression(value) == expression(longer):
         return value
     if not all(isinstance(one, (int, torch.SymInt)) for one in (value, longer)):
-        raise Unlike("what is told of the model")
+        raise Unlike("what is told of the model differs")
     return value + (longer - value) * more
 
 

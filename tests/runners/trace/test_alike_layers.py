@@ -113,6 +113,9 @@ def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.Captu
         ({"lora_target_modules": r".*layers\.[0-3]\..*", **LORA}, None),
         ({"checkpointing": "full", "checkpointing_every": 2}, None),
         ({"sharding": "ddp", "world_size": 2}, None),
+        ({"sharding": "fsdp2", "world_size": 2}, LAYERS),
+        ({"sharding": "fsdp2", "world_size": 2, "offload_param": True}, None),
+        ({"sharding": "fsdp2", "world_size": 2, "runner": {"name": "trainer"}}, None),
         ({"sharding": "zero3", "world_size": 2, "runner": {"name": "deepspeed"}}, None),
         ({"model": {"config": {"num_hidden_layers": 4}}}, None),
     ],
@@ -131,6 +134,16 @@ def test_which_trials_have_alike_layers(over: dict[str, Any], layers: int | None
         ("qwen2", {"num_hidden_layers": 10, "use_sliding_window": True, "max_window_layers": 4}, None),
         ("qwen2_moe", {"num_hidden_layers": 10, "mlp_only_layers": [7], "num_experts": 4}, None),
         ("gpt_neox", {"num_hidden_layers": 10}, 10),
+        ("granite_swa", {"num_hidden_layers": 10, "layer_types": ["full_attention"] * 10}, 10),
+        (
+            "granite_swa",  # whose layers do not know it
+            {
+                "num_hidden_layers": 10,
+                "layer_types": ["full_attention"] * 10,
+                "layer_rope_theta": [10_000.0] * 5 + [0.0] * 5,
+            },
+            None,
+        ),
     ],
 )
 def test_models_whose_layers_are_not_alike(model_type: str, config: dict[str, Any], layers: int | None) -> None:
@@ -171,10 +184,10 @@ def test_a_longer_trace_that_is_not_alike_is_refused(tmp_path: Path) -> None:
             lengthen(mine, one, LAYERS)
 
 
-def test_what_only_some_layers_do_is_traced_whole(
+def test_a_model_that_does_otherwise_with_one_layer_more_is_traced_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Though the modules are alike: the trace of four layers tells."""
+    """Though its modules are alike: three layers and four are not."""
     from transformers.models.qwen2 import modeling_qwen2
 
     forward = modeling_qwen2.Qwen2MLP.forward

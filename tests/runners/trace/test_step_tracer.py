@@ -234,8 +234,11 @@ print(first == second)
 """
 
 
+FSDP2 = {"sharding": "fsdp2", "world_size": 2}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("over", [{"optimizer": "adafactor"}, {"adapter": "lora"}], ids=str)
+@pytest.mark.parametrize("over", [{"optimizer": "adafactor"}, {"adapter": "lora"}, FSDP2], ids=str)
 def test_what_a_process_imports_is_not_in_its_first_trace(tmp_path: Path, over: dict[str, Any]) -> None:
     """bitsandbytes, which transformers' optimizers import, keeps two tables of 64 bytes."""
     values = tiny(device=SIMULATED, **over)
