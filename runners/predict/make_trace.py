@@ -13,6 +13,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch._subclasses import fake_tensor as fakes
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
@@ -32,7 +33,7 @@ from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.trace.version_patches import install
 
 FEWEST = 9  # layers of a model of which it is quicker to trace few
-WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # names of modules, in whichever layer
+WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # of names of modules: those in whichever layer
 
 
 class Runner(Protocol):
@@ -127,7 +128,7 @@ def trace_trial(
             f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
-    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None}
+    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None, "layers_traced": None}
     return tracer.trace, meter.details | about
 
 
@@ -166,7 +167,8 @@ def count_alike_layers(trial: Trial) -> int | None:
     apart = (trial.sharding == "none" or fsdp2) and trial.checkpointing_every == 1 and trial.compile == "none"
     asked = trial.model.config.get("num_hidden_layers", FEWEST)
     many = isinstance(asked, int) and asked >= FEWEST  # else nothing more needs to be read
-    if not (ours and known and apart and many and WORDS.fullmatch(trial.lora_target_modules)):
+    named = [one for one in tree_leaves([trial.lora_target_modules, trial.runner.options]) if isinstance(one, str)]
+    if not (ours and known and apart and many and all(map(WORDS.fullmatch, named))):
         return None
     config = build.read_config(trial)
     layers = getattr(config, "num_hidden_layers", None)

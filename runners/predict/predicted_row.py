@@ -64,7 +64,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if full is not None and predicted.refused is not None and full >= len(predicted.phases):
         full = None  # the card is full before
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
-    known = static_columns(trial, trace_basis, host)
+    known = static_columns(trial, trace_basis, host, details)
     estimated, untimed = speed(trial, trace, card)
     if full is not None or predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
@@ -89,12 +89,13 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     return Predicted(found | {"notes": notes or None}, phases, None)
 
 
-def static_columns(trial: Trial, trace_basis: str, host: HostPrediction) -> dict[str, Any]:
+def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details: Mapping[str, Any]) -> dict[str, Any]:
     """The row's columns that do not hang on how the prediction ends."""
     card = trial.device.card
     return {
         "prediction_basis": prediction_basis(trial),
         "trace_basis": trace_basis,
+        "layers_traced": details.get("layers_traced"),
         "deepspeed_version": machine.deepspeed_version(trial.sharding),
         "gpu_name": card.name,
         "device_total_bytes": reported_bytes(card),

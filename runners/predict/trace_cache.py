@@ -34,7 +34,7 @@ from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Of a kept trace; raise it when its layout changes, and trial_identity.SIMULATION when what is predicted does.
-FORMAT = 11
+FORMAT = 12
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
 MOST = 1 << 63  # of any number in a trace
 KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first

@@ -93,7 +93,8 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
     if len(direct) < 2:
         raise ValueError("it takes direct traces of two points to confirm a symbolic one")
     own, template = found.symbolic.template, next(iter(direct.values()))[0]
-    symbolic = replace(found.symbolic, template=template, basis="symbolic")
+    few = {"layers_traced": next(iter(direct.values()))[1].get("layers_traced")}  # of the template
+    symbolic = replace(found.symbolic, template=template, details={**found.symbolic.details, **few}, basis="symbolic")
     for point, (traced, details) in direct.items():
         at = f"at seq_len {point.seq_len}, micro_batch {point.micro_batch}"
         if not symbolic.holds(point):

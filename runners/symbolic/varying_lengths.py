@@ -398,7 +398,7 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
     widest = max(every, key=lambda step: max((one.tokens, one.padded) for one in step))
     trace, details = found.details(trial, widest)
     host = predicted_row.host_of(trial, trace)
-    about = predicted_row.static_columns(trial, _basis(rests), host)
+    about = predicted_row.static_columns(trial, _basis(rests), host, details)
     predicted = done.predicted
     if (text := predicted_row.host_refused(trial, host)) is not None:
         error = predicted_row.SimulatedHostOutOfMemoryError(text, about)

@@ -139,6 +139,7 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
         stepwise=[(at, *stepwise[number]) for at, (number, _) in enumerate(card.was) if number in stepwise],
     )
     details = {key: _extend(value, longer.details[key], more) for key, value in shorter.details.items()}
+    details["layers_traced"] = FEW
     return Lengthened(trace, details, ([number for number, _ in card.was], [number for number, _ in host.was]))
 
 

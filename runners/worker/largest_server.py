@@ -6,6 +6,7 @@ which points are looked at (fit_survey.py).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,7 +29,7 @@ from vramsweep.harness.machine import host_memory
 from vramsweep.harness.search.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, Survey
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.predict import predicted_row
+from vramsweep.runners.predict import predicted_row, trace_cache, user_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
@@ -59,15 +60,23 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 def _of_family(
     family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Any]:
-    """The edge of each trial of a family; those that differ in the other axis too are of one curve, and apart."""
+    """The edge of each trial of a family; those that differ in the other axis too are of one curve, and apart.
+
+    What was found is kept for the user, as traces are.
+    """
+    anyone, asked = next(iter(family.values())), {key: one.model_dump(mode="json") for key, one in family.items()}
+    kept = trace_cache.users_file(json.dumps(["edges", asked, axis, [*values], every], sort_keys=True), anyone)
+    with contextlib.suppress(OSError, ValueError):
+        found: dict[str, Any] = {} if kept is None else json.loads(trace_cache.checked(user_cache.load(kept)))
+        if found:
+            return found
     groups: dict[Point, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in family.items():
         groups[point(trial.model_copy(update={axis: 1}))][trial_id] = trial
     firsts = {other: next(iter(group.values())) for other, group in groups.items()}
     along = {key: [one.model_copy(update={axis: value}) for value in values] for key, one in firsts.items()}
-    anyone = next(iter(family.values()))
     known = curve(anyone, [point(trial) for trials in along.values() for trial in trials], tracer)
-    found: dict[str, Any] = {}
+    found = {}
     for other, group in groups.items():
         edges = _of_group(group, along[other], known, every, tracer, deadline_s)
         for trial_id, edge in edges.items():
@@ -75,6 +84,8 @@ def _of_family(
             if edge.largest is not None and len(family) <= FEW:
                 peaks |= edge_peaks(known, family[trial_id].model_copy(update={axis: values[edge.largest]}))
             found[trial_id] = _encode_edge(edge, values, known.bases()) | peaks
+    if kept is not None and all(edge["complete"] for edge in found.values()):
+        user_cache.keep(kept, trace_cache.serialize(found))
     return found
 
 
@@ -113,14 +124,15 @@ def _of_group(
         [asked] = surveys.values()
         known.trace([trials[number] for number in asked])
         points = list(asked.items())
-        chunks = [points[first : first + CHUNK] for first in range(0, len(points), CHUNK)]
+        size = min(CHUNK, math.ceil(len(points) / at_once()))
+        chunks = [points[first : first + size] for first in range(0, len(points), size)]
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
             for chunk, place in zip(chunks, places, strict=True)
         ]
         for done, _ in enumerate(forked(jobs, at_once()), 1):
-            some = replayed + min(CHUNK * done, len(points))
+            some = replayed + min(size * done, len(points))
             result_file.progress(tracer.folder, f"replaying: {some:,} of at most {len(trials):,} trials")
         replayed += len(points)
         return {0: dict(_read(places))}

@@ -14,7 +14,7 @@ from traces import A100, SIMULATED
 from vramsweep.harness.hardware.roofline import Work, merge_work
 from vramsweep.harness.spec import runner_table, trial_parser
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.runners.predict import make_trace
+from vramsweep.runners.predict import make_trace, predicted_row
 from vramsweep.runners.rank.entry_modules import import_entry
 from vramsweep.runners.symbolic import symbolic_shapes
 from vramsweep.runners.symbolic.symbolic_candidate import Candidate, verified
@@ -82,7 +82,7 @@ def test_the_trace_is_that_of_every_layer(over: dict[str, Any], tmp_path: Path) 
     whole, details = make_trace.trace_trial(asked, A100, tmp_path)
     found = make_trace.trace_alike(asked, lambda few: layered(few, tmp_path))
     assert isinstance(found, Lengthened)
-    assert found.details == details
+    assert found.details == details | {"layers_traced": 3}
     expected = described(whole)
     for name, value in described(found.trace).items():
         assert value == expected[name], name
@@ -111,6 +111,8 @@ def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.Captu
         ({}, LAYERS),
         ({"lora_target_modules": "q_proj+fc1", **LORA}, LAYERS),
         ({"lora_target_modules": r".*layers\.[0-3]\..*", **LORA}, None),
+        ({"runner": {"name": "trainer", "options": {"optim_target_modules": ["q_proj", "mlp"]}}}, LAYERS),
+        ({"runner": {"name": "trainer", "options": {"optim_target_modules": ["layers.8.mlp"]}}}, None),
         ({"checkpointing": "full", "checkpointing_every": 2}, None),
         ({"sharding": "ddp", "world_size": 2}, None),
         ({"sharding": "fsdp2", "world_size": 2}, LAYERS),
@@ -123,6 +125,16 @@ def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.Captu
 )
 def test_which_trials_have_alike_layers(over: dict[str, Any], layers: int | None) -> None:
     assert make_trace.count_alike_layers(trial(**over)) == layers
+
+
+def test_a_row_says_of_how_many_layers_its_trace_was_made(tmp_path: Path) -> None:
+    """Also that of one which does not fit."""
+    tight = {"allocator": {"name": "tight", "conf": "per_process_memory_fraction:0.0001"}}
+    for layers, said in ((LAYERS, 3), (4, None)):
+        for over in ({}, tight):
+            asked = trial(layers, **over)
+            predicted = predicted_row.predict(asked, *make_trace.trace_layers(asked, A100, tmp_path))
+            assert predicted.columns["layers_traced"] == said and (predicted.error is not None) == bool(over)
 
 
 @pytest.mark.parametrize(

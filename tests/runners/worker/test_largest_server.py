@@ -7,12 +7,14 @@ import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from conftest import Cli, tiny
 from traces import A100, SIMULATED, peak
 
 from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.files import file_names
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.rows.journal import read, terminal
 from vramsweep.harness.search.fit_survey import REACH, RequiredBytes
@@ -191,6 +193,30 @@ def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> No
             elif error is None:
                 assert floor == largest_server.requested(curve.at(at)[0])
     assert {edge.all_up_to for edge in found.values()} >= {None, 2, 4}
+
+
+@pytest.mark.slow
+def test_an_answer_is_kept_for_the_user_and_found_anew_where_it_is_not_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(file_names.CACHE, str(tmp_path / "cache"))
+    family, made = {"a": simulated()}, mock.Mock(side_effect=largest_server.curve)
+    monkeypatch.setattr(largest_server, "curve", made)
+
+    def ask(number: int, values: list[int], every: bool = False) -> Any:
+        folder = tmp_path / "sweep" / "attempts" / "x" / str(number)
+        folder.mkdir(parents=True)
+        return largest_server._of_family(family, "seq_len", values, every, Tracer(folder, 120), 120)
+
+    first = ask(0, [16, 64])
+    assert first["a"]["largest"] == 64 and ask(1, [16, 64]) == first and made.call_count == 1
+    assert ask(2, [16, 32])["a"]["largest"] == 32 and made.call_count == 2  # another question
+    ask(3, [16, 64], every=True)
+    kept = [file for file in (tmp_path / "cache" / "traces").iterdir() if b'"largest": 64' in file.read_bytes()]
+    assert len(kept) == 2 and made.call_count == 3
+    for file in kept:
+        file.write_bytes(file.read_bytes().replace(b'"largest": 64', b'"largest": 48'))
+    assert ask(4, [16, 64]) == first and made.call_count == 4
 
 
 def test_what_a_look_leaves_counts_though_another_dies(tmp_path: Path) -> None:
