@@ -36,10 +36,12 @@ device=cuda            device=cuda:0 device=gpu
 ds_config              deepspeed deepspeed_config
 grad_accum             gradient_accumulation_steps
 kernels=liger          use_liger_kernel=true
+kernels=none           use_liger_kernel=false
 lora_r                 lora_rank
 micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
 model                  base_model model_id model_name model_name_or_path
 optimizer              optim
+packing=none           packing=false
 optimizer=adamw_torch        optimizer=adamw
 optimizer=adamw_torch_fused  optimizer=adamw_fused
 precision              dtype mixed_precision torch_dtype
@@ -71,6 +73,9 @@ it is the product of micro_batch, grad_accum and world_size; give these: global_
 data=FILE or data=NAME of the hub, with model=ORG/NAME for its tokenizer: data_path dataset dataset_name train_file
 a model's own: model.config.NAME=VALUE, as its config.json has it: hidden_size n_layer num_hidden_layers num_layers
 protocol.measured_steps=N are the steps measured: epochs max_steps num_epochs num_steps num_train_epochs steps
+no part of a training step, which is what is measured: do_eval do_train eval_steps eval_strategy evaluation_strategy \
+hub_model_id logging_dir logging_steps logging_strategy overwrite_output_dir push_to_hub report_to run_name save_steps \
+save_strategy save_total_limit
 neither memory nor speed depends on it: adam_beta1 adam_beta2 learning_rate lr lr_scheduler_type warmup_ratio
 the Trainer has it: runner=trainer +runner.options.NAME=VALUE: label_smoothing_factor max_grad_norm weight_decay
 world_size=N counts the GPUs of all nodes, device.gpus_per_node=N those of one: nnodes num_machines num_nodes

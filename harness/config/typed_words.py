@@ -108,9 +108,9 @@ def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[st
     for at, (word, now) in enumerate(read):
         name, key = word.partition("=")[0], now[0].partition("=")[0]
         others = {one for _, also in read for one in also if one != now[0] and one.startswith(f"{key}=")}
-        off = name != key and ALIASES.get(f"{name}=false") == now[0]
+        on, off = str(ALIASES.get(f"{name}=true")), name != key and ALIASES.get(f"{name}=false") == now[0]
         again = any(one != word and also == now for one, also in read[:at])
-        if not again and not (off and others and ALIASES.get(f"{name}=true") not in others):
+        if not again and not (off and others and not any(one.startswith(on) for one in others)):
             kept.append((word, now))
     given = [(one.partition("=")[0], one, word) for word, now in kept for one in now]
     renamed = {key: (one, word) for key, one, word in given if word.partition("=")[0] not in (key, "model")}
@@ -253,6 +253,8 @@ def _notes(word: str, now: str) -> Iterator[str]:
     key, _, text = word.partition("=")
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):.1f} GiB"
+    if key == "lora_target_modules" and "," in text.strip("'\""):
+        yield f"{word} is one trial for each; one with all of them: {key}={text.replace(',', '+')}"
     now = now.removeprefix("device.") if key == "gpu" else now
     if "/" in text and now != word and set(now.removeprefix("model=").split(",")) <= {*conf_files.file_names("model")}:
         yield f"{word} is built in, as {now}"

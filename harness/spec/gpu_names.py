@@ -28,15 +28,16 @@ def unknown_gpu(said: str, typed: str) -> str:
     if len(like := _like(typed)) > 1:
         each = ", ".join(f"{gpu.name} ({gpu.memory_gib:g} GiB{f', {gpu.link}' if gpu.link else ''})" for gpu in like)
         return f"{said} may be any of {each}; name one of them"
-    names = [like[0].name] if like else [gpu.name for gpu in GPUS]
-    near = suggestions.did_you_mean(typed, names) or "; "
+    near = suggestions.did_you_mean(typed, [gpu.name for gpu in GPUS]) or "; "
+    near = f"; did you mean {like[0].name}?" if like else near
     more = "for one that is not listed say what it has: device.memory_gib=8 device.capability=7.5"
     return f"{said}: there is no such GPU{near} `vramsweep gpus` lists all {len(GPUS)}; {more}".replace(";  ", "; ")
 
 
 def _like(typed: str) -> list[Gpu]:
-    """Return the GPUs whose names begin with whole words of this, the plainest name and the smallest memory first."""
-    found = [gpu for gpu in GPUS if f"{gpu.name}-".startswith(f"{_plain(typed)}-")]
+    """Return the GPUs whose names begin with whole words of this, or RTX and these: the plainest, smallest first."""
+    name = _plain(typed).removeprefix("geforce-").replace("rtx-", "rtx")
+    found = [gpu for gpu in GPUS if f"{gpu.name}-".startswith((f"{name}-", f"rtx{name}-"))]
     return sorted(found, key=lambda gpu: (gpu.name.count("-"), gpu.memory_gib))
 
 
