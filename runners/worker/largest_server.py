@@ -237,7 +237,8 @@ def _capability(trial: Trial) -> Capability:
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
     in less and less, from more than the largest limit on, until it fits the smallest with room to spare, or within a
-    percent."""
+    percent. Then at each limit that it only meets by giving memory back: that may go well there, and not in more room.
+    """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))
     found = RequiredBytes(least, least, math.inf, False)
@@ -246,11 +247,16 @@ def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[in
     for free in sorted(rooms or [int(REACH * limits[-1])], reverse=True):
         found = _tried(trace, config, found, free)
     if not rooms:
+        bare = found.enough
         while found.enough - found.least > LEAST_MARGIN * found.enough < math.inf:
             if found.enough <= limits[0] and found.enough < free:
                 break
             free = int(found.least + found.enough) // 2
             found = _tried(trace, config, found, free)
+        for limit in [limit for limit in limits if found.floor <= limit < bare]:
+            fits = replay(trace, config, limit).refused is None
+            bound = partial(min, limit) if fits else partial(max, limit + 1)
+            found = replace(found, least=bound(found.least), enough=bound(found.enough))
     return replace(found, close=not rooms)
 
 

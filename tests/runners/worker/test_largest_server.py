@@ -195,6 +195,18 @@ def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> No
     assert {edge.all_up_to for edge in found.values()} >= {None, 2, 4}
 
 
+def test_what_fits_at_the_limit_alone_fits() -> None:
+    """The cache is emptied at a luckier moment than with more room; each limit is judged by a replay at it."""
+    sizes = [size << 20 for size in (6, 2, 26, 4, 22, 4, 14, 14)]
+    events = [1, 2, -1, -2, 3, -3, 4, 5, -5, 6, 7, 8, -6, -4]
+    trace = Trace(sizes, ["temporaries"] * 8, events, [Mark(len(events), 0, "forward")], [0] * 8, [0] * 8, [("", "")])
+    for mib, fits in ((42, False), (44, True), (56, False), (70, True)):
+        limit = mib << 20
+        assert (replay(trace, allocator_config.parse(""), limit).refused is None) == fits
+        found = largest_server.need(trace, simulated(), [], [limit])
+        assert (found.enough <= limit, found.least > limit) == (fits, not fits), mib
+
+
 @pytest.mark.slow
 def test_an_answer_is_kept_for_the_user_and_found_anew_where_it_is_not_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
