@@ -13,6 +13,9 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
 AHEAD = "the further the CPU runs ahead of the GPU, the more"
+ADAPTED = ("bf16", "fp16")  # precisions whose weights are fp32, where those of an adapter's model often are not
+NEAR = 0.01  # of the limit: what leaves less fits only just
+COMMUNICATION_GIB = 2
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
@@ -31,7 +34,7 @@ def describe_run(trial: Trial, without: str = "") -> str:
     first = [
         "" if trial.runner.name == "torch" else trial.runner.name,
         " ".join(filter(None, (gpus, sharding))),
-        trial.precision,
+        trial.precision + " (fp32 weights)" * (trial.adapter != "none" and trial.precision in ADAPTED),
         "" if without == "micro_batch" else f"{batch} per GPU",
         f"grad_accum={trial.grad_accum}" if trial.grad_accum > 1 else "",
         "" if without == "seq_len" else f"{trial.seq_len:,} tokens",
@@ -58,10 +61,10 @@ def describe_fit(low: int | None, high: int, limit: int) -> str:
     of = f"peak reserved {describe_range(low, high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
     if low < high >= limit:
         return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"
-    free = f"{format_gib(limit - high)} GiB free"
+    free, fits = f"{format_gib(limit - high)} GiB free", "fits" if limit - high >= NEAR * limit else "only just fits"
     if format_gib(low) == format_gib(high):
-        return f"fits: {of}, {free}"
-    return f"fits: {of}, at least {free}; {AHEAD}"
+        return f"{fits}: {of}, {free}"
+    return f"{fits}: {of}, at least {free}; {AHEAD}"
 
 
 def describe_misfit(need: int | None, limit: int) -> str:
@@ -75,10 +78,15 @@ def describe_misfit(need: int | None, limit: int) -> str:
     return f"does not fit: needs {format_gib(need)} of {most} GiB, {format_gib(need - limit)} GiB are missing"
 
 
-def list_exclusions(trial: Trial) -> Iterator[str]:
-    """Yield what the peak of a predicted trial does not include."""
-    if trial.world_size > 1:
-        yield COMMUNICATION
+def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
+    """Yield what the peak of a predicted trial does not include; `free` bytes are known to be left beside it."""
+    spare = 0 if free is None or free < 0 else (COMMUNICATION_GIB << 30) - free
+    if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB:
+        yield (
+            "NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
+            if spare > 0
+            else COMMUNICATION
+        )
     if trial.optimizer.startswith("paged_"):
         yield f"pages of {trial.optimizer}"
 

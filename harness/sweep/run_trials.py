@@ -150,12 +150,14 @@ def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDomina
     return skipped and dominators.reason(item) is not None
 
 
-def report(folder: Path, brief: bool = False) -> None:
+def report(folder: Path, brief: bool = False) -> int:
     """Figures, tables and report of the sweep in `folder`, if anything in it is finished; that process says its own.
+    Return its exit status.
 
     `brief`: it says only where they are, as the rest is on the screen.
     """
     if not terminal(read(folder)[0]):
-        return
+        return 0
     sys.stdout.flush()
-    subprocess.run(build_command("vramsweep", "report", str(folder), *["--brief"] * brief), check=False)
+    command = build_command("vramsweep", "report", str(folder), *["--brief"] * brief)
+    return subprocess.run(command, check=False).returncode

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -58,6 +59,9 @@ def main(argv: Sequence[str]) -> int:
             records.append(record(trial_id, trial, answer))
         else:
             show(trial, answer, console)
+        if traces is None and answer["refused"] is not None and not arguments.json:
+            command = shlex.join(["vramsweep", "advise", *words]).replace(" device.gpu=", " gpu=")
+            console.print(f"next:\n  {escape(command)}  # what makes it fit", soft_wrap=True)
     if arguments.json:
         print(json.dumps(records))
     return 0

@@ -114,6 +114,8 @@ def words(argv: Sequence[str]) -> list[str]:
     """The same as words of `sweep`. Raises UserError for another device."""
     for word in argv:
         key, _, value = word.partition("=")
+        if key in ("price_per_hour", "max_cost") and value != "null":
+            raise UserError(f"{word}: a prediction costs nothing; vramsweep plan {word} says what measuring would")
         if key == "device" and value != "simulated":
             raise UserError(
                 f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"

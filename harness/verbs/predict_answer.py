@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from vramsweep.harness.config import hydra_values
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_estimate, format_gib
 from vramsweep.harness.questions import largest_prediction
+from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
@@ -20,6 +22,7 @@ from vramsweep.harness.sweep import result_table
 from vramsweep.harness.sweep.labels import Labels, describe_common, flatten
 from vramsweep.harness.sweep.plan import Planned
 
+HOST = 64 << 30  # bytes of host memory that not every node has
 FEW = 6  # configurations that have a block each
 OURS = ("device", "name", "results", "report", "repeats")  # settings that a next question leaves out
 FULL = (Outcome.OOM, Outcome.HOST_OOM)
@@ -49,6 +52,9 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         table, notes = result_table.make_result_table(lines, axis, console.width)
         console.print(f"\n{common}, predicted\n")
         console.print(table)
+        trials = [item.trial for item, _ in answered if item.trial is not None]
+        notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
+        notes += dict.fromkeys(f"not included: {text}" for trial in trials for text in fit_text.list_exclusions(trial))
         for note in notes:
             console.print(note)
     console.print(f"\n{fit_text.describe_limit()}")
@@ -80,14 +86,20 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         return
     if (speed := _speed(trial, row)) is not None:
         yield f"  {speed}"
-    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial))
+    free = None if row["outcome"] in FULL else trial.memory_limit() - (find_need(row) or 0)
+    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, free))
+    if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
+        yield f"  host memory: {format_gib(needed)} GiB of each node; whether it has as much: device.node_memory_gib=N"
 
 
 def _verdict(trial: Trial, row: Row) -> str:
     kind, limit = row["outcome"], trial.memory_limit()
     if kind == Outcome.OK:
         low = row["peak_reserved_bytes"]
-        return fit_text.describe_fit(low, fit_text.bound_reserved(low, row["peak_reserved_most_bytes"]), limit)
+        text = fit_text.describe_fit(low, fit_text.bound_reserved(low, row["peak_reserved_most_bytes"]), limit)
+        return text + "; PyTorch empties its cache to stay within the limit, which takes time" * bool(
+            row["alloc_retries"]
+        )
     if kind == Outcome.OOM:
         where = f" (memory runs out in {row['phase']})" if row["phase"] else ""
         return fit_text.describe_misfit(row["unlimited_peak_reserved_bytes"], limit) + where
@@ -106,20 +118,21 @@ def _speed(trial: Trial, row: Row) -> str | None:
 
 
 def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> dict[str, list[str]]:
-    """Return what to ask next, and how: of the first trial that does not fit, else of the one that needs most."""
-    full = [item for item, row in answered if row["outcome"] == Outcome.OOM]
-    known = [(row["peak_reserved_bytes"], item) for item, row in answered if row["peak_reserved_bytes"]]
+    """Return what to ask next, and how: of the smallest that does not fit, else of the one that needs most."""
+    full = [(need, item) for item, row in answered if row["outcome"] == Outcome.OOM and (need := find_need(row))]
+    known = [(need, item) for item, row in answered if row["outcome"] == Outcome.OK and (need := find_need(row))]
     if not full and not known:
         return {}
-    item = full[0] if full else max(known, key=lambda one: one[0])[1]
+    item = min(full, key=itemgetter(0))[1] if full else max(known, key=itemgetter(0))[1]
     if (spelled := name_trial(item, words)) is None or item.trial is None:
         return {}
-    without = [word for word in spelled if not word.startswith("seq_len=")]
-    positions = item.trial.model.max_positions
-    longest = [*without, *([] if positions else ["seq_len=1..8192"])]
+    batches = result_table.choose_axis([row for _, row in answered]) == "micro_batch" and len(answered) > 1
+    axis, what = ("micro_batch", "the largest batch") if batches else ("seq_len", "the longest sequence")
+    without = [word for word in spelled if not word.startswith(f"{axis}=")]
+    more = [] if batches or item.trial.model.max_positions else ["seq_len=1..8192"]
     return {
         "what makes it fit" if full else "what uses the memory": ["advise" if full else "explain", *spelled],
-        "the longest sequence that fits": ["predict", "--largest", "seq_len", *longest],
+        f"{what} that fits": ["predict", "--largest", axis, *without, *more],
     }
 
 
