@@ -83,7 +83,7 @@ def write_report(session: Session, brief: bool = False) -> None:
     settings = session.settings
     if settings is not None and settings.action == "run" and settings.report:
         if settings.shard is None:
-            session.status = session.status or int(run_trials.report(session.folder, brief) != 0)
+            session.status = session.status or int(bool(run_trials.report(session.folder, brief)))
         else:
             _report_once(session.folder)
 

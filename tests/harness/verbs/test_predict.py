@@ -19,6 +19,7 @@ from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
+from vramsweep.harness.spec import fit_text, trial_parser
 from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.harness.verbs import predict, predict_answer
 
@@ -148,6 +149,44 @@ def test_several_ranks_have_bounds_and_say_what_is_not_included(capsys: pytest.C
     assert said[1].startswith("tiny · 8 x h100-80gb with fsdp2 · bf16 · batch 2 per GPU · 32 tokens")
     assert "  fits: peak reserved 40.0 to 44.0 of 78.3 GiB (56 %), at least 34.3 GiB free" in said[2]
     assert "tokens/s of all 8 GPUs together" in said[3] and said[4].startswith("  not included: NCCL's buffers")
+
+
+def test_what_fits_only_by_emptying_the_cache_or_without_nccl_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    trial = tiny(sharding="fsdp2", world_size=8, precision="bf16")
+    near = SIZES | {"peak_reserved_bytes": 78 << 30, "alloc_retries": 7}
+    said = answer(capsys, [trial], [near])
+    assert said[2].startswith("  only just fits: peak reserved 78.0 of 78.3 GiB")
+    assert said[2].endswith("; PyTorch empties its cache to stay within the limit, which takes time")
+    tight = (
+        "  not included: NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
+    )
+    assert said[4] == tight
+    roomy = tiny(sharding="fsdp2", world_size=8, device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0})
+    assert not list(fit_text.list_exclusions(trial_parser.parse(roomy), 0))  # it is counted
+
+
+def test_what_the_host_needs_is_said_where_no_size_of_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+    much = SIZES | {"host_peak_bytes": 200 << 30}
+    [line] = [line for line in answer(capsys, [tiny()], [much]) if "host memory" in line]
+    assert line.startswith("  host memory: 200.0 GiB of each node;")
+    assert not any("host memory" in line for line in answer(capsys, [tiny()], [SIZES | {"host_peak_bytes": 9 << 30}]))
+
+
+def test_weights_in_fp32_under_an_adapter_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for precision, said in (("bf16", "bf16 (fp32 weights)"), ("bf16_pure", "bf16_pure")):
+        trial = tiny(adapter="lora", precision=precision)
+        assert answer(capsys, [trial], [SIZES])[1].startswith(f"tiny · 1 x h100-80gb · {said} · batch 2")
+
+
+def test_what_is_next_goes_along_the_axis_from_the_smallest_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trials = [tiny(micro_batch=n, sharding="fsdp2", world_size=8) for n in (1, 2, 4, 8)]
+    came = [SIZES, SIZES, FULL | {"unlimited_peak_reserved_bytes": 90 << 30}, FULL]
+    said = answer(capsys, trials, came, "model=tiny", "micro_batch=1,2,4,8")
+    assert "  vramsweep advise model=tiny micro_batch=4  # what makes it fit" in said
+    assert "  vramsweep predict --largest micro_batch model=tiny  # the largest batch that fits" in said
+    assert "tokens/s: of all GPUs together" in said and any(line.startswith("not included: NCCL") for line in said)
 
 
 def test_one_that_does_not_fit_says_what_is_missing_and_what_helps(capsys: pytest.CaptureFixture[str]) -> None:
