@@ -3,9 +3,10 @@
     python benchmarks/first_answers.py [--repeats 3] [--only refusals|answers|phases] [--model llama3-8b]
 
 An import is that of torch and the model's class, in a fresh process of the same run. Every command runs in a fresh
-process: from nothing (an empty cache and results folder), then again. Both are CPU seconds of all its processes, the
-least of the repeats, as a machine may have other work; wall seconds of a command on two quiet cores are fewer. Goals
-are those that were set for each. `phases` says where one explanation's CPU seconds go.
+process: from nothing (an empty cache and results folder), then again in another results folder. Both are told as CPU
+seconds of all its processes, for a machine that has other work, and as wall seconds, which count on two quiet cores;
+each the least of the repeats. Goals are those that were set for each, of wall time. `phases` says where one
+explanation's CPU seconds go.
 """
 
 from __future__ import annotations
@@ -17,8 +18,18 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+
+class Spent(NamedTuple):
+    """CPU and wall seconds."""
+
+    cpu: float
+    wall: float
+
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = (sys.executable, "-m", "vramsweep")
@@ -49,49 +60,57 @@ PHASES = (
 )  # fmt: skip
 
 
-def spend(words: Iterable[str], cwd: Path, statuses: tuple[int, ...] = (0,), **variables: str) -> float:
-    """CPU seconds of a process and of all that it waited for."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def spend(words: Iterable[str], cwd: Path, statuses: tuple[int, ...] = (0,), **variables: str) -> Spent:
+    """Seconds of a process and of all that it waited for."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"} | variables
     done = subprocess.run([*words], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode not in statuses:
         raise SystemExit(f"{' '.join(words)}: status {done.returncode}\n{done.stderr}")
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Spent(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, time.monotonic() - began)
 
 
-def least(repeats: int, once: Callable[[], float]) -> float:
+def least(repeats: int, once: Callable[[], Spent]) -> Spent:
     """The least of some tries."""
-    return min(once() for _ in range(repeats))
+    return lowest([once() for _ in range(repeats)])
+
+
+def lowest(tries: Sequence[Spent]) -> Spent:
+    """The least of each kind of seconds."""
+    return Spent(*map(min, zip(*tries, strict=True)))
 
 
 def show_refusals(repeats: int, folder: Path) -> None:
     """Print what refusals take, in multiples of `--help`."""
     (folder / "foo.json").write_text("{}")
     unit = least(repeats + 2, lambda: spend([*MODULE, "--help"], folder))
-    print(f"\n| refused | x `--help` ({unit:.2f} s) | goal |\n|---|--:|--:|")
+    print(f"\n| refused | x `--help` ({unit.cpu:.2f} s of CPU) | goal |\n|---|--:|--:|")
     for text in REFUSED:
         spent = least(repeats, lambda text=text: spend([*MODULE, *text.split()], folder, (2,)))  # type: ignore[misc]
-        print(f"| `{text}` | {spent / unit:.1f} | {GOAL_REFUSED:g} |", flush=True)
+        print(f"| `{text}` | {spent.cpu / unit.cpu:.1f} | {GOAL_REFUSED:g} |", flush=True)
 
 
 def show_answers(repeats: int, folder: Path, model: str) -> None:
     """Print what answers take, from nothing and asked again, in multiples of the import."""
     code = "import torch; from transformers import LlamaForCausalLM"
     unit = least(repeats, lambda: spend([sys.executable, "-c", code], folder))
-    print(f"\n| asked | x import ({unit:.1f} s), from nothing | goal | again, s | goal |\n|---|--:|--:|--:|--:|")
+    heads = f"x import: wall ({unit.wall:.1f} s) | CPU ({unit.cpu:.1f} s) | goal | again, s: wall | CPU | goal"
+    print(f"\n| asked, from nothing | {heads} |\n|---|--:|--:|--:|--:|--:|--:|")
     for text, goal in ANSWERS:
         words = [*MODULE, *text.format(model=model).split()]
-        firsts: list[float] = []
-        seconds: list[float] = []
+        firsts: list[Spent] = []
+        seconds: list[Spent] = []
         for _ in range(repeats):
             with tempfile.TemporaryDirectory() as place:
-                for spent, again in ((firsts, "first"), (seconds, "again")):
-                    own = Path(place) / again
+                for spent, name in ((firsts, "first"), (seconds, "again")):
+                    own = Path(place) / name
                     own.mkdir()
                     spent.append(spend(words, own, (0, 1), VRAMSWEEP_CACHE=str(Path(place) / "cache")))
         asked = f"`{text.format(model=model)}`"
-        print(f"| {asked} | {min(firsts) / unit:.1f} | {goal:g} | {min(seconds):.1f} | {GOAL_AGAIN} |", flush=True)
+        first, again = lowest(firsts), lowest(seconds)
+        of = f"{first.wall / unit.wall:.1f} | {first.cpu / unit.cpu:.1f} | {goal:g}"
+        print(f"| {asked} | {of} | {again.wall:.1f} | {again.cpu:.1f} | {GOAL_AGAIN} |", flush=True)
 
 
 def show_phases(folder: Path) -> None:

@@ -292,6 +292,7 @@ class Tracer(TorchDispatchMode):
                 self._card.known[WORKSPACES].add(self._card.allocate(size))
 
     def _sources(self) -> tuple[tuple[int, int], ...]:
+        """The storages that the running operator reads: in which memory, 0 the GPU's and 1 the host's, and number."""
         found = ((at, book.number(one)) for one in self._inputs for at, book in enumerate(self.books))
         return tuple((at, number) for at, number in found if number is not None)
 

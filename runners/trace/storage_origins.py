@@ -67,7 +67,7 @@ class Origins:
         return OPTIMIZER if self._optimizers else "", operator
 
     def path(self, module: torch.nn.Module | None) -> str | None:
-        """Of a module that was seen."""
+        """The dotted path of a module that was seen, as `model.layers.0.mlp`; None of any other."""
         return None if module is None else self._paths.get(module)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
