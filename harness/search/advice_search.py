@@ -216,15 +216,12 @@ def _near(
         small += [] if fits and not smallest else [min(own, key=_size)]
     queues = []
     for one, order in dict.fromkeys([*((one, _order_key) for one in fast), *((one, _size) for one in small)]):
-        steps = (taken for taken in combinations if taken not in done and _steps(taken, one.remedies) == 1)
+        mine = set(one.remedies)  # from which the next ones differ in one group
+        left = (taken for taken in combinations if taken not in done)
+        steps = (taken for taken in left if len({remedy.group for remedy in mine ^ set(taken)}) == 1)
         queues.append(sorted(steps, key=lambda taken: order(guess(taken))))
     turns = itertools.chain.from_iterable(itertools.zip_longest(*queues))
     return list(dict.fromkeys(taken for taken in turns if taken is not None))
-
-
-def _steps(one: Sequence[MemorySaving], other: Sequence[MemorySaving]) -> int:
-    """In how many groups they differ."""
-    return len({remedy.group for remedy in set(one) ^ set(other)})
 
 
 def _order_key(one: Option) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -62,15 +62,12 @@ def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
     for family in families(trials).values():
         points = {point(trial): trial for trial in family.values()}
         if axis is not None:
-            points = {point(one): one for trial in points.values() for one in _along(trial, axis, spec["values"])}
+            along = (one.model_copy(update={axis: value}) for one in points.values() for value in spec["values"])
+            points = {point(one): one for one in along}
         anyone = next(iter(family.values()))
         if length_distribution.has_varying_lengths(anyone) or trace_family.lacks_traces(anyone, points, tracer):
             return True
     return False
-
-
-def _along(trial: Trial, axis: str, values: Sequence[int]) -> Iterator[Trial]:
-    return (trial.model_copy(update={axis: value}) for value in values)
 
 
 def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
