@@ -200,7 +200,7 @@ def test_what_fits_at_the_limit_alone_fits() -> None:
     sizes = [size << 20 for size in (6, 2, 26, 4, 22, 4, 14, 14)]
     events = [1, 2, -1, -2, 3, -3, 4, 5, -5, 6, 7, 8, -6, -4]
     trace = Trace(sizes, ["temporaries"] * 8, events, [Mark(len(events), 0, "forward")], [0] * 8, [0] * 8, [("", "")])
-    for mib, fits in ((42, False), (44, True), (56, False), (70, True)):
+    for mib, fits in ((38, False), (42, True), (56, False), (70, True)):
         limit = mib << 20
         assert (replay(trace, allocator_config.parse(""), limit).refused is None) == fits
         found = largest_server.need(trace, simulated(), [], [limit])
