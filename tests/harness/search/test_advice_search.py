@@ -138,6 +138,15 @@ def test_what_harms_alone_is_found_where_it_helps() -> None:
     assert found.recommended.level == PRECISION
 
 
+def test_what_fits_with_room_to_spare_comes_before_what_only_just_does() -> None:
+    """Among those that change as little of the result."""
+    half, full = (next(one for one in OURS if one.words == f"checkpointing={kind}") for kind in ("selective", "full"))
+    sizes = {(): (120, 1.0), (half,): (100, 1.1), (full,): (60, 1.3)}
+    for limit, recommended in ((100, (full,)), (102, (half,))):
+        found = search([full, half], lambda taken: [Option(these, *sizes[these]) for these in taken], limit)
+        assert found.recommended is not None and found.recommended.remedies == recommended
+
+
 def test_what_runs_out_does_not_fit_however_little_it_needs() -> None:
     full = [Option((), 50, 1.0, full=True)]
     found = search([], lambda taken: full[: len(taken)], 100)
