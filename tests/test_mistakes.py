@@ -68,6 +68,8 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
             "bf16=true,false --torch_compile --deepspeed ds.json",
             "precision=bf16,fp32 compile=default ds_config=ds.json",
         ),
+        ("lr=1e-4,1e-3 --do_eval -report-to none seq_len=8 --warmup_ratio=0.1 +lr=3", "seq_len=8 +lr=3"),
+        ("--config-dir own lr=3", "--config-dir own lr=3"),
         ("seq_len=16,384 micro_batch=1,128,256", "seq_len=16,384 micro_batch=1,128,256"),
         ("results= seq_len=8 gpus=range(1,3)", "results= seq_len=8 world_size=range(1,3)"),
         ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
@@ -84,16 +86,18 @@ def test_what_a_command_calls_its_own_stays_as_it_is() -> None:
     typed = [
         "batch_size=8",
         "max_length=4",
+        "lr=1e-4",
         "--seq-len",
         "3",
         "--",
         "t.py",
         "{batch_size}",
         "{max_length}",
+        "{lr}",
         "--gpu",
         "h100",
     ]
-    assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "seq_len=3", *typed[4:]]
+    assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "lr=1e-4", "seq_len=3", *typed[5:]]
 
 
 def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:

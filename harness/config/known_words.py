@@ -72,18 +72,21 @@ did you mean protocol.warmup_steps? Those are not timed; a learning rate's chang
 it is the product of micro_batch, grad_accum and world_size; give these: global_batch_size total_batch_size
 data=FILE or data=NAME of the hub, with model=ORG/NAME for its tokenizer: data_path dataset dataset_name train_file
 a model's own: model.config.NAME=VALUE, as its config.json has it: hidden_size n_layer num_hidden_layers num_layers
-protocol.measured_steps=N are the steps measured: epochs max_steps num_epochs num_steps num_train_epochs steps
-no part of a training step, which is what is measured: do_eval do_train eval_steps eval_strategy evaluation_strategy \
-hub_model_id logging_dir logging_steps logging_strategy overwrite_output_dir push_to_hub report_to run_name save_steps \
-save_strategy save_total_limit
-neither memory nor speed depends on it: adam_beta1 adam_beta2 learning_rate lr lr_scheduler_type warmup_ratio
+protocol.measured_steps=N are the steps measured: max_steps num_steps steps
 the Trainer has it: runner=trainer +runner.options.NAME=VALUE: label_smoothing_factor max_grad_norm weight_decay
 world_size=N counts the GPUs of all nodes, device.gpus_per_node=N those of one: nnodes num_machines num_nodes
 any setting of the allocator: allocator=custom 'allocator.conf="NAME:VALUE,NAME:VALUE"': expandable_segments \
 garbage_collection_threshold max_split_size_mb pytorch_alloc_conf pytorch_cuda_alloc_conf roundup_power2_divisions
+left out, as memory and speed of a step do not depend on them: adam_beta1 adam_beta2 adam_epsilon disable_tqdm do_eval \
+do_train epochs eval_batch_size eval_steps eval_strategy evals_per_epoch evaluation_strategy hub_model_id hub_strategy \
+learning_rate load_best_model_at_end log_every_n_steps log_level logging_dir logging_first_step logging_steps \
+logging_strategy lr lr_scheduler lr_scheduler_type metric_for_best_model num_epochs num_train_epochs \
+overwrite_output_dir per_device_eval_batch_size push_to_hub report_to run_name save_safetensors save_steps \
+save_strategy save_total_limit saves_per_epoch val_set_size wandb_project warmup_ratio
 """
 # What is no setting, and where it is found.
 ELSEWHERE = {n: row.rpartition(": ")[0] for row in _ELSEWHERE.splitlines() for n in row.rpartition(": ")[2].split()}
+LEFT_OUT = frozenset(name for name, why in ELSEWHERE.items() if why.startswith("left out"))
 
 
 @cache
@@ -95,7 +98,7 @@ def setting_names() -> set[str]:
 @cache
 def all_names() -> set[str]:
     """Return every name that is understood, those of other tools included."""
-    return setting_names() | {name.partition("=")[0] for name in ALIASES}
+    return setting_names() | {name.partition("=")[0] for name in ALIASES} | LEFT_OUT
 
 
 def find_name(typed: str) -> str | None:

@@ -62,10 +62,16 @@ def understand(
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
     closed &= not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
+    free = known_words.LEFT_OUT.difference(own) if closed else frozenset()
+    left = [word for word, setting in pairs if setting and known_words.find_name(word.partition("=")[0]) in free]
+    pairs = [pair for pair in pairs if pair[0] not in left]
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
+    if left:
+        why = known_words.ELSEWHERE[str(known_words.find_name(left[0].partition("=")[0]))]
+        notes.append(f"{why}: {', '.join(dict.fromkeys(word.partition('=')[0] for word in left))}")
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
@@ -139,7 +145,7 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             key = ALIASES.get(name, name)
             default = conf_files.written_defaults().get(key)
             switch = default in ("true", "false") or not {f"{name}=true", f"{key}=true"}.isdisjoint(ALIASES)
-            if not (equals or follows or switch):
+            if not (equals or follows or switch or name in known_words.LEFT_OUT):
                 raise UserError(f"{flag} has no value; write {key}=VALUE")
             yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
         elif not flag.startswith("--") and flag[1] in "cimprs":  # Hydra's, with a value in the same word
@@ -168,7 +174,7 @@ def _read(word: str, line: Line) -> list[str]:
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w[\w-]*", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
-    if name is None or typed in line.own or name not in known_words.all_names():
+    if name is None or typed in line.own or name not in known_words.all_names() - known_words.LEFT_OUT:
         return [word]
     key = ALIASES.get(name, name)
     items = [item.strip() for item in split_values(text)]
