@@ -70,12 +70,16 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
         ),
         ("lr=1e-4,1e-3 --do_eval -report-to none seq_len=8 --warmup_ratio=0.1 +lr=3", "seq_len=8 +lr=3"),
         ("--config-dir own lr=3", "--config-dir own lr=3"),
+        ("zero=ZeRO-2,3 --fsdp_offload_params", "sharding=zero2,zero3 offload_param=true"),
+        ("--strategy deepspeed_stage_3 --use_flash_attention_2 False", "sharding=zero3 attention=sdpa"),
+        ("ds_config=null --sharding stage2 deepspeed=zero2", "ds_config=null sharding=zero2"),
         ("seq_len=16,384 micro_batch=1,128,256", "seq_len=16,384 micro_batch=1,128,256"),
         ("results= seq_len=8 gpus=range(1,3)", "results= seq_len=8 world_size=range(1,3)"),
         ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
     ],
 )
 def test_what_words_are_read_as(typed: str, read: str, here: Path) -> None:
+    (here / "ds.json").touch()
     for name in ("own", "gpt2-folder"):
         (here / name).mkdir()
         (here / name / "config.json").write_text("{}")

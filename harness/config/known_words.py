@@ -23,6 +23,8 @@ allocator=expandable   allocator=expandable_segments expandable_segments=true
 allocator=max_split_128     max_split_size_mb=128
 allocator=max_split_512     max_split_size_mb=512
 attention              attn_implementation
+attention=sdpa         flash_attention=false flash_attn=false sdp_attention=true use_flash_attention_2=false
+attention=flash_attention_2  attention=fa2 flash_attention=true flash_attn=true use_flash_attention_2=true
 checkpointing          activation_checkpointing enable_activation_checkpointing gradient_checkpointing
 checkpointing=full     checkpointing=true
 checkpointing=none     checkpointing=false
@@ -40,6 +42,7 @@ kernels=none           use_liger_kernel=false
 lora_r                 lora_rank
 micro_batch            batch batch_size bs mbs micro_batch_size per_device_train_batch_size
 model                  base_model model_id model_name model_name_or_path
+offload_param          fsdp_cpu_offload fsdp_offload_params
 optimizer              optim
 packing=none           packing=false
 optimizer=adamw_torch        optimizer=adamw
@@ -51,13 +54,11 @@ precision=fp32         bf16=false fp16=false precision=float32 precision=no tf32
 precision=tf32         tf32=true
 quantization=nf4       load_in_4bit=true
 quantization=none      load_in_4bit=false load_in_8bit=false
-seq_len                block_size context_length ctx cutoff_len max_length max_seq_len max_seq_length
-seq_len                n_ctx seq_length seqlen sequence_len sequence_length
-sharding               zero zero_stage
-sharding=zero0         sharding=0 sharding=zero-0
-sharding=zero1         sharding=1 sharding=zero-1
-sharding=zero2         sharding=2 sharding=stage2 sharding=zero-2 zero2=true
-sharding=zero3         sharding=3 sharding=stage3 sharding=zero-3 zero3=true
+seq_len  block_size context_length ctx cutoff_len max_length max_seq_len max_seq_length n_ctx seqlen seq_length
+seq_len  sequence_len sequence_length
+sharding               fsdp_sharding_strategy sharding_strategy strategy zero zero_stage
+sharding=zero2         zero2=true
+sharding=zero3         zero3=true
 world_size             gpus n_gpus ngpus nproc_per_node num_gpus num_processes
 """
 # What other tools call a setting, or one value of it, and what it is here: accepted, and said.
@@ -65,7 +66,13 @@ ALIASES = {alias: row.split()[0] for row in _ALIASES.strip().splitlines() for al
 _ELSEWHERE = """
 `vramsweep plan` with the same words shows what would run: dry_run
 write adapter=lora quantization=nf4: qlora
-write sharding=fsdp2 (or fsdp1): fsdp use_fsdp
+write sharding=fsdp2 (or fsdp1): fsdp full_shard use_fsdp
+write sharding=fsdp2 +runner.options.reshard_after_forward=false: shard_grad_op
+write sharding=fsdp2 offload_param=true, or with DeepSpeed's zero1 to zero3 offload_optimizer=true: cpu_offload
+tensor, pipeline and sequence parallelism are not covered; sharding= divides the work: context_parallel_size \
+pipeline_parallel_size sequence_parallel_degree sequence_parallel_size tensor_parallel tensor_parallel_size tp tp_size
+write price_per_hour=PRICE, of the whole node: cost_per_hour price
+predict --max-reserved SIZE, or a GPU with less: device.memory_gib=GIB: max_memory max_memory_mb max_memory_per_gpu
 there are no 8-bit weights here; `vramsweep techniques quantization` lists what there is: load_in_8bit
 results=DIR is the folder of all sweeps, name=NAME the folder of this one in it: output_dir
 did you mean protocol.warmup_steps? Those are not timed; a learning rate's change neither memory nor speed: warmup_steps

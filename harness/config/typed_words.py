@@ -30,6 +30,7 @@ _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/?#]+(?:/[^/?#]+)?)(?:/\w+/main(?:/.*)?)?/?(?:[?#].*)?")
 _THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024; 16,384 may be one
+_STAGE = re.compile(r"(?:deepspeed[-_ ])?(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])", re.IGNORECASE)  # as tools call ZeRO's
 _SWITCH = {"1": "true", "on": "true", "yes": "true", "0": "false", "no": "false", "off": "false"}
 _OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
 
@@ -101,6 +102,10 @@ def _refuse_apart(typed: Sequence[str]) -> None:
             raise UserError(f"{said}: no space at a comma or an =; write {whole.rstrip(',')}")
         if _SETTING.match(word) and word.endswith(","):
             raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
+        name, _, first = word.lstrip("-").partition("=")
+        numbers, found = [first, *after] if first else after, known_words.find_name(name)
+        if len(numbers) > 1 and all(map(str.isdecimal, numbers)) and ALIASES.get(f"{found}", found) in whole_numbers():
+            raise UserError(f"{' '.join([word, *after])}: commas separate values; write {found}={','.join(numbers)}")
         name, _, text = word.partition(":")
         bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
         if bare and (text or after) and not Path(word).exists() and (found := known_words.find_name(name)):
@@ -200,6 +205,11 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
     """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
     if alias := ALIASES.get(f"{key}={item.casefold()}") or ALIASES.get(f"{key}={_SWITCH.get(item.casefold())}"):
         return alias
+    if key in ("sharding", "ds_config") and (stage := _STAGE.fullmatch(item)):
+        return f"sharding=zero{stage[1]}"
+    if key == "ds_config" and item != "null" and re.fullmatch(r"[\w./~-]+", item) and not Path(item).is_file():
+        near = suggestions.did_you_mean_path(Path(item)) or "; ZeRO 3 without a file is runner=deepspeed sharding=zero3"
+        raise UserError(f"{word}: there is no such file{near}")
     if key == "model.path" and item.endswith("/config.json"):
         return f"{key}={item.removesuffix('/config.json')}"
     plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
