@@ -104,6 +104,14 @@ def test_what_a_command_calls_its_own_stays_as_it_is() -> None:
     assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "lr=1e-4", "seq_len=3", *typed[5:]]
 
 
+@pytest.mark.parametrize("typed", ["H100 SXM", "8xH100 SXM", "H100 SXM5 80GB"])
+def test_a_gpu_s_name_of_several_words_leads_to_the_listed_one(typed: str) -> None:
+    with pytest.raises(UserError, match="h100-80gb"):
+        understood(f"gpu={typed}")
+    for name, listed in (("A100 SXM4 80GB", "a100-80gb"), ("NVIDIA Tesla T4", "t4-16gb"), ("RTX 4090", "rtx4090-24gb")):
+        assert understood(f"gpu={name}") == [f"device.gpu={listed}", "device=simulated"]
+
+
 def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
     words = ["model=Qwen/Qwen3-8B", "weights=pretrained"]
     assert understood(*words) == ["model=hub", "model.path=Qwen/Qwen3-8B", "weights=pretrained"]
