@@ -112,6 +112,38 @@ def test_a_gpu_s_name_of_several_words_leads_to_the_listed_one(typed: str) -> No
         assert understood(f"gpu={name}") == [f"device.gpu={listed}", "device=simulated"]
 
 
+@pytest.mark.parametrize(
+    ("typed", "model"),
+    [
+        *(
+            (f"{a}3{b}8{c}", "llama3-8b")
+            for a, b, c in (("Llama-", "-", "B"), ("llama", " ", "b"), ("LLAMA_", "_", "B"))
+        ),
+        ("llama-3-1-8b", "llama3.1-8b"),
+        ("Meta-Llama-3-8B", "llama3-8b"),
+        ("Phi-1_5", "phi-1.5"),
+        ("gpt-2", "gpt2"),
+    ],
+)
+def test_a_model_s_name_in_another_spelling(typed: str, model: str, here: Path) -> None:
+    assert known_words.find_model(typed) == model and understood(f"model={typed}") == [f"model={model}"]
+    assert (
+        understood("--config-dir", "own", f"model={typed}")[-1] == f"model={typed}"
+    )  # which may have one of this name
+    (here / typed).mkdir()
+    (here / typed / "config.json").write_text("{}")
+    assert understood(f"model={typed}")[0] == "model=hub"
+
+
+@pytest.mark.parametrize("typed", ["llama38b", "llama3-1.8b", "llama3", "other/llama3-8b", "qwen2.5-7b", "8b", ""])
+def test_what_may_be_several_models_or_none(typed: str) -> None:
+    assert known_words.find_model(typed) is None
+
+
+def test_each_built_in_model_has_a_name_of_its_own() -> None:
+    assert all(known_words.find_model(name) == name for name in conf_files.file_names("model"))
+
+
 def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
     words = ["model=Qwen/Qwen3-8B", "weights=pretrained"]
     assert understood(*words) == ["model=hub", "model.path=Qwen/Qwen3-8B", "weights=pretrained"]

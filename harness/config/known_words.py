@@ -6,6 +6,7 @@ Not covered: flags, ranges and models (typed_words.py), which values go together
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 
@@ -112,6 +113,15 @@ def find_name(typed: str) -> str | None:
     """Return the name that is meant, in any case and with dashes; None for no such."""
     plain = typed.replace("-", "_")
     return next((name for name in (typed, plain, plain.casefold()) if name in all_names()), None)
+
+
+def find_model(typed: str) -> str | None:
+    """Return the one built-in model of this name, or that the hub calls so, whatever its case, dashes and dots."""
+    of_hub = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
+    names = {name: name for name in conf_files.file_names("model")} | of_hub
+    parts, *each = ([*re.findall(r"\d+(?:\.\d+)?b|\d+|[a-z]+", one.casefold())] for one in (typed, *names))
+    found = {name for name, its in zip(names.values(), each, strict=True) if its == parts and "/" not in typed}
+    return found.pop() if len(found) == 1 else None
 
 
 @cache

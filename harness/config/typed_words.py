@@ -83,9 +83,9 @@ def understand(
 def refuse_bare_model(typed: Sequence[str]) -> None:
     """Raise UserError where a word is the bare name of a model, no setting gives one, and no file or folder has it."""
     given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
-    names = {*conf_files.file_names("model"), *conf_files.hub_ids()}
     for before, word in zip(["=", *typed], typed, strict=False):
-        if not given and "=" in before and word.casefold() in names and not Path(word).exists():
+        named = word.casefold() in conf_files.hub_ids() or known_words.find_model(word)
+        if not given and "=" in before and named and not Path(word).exists():
             raise UserError(f"{word}: settings are given as KEY=VALUE; write model={word}")
 
 
@@ -261,6 +261,7 @@ def _model(word: str, item: str, line: Line) -> str:
         return f"model.path={value(str(folder))}"
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
+    built_in = built_in or (known_words.find_model(item) if line.closed else None)
     return f"model={built_in}" if built_in else _value(word, "model", item, line)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,6 +14,7 @@ from vramsweep.harness.messages.errors import UserError
 OPEN = ("runner.options", "model.config", "versions")
 MOST = 12  # names that a line lists
 SETTINGS = "vramsweep sweep --help-all"
+_SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
 LISTED_BY = {
     "verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
     "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques",
@@ -20,18 +22,24 @@ LISTED_BY = {
 
 
 def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
-    """The allowed names that were probably meant, the closest first: letters differ, capitals, a part of a name."""
-    names = list(allowed)
-    lower = {full.lower(): full for full in reversed(names)}
-    found = difflib.get_close_matches(name.lower(), lower, n=most, cutoff=0.6)
-    if not found and len(name) > 2:
-        found = sorted((full for full in lower if name.lower() in full), key=len)[:most]
-    return [lower[one] for one in found]
+    """The allowed names that were probably meant, those of the same numbers and the closest first."""
+    plain, lower = name.lower(), {full.lower(): full for full in reversed(_leave_out_sizes(name, allowed))}
+    near = difflib.get_close_matches(plain, lower, n=len(lower) or 1, cutoff=0.6)
+    near.sort(key=lambda one: re.findall(r"\d+", plain) not in ([], re.findall(r"\d+", one)))
+    if not near and len(name) > 2:
+        near = sorted((full for full in lower if plain in full), key=len)
+    return [lower[one] for one in near[:most]]
+
+
+def _leave_out_sizes(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the names that are no model of another size, where the typed one says its size."""
+    size, letters = _SIZE.findall(name.lower()), re.sub(r"\W|_", "", name.lower())
+    return [one for one in allowed if size in ([], _SIZE.findall(one.lower())) or re.sub(r"\W", "", one) == letters]
 
 
 def find_closest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
-    names = list(allowed)
+    names = _leave_out_sizes(name, allowed)
     if found := find_nearest(name, names):
         return found[0]
     tails = {full.rpartition(".")[2]: full for full in reversed(names)}
@@ -48,6 +56,10 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
     """What ends a refusal: the guess, then what is allowed, or the command that lists it where that is much."""
     near, command = did_you_mean(name, allowed), LISTED_BY.get(kind)
+    if kind == "model" and not near:
+        family = re.split(r"[^a-z]", name.lower())[0]
+        alike = ", ".join(one for one in allowed if family and one.startswith(family))
+        near = f"{f'; built in are {alike}' * bool(alike)}; model=ORG/NAME is any of the hub;"
     if command and len(allowed) > MOST:
         return f"{near or ';'} `{command}` lists all {len(allowed)}"
     return f"{f'{near} Allowed' if near else '; allowed'}: {', '.join(allowed)}"
