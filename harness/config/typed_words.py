@@ -30,6 +30,7 @@ _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/?#]+(?:/[^/?#]+)?)(?:/\w+/main(?:/.*)?)?/?(?:[?#].*)?")
 _THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024; 16,384 may be one
+_GPUS = re.compile(r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+")  # gpus=8xh100, 4,h100
 _STAGE = re.compile(r"(?:deepspeed[-_ ])?(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])", re.IGNORECASE)  # as tools call ZeRO's
 _SWITCH = {"1": "true", "on": "true", "yes": "true", "0": "false", "no": "false", "off": "false"}
 _OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
@@ -71,8 +72,8 @@ def understand(
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
     if left:
-        why = known_words.ELSEWHERE[str(known_words.find_name(left[0].partition("=")[0]))]
-        notes.append(f"{why}: {', '.join(dict.fromkeys(word.partition('=')[0] for word in left))}")
+        names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
+        notes.append(f"left out, as memory and speed of a step do not depend on them: {names}")
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
@@ -102,10 +103,9 @@ def _refuse_apart(typed: Sequence[str]) -> None:
             raise UserError(f"{said}: no space at a comma or an =; write {whole.rstrip(',')}")
         if _SETTING.match(word) and word.endswith(","):
             raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
-        name, _, first = word.lstrip("-").partition("=")
-        numbers, found = [first, *after] if first else after, known_words.find_name(name)
-        if len(numbers) > 1 and all(map(str.isdecimal, numbers)) and ALIASES.get(f"{found}", found) in whole_numbers():
-            raise UserError(f"{' '.join([word, *after])}: commas separate values; write {found}={','.join(numbers)}")
+        several = re.fullmatch(r"-*([\w.-]+)[= ](\d+(?: \d+)+)", " ".join([word, *after]))
+        if several and ALIASES.get(name := f"{known_words.find_name(several[1])}", name) in whole_numbers():
+            raise UserError(f"{several[0]}: commas separate values; write {name}={several[2].replace(' ', ',')}")
         name, _, text = word.partition(":")
         bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
         if bare and (text or after) and not Path(word).exists() and (found := known_words.find_name(name)):
@@ -183,9 +183,7 @@ def _read(word: str, line: Line) -> list[str]:
         return [word]
     key = ALIASES.get(name, name)
     items = [item.strip() for item in split_values(text)]
-    if key == "world_size" and re.fullmatch(
-        r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+", text
-    ):  # gpus=8xh100, 4,h100
+    if key == "world_size" and _GPUS.fullmatch(text):
         key, items = "device.gpu", [text] if any(map(str.isdigit, items)) else items
     if key in whole_numbers() and (plain := _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)) != text:
         raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without separators of thousands")
@@ -235,9 +233,8 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
 def _refuse_number(word: str, key: str, item: str) -> None:
     """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
     if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        raise UserError(
-            f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {found[1]}..{found[2]}{found[3] or ''}"
-        )
+        written = f"{found[1]}..{found[2]}{found[3] or ''}"
+        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {written}")
     if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
         raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
     if re.fullmatch(r"\d+(\.\d*)?e\+?\d", item, re.IGNORECASE) and float(item).is_integer():
@@ -261,15 +258,14 @@ def _model(word: str, item: str, line: Line) -> str:
         return f"model.path={value(str(folder))}"
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
-    built_in = built_in or (known_words.find_model(item) if line.closed else None)
-    return f"model={built_in}" if built_in else _value(word, "model", item, line)
+    return _value(word, "model", built_in or (line.closed and known_words.find_model(item)) or item, line)
 
 
 def _notes(word: str, now: str) -> Iterator[str]:
     """Yield what to say of a setting that is read otherwise than it was typed; gpu= and device.gpu= are one."""
     key, _, text = word.partition("=")
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
-        yield f"{text} is {units.gib(text):.1f} GiB"
+        yield f"{text} is {units.gib(text):,.2f} GiB"
     if key == "lora_target_modules" and "," in text.strip("'\""):
         yield f"{word} is one trial for each; one with all of them: {key}={text.replace(',', '+')}"
     now = now.removeprefix("device.") if key == "gpu" else now

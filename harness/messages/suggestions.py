@@ -15,10 +15,8 @@ OPEN = ("runner.options", "model.config", "versions")
 MOST = 12  # names that a line lists
 SETTINGS = "vramsweep sweep --help-all"
 _SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
-LISTED_BY = {
-    "verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
-    "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques",
-}  # fmt: skip
+LISTED_BY = {"verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
+             "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques"}  # fmt: skip
 
 
 def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
@@ -105,7 +103,6 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     if any(f"{key}.".startswith(f"{place}.") for place in OPEN):
         question = f"did you mean {parent}.{near}? Or " if near else ""
         return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
-    wanted: str | None
     if parent:
         wanted = f"{parent}.{near}" if near else find_closest(name, everywhere)
         what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
@@ -113,10 +110,8 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     else:
         wanted = near or find_closest(name, everywhere)
         what, listed = f"there is no setting {name!r}", "" if wanted else f"ll are listed by {SETTINGS}"
-    said = f"{said}: {what}"
-    return (
-        f"{said}; did you mean {wanted}?{listed and f' A{listed}'}" if wanted else f"{said}{listed and f'; a{listed}'}"
-    )
+    ending = f"; did you mean {wanted}?{listed and f' A{listed}'}" if wanted else listed and f"; a{listed}"
+    return f"{said}: {what}{ending}"
 
 
 def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
@@ -144,10 +139,8 @@ def unquoted_settings(override: str) -> str:
     """`allocator.conf=a:1,b:2`: Hydra takes the comma as the end of a value, with -m and without."""
     key, _, value = override.partition("=")
     each = ",".join(f'"{part}"' for part in value.split(","))
-    return (
-        f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}\n"
-        f"  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
-    )
+    one = f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}"
+    return f"{one}\n  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
 
 
 def quote_words(key: str, value: str) -> str:

@@ -8,14 +8,7 @@ from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu
 from vramsweep.harness.messages import suggestions
 
 _COUNTED = re.compile(r"(?P<n>\d+)\s*[x*,:\s]\s*(?P<name>.+)|(?P<other>.+?)\s*[x*,:]\s*(?P<m>\d+)", re.IGNORECASE)
-_SXM = {
-    "sxm",
-    "sxm2",
-    "sxm3",
-    "sxm4",
-    "sxm5",
-    "sxm6",
-}  # modules for boards with NVLink: a listed name that says neither PCIe nor NVL
+_SXM = {f"sxm{version}" for version in ("", *range(2, 7))}  # on a board with NVLink: ours say only PCIe and NVL
 
 
 def find_name(typed: str) -> str | None:
