@@ -37,12 +37,11 @@ precision=fp16 fp16=true precision=16-mixed precision=float16 precision=half
 precision=fp32 bf16=false fp16=false precision=float32 precision=no tf32=false
 quantization=nf4 load_in_4bit=true; quantization=none load_in_4bit=false load_in_8bit=false
 seq_len block_size context_length ctx cutoff_len max_length max_seq_len max_seq_length n_ctx seq_length seqlen \
-sequence_len sequence_length
-sharding fsdp_sharding_strategy sharding_strategy strategy zero zero_stage
+sequence_len sequence_length; sharding fsdp_sharding_strategy sharding_strategy strategy zero zero_stage
 sharding=zero2 zero2=true; sharding=zero3 zero3=true
 world_size gpus n_gpus ngpus nproc_per_node num_gpus num_processes
 """
-# What other tools call a setting, or one value of it, and what it is here: accepted, and said.
+# What other tools call a setting, or one value of it, and what it is here: accepted, and said; a line may have several.
 ALIASES = {alias: row.split()[0] for row in re.split("[;\n]", _ALIASES.strip()) for alias in row.split()[1:]}
 _ELSEWHERE = """
 `vramsweep plan` with the same words shows what would run: dry_run

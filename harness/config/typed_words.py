@@ -71,9 +71,8 @@ def understand(
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
-    if left:
-        names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
-        notes.append(f"left out, as memory and speed of a step do not depend on them: {names}")
+    names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
+    notes += [f"left out, as memory and speed of a step do not depend on them: {names}"] * bool(left)
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
@@ -232,9 +231,9 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
 
 def _refuse_number(word: str, key: str, item: str) -> None:
     """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
-    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        written = f"{found[1]}..{found[2]}{found[3] or ''}"
-        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {written}")
+    if re.fullmatch(r"\d+[-:]\d+(:\d+)?", item):
+        spelled = re.sub("[-:]", "..", item, count=1)
+        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {spelled}")
     if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
         raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
     if re.fullmatch(r"\d+(\.\d*)?e\+?\d", item, re.IGNORECASE) and float(item).is_integer():

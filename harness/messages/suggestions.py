@@ -55,8 +55,8 @@ def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
     """What ends a refusal: the guess, then what is allowed, or the command that lists it where that is much."""
     near, command = did_you_mean(name, allowed), LISTED_BY.get(kind)
     if kind == "model" and not near:
-        family = re.split(r"[^a-z]", name.lower())[0]
-        alike = ", ".join(one for one in allowed if family and one.startswith(family))
+        family = re.split(r"[^a-z]", name.lower())[0] or "/"
+        alike = ", ".join(one for one in allowed if one.startswith(family))
         near = f"{f'; built in are {alike}' * bool(alike)}; model=ORG/NAME is any of the hub;"
     if command and len(allowed) > MOST:
         return f"{near or ';'} `{command}` lists all {len(allowed)}"
@@ -80,8 +80,7 @@ def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object])
 
 def check_listed(said: str, kind: str, name: object, allowed: Iterable[object]) -> None:
     """Raise UserError, as `no_such_value` says it, where `allowed` does not list the name."""
-    names = list(allowed)
-    if name not in names:
+    if name not in (names := list(allowed)):
         raise UserError(no_such_value(said, kind, name, names))
 
 
@@ -118,8 +117,7 @@ def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> 
     """An override that Hydra's grammar does not take; `options` are those of each config group."""
     key, equals, value = override.partition("=")
     if not equals:
-        group = next((group for group, names in options.items() if override in names), None)
-        wanted = f"; did you mean {group}={override}?" if group else ""
+        wanted = next((f"; did you mean {key}={override}?" for key, names in options.items() if override in names), "")
         return f"{override}: settings are given as KEY=VALUE{wanted}"
     if not key.strip("+~"):
         return f"{override}: there is no key before the ="

@@ -16,8 +16,7 @@ def find_name(typed: str) -> str | None:
 
     Part of a name is none, because a GPU that is added to the table later could have it too.
     """
-    plain = _plain(typed)
-    return next((gpu.name for gpu in GPUS if plain in (gpu.name, *map(_plain, gpu.devices))), None)
+    return next((gpu.name for gpu in GPUS if _plain(typed) in (gpu.name, *map(_plain, gpu.devices))), None)
 
 
 def unknown_gpu(said: str, typed: str) -> str:
