@@ -68,7 +68,7 @@ left out: adam_beta1 adam_beta2 adam_epsilon do_eval do_train epochs eval_batch_
 evals_per_epoch evaluation_strategy hub_model_id learning_rate load_best_model_at_end log_every_n_steps logging_dir \
 logging_first_step logging_steps logging_strategy lr lr_scheduler lr_scheduler_type num_epochs num_train_epochs \
 overwrite_output_dir per_device_eval_batch_size push_to_hub report_to run_name save_safetensors save_steps \
-save_strategy save_total_limit saves_per_epoch val_set_size wandb_project warmup_ratio
+save_strategy save_total_limit saves_per_epoch val_set_size wandb_project warmup_ratio disable_tqdm log_level max_epochs
 """
 # What is no setting, and where it is found; or left out, as neither memory nor speed of a step depends on it.
 ELSEWHERE = {n: row.rpartition(": ")[0] for row in _ELSEWHERE.splitlines() for n in row.rpartition(": ")[2].split()}
