@@ -68,12 +68,18 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
             "bf16=true,false --torch_compile --deepspeed ds.json",
             "precision=bf16,fp32 compile=default ds_config=ds.json",
         ),
+        ("lr=1e-4,1e-3 --do_eval -report-to none seq_len=8 --warmup_ratio=0.1 +lr=3", "seq_len=8 +lr=3"),
+        ("--config-dir own lr=3", "--config-dir own lr=3"),
+        ("zero=ZeRO-2,3 --fsdp_offload_params", "sharding=zero2,zero3 offload_param=true"),
+        ("--strategy deepspeed_stage_3 --use_flash_attention_2 False", "sharding=zero3 attention=sdpa"),
+        ("ds_config=null --sharding stage2 deepspeed=zero2", "ds_config=null sharding=zero2"),
         ("seq_len=16,384 micro_batch=1,128,256", "seq_len=16,384 micro_batch=1,128,256"),
         ("results= seq_len=8 gpus=range(1,3)", "results= seq_len=8 world_size=range(1,3)"),
         ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
     ],
 )
 def test_what_words_are_read_as(typed: str, read: str, here: Path) -> None:
+    (here / "ds.json").touch()
     for name in ("own", "gpt2-folder"):
         (here / name).mkdir()
         (here / name / "config.json").write_text("{}")
@@ -84,16 +90,58 @@ def test_what_a_command_calls_its_own_stays_as_it_is() -> None:
     typed = [
         "batch_size=8",
         "max_length=4",
+        "lr=1e-4",
         "--seq-len",
         "3",
         "--",
         "t.py",
         "{batch_size}",
         "{max_length}",
+        "{lr}",
         "--gpu",
         "h100",
     ]
-    assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "seq_len=3", *typed[4:]]
+    assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "lr=1e-4", "seq_len=3", *typed[5:]]
+
+
+@pytest.mark.parametrize("typed", ["H100 SXM", "8xH100 SXM", "H100 SXM5 80GB"])
+def test_a_gpu_s_name_of_several_words_leads_to_the_listed_one(typed: str) -> None:
+    with pytest.raises(UserError, match="h100-80gb"):
+        understood(f"gpu={typed}")
+    for name, listed in (("A100 SXM4 80GB", "a100-80gb"), ("NVIDIA Tesla T4", "t4-16gb"), ("RTX 4090", "rtx4090-24gb")):
+        assert understood(f"gpu={name}") == [f"device.gpu={listed}", "device=simulated"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "model"),
+    [
+        *(
+            (f"{a}3{b}8{c}", "llama3-8b")
+            for a, b, c in (("Llama-", "-", "B"), ("llama", " ", "b"), ("LLAMA_", "_", "B"))
+        ),
+        ("llama-3-1-8b", "llama3.1-8b"),
+        ("Meta-Llama-3-8B", "llama3-8b"),
+        ("Phi-1_5", "phi-1.5"),
+        ("gpt-2", "gpt2"),
+    ],
+)
+def test_a_model_s_name_in_another_spelling(typed: str, model: str, here: Path) -> None:
+    assert known_words.find_model(typed) == model and understood(f"model={typed}") == [f"model={model}"]
+    assert (
+        understood("--config-dir", "own", f"model={typed}")[-1] == f"model={typed}"
+    )  # which may have one of this name
+    (here / typed).mkdir()
+    (here / typed / "config.json").write_text("{}")
+    assert understood(f"model={typed}")[0] == "model=hub"
+
+
+@pytest.mark.parametrize("typed", ["llama38b", "llama3-1.8b", "llama3", "other/llama3-8b", "qwen2.5-7b", "8b", ""])
+def test_what_may_be_several_models_or_none(typed: str) -> None:
+    assert known_words.find_model(typed) is None
+
+
+def test_each_built_in_model_has_a_name_of_its_own() -> None:
+    assert all(known_words.find_model(name) == name for name in conf_files.file_names("model"))
 
 
 def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:

@@ -30,6 +30,8 @@ _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/?#]+(?:/[^/?#]+)?)(?:/\w+/main(?:/.*)?)?/?(?:[?#].*)?")
 _THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024; 16,384 may be one
+_GPUS = re.compile(r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+")  # gpus=8xh100, 4,h100
+_STAGE = re.compile(r"(?:deepspeed[-_ ])?(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])", re.IGNORECASE)  # as tools call ZeRO's
 _SWITCH = {"1": "true", "on": "true", "yes": "true", "0": "false", "no": "false", "off": "false"}
 _OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
 
@@ -62,10 +64,15 @@ def understand(
     own = command_template.placeholder_names(" ".join(typed[at:]))
     pairs = list(_spell_flags(typed[:at], Line(parser, own)))
     closed &= not any(word.partition("=")[0].lstrip("+") in _OWN_FILES for word in typed[:at])
+    free = known_words.LEFT_OUT.difference(own) if closed else frozenset()
+    left = [word for word, setting in pairs if setting and known_words.find_name(word.partition("=")[0]) in free]
+    pairs = [pair for pair in pairs if pair[0] not in left]
     line = Line(parser, own, [word for word, setting in pairs if setting], closed)
     read = _leave_out([(word, _read(word, line) if setting else [word]) for word, setting in pairs])
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
+    names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
+    notes += [f"left out, as memory and speed of a step do not depend on them: {names}"] * bool(left)
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
@@ -76,9 +83,9 @@ def understand(
 def refuse_bare_model(typed: Sequence[str]) -> None:
     """Raise UserError where a word is the bare name of a model, no setting gives one, and no file or folder has it."""
     given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
-    names = {*conf_files.file_names("model"), *conf_files.hub_ids()}
     for before, word in zip(["=", *typed], typed, strict=False):
-        if not given and "=" in before and word.casefold() in names and not Path(word).exists():
+        named = word.casefold() in conf_files.hub_ids() or known_words.find_model(word)
+        if not given and "=" in before and named and not Path(word).exists():
             raise UserError(f"{word}: settings are given as KEY=VALUE; write model={word}")
 
 
@@ -95,6 +102,9 @@ def _refuse_apart(typed: Sequence[str]) -> None:
             raise UserError(f"{said}: no space at a comma or an =; write {whole.rstrip(',')}")
         if _SETTING.match(word) and word.endswith(","):
             raise UserError(f"{word}: a comma stands only between two values; write {word.rstrip(',')}")
+        several = re.fullmatch(r"-*([\w.-]+)[= ](\d+(?: \d+)+)", " ".join([word, *after]))
+        if several and ALIASES.get(name := f"{known_words.find_name(several[1])}", name) in whole_numbers():
+            raise UserError(f"{several[0]}: commas separate values; write {name}={several[2].replace(' ', ',')}")
         name, _, text = word.partition(":")
         bare = "=" not in word and not word.startswith("-") and not before.startswith("-")
         if bare and (text or after) and not Path(word).exists() and (found := known_words.find_name(name)):
@@ -139,7 +149,7 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
             key = ALIASES.get(name, name)
             default = conf_files.written_defaults().get(key)
             switch = default in ("true", "false") or not {f"{name}=true", f"{key}=true"}.isdisjoint(ALIASES)
-            if not (equals or follows or switch):
+            if not (equals or follows or switch or name in known_words.LEFT_OUT):
                 raise UserError(f"{flag} has no value; write {key}=VALUE")
             yield f"{name}={text if equals else rest.pop(0) if follows else 'true'}", True
         elif not flag.startswith("--") and flag[1] in "cimprs":  # Hydra's, with a value in the same word
@@ -168,13 +178,11 @@ def _read(word: str, line: Line) -> list[str]:
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w[\w-]*", typed):
         raise UserError(_unknown(typed, f"{word}: there is no setting {typed!r}", line))
-    if name is None or typed in line.own or name not in known_words.all_names():
+    if name is None or typed in line.own or name not in known_words.all_names() - known_words.LEFT_OUT:
         return [word]
     key = ALIASES.get(name, name)
     items = [item.strip() for item in split_values(text)]
-    if key == "world_size" and re.fullmatch(
-        r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+", text
-    ):  # gpus=8xh100, 4,h100
+    if key == "world_size" and _GPUS.fullmatch(text):
         key, items = "device.gpu", [text] if any(map(str.isdigit, items)) else items
     if key in whole_numbers() and (plain := _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)) != text:
         raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without separators of thousands")
@@ -194,6 +202,11 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
     """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
     if alias := ALIASES.get(f"{key}={item.casefold()}") or ALIASES.get(f"{key}={_SWITCH.get(item.casefold())}"):
         return alias
+    if key in ("sharding", "ds_config") and (stage := _STAGE.fullmatch(item)):
+        return f"sharding=zero{stage[1]}"
+    if key == "ds_config" and item != "null" and re.fullmatch(r"[\w./~-]+", item) and not Path(item).is_file():
+        near = suggestions.did_you_mean_path(Path(item)) or "; ZeRO 3 without a file is runner=deepspeed sharding=zero3"
+        raise UserError(f"{word}: there is no such file{near}")
     if key == "model.path" and item.endswith("/config.json"):
         return f"{key}={item.removesuffix('/config.json')}"
     plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
@@ -218,10 +231,9 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
 
 def _refuse_number(word: str, key: str, item: str) -> None:
     """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
-    if found := re.fullmatch(r"(\d+)[-:](\d+)(:\d+)?", item):
-        raise UserError(
-            f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {found[1]}..{found[2]}{found[3] or ''}"
-        )
+    if re.fullmatch(r"\d+[-:]\d+(:\d+)?", item):
+        spelled = re.sub("[-:]", "..", item, count=1)
+        raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {spelled}")
     if found := re.fullmatch(r"(\d+)k", item, re.IGNORECASE):
         raise UserError(f"{word}: a whole number has no unit; write {int(found[1]) * 1024} (or {found[1]}000)")
     if re.fullmatch(r"\d+(\.\d*)?e\+?\d", item, re.IGNORECASE) and float(item).is_integer():
@@ -245,14 +257,14 @@ def _model(word: str, item: str, line: Line) -> str:
         return f"model.path={value(str(folder))}"
     if built_in is None and (_HUB_ID.fullmatch(item) or re.match(r"\.{0,2}/", item)):
         return f"model.path={value(item)}"
-    return f"model={built_in}" if built_in else _value(word, "model", item, line)
+    return _value(word, "model", built_in or (line.closed and known_words.find_model(item)) or item, line)
 
 
 def _notes(word: str, now: str) -> Iterator[str]:
     """Yield what to say of a setting that is read otherwise than it was typed; gpu= and device.gpu= are one."""
     key, _, text = word.partition("=")
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
-        yield f"{text} is {units.gib(text):.1f} GiB"
+        yield f"{text} is {units.gib(text):,.2f} GiB"
     if key == "lora_target_modules" and "," in text.strip("'\""):
         yield f"{word} is one trial for each; one with all of them: {key}={text.replace(',', '+')}"
     now = now.removeprefix("device.") if key == "gpu" else now

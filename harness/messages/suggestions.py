@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -13,25 +14,30 @@ from vramsweep.harness.messages.errors import UserError
 OPEN = ("runner.options", "model.config", "versions")
 MOST = 12  # names that a line lists
 SETTINGS = "vramsweep sweep --help-all"
-LISTED_BY = {
-    "verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
-    "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques",
-}  # fmt: skip
+_SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
+LISTED_BY = {"verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
+             "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques"}  # fmt: skip
 
 
 def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
-    """The allowed names that were probably meant, the closest first: letters differ, capitals, a part of a name."""
-    names = list(allowed)
-    lower = {full.lower(): full for full in reversed(names)}
-    found = difflib.get_close_matches(name.lower(), lower, n=most, cutoff=0.6)
-    if not found and len(name) > 2:
-        found = sorted((full for full in lower if name.lower() in full), key=len)[:most]
-    return [lower[one] for one in found]
+    """The allowed names that were probably meant, those of the same numbers and the closest first."""
+    plain, lower = name.lower(), {full.lower(): full for full in reversed(_leave_out_sizes(name, allowed))}
+    near = difflib.get_close_matches(plain, lower, n=len(lower) or 1, cutoff=0.6)
+    near.sort(key=lambda one: re.findall(r"\d+", plain) not in ([], re.findall(r"\d+", one)))
+    if not near and len(name) > 2:
+        near = sorted((full for full in lower if plain in full), key=len)
+    return [lower[one] for one in near[:most]]
+
+
+def _leave_out_sizes(name: str, allowed: Iterable[str]) -> list[str]:
+    """Return the names that are no model of another size, where the typed one says its size."""
+    size, letters = _SIZE.findall(name.lower()), re.sub(r"\W|_", "", name.lower())
+    return [one for one in allowed if size in ([], _SIZE.findall(one.lower())) or re.sub(r"\W", "", one) == letters]
 
 
 def find_closest(name: str, allowed: Iterable[str]) -> str | None:
     """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
-    names = list(allowed)
+    names = _leave_out_sizes(name, allowed)
     if found := find_nearest(name, names):
         return found[0]
     tails = {full.rpartition(".")[2]: full for full in reversed(names)}
@@ -48,6 +54,10 @@ def did_you_mean(name: str, allowed: Iterable[str]) -> str:
 def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
     """What ends a refusal: the guess, then what is allowed, or the command that lists it where that is much."""
     near, command = did_you_mean(name, allowed), LISTED_BY.get(kind)
+    if kind == "model" and not near:
+        family = re.split(r"[^a-z]", name.lower())[0] or "/"
+        alike = ", ".join(one for one in allowed if one.startswith(family))
+        near = f"{f'; built in are {alike}' * bool(alike)}; model=ORG/NAME is any of the hub;"
     if command and len(allowed) > MOST:
         return f"{near or ';'} `{command}` lists all {len(allowed)}"
     return f"{f'{near} Allowed' if near else '; allowed'}: {', '.join(allowed)}"
@@ -70,8 +80,7 @@ def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object])
 
 def check_listed(said: str, kind: str, name: object, allowed: Iterable[object]) -> None:
     """Raise UserError, as `no_such_value` says it, where `allowed` does not list the name."""
-    names = list(allowed)
-    if name not in names:
+    if name not in (names := list(allowed)):
         raise UserError(no_such_value(said, kind, name, names))
 
 
@@ -93,7 +102,6 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     if any(f"{key}.".startswith(f"{place}.") for place in OPEN):
         question = f"did you mean {parent}.{near}? Or " if near else ""
         return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
-    wanted: str | None
     if parent:
         wanted = f"{parent}.{near}" if near else find_closest(name, everywhere)
         what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
@@ -101,18 +109,15 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
     else:
         wanted = near or find_closest(name, everywhere)
         what, listed = f"there is no setting {name!r}", "" if wanted else f"ll are listed by {SETTINGS}"
-    said = f"{said}: {what}"
-    return (
-        f"{said}; did you mean {wanted}?{listed and f' A{listed}'}" if wanted else f"{said}{listed and f'; a{listed}'}"
-    )
+    ending = f"; did you mean {wanted}?{listed and f' A{listed}'}" if wanted else listed and f"; a{listed}"
+    return f"{said}: {what}{ending}"
 
 
 def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
     """An override that Hydra's grammar does not take; `options` are those of each config group."""
     key, equals, value = override.partition("=")
     if not equals:
-        group = next((group for group, names in options.items() if override in names), None)
-        wanted = f"; did you mean {group}={override}?" if group else ""
+        wanted = next((f"; did you mean {key}={override}?" for key, names in options.items() if override in names), "")
         return f"{override}: settings are given as KEY=VALUE{wanted}"
     if not key.strip("+~"):
         return f"{override}: there is no key before the ="
@@ -132,10 +137,8 @@ def unquoted_settings(override: str) -> str:
     """`allocator.conf=a:1,b:2`: Hydra takes the comma as the end of a value, with -m and without."""
     key, _, value = override.partition("=")
     each = ",".join(f'"{part}"' for part in value.split(","))
-    return (
-        f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}\n"
-        f"  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
-    )
+    one = f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}"
+    return f"{one}\n  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
 
 
 def quote_words(key: str, value: str) -> str:

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import re
 
-from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu, find_gpu
+from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu
 from vramsweep.harness.messages import suggestions
 
 _COUNTED = re.compile(r"(?P<n>\d+)\s*[x*,:\s]\s*(?P<name>.+)|(?P<other>.+?)\s*[x*,:]\s*(?P<m>\d+)", re.IGNORECASE)
+_SXM = {f"sxm{version}" for version in ("", *range(2, 7))}  # on a board with NVLink: ours say only PCIe and NVL
 
 
 def find_name(typed: str) -> str | None:
-    """Return the listed name that is meant: in another case, or as the driver calls the GPU; None where there is none.
+    """Return the listed name that is meant: it, or the driver's whole name, in any case; None where there is none.
 
     Part of a name is none, because a GPU that is added to the table later could have it too.
     """
-    plain, device = _plain(typed), find_gpu(typed)
-    return next((gpu.name for gpu in GPUS if gpu.name == plain or gpu is device), None)
+    return next((gpu.name for gpu in GPUS if _plain(typed) in (gpu.name, *map(_plain, gpu.devices))), None)
 
 
 def unknown_gpu(said: str, typed: str) -> str:
@@ -28,18 +28,19 @@ def unknown_gpu(said: str, typed: str) -> str:
     if len(like := _like(typed)) > 1:
         each = ", ".join(f"{gpu.name} ({gpu.memory_gib:g} GiB{f', {gpu.link}' if gpu.link else ''})" for gpu in like)
         return f"{said} may be any of {each}; name one of them"
-    near = suggestions.did_you_mean(typed, [gpu.name for gpu in GPUS]) or "; "
-    near = f"; did you mean {like[0].name}?" if like else near
-    more = "for one that is not listed say what it has: device.memory_gib=8 device.capability=7.5"
-    return f"{said}: there is no such GPU{near} `vramsweep gpus` lists all {len(GPUS)}; {more}".replace(";  ", "; ")
+    near = f"; did you mean {like[0].name}?" if like else suggestions.did_you_mean(typed, [gpu.name for gpu in GPUS])
+    more = "" if like else "; for one that is not listed say what it has: device.memory_gib=8 device.capability=7.5"
+    return f"{said}: there is no such GPU{near or ';'} `vramsweep gpus` lists all {len(GPUS)}{more}"
 
 
 def _like(typed: str) -> list[Gpu]:
-    """Return the GPUs whose names begin with whole words of this, or RTX and these: the plainest, smallest first."""
-    name = _plain(typed).removeprefix("geforce-").replace("rtx-", "rtx")
-    found = [gpu for gpu in GPUS if f"{gpu.name}-".startswith((f"{name}-", f"rtx{name}-"))]
+    """Return the GPUs whose names begin with the first of these words, or RTX and it, and have the others: the
+    plainest, smallest first."""
+    first, *words = _plain(typed).replace("rtx-", "rtx").split("-")
+    named = ((gpu, set(gpu.name.split("-"))) for gpu in GPUS if gpu.name.split("-")[0] in (first, f"rtx{first}"))
+    found = [gpu for gpu, parts in named if {*words} <= parts | (set() if parts & {"pcie", "nvl"} else _SXM)]
     return sorted(found, key=lambda gpu: (gpu.name.count("-"), gpu.memory_gib))
 
 
 def _plain(typed: str) -> str:
-    return re.sub(r"[\s_]+", "-", typed.strip().casefold()).removeprefix("nvidia-")
+    return re.sub(r"^((nvidia|tesla|geforce)-)+", "", re.sub(r"[\s_]+", "-", typed.strip().casefold()))
