@@ -29,8 +29,7 @@ IMAGES = ("png", "svg", "pdf")
 def main(argv: list[str]) -> int:
     """Run one verb; return 0, or what the verb says (compare). Raises UserError for what the user can mend."""
     arguments = parser(argv[0]).parse_args(argv[1:])
-    verb: Callable[[argparse.Namespace], int] = arguments.verb
-    return verb(arguments)
+    return int(arguments.verb(arguments))
 
 
 def parser(name: str) -> Parser:

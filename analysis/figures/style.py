@@ -140,8 +140,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
 
 def shared(groups: Sequence[Group]) -> dict[str, Any]:
     """The settings in which these groups are equal."""
-    first = groups[0].settings
-    return {k: v for k, v in first.items() if all(g.settings.get(k) == v for g in groups)}
+    return {k: v for k, v in groups[0].settings.items() if all(g.settings.get(k) == v for g in groups)}
 
 
 def names(groups: Sequence[Group]) -> list[str]:
