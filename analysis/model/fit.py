@@ -206,8 +206,7 @@ def fit_table(
     for group in found[:limit]:
         frame = group.frame
         rows = beside(group) if beside else None
-        whole = wholes.of(group).within(start, stop, axis)
-        knows = Knows(whole, None if rows is None else Whole(rows))
+        knows = Knows(wholes.of(group).within(start, stop, axis), None if rows is None else Whole(rows))
         any_points = False
         for name in metrics:
             points = observations(frame, METRICS[name], start, stop, axis)

@@ -48,8 +48,7 @@ def run(trial: Trial, folder: Path) -> Columns:
     output = (folder / command_template.OUTPUT).resolve()  # a script may go elsewhere, as Hydra's do
     output.mkdir()
     require_unchanged_files(trial)
-    asked = _observer_request(trial)
-    (folder / WATCH).write_text(json.dumps(asked))
+    (folder / WATCH).write_text(json.dumps(_observer_request(trial)))
     baseline = _used(trial)
     words = command_template.command_words(trial, str(output))
     try:
