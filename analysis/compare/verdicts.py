@@ -226,8 +226,7 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
     own = extras(both, ())
     differs, axes = _axes(both, [*ASKED, *own])
     differs |= _axes(both, list(FOUND))[0]
-    again = [key for key in own if differs.get(key) == differs.get(key.removeprefix(EXTRA), ())]
-    differs = {key: sides for key, sides in differs.items() if key not in again}
+    differs = {k: sides for k, sides in differs.items() if k not in own or sides != differs.get(k.removeprefix(EXTRA))}
     keys = [*(axis for axis in axes if axis != "foreign"), "seq_len"]
     filled = pd.DataFrame({key: both[key].astype("string").fillna("") for key in keys})
     in_a = both["_set"].eq("a").to_numpy(bool)

@@ -75,10 +75,9 @@ class View:
 
     def of_trial(self, trial_id: str) -> Look:
         """How the configuration of a row looks."""
-        for group in (*self.groups, *self.varied):
-            if group.take("trial_id")["trial_id"].eq(trial_id).any():
-                return self.look(group)
-        return Look(COLOURS[0])
+        every = (*self.groups, *self.varied)
+        found = (self.look(group) for group in every if group.take("trial_id")["trial_id"].eq(trial_id).any())
+        return next(found, Look(COLOURS[0]))
 
 
 def settings(group: Group) -> dict[str, str]:
