@@ -184,8 +184,5 @@ def _trained(seen: Sequence[Seen]) -> list[Seen]:
     if not done:
         return []
     size = done[0]["world_size"]
-    ranks: dict[int, Seen] = {}
-    for one in done:
-        if one["world_size"] == size:
-            ranks.setdefault(one["rank"], one)
+    ranks = {one["rank"]: one for one in reversed(done) if one["world_size"] == size}  # the first of each rank counts
     return [ranks[rank] for rank in sorted(ranks)] if len(ranks) == size else []
