@@ -66,7 +66,6 @@ def _parsers() -> dict[str, Parser]:
     report.add_argument(
         "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
     )
-
     report.add_argument("--brief", action="store_true", help="print only where the files are")
 
     verb("paper", _paper).add_argument("--out", type=Path, help="default: paper/ in the results folder")
