@@ -29,8 +29,7 @@ IMAGES = ("png", "svg", "pdf")
 def main(argv: list[str]) -> int:
     """Run one verb; return 0, or what the verb says (compare). Raises UserError for what the user can mend."""
     arguments = parser(argv[0]).parse_args(argv[1:])
-    verb: Callable[[argparse.Namespace], int] = arguments.verb
-    return verb(arguments)
+    return int(arguments.verb(arguments))
 
 
 def parser(name: str) -> Parser:
@@ -67,7 +66,6 @@ def _parsers() -> dict[str, Parser]:
     report.add_argument(
         "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
     )
-
     report.add_argument("--brief", action="store_true", help="print only where the files are")
 
     verb("paper", _paper).add_argument("--out", type=Path, help="default: paper/ in the results folder")

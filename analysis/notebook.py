@@ -232,8 +232,7 @@ def gib(frame: pd.DataFrame) -> pd.DataFrame:
 
     >>> gib(rows)[["seq_len", "peak_allocated_gib"]]
     """
-    sizes = [name for name in map(str, frame.columns) if name.endswith("_bytes")]
-    sizes = [name for name in sizes if pd.api.types.is_numeric_dtype(frame[name].dtype)]
+    sizes = [name for name in map(str, frame.select_dtypes("number")) if name.endswith("_bytes")]
     wide = {name: name.removesuffix("_bytes") + "_gib" for name in sizes}
     made = frame.assign(**{name: frame[name].astype("Float64") / GIB for name in wide}).rename(columns=wide)
     known = frame.attrs.get("units", {})

@@ -36,7 +36,6 @@ FEWEST = 5  # configurations: with one left out as many as there are factors
 NOISE = 0.01  # standard error of a measured step that is taken for granted, relative; repeats agree to about that
 WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it counts as unknown
 
-
 # Leaves of the resolved trial that a key holds already. The optimizer's is not one: fused AdamW is an AdamW too.
 _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"trial.model.name", "trial.runner.name"}
 

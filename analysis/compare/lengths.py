@@ -263,24 +263,19 @@ def table(groups: Sequence[Group]) -> pd.DataFrame:
             line["oom"] = str(int(mine["outcome"].eq("oom").sum()))
             line["other"] = str(len(mine) - len(done) - int(line["oom"]))
             line["tokens of a step"] = _ends(tokens) if len(tokens) else "–"
-            line["padding"] = _mean(done["padding_fraction"], 100, 0, " %")
+            line["padding"] = _mean(done["padding_fraction"], _share)
             documents = [done["shortest_document"], done["longest_document"]]
             known = all(one.notna().any() for one in documents)
             line["documents (tokens)"] = _ends(pd.concat(documents)) if known else "–"
-            line["their mean"] = _mean(done["mean_document"], 1, 0)
-            line["allocated (GiB)"] = _mean_gib(done["peak_allocated_bytes"])
-            line["reserved (GiB)"] = _mean_gib(done["peak_reserved_bytes"])
-            line["tokens/s, padding counted"] = _mean(done["tokens_per_s"], 1, 0)
+            line["their mean"] = _mean(done["mean_document"], "{:,.0f}".format)
+            line["allocated (GiB)"] = _mean(done["peak_allocated_bytes"], format_gib)
+            line["reserved (GiB)"] = _mean(done["peak_reserved_bytes"], format_gib)
+            line["tokens/s, padding counted"] = _mean(done["tokens_per_s"], "{:,.0f}".format)
             lines.append(line)
     found = pd.DataFrame(lines)
     return found.loc[:, (found != "–").any()] if lines else found
 
 
-def _mean(values: pd.Series, scale: float, digits: int, unit: str = "") -> str:
+def _mean(values: pd.Series, show: Callable[[float], str]) -> str:
     known = values.dropna()
-    return f"{scale * float(known.mean()):,.{digits}f}{unit}" if len(known) else "–"
-
-
-def _mean_gib(values: pd.Series) -> str:
-    known = values.dropna()
-    return format_gib(float(known.mean())) if len(known) else "–"
+    return show(float(known.mean())) if len(known) else "–"

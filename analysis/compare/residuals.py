@@ -101,11 +101,8 @@ def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
     """What all components of a configuration share, by configuration."""
     grouped = pairs.groupby("configuration")
     first = grouped.first()
-    found = first[["gpu", *KEYS]].copy()
-    found["allocator"] = first["allocator_measured"]
-    for side in ("predicted", "measured"):
-        found[f"outcome_{side}"] = first[f"outcome_{side}"]
-    found["trial_id_predicted"] = first["trial_id_predicted"]
+    found = first[["gpu", *KEYS, "allocator_measured", "outcome_predicted", "outcome_measured", "trial_id_predicted"]]
+    found = found.rename(columns={"allocator_measured": "allocator"})
     found["trial_ids_measured"] = grouped["trial_id_measured"].agg(lambda ids: " ".join(map(str, ids)))
     found["repeats"] = grouped.size()
     differ = pd.Series(False, index=found.index)

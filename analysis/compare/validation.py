@@ -64,9 +64,8 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     found["kind"] = found["quantity"].where(whole, found["quantity"] + ", " + found["phase"].astype(str) + " phase")
     found.loc[found["quantity"].isin(SPEED), "kind"] = "step time"
     numbers = found[["measured", "predicted", "predicted_most", "predicted_plain", "states_bytes"]].astype(float)
-    found["error"] = numbers["predicted"] / numbers["measured"] - 1
-    found["most_error"] = numbers["predicted_most"] / numbers["measured"] - 1
-    found["plain_error"] = numbers["predicted_plain"] / numbers["measured"] - 1
+    predictions = numbers[["predicted", "predicted_most", "predicted_plain"]]
+    found[["error", "most_error", "plain_error"]] = predictions.div(numbers["measured"], axis=0) - 1
     memory = found["quantity"].isin(MEMORY)
     context = found["context_bytes"].where(found["quantity"].eq("device"), 0)
     above = numbers["measured"] - numbers["states_bytes"] - context

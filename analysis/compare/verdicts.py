@@ -20,6 +20,7 @@ from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import ASKED, FOUND, plain_value
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.metrics import METRICS, MIB
+from vramsweep.analysis.data.pairing import extras
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.messages.errors import UserError
 
@@ -222,11 +223,10 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
             "one set is predicted (device=simulated), the other measured; they are not compared, see the figure "
             "predicted_against_measured of the report"
         )
-    extras = [str(name) for name in both.columns if str(name).startswith(EXTRA)]
-    differs, axes = _axes(both, [*ASKED, *extras])
+    own = extras(both, ())
+    differs, axes = _axes(both, [*ASKED, *own])
     differs |= _axes(both, list(FOUND))[0]
-    again = [key for key in extras if differs.get(key) == differs.get(key.removeprefix(EXTRA), ())]
-    differs = {key: sides for key, sides in differs.items() if key not in again}
+    differs = {k: sides for k, sides in differs.items() if k not in own or sides != differs.get(k.removeprefix(EXTRA))}
     keys = [*(axis for axis in axes if axis != "foreign"), "seq_len"]
     filled = pd.DataFrame({key: both[key].astype("string").fillna("") for key in keys})
     in_a = both["_set"].eq("a").to_numpy(bool)
@@ -256,8 +256,7 @@ def _apart(filled: pd.DataFrame) -> list[str]:
 
 
 def _needed(table: Table) -> list[str]:
-    extras = [name for name in table.frame.columns if str(name).startswith(EXTRA)]
-    return [*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
+    return [*ASKED, *FOUND, *extras(table.frame, ()), *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Crossover, Trend, position
-from vramsweep.analysis.compare.verdicts import Comparison, Extreme, OverAll, Pair
+from vramsweep.analysis.compare.verdicts import Comparison, OverAll, Pair
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS
 
@@ -75,12 +75,8 @@ def _reach(one: OverAll) -> str:
         sizes = [f"{size} ({share})" for size, share in zip(in_bytes, shares, strict=True)]
     if changes[0] == changes[1]:
         return f", the same in all of them ({shares[0]})"
-    said = [f"{size} {_at(end)}" for size, end in zip(sizes, ends, strict=True)]
+    said = [f"{size} at {label(end.settings)}" for size, end in zip(sizes, ends, strict=True)]
     return f", from {said[0]} to {said[1]}"
-
-
-def _at(end: Extreme) -> str:
-    return f"at {label(end.settings)}" if end.settings else ""
 
 
 def sentences(along: Along, quantity: str, most: int = MOST) -> list[str]:

@@ -53,8 +53,7 @@ def each(column: Any, change: Any) -> Any:
 def flat(frame: pd.DataFrame) -> pa.Table:
     """The table with lists as JSON text, so that any reader takes it."""
     columns: dict[str, Any] = {}
-    for name in frame.columns:
-        column = frame[name]
+    for name, column in frame.items():
         array = pa.array(column, from_pandas=True)
         if pa.types.is_list(array.type):
             texts = [None if v is None else json.dumps(v) for v in array.to_pylist()]

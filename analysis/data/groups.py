@@ -85,10 +85,9 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     """
     if (frame := table.frame).empty:
         return []
-    codes = np.zeros(len(frame), dtype=np.int64)
-    keys: list[str] = []
-    codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name not in FREE[axis]])
-    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
+    names = [name for name in (*ASKED, "seq_len") if name not in FREE[axis]]
+    names += [n for n in frame.columns if str(n).startswith(EXTRA)]
+    codes, keys = _split(frame, np.zeros(len(frame), dtype=np.int64), [], names)
     filled = frame[list(FOUND)].copy()
     filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
     for name in FOUND:
@@ -143,8 +142,6 @@ def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
 
 def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     """The largest group and those that differ from it in `axes` only (and in what follows from them)."""
-    if not groups:
-        return []
 
     def rest(group: Group) -> list[Any]:
         return [v for k, v in group.settings.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, EARLY, LARGEST, SCHEMA_VERSION, TEXT_LISTS
+from vramsweep.harness.spec.runner_table import flatten_options
 from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
 
 _DTYPES = {int: "Int64", float: "Float64", str: "string", bool: "boolean"}
@@ -256,14 +257,10 @@ def _read_lines(path: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _flat(trials: list[Any]) -> pd.DataFrame:
-    def leaves(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
-        if isinstance(value, dict):
-            for key, child in value.items():
-                yield from leaves(child, f"{name}.{key}")
-        else:
-            yield name, value if isinstance(value, str) or value is None else json.dumps(value)
-
-    return pd.DataFrame([dict(leaves(t, "trial")) if isinstance(t, dict) else {} for t in trials]).astype("string")
+    nodes = (flatten_options({"trial": one} if isinstance(one, dict) else {}) for one in trials)
+    leaves = ({name: value for name, value in each if not isinstance(value, dict)} for each in nodes)
+    texts = [{k: v if isinstance(v, str) or v is None else json.dumps(v) for k, v in each.items()} for each in leaves]
+    return pd.DataFrame(texts).astype("string")
 
 
 def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:

@@ -45,7 +45,6 @@ class Picture:
 ASKED, WHY = "asked.json", "why"
 SUFFIXES = (".png", ".svg", ".pdf", ".jpg", ".jpeg", ".webp")
 
-
 SHORT = 60  # characters: sockets under a longer TMPDIR could have names that are too long for them
 SPARE = 64 << 20  # bytes that a browser needs for its own files
 NO_BROWSER = 2  # exit status

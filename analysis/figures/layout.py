@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -140,7 +140,7 @@ def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
     named = list(zip(axis.tickvals, axis.ticktext, strict=True)) if axis.ticktext else [(x, x) for x in every]
     found = []
     for at, text in named:
-        lines = _lines(str(text), room)
+        lines = break_lines(str(text), room)
         found.append((at, "<br>".join(lines[:2]) + "…" * (len(lines) > 2)))
     return found
 
@@ -201,8 +201,8 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     for note in plot.layout.annotations:
         if note.name == "limit":  # it may stand on an area
             note.bgcolor = "rgba(255,255,255,0.75)"
-    title = _lines(figure.title, (width - 12) / (text * _BOLD))
-    told = _lines(figure.source, (width - 12) / small)
+    title = break_lines(figure.title, (width - 12) / (text * _BOLD))
+    told = break_lines(figure.source, (width - 12) / small)
     first = 6 + 0.7 * text * (len(title) > 1)  # px from the top: of several lines it is where the first one stands
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     if legend:
@@ -246,11 +246,11 @@ def text_width(text: str) -> float:
     return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _LETTER) for sign in text)
 
 
-def _lines(text: str, room: float) -> list[str]:
-    """The text in lines of at most so many em."""
+def break_lines(text: str, room: float, width: Callable[[str], float] = text_width) -> list[str]:
+    """The text in lines of at most so many em, or of what `width` measures it in."""
     lines: list[str] = []
     for word in text.split():
-        if lines and text_width(f"{lines[-1]} {word}") <= room:
+        if lines and width(f"{lines[-1]} {word}") <= room:
             lines[-1] += f" {word}"
         else:
             lines.append(word)

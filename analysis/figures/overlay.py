@@ -156,8 +156,12 @@ def _memory(plot: Any, row: int, data: pd.DataFrame, x: Array, metrics: Sequence
     share = format_difference.size(gap[most] / sides[metrics[0]][0][most])
     text = f"{format_difference.in_bytes(gap[most])[0]} ({share})"
     drawn = x[np.isfinite(sides[metrics[0]]).any(axis=0)]
-    left = x[most] < (drawn[0] + drawn[-1]) / 2
-    _note(plot, row + 1, x[most], gap[most] / small, text, BETWEEN, up=gap[most] > 0, left=left)
+    left, up = x[most] < (drawn[0] + drawn[-1]) / 2, gap[most] > 0
+    plot.add_annotation(
+        x=x[most], y=gap[most] / small, text=escape(text), showarrow=False, xanchor="left" if left else "right",
+        yanchor="bottom" if up else "top", yshift=4 if up else -4, font={"color": BETWEEN, "size": 12}, row=row + 1,
+        col=1,
+    )  # fmt: skip
 
 
 def _speed(plot: Any, row: int, data: pd.DataFrame, x: Array, names: Sequence[str]) -> None:
@@ -247,14 +251,6 @@ def _crosses(plot: Any, row: int, data: pd.DataFrame, x: Array, top: float) -> N
                 name=f"{'AB'[number]} out of memory", row=row, col=1,
                 marker={"color": COLOURS[number], "symbol": "x", "size": 9},
             )  # fmt: skip
-
-
-def _note(plot: Any, row: int, x: float, y: float, text: str, colour: str, up: bool, left: bool) -> None:
-    """Text above or below a point; `left`: it begins there, else it ends there."""
-    plot.add_annotation(
-        x=x, y=y, text=escape(text), showarrow=False, xanchor="left" if left else "right",
-        yanchor="bottom" if up else "top", yshift=4 if up else -4, font={"color": colour, "size": 12}, row=row, col=1,
-    )  # fmt: skip
 
 
 def _style(plot: Any, axis: str) -> None:

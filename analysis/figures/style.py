@@ -14,8 +14,8 @@ import pandas as pd
 
 from vramsweep.analysis.compare.lengths import Runs
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.pairing import CARD, COMPARED, EXTRAS_APART, card
+from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.pairing import CARD, COMPARED, card, extras
 from vramsweep.analysis.data.parts import Job
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import Limit
@@ -75,10 +75,9 @@ class View:
 
     def of_trial(self, trial_id: str) -> Look:
         """How the configuration of a row looks."""
-        for group in (*self.groups, *self.varied):
-            if group.take("trial_id")["trial_id"].eq(trial_id).any():
-                return self.look(group)
-        return Look(COLOURS[0])
+        every = (*self.groups, *self.varied)
+        found = (self.look(group) for group in every if group.take("trial_id")["trial_id"].eq(trial_id).any())
+        return next(found, Look(COLOURS[0]))
 
 
 def settings(group: Group) -> dict[str, str]:
@@ -109,10 +108,10 @@ def _apart(group: Group, base: Group) -> int:
 
 def _identity(group: Group) -> tuple[str, ...]:
     first = group.source.iloc[group.rows[0]]
-    extras = [str(c) for c in group.source if str(c).startswith(EXTRA) and not str(c).startswith(EXTRAS_APART)]
     known = card(group.take(*CARD)).dropna()
     which = str(known.iloc[0]) if len(known) else str(first.get("gpu_name"))
-    return (which, *("" if _unknown(first.get(name)) else str(first.get(name)) for name in (*_SHARED, *extras)))
+    values = (first.get(name) for name in (*_SHARED, *extras(group.source)))
+    return (which, *("" if _unknown(value) else str(value) for value in values))
 
 
 def _unknown(value: Any) -> bool:
@@ -140,8 +139,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
 
 def shared(groups: Sequence[Group]) -> dict[str, Any]:
     """The settings in which these groups are equal."""
-    first = groups[0].settings
-    return {k: v for k, v in first.items() if all(g.settings.get(k) == v for g in groups)}
+    return {k: v for k, v in groups[0].settings.items() if all(g.settings.get(k) == v for g in groups)}
 
 
 def names(groups: Sequence[Group]) -> list[str]:

@@ -19,12 +19,11 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import PARTS
 from vramsweep.analysis.figures.composition import called as of_part
-from vramsweep.analysis.figures.plots import Figure, axis_unit, escape, new_plot, sentence
+from vramsweep.analysis.figures.plots import GREY, Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness.files.file_names import make_safe
 from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.process.interpreter import build_command
 
-RESERVED = "#7f7f7f"
 HEADROOM = 1.3  # of the y axis above what is drawn, for the names of phases and the peak
 _WIDTH = 300  # px of the plot in one column of a paper, where names of phases must not overlap
 
@@ -60,7 +59,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     )  # fmt: skip
     plot.add_scatter(
         x=event, y=reserved / unit, name="reserved", mode="lines",
-        line={"width": 2, "shape": "hv", "color": RESERVED}, hovertemplate=said,
+        line={"width": 2, "shape": "hv", "color": GREY}, hovertemplate=said,
     )  # fmt: skip
     plot.update_yaxes(range=[0, reach * HEADROOM / unit])
     plot.update_xaxes(range=[0, max(data["events"], 1)])

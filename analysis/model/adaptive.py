@@ -260,8 +260,8 @@ class Search:
     def _design(self) -> list[int]:
         grid = self.grid
         order = np.lexsort((grid.length, grid.tokens))
-        ahead = grid.fits is not None and not grid.fits.all() and bool(grid.fits.any())
-        if ahead and grid.fits is not None:  # the largest that is predicted to fit, and the smallest that is not
+        if grid.fits is not None and grid.fits.any() and not grid.fits.all():
+            # the largest that is predicted to fit, and the smallest that is not
             first = [int(order[grid.fits[order]][-1]), int(order[~grid.fits[order]][0])]
         else:
             first = [int(order[-1])]

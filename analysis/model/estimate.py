@@ -459,8 +459,7 @@ def _witnesses(cuts: tuple[int, ...], starts: Array, places: Sequence[int]) -> t
 
     All of them; where cuts were tried only here and there, those beside a cut may be on either side of it.
     """
-    count = len(starts) - 1
-    bounds = [0, *cuts, count]
+    bounds = [0, *cuts, len(starts) - 1]
     rows: list[int] = []
     owner: list[int] = []
     for piece, (a, b) in enumerate(pairwise(bounds)):

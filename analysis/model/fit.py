@@ -118,10 +118,6 @@ class Fit:
         first, last = self.chosen.model.predict(np.array(self.range))
         return self.lengths < FEW or float(last - first) < HIDDEN * abs(float(last))
 
-    def candidate(self, kind: str, modulus: int | None = None) -> Candidate | None:
-        """The candidate of a kind, if the data allowed one."""
-        return next((c for c in self.candidates if (c.model.kind, c.model.modulus) == (kind, modulus)), None)
-
     @cached_property
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
         """95 % interval of each parameter of each of the chosen model's curves, by name, given its kind."""
@@ -206,8 +202,7 @@ def fit_table(
     for group in found[:limit]:
         frame = group.frame
         rows = beside(group) if beside else None
-        whole = wholes.of(group).within(start, stop, axis)
-        knows = Knows(whole, None if rows is None else Whole(rows))
+        knows = Knows(wholes.of(group).within(start, stop, axis), None if rows is None else Whole(rows))
         any_points = False
         for name in metrics:
             points = observations(frame, METRICS[name], start, stop, axis)

@@ -109,16 +109,15 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
     posteriors = {"forward": estimate(plain, _kinds(several, scores, False))}
     forward = posteriors["forward"].value(tokens, plain.features)
     features = _features(batch, length, forward)
+    rise = max(float(np.ptp(forward)), 0.02 * float(forward.max()))
     for phase, y in zip(phases, peaks.T, strict=True):
         if phase == "forward":
             continue
         own = Data(tokens, features, y, RESOLUTION)
         scales = own.scales.copy()
         scales[_MORE] = 0.2 * float(forward.max())
-        scales[_MORE_TOKENS] = 0.5 * max(float(np.ptp(forward)), 0.02 * float(forward.max())) / float(np.ptp(tokens))
-        scales[_MORE_SCORES] = (
-            0.3 * max(float(np.ptp(forward)), 0.02 * float(forward.max())) / features[:, _SCORES].max()
-        )
+        scales[_MORE_TOKENS] = 0.5 * rise / float(np.ptp(tokens))
+        scales[_MORE_SCORES] = 0.3 * rise / features[:, _SCORES].max()
         own = replace(own, given_scales=scales)
         posteriors[phase] = estimate(own, _kinds(several, scores, phase == "backward"))
     return Phases(posteriors, ok["peak_allocated_bytes"].to_numpy(float) - peaks.max(axis=1))

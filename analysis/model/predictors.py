@@ -268,8 +268,7 @@ def _each_phase(
             return ()
         own_points = observations(same.frame, replace(metric, column=column), axis=axis)
         x, first = np.unique(own_points.x, return_index=True)
-        base = Predicted(x, own_points.y[first], partial(phases.of, name))
-        found.append((y, base))
+        found.append((y, Predicted(x, own_points.y[first], partial(phases.of, name))))
     return _above(points.x, found, metric, per_x)
 
 

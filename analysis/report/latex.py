@@ -21,6 +21,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
+from vramsweep.analysis.figures.layout import break_lines
 from vramsweep.harness.messages.terminal import escape_text
 
 
@@ -150,13 +151,7 @@ class Column:
         """The head in lines no wider than its cells or its longest word, the unit in the last."""
         cells = max(map(width, self.cells), default=0.0)
         room = max(min(cells, _NARROWEST) if self.kind == "text" else cells, *map(width, self.head.split()), 0.0)
-        lines: list[str] = []
-        for word in self.head.split():
-            if lines and width(f"{lines[-1]} {word}") <= room:
-                lines[-1] += f" {word}"
-            else:
-                lines.append(word)
-        return [*lines, *([f"({self.unit})"] if self.unit else [])]
+        return [*break_lines(self.head, room, width), *([f"({self.unit})"] if self.unit else [])]
 
     @property
     def natural(self) -> float:

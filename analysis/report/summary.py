@@ -17,6 +17,7 @@ from rich.table import Table as Grid
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.analysis.report.findings import values
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_size
@@ -52,7 +53,7 @@ class Summary:
 
 def summary(table: Table, beyond: str = "") -> Summary:
     """What the rows come to; `beyond` is what a curve says of lengths that were not tried."""
-    axis = result_table.choose_axis(_plain_rows(table.frame[["seq_len", "micro_batch"]]))
+    axis = result_table.choose_axis(records(table.frame[["seq_len", "micro_batch"]]))
     found = groups(table, axis)
     frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
     lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
@@ -117,14 +118,8 @@ def _renamed(line: Line, table: Table) -> Line:
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
     predicted = bool(group.take("device")["device"].eq("simulated").fillna(False).all())
     return result_table.summarize_rows(
-        group.label, _plain_rows(frame), axis, predicted=predicted, resident=group.resident, varies=group.varies
+        group.label, records(frame), axis, predicted=predicted, resident=group.resident, varies=group.varies
     )
-
-
-def _plain_rows(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows with None for what is unknown."""
-    plain = frame.astype(object)
-    return plain.where(plain.notna(), None).to_dict("records")  # type: ignore[return-value]
 
 
 def _median(values: pd.Series[Any]) -> float | None:

@@ -83,18 +83,15 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
     """One line per group, one column per memory size; ° marks a limit beyond the measured range. Groups with too few
     lengths for a curve have none."""
     curved = {limit.group for limit in limits if limit.remark != FEW}
-    limits = [limit for limit in limits if limit.group in curved]
-    lines: dict[str, dict[str, str]] = {}
-    ids: dict[str, str] = {}
-    for limit in limits:
+    lines: dict[tuple[str, str], dict[str, str]] = {}
+    for limit in (one for one in limits if one.group in curved):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
-        line = lines.setdefault(f"{limit.group}{of}", {"settings": limit.label + of})
-        ids[f"{limit.group}{of}"] = limit.group
+        line = lines.setdefault((limit.group, of), {"settings": limit.label + of})
         text = f"{limit.value:,}" if limit.value is not None else limit.remark
         safe = limit.low if limit.low is not None and (limit.value is None or limit.low < limit.value) else None
         text += "°" * (limit.extrapolated and limit.value is not None)
         line[f"{limit.gib:g} GiB"] = text + (f" (safe: {safe:,})" if safe is not None else "")
-    return pd.DataFrame(list(lines.values()), index=list(ids.values()))
+    return pd.DataFrame(list(lines.values()), index=[group for group, _ in lines])
 
 
 def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:

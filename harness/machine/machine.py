@@ -311,7 +311,6 @@ def cpu_name() -> str | None:
 @cache
 def git_commit() -> str | None:
     """The commit of this checkout, with "+dirty" if tracked files were changed; None outside one."""
-
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():  # installed, perhaps within a checkout of the user's own
         return None

@@ -47,8 +47,7 @@ class Interrupts:
             yield self
             return
         own = {signal.SIGINT: self._once, signal.SIGTERM: _at_once, signal.SIGHUP: self._hung_up}
-        before = {number: signal.getsignal(number) for number in own}
-        before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+        before = {number: now for number in own if (now := signal.getsignal(number)) is not signal.SIG_IGN}
         for number in before:  # what a shell, or nohup, has told a job in the background to ignore stays ignored
             signal.signal(number, own[number])
         try:

@@ -23,7 +23,6 @@ LOG_KEPT = 256 << 10  # bytes of its end that stay when it is cut
 LAST_LINES = 100  # of a log that are looked at for why its process ended: a C++ stack is shorter
 LONGEST_POLL_S = 3600.0  # poll() takes milliseconds as a 32-bit number
 
-
 Look = Callable[[], float | None]  # what is done now and then; the seconds until it is to be done again, or LOOK_S
 
 

@@ -291,7 +291,6 @@ OF_PARENT = frozenset(
 )
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
 
-
 UNSETTLED = ("estimate", "host")  # groups of predictions that are still being learned
 
 

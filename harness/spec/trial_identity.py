@@ -14,7 +14,6 @@ from vramsweep.harness.spec.techniques import catalog
 
 ID_VERSION = 2
 
-
 SIMULATION = 14  # raise it when what a simulated run predicts changes
 
 

@@ -6,10 +6,10 @@ apart. Not covered: a trial by itself (`Trial.label`), the rows of a report (ana
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vramsweep.harness.spec import command_template
+from vramsweep.harness.spec import command_template, runner_table
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.trial_identity import ID_DEFAULTS
 from vramsweep.harness.spec.trial_label import describe_trial
@@ -87,15 +87,8 @@ def _follows(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
 
 def flatten(resolved: Mapping[str, Any], only: set[str] | None = None) -> dict[str, Any]:
     """A trial's settings by their full keys (`runner.options.lr`), those below the keys `only`."""
-
-    def below(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                yield from below(f"{key}.{name}", inner)
-        else:
-            yield key, value
-
-    return {k: v for key, value in resolved.items() if only is None or key in only for k, v in below(key, value)}
+    chosen = {key: value for key, value in resolved.items() if only is None or key in only}
+    return {key: value for key, value in runner_table.flatten_options(chosen) if not isinstance(value, Mapping)}
 
 
 def describe(key: str, value: Any) -> str:

@@ -48,8 +48,7 @@ def run(trial: Trial, folder: Path) -> Columns:
     output = (folder / command_template.OUTPUT).resolve()  # a script may go elsewhere, as Hydra's do
     output.mkdir()
     require_unchanged_files(trial)
-    asked = _observer_request(trial)
-    (folder / WATCH).write_text(json.dumps(asked))
+    (folder / WATCH).write_text(json.dumps(_observer_request(trial)))
     baseline = _used(trial)
     words = command_template.command_words(trial, str(output))
     try:
@@ -185,8 +184,5 @@ def _trained(seen: Sequence[Seen]) -> list[Seen]:
     if not done:
         return []
     size = done[0]["world_size"]
-    ranks: dict[int, Seen] = {}
-    for one in done:
-        if one["world_size"] == size:
-            ranks.setdefault(one["rank"], one)
+    ranks = {one["rank"]: one for one in reversed(done) if one["world_size"] == size}  # the first of each rank counts
     return [ranks[rank] for rank in sorted(ranks)] if len(ranks) == size else []

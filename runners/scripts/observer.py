@@ -215,8 +215,7 @@ class Observer:
         from vramsweep.runners.measure import step_meter
 
         held = [] if module is None else list(module.parameters())
-        moved = held and self.gauges is not None and self.gauges.device != _device(held)  # since a file was read
-        if moved:
+        if held and self.gauges is not None and self.gauges.device != _device(held):  # moved since a file was read
             self.gauges = None
         asked = step_meter.MeterSpec(
             self.asked["warmup_steps"],

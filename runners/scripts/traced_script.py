@@ -66,8 +66,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     require_unchanged_files(trial)
     output = (folder / command_template.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
-    asked = {"stop": True, "job": False, "precision": None}
-    (folder / WATCH).write_text(json.dumps(asked))
+    (folder / WATCH).write_text(json.dumps({"stop": True, "job": False, "precision": None}))
     file, module, arguments = _python(trial, command_template.command_words(trial, str(output)))
     for package in CARDLESS:
         # one that is not installed, or is broken, is the script's to see
