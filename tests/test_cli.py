@@ -31,7 +31,9 @@ def test_a_multirun_with_lists_ranges_and_groups(cli: Cli) -> None:
     )
     assert len(found) == 8
     invalid = [t for t in found if t["state"] == "invalid"]
-    assert [t["reason"] for t in invalid] == ["seq_len 1025 is longer than gpt2's 1024 positions"] * 2
+    assert [t["reason"] for t in invalid] == [
+        "seq_len 1025 is longer than gpt2's 1024 positions; take a model with more"
+    ] * 2
     trials = [t["trial"] for t in found]
     assert {t["allocator"]["conf"] for t in trials} == {"", "expandable_segments:True"}
 

@@ -73,7 +73,7 @@ def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
     if trial.ds_config is None:
         return
     if trial.runner.name not in runners.split(" or "):
-        yield f"ds_config needs runner={runners}, not {trial.runner.name}"
+        yield f"ds_config needs runner={runners}, not {trial.runner.name}; add runner=deepspeed"
     try:
         config = deepspeed_config.read(trial.ds_config)
     except UserError as error:

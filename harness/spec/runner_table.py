@@ -241,8 +241,8 @@ def _supported(trial: Trial, entry: Runner) -> Iterator[str]:
             f"sharding={', '.join(supported)}"
         )
     if trial.world_size > 1 and trial.sharding == "none":
-        ways = ", ".join(s.name for s in SHARDINGS if s.name != "none")
-        yield f"world_size {trial.world_size} needs a sharding ({ways}); sharding=none is one rank"
+        ways = ", ".join(s.name for s in SHARDINGS if s.name not in ("none", "fsdp2"))
+        yield f"world_size {trial.world_size} needs a sharding: add sharding=fsdp2, or {ways}; none is one rank"
     if trial.device.name == "simulated" and not _SHARDINGS[trial.sharding].simulated:
         yield f"sharding={trial.sharding} with runner={entry.name} cannot be simulated; measure it on device=cuda"
 

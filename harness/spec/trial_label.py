@@ -27,7 +27,8 @@ def describe_trial(trial: Trial) -> str:
         parts.append("its own code")
     for name in trial_rules.SIMULATED[1:]:
         if getattr(trial.device, name) != ID_DEFAULTS["device", name]:
-            parts.append(f"device.{name}={getattr(trial.device, name)}")
+            own = getattr(trial.device, name)
+            parts.append(f"device.{name}={round(own, 2) if isinstance(own, float) else own}")
     if trial.data != ID_DEFAULTS[("data",)]:
         drawn_from = length_distribution.lengths_file(trial.data)
         parts.append(f"data={trial.data if drawn_from is None else length_distribution.PREFIX + drawn_from.name}")

@@ -43,7 +43,7 @@ def _model(trial: Trial) -> Iterator[str]:
     if trusted and path is None:
         yield "model.trust_remote_code needs a model that brings code: model=hub model.path=...; leave it out"
     if limit is not None and trial.seq_len > limit:
-        yield f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions"
+        yield f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions; take a model with more"
 
 
 def _device(trial: Trial) -> Iterator[str]:

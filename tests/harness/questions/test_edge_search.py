@@ -117,7 +117,10 @@ def test_what_ends_a_search_is_told(command: Command) -> None:
     assert status == 0 and edge["confirmed"] and tried == [(1088, 1)]
     status, (edge,), _ = command("seq_len=range(64,8193,64)", "name=positions", room=10**6)
     assert status == 0 and (edge["largest"], edge["smallest"]) == (4096, 4160)
-    assert edge["bound"] == {"kind": "beyond", "reason": "seq_len 4160 is longer than tiny's 4096 positions"}
+    assert edge["bound"] == {
+        "kind": "beyond",
+        "reason": "seq_len 4160 is longer than tiny's 4096 positions; take a model with more",
+    }
     status, (edge,), _ = command("seq_len=64,128", "name=short")
     assert status == 0 and (edge["largest"], edge["smallest"], edge["bound"]) == (128, None, None)
     status, (edge,), _ = command("seq_len=64,128", "name=none", room=1)
