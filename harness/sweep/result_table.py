@@ -47,7 +47,7 @@ class Line:
     of; of predictions with two bounds the upper one. `needs_bytes` is what the smallest that does not fit would
     reserve. `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch
     (micro_batch x seq_len), over the upper half of what fitted. Speeds are those of the largest that fits; `estimated`
-    is the mark (`MARKS`) of a speed that was not timed, "" of one that was.
+    is the mark (`MARKS`) of a speed that was not timed, "" of one that was. `most` is the longest that the model takes.
     """
 
     label: str
@@ -66,6 +66,7 @@ class Line:
     needs_bytes: float | None = None
     samples_per_s: float | None = None
     rows: int = 0
+    most: int | None = None
 
 
 def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -76,11 +77,12 @@ def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def summarize_rows(
     label: str, rows: Sequence[Mapping[str, Any]], axis: str, *, predicted: bool, resident: bool = False,
-    varies: bool = False,
+    varies: bool = False, most: int | None = None,
 ) -> Line:  # fmt: skip
     """Return the line of one configuration from its rows, of which `COLUMNS` are looked at.
 
-    `resident`: reserved is a resident set of a process, which is no allocator's; `varies`: lengths vary in each row.
+    `resident`: reserved is a resident set of a process, which is no allocator's; `varies`: lengths vary in each row;
+    `most`: the longest that the model takes, if that is known.
     """
     ran = [row for row in rows if row["outcome"] == Outcome.OK]
     known = [row for row in ran if row[axis] is not None]
@@ -111,6 +113,7 @@ def summarize_rows(
         full.get(fails),
         _median(row[SAMPLES] for row in at),
         len(rows),
+        most if axis == "seq_len" else None,
     )
 
 
@@ -163,6 +166,8 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * ("MiB per\ntoken" in columns)
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: the {longest} that was tried fits")
+    if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):
+        told.append("all: the model takes no more")
     if told:
         yield "; ".join(told)
     used = {line.estimated for line in lines} | {"~" for line in lines if line.torn}
@@ -172,7 +177,8 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
 def _fits(line: Line, longest: str, narrow: bool) -> str:
     if not line.fits:
         return "–" if line.fits is None else "none"
-    more = "" if line.fails is not None else " or more" if narrow else f" or more ({longest} tried)"
+    tried = " or more" if narrow else f" or more ({longest} tried)"
+    more = "" if line.fails is not None else " (all)" if line.fits == line.most else tried
     return f"{'~' * line.torn}{line.fits:,}{more}"
 
 

@@ -47,7 +47,10 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
         ordered = sorted(configurations.items(), key=lambda one: _order_key(one[0]))
-        lines = [result_table.summarize_rows(name, own, axis, predicted=True) for name, own in ordered]
+        most = {named.apart(item): item.trial.model.max_positions for item, _ in answered if item.trial is not None}
+        lines = [
+            result_table.summarize_rows(name, own, axis, predicted=True, most=most.get(name)) for name, own in ordered
+        ]
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
         console.print(f"\n{common}, predicted\n")

@@ -214,6 +214,13 @@ def test_many_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tiny · h100-80gb · batch 2 · protocol=brief, predicted" in said
 
 
+def test_a_table_says_where_the_model_takes_no_more(capsys: pytest.CaptureFixture[str]) -> None:
+    trials = [tiny(seq_len=n) for n in (64, 2048, 4096)]  # tiny has 4,096 positions
+    said = answer(capsys, trials, [SIZES] * 3)
+    assert any("4,096 (all)" in line for line in said) and any("all: the model takes no more" in line for line in said)
+    assert not any("or more" in line for line in said)
+
+
 def test_a_table_of_small_runs_is_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
     trials = [tiny(seq_len=n, precision=p) for p in ("fp32", "bf16", "fp16") for n in (64, 128)]
     small = SIZES | {"peak_reserved_bytes": 74 << 20, "peak_allocated_bytes": 72 << 20}
