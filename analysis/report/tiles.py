@@ -214,7 +214,7 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return f"by the curve {one.remark} on {gib:g} GiB"
     if one.value == one.low == one.high:
         return f"proven on {gib:g} GiB"
-    ends = [f"safe to {one.low:,}"] * (one.low is not None) + [f"at most {one.high:,}"] * (one.high is not None)
+    ends = [f"{words} {end:,}" for words, end in (("safe to", one.low), ("at most", one.high)) if end is not None]
     both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
     return f"by the curve up to {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
 

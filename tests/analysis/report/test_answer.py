@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -11,10 +12,12 @@ import synthetic
 from conftest import ROOT
 from synthetic import table
 
+from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.figures.composition import OF_PEAK
-from vramsweep.analysis.report import answer
+from vramsweep.analysis.model.memory_frontier import frontier
+from vramsweep.analysis.report import answer, tiles
 from vramsweep.analysis.report.tiles import UNKNOWN, size_of_card
 from vramsweep.harness.rows.schema import Row, complete_row
 
@@ -129,6 +132,24 @@ def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried
     assert card.fits.about.endswith("only 512 on t4-16gb; nothing on rtx2070-8gb.")
     crashed = of(*few(), {**few()[-1], "trial_id": "x", "seq_len": 4096, "outcome": "crash"})
     assert crashed.fits.value == "Yes, 2,048 tokens" and crashed.fits.about.startswith("4,096 was tried: crash;")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (None, None, ""),
+        (3000, None, " (safe to 3,000)"),
+        (None, 6000, " (at most 6,000)"),
+        (3000, 6000, f" (95{PERCENT}: 3,000 to 6,000)"),
+    ],
+)
+def test_an_end_that_the_curve_does_not_know_goes_unsaid(low: int | None, high: int | None, said: str) -> None:
+    rows = table(few())
+    found = groups(rows)
+    limits = frontier(rows, found=found)
+    limits = [replace(limit, value=4000, low=low, high=high, gib=24) for limit in limits[:1]]
+    told = tiles.fits(rows.frame, tiles.head(found), found, limits).interval
+    assert told == "by the curve up to 4,000 on 24 GiB" + said
 
 
 @pytest.mark.slow
