@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, extras
 from vramsweep.harness.rows.schema import SYSTEM
 from vramsweep.harness.spec.techniques.catalog import AXES
 
@@ -78,8 +78,7 @@ def shared(one: pd.Series[Any], other: pd.Series[Any], columns: Sequence[str]) -
 def group_alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
     """The rows in parts within which only `axes`, and what follows from these, differ; repeats are in one part."""
     varied = {name for axis in axes for name in (axis, EXTRA + axis, *_FOLLOWS.get(axis, ()))}
-    extras = [str(name) for name in frame.columns if str(name).startswith(EXTRA)]
-    keys = [name for name in (*_SETTINGS, *extras) if name not in varied]
+    keys = [name for name in (*_SETTINGS, *extras(frame)) if name not in varied]
     if len(frame):
         asked = _joined(frame[keys])
         found = frame[list(FOUND)].astype("string")

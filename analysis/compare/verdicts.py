@@ -18,7 +18,7 @@ from scipy import stats
 
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import ASKED, FOUND, plain_value
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, extras
 from vramsweep.analysis.data.metrics import METRICS, MIB
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.messages.errors import UserError
@@ -222,10 +222,9 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
             "one set is predicted (device=simulated), the other measured; they are not compared, see the figure "
             "predicted_against_measured of the report"
         )
-    extras = [str(name) for name in both.columns if str(name).startswith(EXTRA)]
-    differs, axes = _axes(both, [*ASKED, *extras])
+    differs, axes = _axes(both, [*ASKED, *extras(both)])
     differs |= _axes(both, list(FOUND))[0]
-    again = [key for key in extras if differs.get(key) == differs.get(key.removeprefix(EXTRA), ())]
+    again = [key for key in extras(both) if differs.get(key) == differs.get(key.removeprefix(EXTRA), ())]
     differs = {key: sides for key, sides in differs.items() if key not in again}
     keys = [*(axis for axis in axes if axis != "foreign"), "seq_len"]
     filled = pd.DataFrame({key: both[key].astype("string").fillna("") for key in keys})
@@ -256,8 +255,7 @@ def _apart(filled: pd.DataFrame) -> list[str]:
 
 
 def _needed(table: Table) -> list[str]:
-    extras = [name for name in table.frame.columns if str(name).startswith(EXTRA)]
-    return [*ASKED, *FOUND, *extras, *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
+    return [*ASKED, *FOUND, *extras(table.frame), *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:

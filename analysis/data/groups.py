@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import EXTRA, Table, finished, varying
+from vramsweep.analysis.data.load import EXTRA, POSITIONS, Table, extras, finished, varying
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.quality_flags import CORRECTED
@@ -61,6 +61,13 @@ class Group:
         """Whether samples vary in length, so that seq_len, where they are cut, is the length of none."""
         return bool(varying(self.take("data", "packing")).any())
 
+    @property
+    def positions(self) -> int | None:
+        """The longest that the model takes; None where the rows do not say it, or one ran longer."""
+        known = list(self.take(POSITIONS)[POSITIONS].dropna().unique()) if POSITIONS in self.source else []
+        most = int(known[0]) if len(known) == 1 and str(known[0]).isdigit() else None
+        return None if most is None or self.ok("seq_len")["seq_len"].gt(most).any() else most
+
     def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
         """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
         taken = self.take(*columns, *also, "trial_id")
@@ -88,7 +95,7 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     codes = np.zeros(len(frame), dtype=np.int64)
     keys: list[str] = []
     codes, keys = _split(frame, codes, keys, [name for name in (*ASKED, "seq_len") if name not in FREE[axis]])
-    codes, keys = _split(frame, codes, keys, [n for n in frame.columns if str(n).startswith(EXTRA)])
+    codes, keys = _split(frame, codes, keys, extras(frame))
     filled = frame[list(FOUND)].copy()
     filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
     for name in FOUND:

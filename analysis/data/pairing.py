@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED, Group
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, extras
 from vramsweep.harness.hardware.gpu_lookup import find_gpu
 from vramsweep.harness.messages.errors import UserError
 
@@ -40,11 +40,6 @@ def card(frame: pd.DataFrame) -> pd.Series[Any]:
     return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
 
 
-def extras(frame: pd.DataFrame, apart: tuple[str, ...] = EXTRAS_APART) -> list[str]:
-    """The columns of settings that only the resolved trial holds, but for those that begin so."""
-    return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith(apart)]
-
-
 def sides(frame: pd.DataFrame, which: pd.Series[bool], settings: Sequence[str], *carried: str) -> pd.DataFrame:
     """These rows of listed cards, with these columns, their card as `gpu`, and a number for each different combination
     of settings and card as `configuration`; null is equal to null."""
@@ -58,7 +53,7 @@ class Beside:
 
     def __init__(self, table: Table) -> None:
         self._frame = frame = table.frame
-        settings = [name for name in (*KEYS, *extras(frame)) if name not in ("seq_len", "micro_batch")]
+        settings = [name for name in (*KEYS, *extras(frame, EXTRAS_APART)) if name not in ("seq_len", "micro_batch")]
         own = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
         self._predicted = own & is_device(frame, "simulated")
         measured = own & is_device(frame, "cuda")

@@ -18,7 +18,7 @@ from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
 from vramsweep.analysis.figures.style import ON_CARD, Look, View, baseline, names
-from vramsweep.analysis.model.memory_frontier import REACH, Limit, as_frame
+from vramsweep.analysis.model.memory_frontier import ALL, REACH, Limit, as_frame
 from vramsweep.analysis.model.observations import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
@@ -51,6 +51,7 @@ def frontier_chart(view: View) -> list[Figure]:
         "tick: the estimate, line: as far as one may fit (95 %).",
         "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
         "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
+        "All: the model has no more positions." if any(one.remark == ALL for one in drawn) else "",
         note,
     )  # fmt: skip
     plot = _drawn(view, shown, sizes, best, least)
@@ -202,4 +203,5 @@ def _row(
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    return end, ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
+    told = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
+    return end, told + " (all)" * (one.remark == ALL)

@@ -14,7 +14,7 @@ import pandas as pd
 
 from vramsweep.analysis.compare.lengths import Runs
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import Table, extras
 from vramsweep.analysis.data.pairing import CARD, COMPARED, EXTRAS_APART, card
 from vramsweep.analysis.data.parts import Job
 from vramsweep.analysis.model.fit import Fit
@@ -109,10 +109,10 @@ def _apart(group: Group, base: Group) -> int:
 
 def _identity(group: Group) -> tuple[str, ...]:
     first = group.source.iloc[group.rows[0]]
-    extras = [str(c) for c in group.source if str(c).startswith(EXTRA) and not str(c).startswith(EXTRAS_APART)]
     known = card(group.take(*CARD)).dropna()
     which = str(known.iloc[0]) if len(known) else str(first.get("gpu_name"))
-    return (which, *("" if _unknown(first.get(name)) else str(first.get(name)) for name in (*_SHARED, *extras)))
+    keys = (*_SHARED, *extras(group.source, EXTRAS_APART))
+    return (which, *("" if _unknown(first.get(name)) else str(first.get(name)) for name in keys))
 
 
 def _unknown(value: Any) -> bool:

@@ -59,6 +59,8 @@ def summary(table: Table, beyond: str = "") -> Summary:
     if len(lines) == 1 and lines[0].label == "all rows":
         lines = [_renamed(lines[0], table)]
     shown = sorted(zip(found, lines, strict=False), key=lambda pair: _order_key(pair[0]))
+    if axis == "seq_len" and {group.positions for group in found[:LOOKED]} == {max(line.fits or 0 for line in lines)}:
+        beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
     more = len(found) - len(lines)

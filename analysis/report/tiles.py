@@ -19,7 +19,7 @@ from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.memory_frontier import SIZES, Limit
+from vramsweep.analysis.model.memory_frontier import ALL, SIZES, Limit
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
@@ -133,6 +133,8 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
     beyond = ended(longer, "oom")["seq_len"]
     if of.group.resident:
         next_ = "on a CPU: says nothing of a GPU's limit"
+    elif of.longest == of.group.positions:
+        next_ = ALL.replace("the model", "the model" if pd.isna(of.row["model"]) else str(of.row["model"]))
     elif len(beyond):
         next_ = f"{int(beyond.min()):,} ran out of memory"
     elif len(longer):
@@ -212,11 +214,13 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return ""
     if one.value is None:
         return f"by the curve {one.remark} on {gib:g} GiB"
-    if one.value == one.low == one.high:
-        return f"proven on {gib:g} GiB"
-    ends = [f"{words} {end:,}" for words, end in (("safe to", one.low), ("at most", one.high)) if end is not None]
+    if one.proven:
+        return f"{'predicted to fit' if of.kind == PREDICTED else 'proven'} on {gib:g} GiB"
+    known = (("safe to", one.low), ("at most", None if one.high == one.value else one.high))
+    ends = [f"{words} {end:,}" for words, end in known if end is not None]
     both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
-    return f"by the curve up to {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
+    every = f", {ALL}," if one.remark == ALL else ""
+    return f"by the curve up to {one.value:,}{every} on {gib:g} GiB" + (f" ({both})" if both else "")
 
 
 def memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
@@ -246,8 +250,11 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     batch = 1 if pd.isna(of.row["micro_batch"]) else int(of.row["micro_batch"])
     low, high = fit.range
     top = float(fit.value(np.array([high]))[0])
-    if abs(top - float(fit.value(np.array([low]))[0])) < FLAT * top:
-        told = join(f"{fit.metric.label} stays at {format_size(top)} from {low:,.0f} to {high:,.0f} tokens")
+    least, marginal = float(fit.value(np.array([low]))[0]), slope + 2 * square * high
+    if abs(top - least) < FLAT * top or marginal <= 0:
+        stays = f"stays at {format_size(top)} from {low:,.0f} to {high:,.0f} tokens"
+        falls = f"is {format_size(least)} at {low:,.0f} tokens, {format_size(top)} at {high:,.0f}"
+        told = join(f"{fit.metric.label} {stays if format_size(least) == format_size(top) else falls}")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 else ""
@@ -255,7 +262,7 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     grows = "more with every token: its square counts" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
-    value = f"{_fine((slope + 2 * square * high) / batch)} per token"
+    value = f"{_fine(marginal / batch)} per token"
     return Tile(
         question, value, interval, join(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
     )

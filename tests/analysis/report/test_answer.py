@@ -14,7 +14,7 @@ from synthetic import table
 
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.importers import open_rows
-from vramsweep.analysis.data.load import load
+from vramsweep.analysis.data.load import POSITIONS, load
 from vramsweep.analysis.figures.composition import OF_PEAK
 from vramsweep.analysis.model.memory_frontier import frontier
 from vramsweep.analysis.report import answer, tiles
@@ -150,6 +150,14 @@ def test_an_end_that_the_curve_does_not_know_goes_unsaid(low: int | None, high: 
     limits = [replace(limit, value=4000, low=low, high=high, gib=24) for limit in limits[:1]]
     told = tiles.fits(rows.frame, tiles.head(found), found, limits).interval
     assert told == "by the curve up to 4,000 on 24 GiB" + said
+
+
+@pytest.mark.slow
+def test_where_the_model_has_no_more_positions_the_answer_says_so() -> None:
+    for positions, said in (("2048", "All that made-up has positions for; "), ("4096", "The longest that was tried; ")):
+        card = of(*(row | {POSITIONS: positions} for row in few()))
+        assert card.fits.about.startswith(said)
+        assert card.fits.interval.startswith("proven" if positions == "2048" else "by the curve up to 4,096, all that")
 
 
 @pytest.mark.slow
