@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED
-from vramsweep.analysis.data.load import EXTRA, Table, extras
+from vramsweep.analysis.data.load import EXTRA, Table, extras, is_
 from vramsweep.harness.rows.schema import SYSTEM
 from vramsweep.harness.spec.techniques.catalog import AXES
 
@@ -63,11 +63,6 @@ def kinds(table: Table) -> list[Rows]:
     frame = table.frame[table.frame["foreign"].isna()]
     found = [Rows(frame[is_(frame, "device", device)], device == "cuda") for device in ("cuda", "simulated")]
     return [rows for rows in found if len(rows.frame)]
-
-
-def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
-    """Which rows have one of these values; a null is none."""
-    return frame[column].isin(list(values)).fillna(False).astype(bool)
 
 
 def shared(one: pd.Series[Any], other: pd.Series[Any], columns: Sequence[str]) -> str | None:

@@ -367,6 +367,11 @@ def extras(frame: pd.DataFrame, apart: tuple[str, ...] = ()) -> list[str]:
     return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith((POSITIONS, *apart))]
 
 
+def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
+    """Which rows have one of these values; a null is none."""
+    return frame[column].isin(list(values)).fillna(False).astype(bool)
+
+
 def varying(frame: pd.DataFrame) -> pd.Series[bool]:
     """Which rows' samples vary in length (data=lengths:...): their seq_len is only where samples are cut."""
     return (frame["data"].str.startswith(DRAWN).fillna(False) & frame["packing"].fillna("none").eq("none")).astype(bool)

@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
+from vramsweep.analysis.data.load import is_
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
@@ -87,7 +88,7 @@ def join(*parts: str) -> str:
 
 def ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
     """The rows of one outcome."""
-    return frame[frame["outcome"].eq(outcome).fillna(False).astype(bool)]
+    return frame[is_(frame, "outcome", outcome)]
 
 
 def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
@@ -97,8 +98,7 @@ def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
 
 def kinds(frame: pd.DataFrame) -> pd.Series[str]:
     """What each row is: measured, predicted or imported."""
-    simulated = frame["device"].eq("simulated").fillna(False).astype(bool)
-    found = pd.Series(MEASURED, index=frame.index).mask(simulated, PREDICTED)
+    found = pd.Series(MEASURED, index=frame.index).mask(is_(frame, "device", "simulated"), PREDICTED)
     return found.mask(frame["foreign"].notna(), IMPORTED)
 
 
@@ -252,9 +252,8 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     top = float(fit.value(np.array([high]))[0])
     least, marginal = float(fit.value(np.array([low]))[0]), slope + 2 * square * high
     if abs(top - least) < FLAT * top or marginal <= 0:
-        stays = f"stays at {format_size(top)} from {low:,.0f} to {high:,.0f} tokens"
-        falls = f"is {format_size(least)} at {low:,.0f} tokens, {format_size(top)} at {high:,.0f}"
-        told = join(f"{fit.metric.label} {stays if format_size(least) == format_size(top) else falls}")
+        sizes = f"{format_size(least)} at {low:,.0f} tokens, {format_size(top)} at {high:,.0f}"
+        told = join(f"{fit.metric.label} is {sizes}")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 else ""
@@ -291,7 +290,9 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
-    best = _highest(rough, "estimated_tokens_per_s", of)
+    highest = rough[rough["estimated_tokens_per_s"].eq(rough["estimated_tokens_per_s"].max())]
+    own = highest[highest.index.isin(of.frame.index)] if of is not None else highest.iloc[:0]
+    best = (own if len(own) else highest).iloc[0]
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
     at = _point(best, _group(best, groups))
     if pd.isna(likely):
@@ -299,13 +300,6 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     told = join(at, "by published speeds, not timed")
     about = f"≈ {format_estimate(float(likely))} tokens/s"
     return Tile(question, about, f"at most {most:,.0f} (roofline)", told, ESTIMATED)
-
-
-def _highest(rows: pd.DataFrame, column: str, of: Head | None) -> pd.Series[Any]:
-    values = rows[column].astype(float)
-    best = rows[values.eq(values.max())]
-    own = best[best.index.isin(of.frame.index)] if of is not None else best.iloc[:0]
-    return (own if len(own) else best).iloc[0]
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:

@@ -116,7 +116,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
 @pytest.mark.slow
 def test_a_flat_peak_costs_next_to_nothing() -> None:
     card = of(*synthetic.curve((64, 128, 256, 512), repeats=2))
-    assert card.cost.value == "Next to nothing" and "stays at 3.0 GiB from 64 to 512 tokens" in card.cost.about
+    assert card.cost.value == "Next to nothing" and "is 3.0 GiB at 64 tokens, 3.0 GiB at 512." in card.cost.about
     assert card.dominates.value == f"What no length changes, 100{PERCENT}"
 
 
@@ -158,6 +158,16 @@ def test_where_the_model_has_no_more_positions_the_answer_says_so() -> None:
         card = of(*(row | {POSITIONS: positions} for row in few()))
         assert card.fits.about.startswith(said)
         assert card.fits.interval.startswith("proven" if positions == "2048" else "by the curve up to 4,096, all that")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_in_no_range_and_what_is_predicted_is_not_proven() -> None:
+    fixed: dict[str, Any] = {"device": "simulated", "gpu_name": None, "simulated_gpu": "l4-24gb", POSITIONS: "2048"}
+    rows = [row | fixed for row in few()]
+    card = of(*rows, {**rows[0], "trial_id": "x", "seq_len": 16384, "outcome": "invalid"})
+    assert card.varied == "length 256, 512, 1,024, 2,048"
+    assert card.fits.interval == "predicted to fit on 24 GiB"
+    assert card.trust.interval == "8 ok or oom: 8 predicted" and "all 8 trials fit" in card.fits.about
 
 
 @pytest.mark.slow
