@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.answers.grouping import Rows, group_alike, is_, kinds, label, reasons, shared, trial_keys
-from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.answers.grouping import Rows, group_alike, kinds, label, reasons, shared, trial_keys
+from vramsweep.analysis.data.load import Table, is_
 from vramsweep.harness.hardware import gpu_lookup
 
 GB = 1e9  # as guides count

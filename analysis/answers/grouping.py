@@ -13,8 +13,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED
-from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.pairing import extras
+from vramsweep.analysis.data.load import EXTRA, Table, extras, is_
 from vramsweep.harness.rows.schema import SYSTEM
 from vramsweep.harness.spec.techniques.catalog import AXES
 
@@ -66,11 +65,6 @@ def kinds(table: Table) -> list[Rows]:
     return [rows for rows in found if len(rows.frame)]
 
 
-def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
-    """Which rows have one of these values; a null is none."""
-    return frame[column].isin(list(values)).fillna(False).astype(bool)
-
-
 def shared(one: pd.Series[Any], other: pd.Series[Any], columns: Sequence[str]) -> str | None:
     """The first of these columns that both have: estimates of two kinds are not compared."""
     return next((name for name in columns if not pd.isna(one[name]) and not pd.isna(other[name])), None)
@@ -79,7 +73,7 @@ def shared(one: pd.Series[Any], other: pd.Series[Any], columns: Sequence[str]) -
 def group_alike(frame: pd.DataFrame, *axes: str) -> Iterator[pd.DataFrame]:
     """The rows in parts within which only `axes`, and what follows from these, differ; repeats are in one part."""
     varied = {name for axis in axes for name in (axis, EXTRA + axis, *_FOLLOWS.get(axis, ()))}
-    keys = [name for name in (*_SETTINGS, *extras(frame, ())) if name not in varied]
+    keys = [name for name in (*_SETTINGS, *extras(frame)) if name not in varied]
     if len(frame):
         asked = _joined(frame[keys])
         found = frame[list(FOUND)].astype("string")

@@ -54,6 +54,6 @@ def _cells(row: Row) -> dict[str, str]:
         "settings": (row.settings or "(defaults)") + (", as recorded" if row.start == "recorded" else ""),
         "predicted peak reserved (GiB)": "–" if row.peak_reserved is None else format_gib(row.peak_reserved),
         "reserved but unused (GiB)": "–" if row.reserved_unallocated is None else format_gib(row.reserved_unallocated),
-        "cudaMallocs": f"{row.device_allocs:,}",
+        "cudaMallocs": "–" if row.device_allocs is None else f"{row.device_allocs:,}",
         "out of memory": row.out_of_memory or "no",
     }

@@ -17,8 +17,8 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import label
-from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.pairing import KEYS, extras, is_device, sides
+from vramsweep.analysis.data.load import Table, extras, is_
+from vramsweep.analysis.data.pairing import EXTRAS_APART, KEYS, sides
 from vramsweep.analysis.model.phases import PHASES
 
 PEAKS = ("peak_allocated_bytes", "peak_active_bytes", "peak_requested_bytes", "peak_reserved_bytes")
@@ -43,9 +43,9 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
     frame = table.frame
     ended = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
-    predicted, measured = (ended & is_device(frame, device) for device in ("simulated", "cuda"))
+    predicted, measured = (ended & is_(frame, "device", device) for device in ("simulated", "cuda"))
     both = (predicted | measured) & bool(predicted.any() and measured.any())
-    found = sides(frame, both, [*KEYS, *extras(frame)], *carried)
+    found = sides(frame, both, [*KEYS, *extras(frame, EXTRAS_APART)], *carried)
     one, other = (found[mask.reindex(found.index)] for mask in (predicted, measured))
     return other[["configuration", "gpu", *KEYS, *carried]].merge(
         one[["configuration", *carried]].drop_duplicates("configuration", keep="last"),

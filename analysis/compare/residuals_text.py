@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.compare.residuals import OUTCOME, pair, summary
-from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.pairing import CARD, card, is_device
+from vramsweep.analysis.data.load import Table, is_
+from vramsweep.analysis.data.pairing import CARD, card
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.harness.messages.units import format_size
 
@@ -84,7 +84,7 @@ def _spread(found: pd.DataFrame) -> list[str]:
 def not_compared(table: Table) -> list[str]:
     """Where there are both predicted and measured rows: which measured ones have no counterpart, and why."""
     frame = table.frame
-    simulated, cuda = is_device(frame, "simulated"), is_device(frame, "cuda") & frame["foreign"].isna()
+    simulated, cuda = is_(frame, "device", "simulated"), is_(frame, "device", "cuda") & frame["foreign"].isna()
     if not (simulated.any() and cuda.any()):
         return []
     measured = frame.loc[cuda & frame["outcome"].isin(["ok", "oom"]), ["trial_id", *CARD]]

@@ -18,9 +18,8 @@ from scipy import stats
 
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import ASKED, FOUND, plain_value
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, extras
 from vramsweep.analysis.data.metrics import METRICS, MIB
-from vramsweep.analysis.data.pairing import extras
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.messages.errors import UserError
 
@@ -223,7 +222,7 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
             "one set is predicted (device=simulated), the other measured; they are not compared, see the figure "
             "predicted_against_measured of the report"
         )
-    own = extras(both, ())
+    own = extras(both)
     differs, axes = _axes(both, [*ASKED, *own])
     differs |= _axes(both, list(FOUND))[0]
     differs = {k: sides for k, sides in differs.items() if k not in own or sides != differs.get(k.removeprefix(EXTRA))}
@@ -256,7 +255,7 @@ def _apart(filled: pd.DataFrame) -> list[str]:
 
 
 def _needed(table: Table) -> list[str]:
-    return [*ASKED, *FOUND, *extras(table.frame, ()), *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
+    return [*ASKED, *FOUND, *extras(table.frame), *_EXACT, "seq_len", "tokens_per_s", "outcome", "trial_id"]
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import EXTRA, Table, finished, varying
+from vramsweep.analysis.data.load import EXTRA, POSITIONS, Table, extras, finished, is_, varying
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.quality_flags import CORRECTED
@@ -24,6 +24,11 @@ ASKED = (
     "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
     "sharding", "world_size", "offload_optimizer", "offload_param", "zero_init", "ds_config", "versions",
     *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
+)  # fmt: skip
+# What of it decides what a run needs: named wherever it differs, also where another setting tells groups apart already.
+DECIDING = (
+    "model", "precision", "micro_batch", "grad_accum", "sharding", "world_size", "offload_optimizer", "offload_param",
+    *(axis.name for axis in AXES), EXTRA + "device.gpu",
 )  # fmt: skip
 # What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
@@ -61,6 +66,13 @@ class Group:
         """Whether samples vary in length, so that seq_len, where they are cut, is the length of none."""
         return bool(varying(self.take("data", "packing")).any())
 
+    @property
+    def positions(self) -> int | None:
+        """The longest that the model takes; None where the rows do not say it, or one ran longer."""
+        known = list(self.take(POSITIONS)[POSITIONS].dropna().unique()) if POSITIONS in self.source else []
+        most = int(known[0]) if len(known) == 1 and str(known[0]).isdigit() else None
+        return None if most is None or self.ok("seq_len")["seq_len"].gt(most).any() else most
+
     def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
         """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
         taken = self.take(*columns, *also, "trial_id")
@@ -83,10 +95,10 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
 
     Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
     """
-    if (frame := table.frame).empty:
+    frame = table.frame[~is_(table.frame, "outcome", "invalid")]
+    if frame.empty:
         return []
-    names = [name for name in (*ASKED, "seq_len") if name not in FREE[axis]]
-    names += [n for n in frame.columns if str(n).startswith(EXTRA)]
+    names = [name for name in (*ASKED, "seq_len") if name not in FREE[axis]] + extras(frame)
     codes, keys = _split(frame, np.zeros(len(frame), dtype=np.int64), [], names)
     filled = frame[list(FOUND)].copy()
     filled["cpu_name"] = filled["cpu_name"].mask(frame["device"].isin(["cuda", "simulated"]).fillna(False))
@@ -97,6 +109,8 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
     filled[CORRECTED] = _corrected(frame)
     codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
+    varied = [n for n in DECIDING if n in frame and n not in FREE[axis] and frame[n].nunique() > 1]
+    keys = list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
@@ -157,7 +171,11 @@ def some_lengths(lengths: pd.Series[Any], most: int) -> pd.Series[bool]:
 
 
 LONG = 4
-_PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {"sharding": "none"}
+_PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {
+    "sharding": "none",
+    "grad_accum": 1,
+    "world_size": 1,
+}
 
 
 def label(settings: Mapping[str, Any], long: int = LONG) -> str:

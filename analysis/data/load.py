@@ -38,6 +38,7 @@ _PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_by
 _NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)))
 DRAWN = "lengths:"  # harness/spec/length_distribution.py: how `data` begins where samples have lengths of their own
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
+POSITIONS = EXTRA + "model.max_positions"  # the longest that the model takes: no setting, but always read
 
 _ZERO_OR_MORE = ("peak_", "device_", "load_", "forward_", "backward_", "optimizer_", "memory_", "unlimited_", "host_")
 _SPEEDS = ("tokens_per_s", "samples_per_s", "step_s", "step_median_s", "elapsed_s")
@@ -233,10 +234,11 @@ def _pandas_type(kind: pa.DataType) -> Any:
 
 
 def _varying(table: pa.Table) -> pd.DataFrame:
-    """The leaves of the resolved trial that are not the same everywhere."""
+    """The leaves of the resolved trial that are not the same everywhere, and the model's positions."""
     found = {}
     for name in table.column_names:
-        if name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS and len(table[name].unique()) > 1:
+        setting = name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS
+        if (setting and len(table[name].unique()) > 1) or name == POSITIONS:
             found[name] = table[name].to_pandas().astype("string")
             default = ID_DEFAULTS.get(tuple(name.removeprefix(EXTRA).split(".")))
             if default is not None:  # rows from before there was this setting
@@ -355,6 +357,16 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
     except (pa.ArrowInvalid, pa.ArrowTypeError):  # a list of something else
         array = pa.nulls(len(found), kind.pyarrow_dtype)
     return pd.Series(array, index=values.index, dtype=kind)
+
+
+def extras(frame: pd.DataFrame, apart: tuple[str, ...] = ()) -> list[str]:
+    """The columns of settings that only the resolved trial holds, but for those that begin so."""
+    return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith((POSITIONS, *apart))]
+
+
+def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
+    """Which rows have one of these values; a null is none."""
+    return frame[column].isin(list(values)).fillna(False).astype(bool)
 
 
 def varying(frame: pd.DataFrame) -> pd.Series[bool]:

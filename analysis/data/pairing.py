@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.data.groups import ASKED, Group
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import EXTRA, Table, extras, is_
 from vramsweep.harness.hardware.gpu_lookup import find_gpu
 from vramsweep.harness.messages.errors import UserError
 
@@ -22,27 +22,17 @@ COMPARED = tuple(key for key in KEYS if key not in _NOT_COMPARED)
 EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
-def is_device(frame: pd.DataFrame, device: str) -> pd.Series[bool]:
-    """Which rows are of this device."""
-    return frame["device"].eq(device).fillna(False).astype(bool)
-
-
 def card(frame: pd.DataFrame) -> pd.Series[Any]:
     """Each row's card by its name in harness/hardware/gpu_lookup.py: the simulated one, or the one that the driver's
     name stands for.
 
     A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
     """
-    named = frame["gpu_name"].where(~is_device(frame, "simulated"))
+    named = frame["gpu_name"].where(~is_(frame, "device", "simulated"))
     by_host = named.groupby(frame["host"])
     named = named.fillna(by_host.transform("first").where(by_host.transform("nunique") == 1))
     cards = {name: card.name for name in named.dropna().unique() if (card := find_gpu(str(name))) is not None}
     return frame["simulated_gpu"].fillna(named.map(cards).astype("string"))
-
-
-def extras(frame: pd.DataFrame, apart: tuple[str, ...] = EXTRAS_APART) -> list[str]:
-    """The columns of settings that only the resolved trial holds, but for those that begin so."""
-    return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith(apart)]
 
 
 def sides(frame: pd.DataFrame, which: pd.Series[bool], settings: Sequence[str], *carried: str) -> pd.DataFrame:
@@ -58,10 +48,10 @@ class Beside:
 
     def __init__(self, table: Table) -> None:
         self._frame = frame = table.frame
-        settings = [name for name in (*KEYS, *extras(frame)) if name not in ("seq_len", "micro_batch")]
+        settings = [name for name in (*KEYS, *extras(frame, EXTRAS_APART)) if name not in ("seq_len", "micro_batch")]
         own = frame["outcome"].isin(["ok", "oom"]) & frame["foreign"].isna()
-        self._predicted = own & is_device(frame, "simulated")
-        measured = own & is_device(frame, "cuda")
+        self._predicted = own & is_(frame, "device", "simulated")
+        measured = own & is_(frame, "device", "cuda")
         self._codes = pd.Series(dtype=int)
         if self._predicted.any() and measured.any():
             self._codes = sides(frame, self._predicted | measured, settings)["configuration"]
@@ -82,7 +72,7 @@ class Chosen:
     def __init__(self, table: Table) -> None:
         frame = table.frame
         self._source = table.source
-        self._rows = frame[is_device(frame, "simulated") & frame["outcome"].isin(["ok", "oom"])]
+        self._rows = frame[is_(frame, "device", "simulated") & frame["outcome"].isin(["ok", "oom"])]
         if self._rows.empty:
             raise UserError(
                 f"{table.source} holds no predicted rows (device=simulated); make some with vramsweep predict"

@@ -6,6 +6,7 @@ and cards are headings. A bar is solid as far as rows ran, hatched as far as a n
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import INK, Figure, escape, faint, new_plot, sentence
 from vramsweep.analysis.figures.style import ON_CARD, Look, View, baseline, names
-from vramsweep.analysis.model.memory_frontier import REACH, Limit, as_frame
+from vramsweep.analysis.model.memory_frontier import ALL, REACH, Limit, as_frame
 from vramsweep.analysis.model.observations import allocator_limits
 
 CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
@@ -51,6 +52,7 @@ def frontier_chart(view: View) -> list[Figure]:
         "tick: the estimate, line: as far as one may fit (95 %).",
         "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
         "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
+        "All: the model has no more positions." if any(one.remark == ALL for one in drawn) else "",
         note,
     )  # fmt: skip
     plot = _drawn(view, shown, sizes, best, least)
@@ -75,7 +77,7 @@ def _drawn(
             at += 1
         for group, name in zip(shown, names(cardless), strict=True):
             told = name if len(shown) > 1 else f"{size:g} GiB GPU"
-            ticks.append((at, escape(plots.short(told, 44))))
+            ticks.append((at, "<br>".join(map(escape, textwrap.wrap(told, 44)))))
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)
             if one is None:
@@ -86,7 +88,8 @@ def _drawn(
             top, widest = max(top, end), max(widest, len(text))
             at += 1
         at += 0.4 if len(shown) > 1 else 0
-    plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + ROW * at, margin={"t": 16, "r": 12 + 6 * widest})
+    row = max(ROW, 16 * max((text.count("<br>") + 1 for _, text in ticks), default=1))
+    plot.update_layout(barmode="overlay", bargap=0.35, height=AROUND + row * at, margin={"t": 16, "r": 12 + 6 * widest})
     plot.update_yaxes(
         tickvals=[where for where, _ in ticks], ticktext=[text for _, text in ticks], range=[at - 0.5, -0.7],
         showgrid=False, ticks="outside", ticklen=4, tickcolor="rgba(0,0,0,0)", tickformat=None, showline=False,
@@ -137,19 +140,14 @@ def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], mo
     said: dict[float, list[Any]] = {size: [] for size in usable}
     for (size, who), (one, _) in best.items():
         said[size].append((who, one.largest_ok, one.low, one.value))
-    middle = kept[0] if kept else _enough(best)
+    ran = {size: sum(one.largest_ok or 0 for (gib, _), (one, _) in best.items() if gib == size) for size in usable}
+    middle = kept[0] if kept else min(size for size in ran if ran[size] == max(ran.values()))  # all that ran does
     kept = kept or [middle]
     for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
         new = all(abs(np.log(size / other)) > np.log(APART) and said[size] != said[other] for other in kept)
         if new and len(kept) < min(most, CARDS):
             kept.append(size)
     return sorted(kept)
-
-
-def _enough(best: Mapping[tuple[float, str], tuple[Limit, Group]]) -> float:
-    """The smallest size in which all that ran does so."""
-    ran = {size: sum(one.largest_ok or 0 for (gib, _), (one, _) in best.items() if gib == size) for size, _ in best}
-    return min(size for size, lengths in ran.items() if lengths == max(ran.values()))
 
 
 def _beyond(view: View, one: Limit) -> int | None:
@@ -202,4 +200,5 @@ def _row(
     guess = f"> {beyond:,}°" if beyond is not None else ""
     if one.value is not None and one.value != one.largest_ok:
         guess = f"≈ {one.value:,}{'°' * one.extrapolated}"
-    return end, ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
+    told = ", ".join(filter(None, (ran, guess))) or f"{one.largest_ok or one.low:,} fits"
+    return end, told + " (all)" * (one.remark == ALL)

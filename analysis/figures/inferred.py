@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.load import EXTRA, Table
+from vramsweep.analysis.data.load import Table, extras
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import AXES
 from vramsweep.analysis.figures.plots import COLOURS, End, Figure, escape
@@ -45,7 +45,7 @@ def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
         return None
     asked = ("model", "runner", "precision", "allocator", "device", "protocol", "sharding", "world_size")
     same = frame["outcome"].eq("ok").fillna(False)
-    for name in (*asked, *(str(one) for one in frame if str(one).startswith(EXTRA))):
+    for name in (*asked, *extras(frame)):
         same &= frame[name].eq(first[name].iloc[0]).fillna(frame[name].isna())
     return frame[same]
 

@@ -28,6 +28,7 @@ _PAPER, _DARK = "#fff", "#000"
 # wider than they are.
 _WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
 _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
+LINES = 3  # of such a name
 ROWS = 0.56  # of a column's width is at most for names of rows
 BAR = 56  # px beside a plot for a colour bar
 
@@ -68,8 +69,8 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
     """
     ticks = _ticks(plot, ROWS * width / text)
     if plot.layout.height is not None:  # of rows: as many as there are
-        tall = any("<br>" in name for _, name in ticks)
-        inner = max(70, int((0.97 if tall else 0.62) * plot.layout.height * text / TEXT) - 10)
+        lines = max((name.count("<br>") for _, name in ticks), default=0)
+        inner = max(70, int((0.62 + 0.35 * lines) * plot.layout.height * text / TEXT) - 10)
     labels = [(i, t) for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)]
     shown = [(i, t) for i, t in labels if t.visible is not False]
     fit = bool(labels) and max(len(str(t.text[0]).strip()) for _, t in labels) <= LONGEST
@@ -119,7 +120,8 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
         x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
     else:
-        x |= {"tickangle": 0, "nticks": max(3, min(5, int(across / (5 * text))))}
+        x |= {"tickangle": 0, "nticks": (most := max(4, min(5, int(across / (5 * text)))))}
+        x |= {"tickformat": "~s"} if across < 5 * text * most else {}  # 5k
     if (reach := _reach(plot, across, text)) is not None:
         x["range"] = [plot.layout.xaxis.range[0], reach]
     found = {"xaxis": x, "yaxis": _wrapped(plot.layout.yaxis, inner, text)}
@@ -140,8 +142,8 @@ def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
     named = list(zip(axis.tickvals, axis.ticktext, strict=True)) if axis.ticktext else [(x, x) for x in every]
     found = []
     for at, text in named:
-        lines = break_lines(str(text), room)
-        found.append((at, "<br>".join(lines[:2]) + "…" * (len(lines) > 2)))
+        lines = break_lines(str(text).replace("<br>", " "), room)
+        found.append((at, "<br>".join(lines[:LINES]) + "…" * (len(lines) > LINES)))
     return found
 
 

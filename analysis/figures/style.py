@@ -10,12 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pandas as pd
-
 from vramsweep.analysis.compare.lengths import Runs
-from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.data.pairing import CARD, COMPARED, card, extras
+from vramsweep.analysis.data.groups import Group, label, plain_value
+from vramsweep.analysis.data.load import Table, extras
+from vramsweep.analysis.data.pairing import CARD, COMPARED, EXTRAS_APART, card
 from vramsweep.analysis.data.parts import Job
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import Limit
@@ -110,12 +108,8 @@ def _identity(group: Group) -> tuple[str, ...]:
     first = group.source.iloc[group.rows[0]]
     known = card(group.take(*CARD)).dropna()
     which = str(known.iloc[0]) if len(known) else str(first.get("gpu_name"))
-    values = (first.get(name) for name in (*_SHARED, *extras(group.source)))
-    return (which, *("" if _unknown(value) else str(value) for value in values))
-
-
-def _unknown(value: Any) -> bool:
-    return value is None or (not isinstance(value, list | dict) and bool(pd.isna(value)))
+    keys = (*_SHARED, *extras(group.source, EXTRAS_APART))
+    return (which, *(str(plain_value(first.get(name))) for name in keys))
 
 
 def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[Group], str]:

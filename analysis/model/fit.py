@@ -70,7 +70,7 @@ class Fit:
 
     `chosen` is of the kinds on the points; values and intervals are `predictor`'s, which rests on `basis`.
     `because` says why on that. `identified`: whether the kind is known and every piece has as many lengths as numbers.
-    `phases` name what makes the peak on each piece of the first curve.
+    `phases` name what makes the peak on each piece of the first curve. Beyond `positions`, where known, is nothing.
     """
 
     metric: Metric
@@ -91,6 +91,7 @@ class Fit:
     samples_per_step: float | None = None
     axis: str = "seq_len"
     group: str = ""
+    positions: int | None = None
     residual: Residual | None = field(default=None, repr=False)
     ranks: Spread | None = None
     jumps: tuple[Jump, ...] = ()
@@ -122,6 +123,12 @@ class Fit:
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
         """95 % interval of each parameter of each of the chosen model's curves, by name, given its kind."""
         return {key: intervals_of(self.posteriors[key], curve) for key, curve in self.chosen.model.curves.items()}
+
+    @property
+    def ahead(self) -> Prediction:
+        """A new run at the longest x, and at twice it where the model takes that."""
+        high = self.range[1]
+        return self.predict(np.array([high] if 2 * high > (self.positions or np.inf) else [high, 2 * high]))
 
     def value(self, x: Array) -> Array:
         """The most probable curve at x."""
@@ -163,7 +170,7 @@ class Fit:
         step = 8 if np.all(different % 8 == 0) else 1
         inside = np.unique(np.round(middles / step) * step)
         out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use to ask again
-        beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2)
+        beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2, self.positions or np.inf)
         asked = np.append(inside[~np.isin(inside, different)], np.floor(beyond / step) * step)
         asked = asked[(asked >= 1) & ~np.isin(asked, [*different, *self.points.bound_x])]
         if not len(asked):
@@ -281,6 +288,7 @@ def fit_points(
         samples_per_step=samples if axis == "seq_len" else None,
         axis=axis,
         group=group.id if group else "",
+        positions=group.positions if group and axis == "seq_len" else None,
         residual=better.residual,
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
         jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),

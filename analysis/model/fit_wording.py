@@ -173,12 +173,10 @@ def rests_on(fit: Fit) -> list[str]:
         found.append(_residual(fit, fit.residual))
     if not fit.identified and fit.metric.memory:
         found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
-    _low, high = fit.range
-    at = fit.predict(np.array([high, 2 * high]))
+    at = fit.ahead
     ends = [_interval(fit.metric, *pair) for pair in zip(at.new_low, at.new_high, strict=True)]
-    found.append(
-        f"a new run at {high:,.0f} {unit}: {ends[0]}; at {2 * high:,.0f}, beyond what was measured: {ends[1]} (95 %)"
-    )
+    farther = f"; at {at.x[1]:,.0f}, beyond what was measured: {ends[1]}" if len(ends) > 1 else ""
+    found.append(f"a new run at {at.x[0]:,.0f} {unit}: {ends[0]}{farther} (95 %)")
     found += [_jump(fit, jump.size, jump.x) for jump in fit.jumps]
     for part in fit.wavering:
         found.append(
@@ -306,9 +304,7 @@ def as_json(fit: Fit) -> dict[str, Any]:
 
 
 def _predicted(fit: Fit) -> list[dict[str, Any]]:
-    """A new run at the longest x and at twice it."""
-    _low, high = fit.range
-    ahead = fit.predict(np.array([high, 2 * high]))
+    ahead = fit.ahead
     each = zip(ahead.x, ahead.value, ahead.new_low, ahead.new_high, ahead.extrapolated, strict=True)
     return [
         {"x": float(x), "value": _plain(value), "new_run": [_plain(low), _plain(high)], "extrapolated": bool(beyond)}

@@ -31,6 +31,7 @@ from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
+ALL = "all that the model has positions for"
 FEW = "fewer than three different values, so no curve"
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
@@ -42,7 +43,8 @@ class Limit:
     `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
     its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits; null where the fit knows
     no such end. `largest_ok` and `smallest_too_large` are measured rows that prove it, and no number contradicts them.
-    `multiples_of` says that all of it is of such values only, `predicted` that no row is measured.
+    The `remark` `ALL` says that the model takes no more, `multiples_of` that all of it is of such values only,
+    `predicted` that no row is measured.
     """
 
     label: str
@@ -64,14 +66,21 @@ class Limit:
     group: str = ""
     predicted: bool = False
 
+    @property
+    def proven(self) -> bool:
+        """Whether rows alone say it: the next value is too large, or there is none."""
+        return self.value is not None and self.value == self.low == self.high == self.largest_ok
+
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one alignment class, or all; and the fit at its values, whole x up to `REACH` times the range."""
+    """Rows of one alignment class, or all; the fit at its values, whole x up to `REACH` times the range, or up to the
+    `longest` that the model takes."""
 
     frame: pd.DataFrame
     multiples_of: int | None
     curves: Prediction | None
+    longest: int | None = None
 
 
 @dataclass(frozen=True)
@@ -114,24 +123,28 @@ def frontier(
                 )
             except np.linalg.LinAlgError:  # numbers too far apart
                 fit = None
-            for part in _parts(frame, axis, fit):
+            for part in _parts(frame, axis, fit, group.positions if axis == "seq_len" else None):
                 limits += [_limit(part, group, axis, size, fit, name) for size in sizes]
             break
     return limits
 
 
-def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None) -> list[_Part]:
+def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None, positions: int | None) -> list[_Part]:
     if fit is None:
-        return [_Part(frame, None, None)]
+        return [_Part(frame, None, None, positions)]
     modulus = fit.chosen.model.modulus if fit.basis == "points" else None
     low, high = fit.range
-    everywhere = np.unique(np.round(np.linspace(max(low, 1), REACH * high, 600)))
+    longest = positions if positions is not None and positions <= REACH * high else None
+    everywhere = np.unique(np.round(np.linspace(max(low, 1), longest or REACH * high, 600)))
     if modulus is None:
-        return [_Part(frame, None, fit.predict(everywhere))]
-    aligned = np.unique(np.maximum(np.round(everywhere / modulus), 1) * modulus)
+        return [_Part(frame, None, fit.predict(everywhere), longest)]
+    aligned = np.unique(np.maximum(everywhere // modulus, 1) * modulus)
     at: Mask = members(along(frame, axis), modulus)[True]
     others = everywhere[members(everywhere, modulus)[False]]
-    return [_Part(frame, None, fit.predict(others)), _Part(frame[at], modulus, fit.predict(aligned))]
+    multiple = longest and longest // modulus * modulus
+    return [
+        _Part(frame, None, fit.predict(others), longest), _Part(frame[at], modulus, fit.predict(aligned), multiple)
+    ]  # fmt: skip
 
 
 def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
@@ -164,8 +177,8 @@ def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
     """The curve's value and the ends of its interval, where no row contradicts them."""
     step = part.multiples_of or 1
     proven, over = rows.proven, rows.smallest
-    if proven is not None and over == proven + step:
-        return _Ends(proven, proven, proven)
+    if proven is not None and (over == proven + step or proven == part.longest):
+        return _Ends(proven, proven, proven, ALL if proven == part.longest else "")
     if fit is None or part.curves is None:
         return _Ends(remark=FEW)
 
@@ -188,11 +201,14 @@ def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
     if endless and over is None:
         if low is None:
             low = int(one.x[-1]) if all_safe and np.isfinite(one.new_high).all() else rows.largest
+        if part.longest is not None:
+            return _Ends(part.longest, low, part.longest, ALL, part.longest > fit.range[1])
         return _Ends(None, low, high, f"more than {REACH * fit.range[1]:,.0f}", extrapolated=True)
     if endless:
         value = low = proven
     elif value is None:
         value = proven
+    high = part.longest if high is None and value is not None else high
     extrapolated = value is not None and value > fit.range[1] and (over is None or value > over)
     return _Ends(value, low, high, _remark(rows, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
 
@@ -253,15 +269,15 @@ def _line(limit: Limit) -> str:
     beyond = f" (beyond what was {how})" if limit.extrapolated else ""
     known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
     safe = f"safe up to {limit.low:,}" if known_safe else ""
-    if limit.value is not None and limit.value == limit.low == limit.high == limit.largest_ok and not limit.remark:
-        pass  # proven on both sides
+    if limit.proven:
+        parts += [limit.remark] * bool(limit.remark)
     elif limit.value is None:
         parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
     else:
         most = "" if limit.high is None or limit.high <= limit.value else f", {limit.high:,} at most"
         known = "no more, by the curve" if limit.value == limit.largest_ok else f"{limit.value:,} {unit} by the curve"
         parts.append(f"{safe + ', ' if safe else ''}{known}{most}{beyond}")
-        if limit.remark and not limit.extrapolated:
+        if limit.remark == ALL or (limit.remark and not limit.extrapolated):
             parts.append(limit.remark)
     size = f"{limit.gib:g} GiB" + (f" ({limit.usable_gib:.1f} usable)" if limit.usable_gib != limit.gib else "")
     of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""

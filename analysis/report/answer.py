@@ -13,7 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups
-from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.load import Table, is_
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.memory_frontier import Limit, frontier
@@ -27,7 +27,6 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import publication_check as check
 
 CARDS = 2  # in the question; more are counted there, and named among what varied
-AXES = 6  # that are named among what varied
 JUDGED = 50_000  # rows of a folder that are read again for the verdict
 _CALLED = {
     "trial.device.gpu": "GPU", "gpu_name": "GPU", "cpu_name": "processor", "micro_batch": "batch",
@@ -107,7 +106,7 @@ def verdict(table: Table) -> check.Verdict | None:
 def counts(table: Table) -> dict[str, int]:
     """How many rows that finished, or ran out of memory, are what."""
     frame = table.frame
-    told = frame[frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool)]
+    told = frame[is_(frame, "outcome", "ok", "oom")]
     kind = tiles.kinds(told)
     lists = {name: told[name].list.len().fillna(0).astype(int).gt(0) for name in ("flags", "unproven")}
     unproven = lists["unproven"] & kind.eq(PREDICTED)  # what was measured needs no such proof
@@ -124,12 +123,11 @@ def axis_name(key: str) -> str:
 
 def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     """What was run on what, as a question; and what varied, "" where nothing did."""
-    frame = table.frame
+    frame = table.frame[~is_(table.frame, "outcome", "invalid")]
     axes = list(dict.fromkeys(key for group in found for key in group.settings))
     varied = [n for n in ("seq_len", "micro_batch") if n not in axes and frame[n].nunique() > 1]
     names = [*varied, *(key for key in axes if key in frame and frame[key].nunique(dropna=True) > 1)]
-    told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names[:AXES])
-    told += f"; and {len(names) - AXES} more settings" if len(names) > AXES else ""
+    told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names)
     fixed = [text for key in ("precision", "runner") if key not in names and (text := values(frame, key, most=3))]
     model = values(frame, "model", most=3) or "a model that the rows do not name"
     how = f" ({', '.join(fixed)})" if fixed else ""
@@ -154,7 +152,7 @@ def _describe_devices(frame: pd.DataFrame) -> str:
 def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) -> Tile:
     question = "Can I trust it?"
     total = sum(number[kind] for kind in (MEASURED, PREDICTED, IMPORTED))
-    told = " · ".join(f"{n:,} {name}" for name, n in number.items() if n)
+    told = f"{total:,} ok or oom: " + " · ".join(f"{n:,} {name}" for name, n in number.items() if n)
     if not total:
         return Tile(question, about="No trial finished, and none ran out of memory.")
     if number[PREDICTED] == total:

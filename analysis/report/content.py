@@ -121,13 +121,14 @@ def collect(table: Table, answer: str | None = None) -> Content:
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
     when = f", {' to '.join(days)}" if days else ""
+    ended = " · ".join(f"{count:,} {outcome}" for outcome, count in findings.coverage(table).items())
     fit_in = f"Largest length that fits{kind} ({FITS}{JOBS if beyond_steps else ''})"
     beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
     roofline = f"Estimated throughput (roofline, not measured{beyond})"
     return Content(
         table=table,
         title=f"Memory and throughput: {Path(sweep).name}",
-        subtitle=f"{len(table.frame):,} trial{'s' * (len(table.frame) != 1)} from {table.source}{when}",
+        subtitle=f"{len(table.frame):,} trial{'s' * (len(table.frame) != 1)} ({ended}) from {table.source}{when}",
         coverage=findings.coverage(table),
         findings=found,
         warnings=[*findings.warnings(table, all_groups, fits), *notes],

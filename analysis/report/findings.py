@@ -232,12 +232,12 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         "step_iqr_s", "step_median_s", "unproven", "flags",
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
-        found.append(f"{_rows(simulated)} of {len(frame):,} {_are(simulated)} predicted by the simulator, not measured")
+        found.append(f"{simulated:,} of {_rows(len(frame))} that are ok: predicted by the simulator, not measured")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
         found.append(f"unproven, as no GPU has run it as predicted yet: {names} (in {_rows(count)})")
     if foreign := int(frame["foreign"].notna().sum()):
-        found.append(f"{_rows(foreign)} of {len(frame):,} {_are(foreign)} imported from {values(frame, 'foreign')}")
+        found.append(f"{foreign:,} of {_rows(len(frame))} that are ok: imported from {values(frame, 'foreign')}")
     if resident := int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum()):
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     found += _unflagged(frame[frame["flags"].isna()])
@@ -308,10 +308,6 @@ def _spreads(groups: Sequence[Group]) -> list[str]:
 
 def _rows(n: int) -> str:
     return f"{n:,} row{'s' * (n != 1)}"
-
-
-def _are(n: int) -> str:
-    return "is" if n == 1 else "are"
 
 
 def _ids(rows: pd.DataFrame, most: int = 5) -> str:

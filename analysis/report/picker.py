@@ -23,6 +23,7 @@ from vramsweep.analysis.report.answer import axis_name
 from vramsweep.harness.rows.quality_flags import BY_NAME
 
 KIND = "rows"
+_WORDS = {"None": "not known", "True": "yes", "False": "no", "": "none"}
 MOST = 200  # values of one axis: nobody looks through more
 
 
@@ -73,21 +74,18 @@ def _axes(settings: Sequence[dict[str, str]]) -> tuple[Axis, ...]:
         for key, value in own.items():
             found.setdefault(key, set()).add(value)
     return tuple(
-        Axis(key, axis_name(key), tuple((value, _words(value)) for value in sorted(values, key=_order)))
+        Axis(key, axis_name(key), tuple((value, _WORDS.get(value, value)) for value in sorted(values, key=order)))
         for key, values in found.items()
         if 1 < len(values) <= MOST
     )
 
 
-def _order(value: str) -> tuple[int, float, str]:
+def order(value: str) -> tuple[int, float, str]:
+    """What sorts settings: numbers by size, then words."""
     try:
         return 0, float(value), value
     except ValueError:
         return 1, 0.0, value
-
-
-def _words(value: str) -> str:
-    return {"None": "not known", "True": "yes", "False": "no", "": "none"}.get(value, value)
 
 
 def forbidding(flags: dict[str, int], claim: str) -> dict[str, int]:

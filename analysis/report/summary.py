@@ -19,6 +19,7 @@ from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.warnings_of_rows import records
 from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.picker import order
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
@@ -58,12 +59,15 @@ def summary(table: Table, beyond: str = "") -> Summary:
     frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
     lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
     if len(lines) == 1 and lines[0].label == "all rows":
-        lines = [_renamed(lines[0], table)]
-    shown = sorted(zip(found, lines, strict=False), key=lambda pair: _order_key(pair[0]))
+        known = (table.frame[name].iloc[0] for name in ("model", "runner", "precision"))
+        lines = [replace(lines[0], label=" · ".join(str(one) for one in known if not pd.isna(one)) or lines[0].label)]
+    keys = [[order(str(value)) for value in group.settings.values()] for group in found]
+    shown = [line for _, line in sorted(zip(keys, lines, strict=False), key=lambda pair: pair[0])]
+    if axis == "seq_len" and {group.positions for group in found[:LOOKED]} == {max(line.fits or 0 for line in lines)}:
+        beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
-    more = len(found) - len(lines)
-    return Summary(_title(table), axis, tuple(line for _, line in shown), more, tuple(findings[:3]))
+    return Summary(_title(table), axis, tuple(shown), len(found) - len(lines), tuple(findings[:3]))
 
 
 def text(found: Summary, width: int) -> str:
@@ -101,30 +105,17 @@ def _title(table: Table) -> str:
     return "\n".join([f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
 
 
-def _order_key(group: Group) -> list[Any]:
-    """By settings in their order; numbers by size."""
-    return [
-        (0, value, "") if isinstance(value, (int, float)) else (1, 0, str(value)) for value in group.settings.values()
-    ]
-
-
-def _renamed(line: Line, table: Table) -> Line:
-    """The only configuration, by what it is."""
-    first = table.frame.iloc[0]
-    known = [str(first[name]) for name in ("model", "runner", "precision") if not pd.isna(first[name])]
-    return replace(line, label=" · ".join(known) or line.label)
-
-
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
     predicted = bool(group.take("device")["device"].eq("simulated").fillna(False).all())
     return result_table.summarize_rows(
-        group.label, records(frame), axis, predicted=predicted, resident=group.resident, varies=group.varies
+        group.label,
+        records(frame),
+        axis,
+        predicted=predicted,
+        resident=group.resident,
+        varies=group.varies,
+        most=group.positions,
     )
-
-
-def _median(values: pd.Series[Any]) -> float | None:
-    known = values.dropna()
-    return float(known.median()) if len(known) else None
 
 
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:
@@ -147,7 +138,8 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
             f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. {beyond or 'More was not tried.'}"
         ]
     text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
-    if (worst := min(known, key=lambda line: line.fits or 0)).fits == best.fits:
+    short = (line for line in known if line.fits != line.tried or line.torn)  # of the others more may fit
+    if (worst := min(short, key=lambda line: line.fits or 0)).fits == best.fits:
         return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
     if nothing > 1:
         return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
@@ -198,7 +190,7 @@ def _saves(
     ends = " to ".join(format_difference.in_bytes(before, after, signed=False))
     where = label({axis: int(max(common))} | dict(rest))
     kind = base.removeprefix("peak_").removesuffix("_bytes")
-    speeds = [_median(side["tokens_per_s"]) for side in at]
+    speeds = [float(known.median()) if len(known := side["tokens_per_s"].dropna()) else None for side in at]
     said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
     predicted = bool(found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all())
     saved, how = 1 - after / before, ", predicted" * predicted

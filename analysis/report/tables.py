@@ -17,7 +17,7 @@ from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.data.parts import Job, called
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.memory_frontier import FEW, Limit
+from vramsweep.analysis.model.memory_frontier import ALL, FEW, Limit
 from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import PARTS as OF_JOBS
@@ -89,7 +89,7 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
         line = lines.setdefault((limit.group, of), {"settings": limit.label + of})
         text = f"{limit.value:,}" if limit.value is not None else limit.remark
         safe = limit.low if limit.low is not None and (limit.value is None or limit.low < limit.value) else None
-        text += "°" * (limit.extrapolated and limit.value is not None)
+        text += "°" * (limit.extrapolated and limit.value is not None) + " (all positions)" * (limit.remark == ALL)
         line[f"{limit.gib:g} GiB"] = text + (f" (safe: {safe:,})" if safe is not None else "")
     return pd.DataFrame(list(lines.values()), index=[group for group, _ in lines])
 

@@ -61,18 +61,14 @@ def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.Over
     both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
     less = changes[name] < 0
     size, where = max(both, key=lambda one: -one[0] if less else one[0])
-    told = f"up to {format_size(abs(size))} {'less' if less else 'more'}{_describe_allocator(where)}"
+    at = {key: where[key] for key in ("seq_len", "micro_batch") if where.get(key) is not None}
+    told = f"up to {format_size(abs(size))} {'less' if less else 'more'}" + (f", at {label(at)}" if at else "")
     other = sum((change > 0) is less and change != 0 for change, _ in both)
     but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
     rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
     number = f"mean of {len(both):,} pairs" if len(both) != 1 else "one pair"
     told = join(f"against {base}", told, but, *fit, *rest)
     return Tile(question, f"{name}: {_less(changes[name])} {what}", number, told, kind)
-
-
-def _describe_allocator(settings: Mapping[str, Any]) -> str:
-    told = {key: settings[key] for key in ("seq_len", "micro_batch") if settings.get(key) is not None}
-    return f", at {label(told)}" if told else ""
 
 
 def _less(change: float) -> str:

@@ -16,10 +16,11 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
+from vramsweep.analysis.data.load import is_
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.memory_frontier import SIZES, Limit
+from vramsweep.analysis.model.memory_frontier import ALL, SIZES, Limit
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
@@ -87,7 +88,7 @@ def join(*parts: str) -> str:
 
 def ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
     """The rows of one outcome."""
-    return frame[frame["outcome"].eq(outcome).fillna(False).astype(bool)]
+    return frame[is_(frame, "outcome", outcome)]
 
 
 def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
@@ -97,8 +98,7 @@ def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
 
 def kinds(frame: pd.DataFrame) -> pd.Series[str]:
     """What each row is: measured, predicted or imported."""
-    simulated = frame["device"].eq("simulated").fillna(False).astype(bool)
-    found = pd.Series(MEASURED, index=frame.index).mask(simulated, PREDICTED)
+    found = pd.Series(MEASURED, index=frame.index).mask(is_(frame, "device", "simulated"), PREDICTED)
     return found.mask(frame["foreign"].notna(), IMPORTED)
 
 
@@ -133,6 +133,8 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
     beyond = ended(longer, "oom")["seq_len"]
     if of.group.resident:
         next_ = "on a CPU: says nothing of a GPU's limit"
+    elif of.longest == of.group.positions:
+        next_ = ALL.replace("the model", "the model" if pd.isna(of.row["model"]) else str(of.row["model"]))
     elif len(beyond):
         next_ = f"{int(beyond.min()):,} ran out of memory"
     elif len(longer):
@@ -212,11 +214,13 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return ""
     if one.value is None:
         return f"by the curve {one.remark} on {gib:g} GiB"
-    if one.value == one.low == one.high:
-        return f"proven on {gib:g} GiB"
-    ends = [f"safe to {one.low:,}"] * (one.low is not None) + [f"at most {one.high:,}"] * (one.high is not None)
+    if one.proven:
+        return f"{'predicted to fit' if of.kind == PREDICTED else 'proven'} on {gib:g} GiB"
+    known = (("safe to", one.low), ("at most", None if one.high == one.value else one.high))
+    ends = [f"{words} {end:,}" for words, end in known if end is not None]
     both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
-    return f"by the curve up to {one.value:,} on {gib:g} GiB" + (f" ({both})" if both else "")
+    every = f", {ALL}," if one.remark == ALL else ""
+    return f"by the curve up to {one.value:,}{every} on {gib:g} GiB" + (f" ({both})" if both else "")
 
 
 def memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
@@ -246,8 +250,10 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     batch = 1 if pd.isna(of.row["micro_batch"]) else int(of.row["micro_batch"])
     low, high = fit.range
     top = float(fit.value(np.array([high]))[0])
-    if abs(top - float(fit.value(np.array([low]))[0])) < FLAT * top:
-        told = join(f"{fit.metric.label} stays at {format_size(top)} from {low:,.0f} to {high:,.0f} tokens")
+    least, marginal = float(fit.value(np.array([low]))[0]), slope + 2 * square * high
+    if abs(top - least) < FLAT * top or marginal <= 0:
+        sizes = f"{format_size(least)} at {low:,.0f} tokens, {format_size(top)} at {high:,.0f}"
+        told = join(f"{fit.metric.label} is {sizes}")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 else ""
@@ -255,7 +261,7 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     grows = "more with every token: its square counts" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
-    value = f"{_fine((slope + 2 * square * high) / batch)} per token"
+    value = f"{_fine(marginal / batch)} per token"
     return Tile(
         question, value, interval, join(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
     )
@@ -284,7 +290,9 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
         return _timed(question, timed, groups)
     if rough.empty:
         return Tile(question, about="No row holds a speed.")
-    best = _highest(rough, "estimated_tokens_per_s", of)
+    highest = rough[rough["estimated_tokens_per_s"].eq(rough["estimated_tokens_per_s"].max())]
+    own = highest[highest.index.isin(of.frame.index)] if of is not None else highest.iloc[:0]
+    best = (own if len(own) else highest).iloc[0]
     most, likely = float(best["estimated_tokens_per_s"]), best["calibrated_tokens_per_s"]
     at = _point(best, _group(best, groups))
     if pd.isna(likely):
@@ -292,13 +300,6 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     told = join(at, "by published speeds, not timed")
     about = f"≈ {format_estimate(float(likely))} tokens/s"
     return Tile(question, about, f"at most {most:,.0f} (roofline)", told, ESTIMATED)
-
-
-def _highest(rows: pd.DataFrame, column: str, of: Head | None) -> pd.Series[Any]:
-    values = rows[column].astype(float)
-    best = rows[values.eq(values.max())]
-    own = best[best.index.isin(of.frame.index)] if of is not None else best.iloc[:0]
-    return (own if len(own) else best).iloc[0]
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:

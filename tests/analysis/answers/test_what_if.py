@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
+from vramsweep.analysis.answers import what_if
 from vramsweep.analysis.answers.what_if import what_if_tables
 from vramsweep.analysis.data.importers import open_rows
+from vramsweep.harness.allocator import replay
 from vramsweep.harness.rows.journal import Journal
 
 SMALL = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
@@ -36,6 +40,17 @@ def test_a_recorded_step_becomes_a_table_that_says_it_is_predicted(tmp_path: Pat
     assert frame.iloc[0]["predicted peak reserved (GiB)"] == "3.5"  # 3,606 MiB
     assert len(frame) > 5
     assert notes == []
+
+
+def test_what_no_replay_counted_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = sweep(tmp_path, 1) / "attempts" / "t0" / "1"
+    target.mkdir(parents=True)
+    shutil.copy(SMALL, target / "recording.pickle")
+    found = replay.what_if(SMALL, ())
+    uncounted = replace(found, rows=[replace(found.rows[0], device_allocs=None)])
+    monkeypatch.setattr(what_if, "what_if", lambda *_: uncounted)
+    ((_, _, frame),), _ = what_if_tables(open_rows(tmp_path, None)[0])
+    assert frame.iloc[0]["cudaMallocs"] == "–"
 
 
 def test_a_recording_that_is_gone_is_a_note(tmp_path: Path) -> None:

@@ -200,6 +200,22 @@ def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
         of_cards("h100-80gb").of(measured(gpu))
 
 
+def test_labels_name_every_setting_that_differs_also_one_that_follows_another() -> None:
+    """Of two questions in one folder the one has accumulation and checkpointing, the other neither: both decide."""
+    apart = {"grad_accum": 2, "checkpointing": "full", "seq_len": 4096}
+    rows = [
+        *synthetic.curve((512, 1024)),
+        *(row | {"trial_id": f"x{row['trial_id']}"} | apart for row in synthetic.curve((1,))),
+    ]
+    refused = {**rows[0], "trial_id": "y", "outcome": "invalid", "seq_len": 16384, "attention": "eager"}
+    found = groups.groups(synthetic.table([*rows, {**refused, "trial.model.max_positions": "8192"}]))
+    assert [group.label for group in found] == [
+        "grad accum 1 · checkpointing none",
+        "grad accum 2 · checkpointing full",
+    ]
+    assert [len(group.rows) for group in found] == [2, 1]  # what cannot be decides neither labels nor groups
+
+
 @pytest.mark.slow
 def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
     with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):

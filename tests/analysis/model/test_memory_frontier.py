@@ -9,9 +9,9 @@ import pytest
 import synthetic
 from conftest import Cli
 
-from vramsweep.analysis.data.load import Table, from_frame
+from vramsweep.analysis.data.load import POSITIONS, Table, from_frame
 from vramsweep.analysis.data.metrics import METRICS
-from vramsweep.analysis.model.memory_frontier import frontier, text
+from vramsweep.analysis.model.memory_frontier import ALL, Limit, frontier, text
 from vramsweep.analysis.model.observations import allocator_limits, observations
 
 pytestmark = pytest.mark.deterministic
@@ -35,6 +35,23 @@ def test_the_largest_length_lies_between_the_rows_that_prove_it() -> None:
     assert limits["batch 1", 1].value is None and "not even 128 fits" in limits["batch 1", 1].remark
     assert limits["batch 4", 23].smallest_too_large == 4096
     assert limits["batch 4", 80].smallest_too_large is None  # what a smaller device's row proves nothing about
+
+
+@pytest.mark.slow
+def test_no_curve_is_read_beyond_what_the_model_has_positions_for() -> None:
+    def limits(positions: object) -> dict[float, Limit]:
+        rows = [row | {POSITIONS: positions} for row in synthetic.curve((128, 256, 512, 1024))]
+        return {limit.gib: limit for limit in frontier(synthetic.table(rows), [3.8, 80])}
+
+    for positions, free in ((None, True), ("8192", True), ("512", True), ("2048", False), ("1024", False)):
+        limit = limits(positions)[80]  # "512": a row ran longer
+        assert (limit.value is None and limit.remark == "more than 4,096") == free
+        assert free or (limit.value == limit.high == int(str(positions)) and limit.remark == ALL)
+    assert limits("1024")[80].proven and not limits("1024")[80].extrapolated
+    assert not limits("2048")[80].proven and limits("2048")[80].extrapolated
+    assert "1,024 tokens ran within; all that the model has positions for (" in text([limits("1024")[80]])
+    short = limits("1024")[3.8]
+    assert short.value is None or (short.value < 1024 and short.remark != ALL)
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -11,10 +12,12 @@ import synthetic
 from conftest import ROOT
 from synthetic import table
 
+from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.importers import open_rows
-from vramsweep.analysis.data.load import load
+from vramsweep.analysis.data.load import POSITIONS, load
 from vramsweep.analysis.figures.composition import OF_PEAK
-from vramsweep.analysis.report import answer
+from vramsweep.analysis.model.memory_frontier import frontier
+from vramsweep.analysis.report import answer, tiles
 from vramsweep.analysis.report.tiles import UNKNOWN, size_of_card
 from vramsweep.harness.rows.schema import Row, complete_row
 
@@ -113,7 +116,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
 @pytest.mark.slow
 def test_a_flat_peak_costs_next_to_nothing() -> None:
     card = of(*synthetic.curve((64, 128, 256, 512), repeats=2))
-    assert card.cost.value == "Next to nothing" and "stays at 3.0 GiB from 64 to 512 tokens" in card.cost.about
+    assert card.cost.value == "Next to nothing" and "is 3.0 GiB at 64 tokens, 3.0 GiB at 512." in card.cost.about
     assert card.dominates.value == f"What no length changes, 100{PERCENT}"
 
 
@@ -129,6 +132,42 @@ def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried
     assert card.fits.about.endswith("only 512 on t4-16gb; nothing on rtx2070-8gb.")
     crashed = of(*few(), {**few()[-1], "trial_id": "x", "seq_len": 4096, "outcome": "crash"})
     assert crashed.fits.value == "Yes, 2,048 tokens" and crashed.fits.about.startswith("4,096 was tried: crash;")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (None, None, ""),
+        (3000, None, " (safe to 3,000)"),
+        (None, 6000, " (at most 6,000)"),
+        (3000, 6000, f" (95{PERCENT}: 3,000 to 6,000)"),
+    ],
+)
+def test_an_end_that_the_curve_does_not_know_goes_unsaid(low: int | None, high: int | None, said: str) -> None:
+    rows = table(few())
+    found = groups(rows)
+    limits = frontier(rows, found=found)
+    limits = [replace(limit, value=4000, low=low, high=high, gib=24) for limit in limits[:1]]
+    told = tiles.fits(rows.frame, tiles.head(found), found, limits).interval
+    assert told == "by the curve up to 4,000 on 24 GiB" + said
+
+
+@pytest.mark.slow
+def test_where_the_model_has_no_more_positions_the_answer_says_so() -> None:
+    for positions, said in (("2048", "All that made-up has positions for; "), ("4096", "The longest that was tried; ")):
+        card = of(*(row | {POSITIONS: positions} for row in few()))
+        assert card.fits.about.startswith(said)
+        assert card.fits.interval.startswith("proven" if positions == "2048" else "by the curve up to 4,096, all that")
+
+
+@pytest.mark.slow
+def test_what_cannot_be_is_in_no_range_and_what_is_predicted_is_not_proven() -> None:
+    fixed: dict[str, Any] = {"device": "simulated", "gpu_name": None, "simulated_gpu": "l4-24gb", POSITIONS: "2048"}
+    rows = [row | fixed for row in few()]
+    card = of(*rows, {**rows[0], "trial_id": "x", "seq_len": 16384, "outcome": "invalid"})
+    assert card.varied == "length 256, 512, 1,024, 2,048"
+    assert card.fits.interval == "predicted to fit on 24 GiB"
+    assert card.trust.interval == "8 ok or oom: 8 predicted" and "all 8 trials fit" in card.fits.about
 
 
 @pytest.mark.slow
