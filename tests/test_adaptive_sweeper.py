@@ -40,6 +40,7 @@ def test_adaptive_measures_few_points_says_what_the_others_come_to_and_goes_on(h
     assert all(line["peak_allocated_bytes_basis"] == "curve" and line["fits"] for line in lines.values())
     assert not any("peak_reserved_bytes" in line for line in lines.values())  # a resident set, on a CPU
     (drawn,) = of_inferred(load(folder))
+    assert drawn.name == "inferred"
     assert [one.name for one in drawn.plot.data if one.name] == ["allocated, inferred", "allocated, measured"]
     assert drawn.data["inferred"].count() == len(lines) and drawn.data["measured"].count() == len(rows)
     cli.run("sweep", *words)

@@ -60,8 +60,8 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
     plot = plots.new_plot(AXES[axis], f"peak memory ({called})")
     plot.update_layout(showlegend=True)
     data, ends, reach = [], [], []
-    for number, (column, name) in enumerate(COLUMNS.items()):
-        look = Look(COLOURS[0]).numbered(number)
+    for curve, (column, name) in enumerate(COLUMNS.items()):
+        look = Look(COLOURS[0]).numbered(curve)
         known = lines.dropna(subset=[c for c in (column, f"{column}_low", f"{column}_high") if c in lines])
         if column not in lines or known.empty:
             continue
