@@ -134,7 +134,7 @@ def make_result_table(
         f"{longest}\nthat fits": [_fits(line, longest, narrow) for line in lines],
         peak: [_peaks(line, unit) for line in lines],
         first: [_digits(line.fails) for line in lines],
-        "MiB per\ntoken": [_digits(line.mib_per_token) for line in lines],
+        "MiB per\ntoken": [_digits(line.mib_per_token and max(line.mib_per_token, 0.0)) for line in lines],
         speed: [_speed(value, line.estimated) for value, line in zip(speeds[speed], lines, strict=True)],
         "rows": [f"{line.rows:,}" for line in lines],
     }
