@@ -3,10 +3,10 @@
     python benchmarks/first_answers.py [--repeats 3] [--only refusals|answers|phases] [--model llama3-8b]
 
 An import is that of torch and the model's class, in a fresh process of the same run. Every command runs in a fresh
-process: from nothing (an empty cache and results folder), then again, and once more in another results folder,
-where only what is kept for the user helps. The first is told as CPU seconds of all its processes, too, for a machine
-that has other work; wall seconds count on two quiet cores. Each is the least of the repeats. Goals are those that were set for each, of wall time. `phases` says where one
-explanation's CPU seconds go.
+process: from nothing (an empty cache and results folder), then again, and once more in another results folder, where
+only what is kept for the user helps. The first is told as CPU seconds of all its processes, too, for a machine that has
+other work; wall seconds count on two quiet cores. Each is the least of the repeats. Goals are those that were set for
+each, of wall time. `phases` says where one explanation's CPU seconds go.
 """
 
 from __future__ import annotations
