@@ -56,9 +56,8 @@ def _explain() -> Parser:
 _PREDICT = """\
 It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
 both ends included, also within lists (1..4,8,16). Rows, traces and report are in
-results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Up to six
-configurations, of one length and batch each, are answered one by one, without figures and a report
-(report=true writes them); of several lengths or batches there is a table."""
+results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Several
+lengths or batches have a table; up to six other trials an answer each, no report (report=true writes one)."""
 
 
 def _predict() -> Parser:
