@@ -36,11 +36,13 @@ FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of equal settings, as positions in their table. `settings` holds only what distinguishes the groups."""
+    """Rows of equal settings, as positions in `source`. `settings` holds only what distinguishes the groups, and
+    `apart` fewer of them, which do so alone: not what follows another, as the passes of a step follow a batch."""
 
     settings: Mapping[str, Any]
     source: pd.DataFrame = field(repr=False)
     rows: np.ndarray[Any, np.dtype[np.int64]] = field(repr=False)
+    apart: Mapping[str, Any] = field(repr=False)
 
     @property
     def id(self) -> str:
@@ -110,13 +112,13 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
     filled[CORRECTED] = _corrected(frame)
     codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
     varied = [n for n in DECIDING if n in frame and n not in FREE[axis] and frame[n].nunique() > 1]
-    keys = list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))
+    minimal, keys = keys, list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))
     order = np.argsort(codes, kind="stable")
     starts = np.flatnonzero(np.diff(codes[order], prepend=-1))
     found = []
     for rows in np.split(order, starts[1:]):
         settings = {key: plain_value((filled if key in filled else frame)[key].iloc[rows[0]]) for key in keys}
-        found.append(Group(settings, frame, rows))
+        found.append(Group(settings, frame, rows, {key: settings[key] for key in minimal}))
     return sorted(found, key=lambda group: -len(group.rows))
 
 
@@ -158,7 +160,7 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     """The largest group and those that differ from it in `axes` only (and in what follows from them)."""
 
     def rest(group: Group) -> list[Any]:
-        return [v for k, v in group.settings.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]
+        return [v for k, v in group.apart.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]
 
     return [group for group in groups if rest(group) == rest(groups[0])]
 

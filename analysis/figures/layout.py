@@ -121,7 +121,8 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
     else:
         x |= {"tickangle": 0, "nticks": (most := max(4, min(5, int(across / (5 * text)))))}
-        x |= {"tickformat": "~s"} if across < 5 * text * most else {}  # 5k
+        lengths = plot.layout.xaxis.tickformat == ",~d"
+        x |= {"tickformat": "~s"} if lengths and across < 5 * text * most else {}  # 5k
     if (reach := _reach(plot, across, text)) is not None:
         x["range"] = [plot.layout.xaxis.range[0], reach]
     found = {"xaxis": x, "yaxis": _wrapped(plot.layout.yaxis, inner, text)}
@@ -135,7 +136,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
 
 
 def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
-    """Where rows of a plot stand and what they are called, in two lines where a name is longer than so many em."""
+    """Where rows of a plot stand and what they are called, in several lines where a name is longer than so many em."""
     bars = [t for t in plot.data if t.type == "bar" and t.orientation == "h"]
     axis = plot.layout.yaxis
     every = dict.fromkeys(x for t in bars for x in t.y)

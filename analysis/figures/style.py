@@ -122,7 +122,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
     base = groups[0]
 
     def differs(group: Group) -> list[str]:
-        return [key for key, value in group.settings.items() if value != base.settings.get(key)]
+        return [key for key, value in group.apart.items() if value != base.apart.get(key)]
 
     near = [g for g in groups[1:] if len(differs(g)) == 1]
     near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))

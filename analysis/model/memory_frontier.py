@@ -208,7 +208,7 @@ def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
         value = low = proven
     elif value is None:
         value = proven
-    high = part.longest if high is None and value is not None else high
+    high = part.longest if high is None and value is not None and over is None else high
     extrapolated = value is not None and value > fit.range[1] and (over is None or value > over)
     return _Ends(value, low, high, _remark(rows, crossing, endless, value, extrapolated, fit.range[0]), extrapolated)
 

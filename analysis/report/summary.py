@@ -63,7 +63,9 @@ def summary(table: Table, beyond: str = "") -> Summary:
         lines = [replace(lines[0], label=" · ".join(str(one) for one in known if not pd.isna(one)) or lines[0].label)]
     keys = [[order(str(value)) for value in group.settings.values()] for group in found]
     shown = [line for _, line in sorted(zip(keys, lines, strict=False), key=lambda pair: pair[0])]
-    if axis == "seq_len" and {group.positions for group in found[:LOOKED]} == {max(line.fits or 0 for line in lines)}:
+    if axis == "seq_len" and {group.positions for group in found[:LOOKED]} == {
+        max((line.fits or 0 for line in lines), default=0)
+    }:
         beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]

@@ -22,8 +22,8 @@ _WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("known_w
 # What other tools call a setting, or one value of it, and what it is here: accepted, and said.
 ALIASES = {name: ours for ours, names in _WORDS["names of other tools"].items() for name in names.split()}
 # What is no setting, and where it is found; or left out, as neither memory nor speed of a step depends on it.
+LEFT_OUT = frozenset(_WORDS["no settings"].pop("left out").split())
 ELSEWHERE = {name: said for said, names in _WORDS["no settings"].items() for name in names.split()}
-LEFT_OUT = frozenset(name for name, why in ELSEWHERE.items() if why == "left out")
 
 
 @cache
@@ -69,7 +69,7 @@ def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str])
     name = typed.replace("-", "_").casefold()
     if name in ELSEWHERE:
         return f"{said}; {ELSEWHERE[name]}"
-    near = str(suggestions.find_closest(name, [*flags, *sorted(all_names())]))
+    near = str(suggestions.find_closest(name, [*flags, *sorted(all_names() - LEFT_OUT)]))
     meant = flags.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
     guess = "" if meant == "None" else f" did you mean {meant}?"
     return f"{said};{guess} {prog} --help-all lists what can be set"

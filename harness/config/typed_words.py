@@ -120,6 +120,7 @@ def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[st
         others = {one for _, also in read for one in also if one != now[0] and one.startswith(f"{key}=")}
         on, off = str(ALIASES.get(f"{name}=true")), name != key and ALIASES.get(f"{name}=false") == now[0]
         again = any(one != word and also == now for one, also in read[:at])
+        again |= name != key and any(one.startswith(f"{now[0]}_") for one in others)  # bf16=true beside bf16_pure
         if not again and not (off and others and not any(one.startswith(on) for one in others)):
             kept.append((word, now))
     given = [(one.partition("=")[0], one, word) for word, now in kept for one in now]
@@ -202,6 +203,8 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
     """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
     if alias := ALIASES.get(f"{key}={item.casefold()}") or ALIASES.get(f"{key}={_SWITCH.get(item.casefold())}"):
         return alias
+    if item.isdigit() and word.partition("=")[0].endswith("strategy"):
+        raise UserError(f"{word}: write sharding=fsdp2 for FSDP's FULL_SHARD (1), sharding=ddp for NO_SHARD (3)")
     if key in ("sharding", "ds_config") and (stage := _STAGE.fullmatch(item)):
         return f"sharding=zero{stage[1]}"
     if key == "ds_config" and item != "null" and re.fullmatch(r"[\w./~-]+", item) and not Path(item).is_file():
@@ -265,7 +268,7 @@ def _notes(word: str, now: str) -> Iterator[str]:
     key, _, text = word.partition("=")
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):,.2f} GiB"
-    if key == "lora_target_modules" and "," in text.strip("'\""):
+    if key == "lora_target_modules" and len([*split_values(text)]) > 1 and text[0] not in "'[\"":
         yield f"{word} is one trial for each; one with all of them: {key}={text.replace(',', '+')}"
     now = now.removeprefix("device.") if key == "gpu" else now
     if "/" in text and now != word and set(now.removeprefix("model=").split(",")) <= {*conf_files.file_names("model")}:

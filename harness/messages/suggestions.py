@@ -15,6 +15,7 @@ OPEN = ("runner.options", "model.config", "versions")
 MOST = 12  # names that a line lists
 SETTINGS = "vramsweep sweep --help-all"
 _SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
+_ID = re.compile(r"[0-9a-f]{8,}")  # of a trial
 LISTED_BY = {"verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
              "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques"}  # fmt: skip
 
@@ -31,7 +32,7 @@ def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
 
 def _leave_out_sizes(name: str, allowed: Iterable[str]) -> list[str]:
     """Return the names that are no model of another size, where the typed one says its size."""
-    size, letters = _SIZE.findall(name.lower()), re.sub(r"\W|_", "", name.lower())
+    size, letters = ([] if _ID.fullmatch(name) else _SIZE.findall(name.lower())), re.sub(r"\W|_", "", name.lower())
     return [one for one in allowed if size in ([], _SIZE.findall(one.lower())) or re.sub(r"\W", "", one) == letters]
 
 

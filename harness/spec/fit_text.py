@@ -31,10 +31,11 @@ def describe_run(trial: Trial, without: str = "") -> str:
     sharding = f"with {trial.sharding}" if trial.sharding != "none" else ""
     batch, length = f"batch {trial.micro_batch}", f"seq {trial.seq_len}"
     told = (trial.runner.name, f"{trial.sharding} x {trial.world_size}", trial.precision, batch, length)
+    full = trial.adapter != "none" and trial.quantization == "none" and trial.precision in ADAPTED
     first = [
         "" if trial.runner.name == "torch" else trial.runner.name,
         " ".join(filter(None, (gpus, sharding))),
-        trial.precision + " (fp32 weights)" * (trial.adapter != "none" and trial.precision in ADAPTED),
+        trial.precision + " (fp32 weights)" * full,
         "" if without == "micro_batch" else f"{batch} per GPU",
         f"grad_accum={trial.grad_accum}" if trial.grad_accum > 1 else "",
         "" if without == "seq_len" else f"{trial.seq_len:,} tokens",

@@ -148,7 +148,7 @@ def make_result_table(
     table = make_table(("configuration", *columns), numbers=columns)
     table.columns[0].min_width, table.columns[0].max_width = LABEL, room
     heights = accumulate(-(-len(line.label) // room) for line in lines)
-    shown = len(lines) if most is None else max(sum(height <= most for height in heights), 1)
+    shown = len(lines) if most is None else max(sum(height <= most for height in heights), bool(lines))
     for line, *cells in list(zip(lines, *columns.values(), strict=True))[:shown]:
         table.add_row(line.label, *cells)
     return table, list(_explain(lines[:shown], more + len(lines) - shown, axis, columns, narrow))
@@ -163,7 +163,8 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     smallest, longest = {"seq_len": ("shortest", "longest"), "micro_batch": ("smallest", "largest")}[axis]
     of = f", at the {smallest} and the {longest} that fits" * any(" to " in _peaks(line, unit) for line in lines)
     told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
-    told += ["MiB per token: of each of the micro_batch x seq_len tokens"] * ("MiB per\ntoken" in columns)
+    if lines and "MiB per\ntoken" in columns:
+        told.append("MiB per token: of each of the micro_batch x seq_len tokens")
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
         told.append(f"or more: the {longest} that was tried fits")
     if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):

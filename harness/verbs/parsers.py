@@ -20,8 +20,9 @@ _TRIALS = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
 
 _ADVISE = """\
 Recommended is what changes least of the result (same, but for rounding, less precision, another training),
-and of those the fastest that fits; with --goal longest or largest-batch what gets furthest with rounding
-changed at most, if that fits at all, in steps of 3 %. --accept rounding leaves out what changes more.
+and of those the fastest that fits, with 1 % to spare if any has it; with --goal longest or largest-batch
+what gets furthest with rounding changed at most, if that fits at all, in steps of 3 %. --accept rounding
+leaves out what changes more.
 Rows and traces are kept, so the same command is quick the second time."""
 
 

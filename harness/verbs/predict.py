@@ -115,7 +115,9 @@ def words(argv: Sequence[str]) -> list[str]:
     for word in argv:
         key, _, value = word.partition("=")
         if key in ("price_per_hour", "max_cost") and value != "null":
-            raise UserError(f"{word}: a prediction costs nothing; vramsweep plan {word} says what measuring would")
+            raise UserError(
+                f"{word}: a prediction costs nothing; vramsweep plan price_per_hour=PRICE says what measuring would"
+            )
         if key == "device" and value != "simulated":
             raise UserError(
                 f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"

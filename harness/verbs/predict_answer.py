@@ -5,6 +5,7 @@ Not covered: how rows come about (predict.py), the table itself (harness/sweep/r
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
@@ -122,7 +123,7 @@ def _speed(trial: Trial, row: Row) -> str | None:
 
 def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> dict[str, list[str]]:
     """Return what to ask next, and how: of the smallest that does not fit, else of the one that needs most."""
-    full = [(need, item) for item, row in answered if row["outcome"] == Outcome.OOM and (need := find_need(row))]
+    full = [(find_need(row) or math.inf, item) for item, row in answered if row["outcome"] == Outcome.OOM]
     known = [(need, item) for item, row in answered if row["outcome"] == Outcome.OK and (need := find_need(row))]
     if not full and not known:
         return {}

@@ -103,7 +103,7 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
         if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
             return Refused(f"symbols led the code another way: its events differ from those traced {at}")
         try:
-            what = difference(symbolic.at(point), (traced, details))
+            what = difference(symbolic.at(point), (traced, details | few))
         except ValueError as error:
             return Refused(str(error))
         if what is not None:

@@ -107,7 +107,7 @@ def _of_group(
 ) -> dict[str, Edge]:
     cards = {trial_id: Card(setting(trial), trial.memory_limit()) for trial_id, trial in family.items()}
     settings = {cards[trial_id].setting: trial for trial_id, trial in family.items()}
-    limits = {name: sorted(card.limit for card in cards.values() if card.setting == name) for name in settings}
+    limits = {name: sorted({card.limit for card in cards.values() if card.setting == name}) for name in settings}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
     def look(number: int, asked: Rooms) -> dict[str, RequiredBytes]:
@@ -237,7 +237,8 @@ def _capability(trial: Trial) -> Capability:
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
     in less and less, from more than the largest limit on, until it fits the smallest with room to spare, or within a
-    percent. Then at each limit that it only meets by giving memory back: that may go well there, and not in more room.
+    percent. Then at each limit that it only meets by giving memory back, as that may go well there and not in more
+    room; where several limits differ in this, the largest of them counts.
     """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))

@@ -176,6 +176,8 @@ def test_weights_in_fp32_under_an_adapter_are_named(capsys: pytest.CaptureFixtur
     for precision, said in (("bf16", "bf16 (fp32 weights)"), ("bf16_pure", "bf16_pure")):
         trial = tiny(adapter="lora", precision=precision)
         assert answer(capsys, [trial], [SIZES])[1].startswith(f"tiny · 1 x h100-80gb · {said} · batch 2")
+    four_bits = tiny(adapter="lora", precision="bf16", quantization="nf4")
+    assert "fp32 weights" not in answer(capsys, [four_bits], [SIZES])[1]
 
 
 def test_what_is_next_goes_along_the_axis_from_the_smallest_that_does_not_fit(
