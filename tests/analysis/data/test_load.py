@@ -217,6 +217,17 @@ def test_labels_name_every_setting_that_differs_also_one_that_follows_another() 
 
 
 @pytest.mark.slow
+def test_batches_whose_passes_follow_them_are_compared_as_batches() -> None:
+    """At one number of samples a step; labels name both."""
+    rows = [
+        row | {"grad_accum": 8 // int(row["micro_batch"])}
+        for row in synthetic.sweep((256, 512), (1, 2, 4, 8), ("default",), 1)
+    ]
+    found = groups.groups(synthetic.table(rows))
+    assert len(found) == 4 and groups.others_equal(found, ("micro_batch",)) == found
+    assert {one.label for one in found} == {f"batch {n} · grad accum {8 // n}" for n in (1, 2, 4, 8)}
+
+
 def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
     with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):
         of_cards("h100-80gb", "a100-40gb").of(measured(None))

@@ -38,6 +38,12 @@ def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
     assert found.title == "synthetic: 104 ok · 16 oom\nmeasured on Synthetic 24 GB"
 
 
+def test_rows_that_are_all_invalid_come_to_no_line() -> None:
+    found = of([row | {"outcome": "invalid"} for row in synthetic.curve((64, 128))])
+    assert not found.lines and found.title.startswith("synthetic: 2 invalid")
+    assert "in the report" not in text(found, 120) and "MiB per token" not in text(found, 120)
+
+
 def test_several_batches_of_one_length_are_along_the_batch() -> None:
     found = of(synthetic.sweep(lengths=(512,), batches=(1, 2, 4, 64)))
     assert found.axis == "micro_batch" and [line.fits for line in found.lines] == [4, 4]
