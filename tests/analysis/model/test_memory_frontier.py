@@ -50,6 +50,16 @@ def test_no_curve_is_read_beyond_what_the_model_has_positions_for() -> None:
     assert limits("1024")[80].proven and not limits("1024")[80].extrapolated
     assert not limits("2048")[80].proven and limits("2048")[80].extrapolated
     assert "1,024 tokens ran within; all that the model has positions for (" in text([limits("1024")[80]])
+    tight = {
+        "outcome": "oom",
+        "seq_len": 1100,
+        "trial_id": "o",
+        **dict.fromkeys(("peak_reserved_bytes", "device_used_bytes")),
+    }
+    rows = synthetic.curve((128, 256, 512, 1024), device_gib=80)
+    known = [row | {POSITIONS: "2048"} for row in (*rows, rows[0] | tight)]
+    [limit] = frontier(synthetic.table(known), [80])
+    assert limit.high is None or limit.high < 1100  # which did not fit
     short = limits("1024")[3.8]
     assert short.value is None or (short.value < 1024 and short.remark != ALL)
 
