@@ -275,7 +275,7 @@ def fitted(cell: Cell, truth: Truth, random: Random) -> tuple[Fit, dict[str, flo
             bounds = np.array([round(random.uniform(min(x), 1.5 * max(x)))], float), np.array([3 * max(y)])
         fit = fit_points(Points(x[fits], y[fits], tuple(frame["trial_id"][fits]), *bounds), metric)
     else:
-        group = Group({}, frame, np.flatnonzero(frame["micro_batch"] == batches[0]))
+        group = Group({}, frame, np.flatnonzero(frame["micro_batch"] == batches[0]), {})
         predicted = None
         if cell.beside:
             shift, shares = random.uniform(-200, 400) * MIB, random.uniform(0.98, 1.02, (4, 1))  # so that knots move

@@ -216,7 +216,6 @@ def test_labels_name_every_setting_that_differs_also_one_that_follows_another() 
     assert [len(group.rows) for group in found] == [2, 1]  # what cannot be decides neither labels nor groups
 
 
-@pytest.mark.slow
 def test_batches_whose_passes_follow_them_are_compared_as_batches() -> None:
     """At one number of samples a step; labels name both."""
     rows = [
@@ -228,6 +227,7 @@ def test_batches_whose_passes_follow_them_are_compared_as_batches() -> None:
     assert {one.label for one in found} == {f"batch {n} · grad accum {8 // n}" for n in (1, 2, 4, 8)}
 
 
+@pytest.mark.slow
 def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
     with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):
         of_cards("h100-80gb", "a100-40gb").of(measured(None))
