@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 130
             finally:
                 sys.stdout.flush()
+                for number in (signal.SIGINT, signal.SIGHUP) if argv is None else ():
+                    signal.signal(number, signal.SIG_IGN)  # the process ends, and keeps its status
         except terminal.Unwritten as lost:
             return terminal.status_of_lost_stream(lost)
 

@@ -120,7 +120,7 @@ def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[st
         others = {one for _, also in read for one in also if one != now[0] and one.startswith(f"{key}=")}
         on, off = str(ALIASES.get(f"{name}=true")), name != key and ALIASES.get(f"{name}=false") == now[0]
         again = any(one != word and also == now for one, also in read[:at])
-        again |= name != key and any(one.startswith(f"{now[0]}_") for one in others)  # bf16=true beside bf16_pure
+        again |= on == now[0] and any(one.startswith(f"{on}_") for one in others)  # bf16=true beside bf16_pure
         if not again and not (off and others and not any(one.startswith(on) for one in others)):
             kept.append((word, now))
     given = [(one.partition("=")[0], one, word) for word, now in kept for one in now]

@@ -128,6 +128,19 @@ def to_stderr(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
+@contextlib.contextmanager
+def ignore_hangup() -> Iterator[None]:
+    """Ignore SIGHUP in the block and in what it starts: they write on when the terminal goes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before if before is not None else signal.SIG_DFL)
+
+
 def on_sigterm() -> None:
     """From now on SIGTERM raises KeyboardInterrupt too, unless it is ignored."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:

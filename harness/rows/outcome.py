@@ -231,7 +231,9 @@ def _said_full(memory: object) -> str | None:
 
 def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome, str]:
     kind, message = error["type"], error["message"]
-    said = "".join(message.strip().splitlines()[:1])[:REASON_LENGTH]
+    said = "".join(message.strip().splitlines()[:1])
+    if len(said) > REASON_LENGTH:  # between two words, if it has any
+        said = f"{said[: REASON_LENGTH - 2].rpartition(' ')[0] or said[: REASON_LENGTH - 2]} …"
     reason = f"{kind}: {said}" if said and not kind.startswith("vramsweep.") else said or kind
     if kind.endswith("EnvironmentFault"):
         return Outcome.ENVIRONMENT, said or kind

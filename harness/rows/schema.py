@@ -140,7 +140,7 @@ COLUMNS: tuple[Column, ...] = (
         ("peak_rounding_bytes", int, "B", "simulated: of peak_allocated_bytes, what the allocator's rounding added"),
         ("prediction_basis", str, "", "simulated: which parts are exact (follow from shapes and dtypes), traced (what the code allocates on fake tensors) and estimate (rest on what a trace does not show)"),
         ("trace_basis", str, "", "simulated: how the trace came: traced (at this length and batch), symbolic (from a trace with symbolic length and batch, where its guards hold), checked at N points (from formulas that N traced points agree with)"),
-        ("layers_traced", int, "", "simulated: where the model's layers are alike, of how many the trace was made: the middle one stands for all others but the first and the last, as a trace of one layer more confirmed; null: every layer was traced"),
+        ("layers_traced", int, "", "simulated: how many layers were traced, where the model's layers are alike: the middle one stands for all but the first and the last, and a trace of one layer more confirmed it; null: every layer was traced"),
         ("load_peak_allocated_bytes", int, "B", "peak allocated while model and optimizer were built"),
         ("load_peak_reserved_bytes", int, "B", "peak reserved while model and optimizer were built"),
         ("forward_peak_allocated_bytes", int, "B", "peak allocated in the forward phase of the probe step; null, as the other phases, where no backward pass was seen"),

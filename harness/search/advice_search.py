@@ -72,8 +72,10 @@ class Advice:
 
     @property
     def recommended(self) -> Option | None:
-        """Of those that fit and change least of the result the fastest, with a percent of the limit to spare where one
-        has that; None where nothing fits."""
+        """The fastest of those that fit and change least of the result; None where nothing fits.
+
+        Those that leave a percent of the limit free come before those that only just fit.
+        """
         fitting, most = [one for one in self.tried if one.fits(self.limit)] or self.fitting_gpus, self.limit * 99 // 100
         return min(fitting, key=lambda one: (one.level, not one.fits(most), _order_key(one)), default=None)
 

@@ -16,6 +16,7 @@ AHEAD = "the further the CPU runs ahead of the GPU, the more"
 ADAPTED = ("bf16", "fp16")  # precisions whose weights are fp32, where those of an adapter's model often are not
 NEAR = 0.01  # of the limit: what leaves less fits only just
 COMMUNICATION_GIB = 2
+NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
@@ -81,13 +82,9 @@ def describe_misfit(need: int | None, limit: int) -> str:
 
 def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
     """Yield what the peak of a predicted trial does not include; `free` bytes are known to be left beside it."""
-    spare = 0 if free is None or free < 0 else (COMMUNICATION_GIB << 30) - free
     if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB:
-        yield (
-            "NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
-            if spare > 0
-            else COMMUNICATION
-        )
+        tight = free is not None and 0 <= free < COMMUNICATION_GIB << 30
+        yield NO_ROOM if tight else COMMUNICATION
     if trial.optimizer.startswith("paged_"):
         yield f"pages of {trial.optimizer}"
 

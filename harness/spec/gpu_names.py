@@ -34,8 +34,8 @@ def unknown_gpu(said: str, typed: str) -> str:
 
 
 def _like(typed: str) -> list[Gpu]:
-    """Return the GPUs whose names begin with the first of these words, or RTX and it, and have the others: the
-    plainest, smallest first."""
+    """Return the GPUs that may be meant, the plainest and smallest first: their names begin with the first word, or RTX
+    and it, and hold the other words."""
     first, *words = _plain(typed).replace("rtx-", "rtx").split("-")
     named = ((gpu, set(gpu.name.split("-"))) for gpu in GPUS if gpu.name.split("-")[0] in (first, f"rtx{first}"))
     found = [gpu for gpu, parts in named if {*words} <= parts | (set() if parts & {"pcie", "nvl"} else _SXM)]

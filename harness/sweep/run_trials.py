@@ -20,7 +20,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.attempt import Launcher, is_write_error
 from vramsweep.harness.process.interpreter import build_command
-from vramsweep.harness.process.signals import LOG, Finished, Interrupts
+from vramsweep.harness.process.signals import LOG, Finished, Interrupts, ignore_hangup
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.journal import Journal, read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
@@ -151,13 +151,13 @@ def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDomina
 
 
 def report(folder: Path, brief: bool = False) -> int:
-    """Figures, tables and report of the sweep in `folder`, if anything in it is finished; that process says its own.
-    Return its exit status.
+    """Write figures, tables and report of the sweep in `folder`, if anything in it is finished; return the exit status.
 
-    `brief`: it says only where they are, as the rest is on the screen.
+    A process of its own does that, and says what it has written; `brief`: only where, as the rest is on the screen.
     """
     if not terminal(read(folder)[0]):
         return 0
     sys.stdout.flush()
     command = build_command("vramsweep", "report", str(folder), *["--brief"] * brief)
-    return subprocess.run(command, check=False).returncode
+    with ignore_hangup():
+        return subprocess.run(command, check=False).returncode

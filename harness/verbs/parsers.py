@@ -58,7 +58,7 @@ _PREDICT = """\
 It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
 both ends included, also within lists (1..4,8,16). Rows, traces and report are in
 results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Several
-lengths or batches have a table; up to six other trials an answer each, no report (report=true writes one)."""
+lengths or batches give a table. Up to six other trials are answered one by one (report=true adds a report)."""
 
 
 def _predict() -> Parser:

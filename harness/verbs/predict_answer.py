@@ -93,7 +93,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
     free = None if row["outcome"] in FULL else trial.memory_limit() - (find_need(row) or 0)
     yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, free))
     if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
-        yield f"  host memory: {format_gib(needed)} GiB of each node; whether it has as much: device.node_memory_gib=N"
+        yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N says what it has"
 
 
 def _verdict(trial: Trial, row: Row) -> str:

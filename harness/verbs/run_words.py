@@ -82,24 +82,24 @@ def write_report(session: Session, brief: bool = False) -> None:
     """
     settings = session.settings
     if settings is not None and settings.action == "run" and settings.report:
-        if settings.shard is None:
-            session.status = session.status or int(bool(run_trials.report(session.folder, brief)))
-        else:
-            _report_once(session.folder)
+        whole = settings.shard is None
+        failed = run_trials.report(session.folder, brief) if whole else _report_once(session.folder)
+        session.status = session.status or int(bool(failed))
 
 
-def _report_once(folder: Path) -> None:
-    """Write the report of a sweep in shards, by the one whose row was the last of all."""
+def _report_once(folder: Path) -> int:
+    """Write the report of a sweep in shards, by the one whose row was the last of all; return its exit status."""
     found = sweep_status.read_status(folder)
     if found.done != found.total:
         print(f"{found.done} of {found.total} trials have rows; the report comes with the last, or vramsweep report")
-        return
-    place = folder / REPORTING
+        return 0
+    status, place = 0, folder / REPORTING
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         with contextlib.suppress(UserError):  # another shard saw the last row too, and reports
             lock = Lock(place, descriptor)
-            run_trials.report(folder)
+            status = run_trials.report(folder)
             lock.release()
     finally:
         os.close(descriptor)
+    return status

@@ -237,8 +237,8 @@ def _capability(trial: Trial) -> Capability:
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
     in less and less, from more than the largest limit on, until it fits the smallest with room to spare, or within a
-    percent. Then at each limit that it only meets by giving memory back, as that may go well there and not in more
-    room; where several limits differ in this, the largest of them counts.
+    percent. A limit that is only met by giving memory back is tried itself, as a trace may fit there and not in more
+    room; where several limits contradict each other so, the larger counts.
     """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vramsweep.harness.process.signals import Deadline, Finished, Interrupts
+from vramsweep.harness.process.signals import Deadline, Finished, Interrupts, ignore_hangup
 
 pytestmark = pytest.mark.usefixtures("as_in_a_terminal")
 
@@ -52,6 +52,15 @@ def test_twice_is_at_once_and_sigterm_is(numbers: tuple[int, ...]) -> None:
             ask(number)
         done.append(1)
     assert not done and not isinstance(stop.value, Finished)
+
+
+def test_a_terminal_may_go_while_something_is_written() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with ignore_hangup():
+        ask(signal.SIGHUP)
+        code = "import os, signal; os.kill(os.getpid(), signal.SIGHUP); print('written')"
+        assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"written\n"
+    assert signal.getsignal(signal.SIGHUP) == before
 
 
 def test_where_nothing_runs_once_is_enough() -> None:

@@ -25,6 +25,8 @@ CASES = [
     (failed("torch.AcceleratorError", "CUDA error: an illegal memory access"), "cuda_error", True, "illegal"),
     (failed("vramsweep.harness.spec.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
     (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
+    (failed("vramsweep.harness.spec.trial.InvalidTrial", "word " * 100), "invalid", False, "word word …"),
+    (failed("builtins.ValueError", "x" * 500), "crash", False, "x" * 390),
     (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),

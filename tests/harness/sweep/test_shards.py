@@ -26,6 +26,7 @@ from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.sweep import batch_prediction, plan, row_builder, run_trials, shards, slurm_jobs, sweep_status
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.progress import Lines
+from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.sweep.shards import Shard
 from vramsweep.harness.verbs import advise, predict, run_words, sweep_command
 
@@ -315,3 +316,16 @@ def test_the_report_comes_with_the_last_row(tmp_path: Path, monkeypatch: pytest.
     run(planned, tmp_path, shard="2/2")
     run_words._report_once(tmp_path)
     assert reported == [tmp_path]
+    monkeypatch.setattr(run_trials, "report", lambda folder: 3)
+    assert run_words._report_once(tmp_path) == 3
+
+
+@pytest.mark.parametrize(("status", "failed", "ends"), [(0, 0, 0), (0, -9, 1), (1, 0, 1), (130, 0, 130), (130, 1, 130)])
+def test_a_report_is_written_however_the_sweep_ended_and_one_that_failed_is_said(
+    status: int, failed: int, ends: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reported: list[Path] = []
+    monkeypatch.setattr(run_trials, "report", lambda folder, brief: reported.append(folder) or failed)
+    asked = Session(settings=plan.Settings(**SETTINGS | {"report": True}), folder=tmp_path, status=status)
+    run_words.write_report(asked)
+    assert reported == [tmp_path] and asked.status == ends

@@ -168,7 +168,7 @@ def test_what_fits_only_by_emptying_the_cache_or_without_nccl_says_so(capsys: py
 def test_what_the_host_needs_is_said_where_no_size_of_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
     much = SIZES | {"host_peak_bytes": 200 << 30}
     [line] = [line for line in answer(capsys, [tiny()], [much]) if "host memory" in line]
-    assert line.startswith("  host memory: 200.0 GiB of each node;")
+    assert line.startswith("  host memory: each node needs 200.0 GiB; device.node_memory_gib=N")
     assert not any("host memory" in line for line in answer(capsys, [tiny()], [SIZES | {"host_peak_bytes": 9 << 30}]))
 
 
