@@ -69,8 +69,10 @@ COLUMN = (
     '("batches_mine", int, "", "how often the loop turned"),',
 )
 GPU = (
-    "harness/hardware/gpu_specs.py", "\nGPUS: tuple[Gpu, ...] = (",
-    '_gpu("test-7gb", ("Test 7",), (7, None, 100), (8, 6), 10, (1, 2, 4, 4), "a test"),',
+    "harness/hardware/gpus.json", "",
+    '{"name": "test-7gb", "devices": ["Test 7"], "memory_gib": 7, "reported_mib": null, "gigabytes_per_s": 100,'
+    ' "capability": [8, 6], "multiprocessors": 10, "source": "a test", "link": null,'
+    ' "teraflops": {"fp32": 1, "tf32": 2, "half": 4, "bf16": 4, "fp8": null}}',
 )  # fmt: skip
 FIGURE = (
     "analysis/figures/figure_table.py", "\nFIGURES = (", '"dots.dots",', "analysis/figures/dots",
@@ -116,6 +118,9 @@ CASES = {
 def add(root: Path, table: str, begin: str, entry: str, module: str = "", code: str = "") -> None:
     """Insert the entry at the end of the table that begins so, and write the module."""
     text = (root / table).read_text()
+    if table.endswith(".json"):
+        (root / table).write_text(json.dumps([*json.loads(text), json.loads(entry)]))
+        return
     start = text.index(begin)
     indent = begin[1 : len(begin) - len(begin.lstrip())]  # of the table itself
     end = text.index(f"\n{indent[4:]})", start)

@@ -10,7 +10,7 @@ import pytest
 from conftest import TINY, Cli, cases
 
 from vramsweep.harness.config import conf_files, known_words, settings_reference, typed_words
-from vramsweep.harness.config.compose import detect
+from vramsweep.harness.config.compose import detect, read_positions
 from vramsweep.harness.machine import hub_models, machine
 from vramsweep.harness.messages.argument_parser import settings_parser
 from vramsweep.harness.messages.errors import UserError
@@ -216,5 +216,15 @@ def test_models_that_are_to_be_had(here: Path, monkeypatch: pytest.MonkeyPatch, 
     (here / "own" / "config.json").write_text(json.dumps({**TINY["model"]["config"], "model_type": "qwen2"}))
     assert hub_models.find_problem("own") is None
     (trial,) = cli.json("plan", "model=own/config.json", "seq_len=8", "predict=false")["trials"]
-    assert trial["trial"]["model"]["path"] == "own"
+    assert trial["trial"]["model"]["path"] == "own" and trial["trial"]["model"]["max_positions"] == 4096
+    refused = cli.run("plan", "model=./own", "seq_len=5000", "predict=false", status=2).err
+    assert "seq_len 5000 is longer than own's 4096 positions; take a model with more" in refused
+    assert read_positions("own", {"max_position_embeddings": 8}) == 8
+    for unknown in ("nothing", "some/model", "a b/../c"):
+        assert read_positions(unknown, {}) is None
+    (here / "other.json").write_text("{}")
+    assert (
+        "model.path=./other.json: it is a file, and no folder; give"
+        in cli.run("plan", "model=./other.json", status=2).err
+    )
     assert "the hub cannot be reached" in str(hub_models.find_problem("some/model"))

@@ -37,9 +37,18 @@ def test_json_is_no_file_of_rows(tmp_path: Path) -> None:
     refuse_missing([str(file)], foreign=False)
 
 
-@pytest.mark.parametrize("words", [(), ("--json",), ("model=gpt2",), (str(ROOT),)])
+@pytest.mark.parametrize("words", [(), ("--json",), ("model=gpt2",), (str(ROOT / "README.md"),)])
 def test_what_may_be_there_is_left_to_the_verb(words: tuple[str, ...]) -> None:
     refuse_missing(words, foreign=True)
+
+
+def test_a_folder_without_rows_is_refused_before_anything_reads_them(tmp_path: Path) -> None:
+    assert "CSV" in (said := refusal(str(tmp_path))) and said.startswith(f"{tmp_path} holds no sweep; name a folder")
+    sweep = tmp_path / "a"
+    sweep.mkdir()
+    (sweep / "journal-node1.jsonl").touch()
+    assert "1 sweep below it: a; name one" in refusal(str(tmp_path))
+    refuse_missing([str(sweep)], foreign=True)
 
 
 @pytest.mark.parametrize("words", [("explain", "nothing"), ("report", "foo.json"), ("fit", "no.csv"), ("check", "no"),

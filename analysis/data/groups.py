@@ -25,7 +25,7 @@ ASKED = (
     "sharding", "world_size", "offload_optimizer", "offload_param", "zero_init", "ds_config", "versions",
     *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
 )  # fmt: skip
-# What of it decides what a run needs: named wherever it differs, also where another setting tells groups apart already.
+# What of it decides what a run needs: named where two known values differ, also if another setting tells groups apart.
 DECIDING = (
     "model", "precision", "micro_batch", "grad_accum", "sharding", "world_size", "offload_optimizer", "offload_param",
     *(axis.name for axis in AXES), EXTRA + "device.gpu",
@@ -151,8 +151,8 @@ def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
     """The groups, but only the first of those that differ in `axis` alone (and in what follows from it)."""
     first: dict[Any, Group] = {}
     for group in groups:
-        settings = group.settings.items()
-        first.setdefault(frozenset((k, v) for k, v in settings if not k.removeprefix(EXTRA).startswith(axis)), group)
+        apart = group.apart.items()
+        first.setdefault(frozenset((k, v) for k, v in apart if not k.removeprefix(EXTRA).startswith(axis)), group)
     return list(first.values())
 
 

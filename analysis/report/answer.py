@@ -123,7 +123,8 @@ def axis_name(key: str) -> str:
 
 def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     """What was run on what, as a question; and what varied, "" where nothing did."""
-    frame = table.frame[~is_(table.frame, "outcome", "invalid")]
+    invalid = is_(table.frame, "outcome", "invalid")
+    frame = table.frame if invalid.all() else table.frame[~invalid]
     axes = list(dict.fromkeys(key for group in found for key in group.settings))
     varied = [n for n in ("seq_len", "micro_batch") if n not in axes and frame[n].nunique() > 1]
     names = [*varied, *(key for key in axes if key in frame and frame[key].nunique(dropna=True) > 1)]

@@ -63,9 +63,8 @@ def summary(table: Table, beyond: str = "") -> Summary:
         lines = [replace(lines[0], label=" · ".join(str(one) for one in known if not pd.isna(one)) or lines[0].label)]
     keys = [[order(str(value)) for value in group.settings.values()] for group in found]
     shown = [line for _, line in sorted(zip(keys, lines, strict=False), key=lambda pair: pair[0])]
-    if axis == "seq_len" and {group.positions for group in found[:LOOKED]} == {
-        max((line.fits or 0 for line in lines), default=0)
-    }:
+    reached = {(line.fits, group.positions) for line, group in zip(lines, found, strict=False) if line.fits is not None}
+    if axis == "seq_len" and len(reached) == 1 and len({*reached.pop()}) == 1:  # every configuration goes as far
         beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
@@ -154,12 +153,12 @@ def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) 
     What was measured comes before what is predicted.
     """
     best: tuple[bool, float, str] | None = None
-    for name in dict.fromkeys(key for group in found for key in group.settings):
+    for name in dict.fromkeys(key for group in found for key in group.apart):
         if name not in CHANGES and not name.startswith((EXTRA + OPTIONS, OPTIONS)):
             continue
         alike: dict[Any, list[int]] = {}
         for n, group in enumerate(found[: len(frames)]):
-            rest = tuple((k, v) for k, v in group.settings.items() if k != name)
+            rest = tuple((k, v) for k, v in group.apart.items() if k != name)
             alike.setdefault(rest, []).append(n)
         for rest, members in alike.items():
             first = next((n for n in members if found[n].settings.get(name) == PLAIN.get(name)), members[0])

@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from vramsweep.harness.config import conf_files, overrides, resolve_config, typed_words
 from vramsweep.harness.config.conf_files import CONF
 from vramsweep.harness.config.resolve_config import Job
+from vramsweep.harness.files import plain_json
 from vramsweep.harness.machine import hub_models, machine
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.activity import Activity
@@ -56,7 +57,7 @@ class HydraTask:
         """
         try:
             configs = self.plain_values(jobs)
-            _refuse_missing_models(configs)
+            _look_at_models(configs)
             if not whole and self.of_cases:
                 raise UserError("a preset of cases is run at once; a sweeper that comes in batches needs one without")
             if not whole:
@@ -81,12 +82,22 @@ class HydraTask:
         return self.session.detected
 
 
-def _refuse_missing_models(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError for a model that no trial here could read; jobs on other nodes may."""
+def _look_at_models(configs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError for a model that no trial here could read (jobs on other nodes may); take others' positions."""
     here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
     for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
         if path and (missing := _describe_missing_model(str(path))):
             raise UserError(missing)
+    for model in (one["model"] for one in here if isinstance(one["model"], dict)):
+        if model.get("path") and model.get("max_positions") is None:
+            model["max_positions"] = read_positions(str(model["path"]), model.get("config") or {})
+
+
+def read_positions(path: str, given: Mapping[str, Any]) -> int | None:
+    """Return how many positions a model's config.json has, or `given` in its place; None where none is at hand."""
+    file = hub_models.find_config(path)
+    found = {**((file and plain_json.read_object(file)) or {}), **given}.get("max_position_embeddings")
+    return found if type(found) is int and found > 0 else None
 
 
 @cache
@@ -99,7 +110,9 @@ def _describe_missing_model(path: str) -> str | None:
     tails = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
     near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
     more = f"; built in, and close by name: {', '.join(near)}" if near else ""
-    return f"model.path={path}: {why}; give a folder with its config.json, as model=./FOLDER{more}"
+    return (
+        f"model.path={path}: {why}{';' * (why[-1] != '?')} give a folder with its config.json, as model=./FOLDER{more}"
+    )
 
 
 @cache

@@ -69,7 +69,10 @@ def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str])
     name = typed.replace("-", "_").casefold()
     if name in ELSEWHERE:
         return f"{said}; {ELSEWHERE[name]}"
-    near = str(suggestions.find_closest(name, [*flags, *sorted(all_names() - LEFT_OUT)]))
+    others = sorted(all_names() - LEFT_OUT - setting_names())  # short words: the guess must begin as what was typed
+    near = str(
+        suggestions.find_closest(name, [*flags, *sorted(setting_names()), *(o for o in others if o[0] == name[:1])])
+    )
     meant = flags.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
     guess = "" if meant == "None" else f" did you mean {meant}?"
     return f"{said};{guess} {prog} --help-all lists what can be set"

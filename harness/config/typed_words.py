@@ -58,6 +58,8 @@ def understand(
     what is no setting, no option of a group and no GPU; unless `closed`, files of the user's may add the first two.
     """
     at = typed.index("--") if "--" in typed else len(typed)
+    if verb == "run" and at == len(typed):  # the verb itself says what is missing
+        return [*typed], []
     if secret := redaction.secrets_problem(list(typed[:at])):
         raise UserError(secret)
     _refuse_apart(typed[:at])

@@ -29,6 +29,8 @@ def refuse_missing(words: Sequence[str], foreign: bool) -> None:
         return
     if not there:
         raise UserError(describe_missing(place) + (FOREIGN if foreign else ""))
+    if foreign and place.is_dir() and not any(place.glob("journal*.jsonl")):
+        raise UserError(describe_missing(place) + FOREIGN)
     if foreign and place.suffix == ".json" and place.is_file():
         raise UserError(
             f"{place}: rows are read from a results folder, a journal (.jsonl), CSV or Parquet; write a line per run "

@@ -19,12 +19,14 @@ def find_problem(path: str) -> str | None:
     folder = Path(path)
     if folder.is_dir():
         return None if (folder / "config.json").exists() else "the folder has no config.json"
+    if folder.is_file():
+        return "it is a file, and no folder"
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path, re.ASCII) is None:
         return f"there is no such folder{suggestions.did_you_mean_path(folder)}"
     if importlib.util.find_spec("huggingface_hub") is None:  # a light install
         return None
     hub = importlib.import_module("huggingface_hub")
-    if isinstance(hub.try_to_load_from_cache(path, "config.json"), str):
+    if find_config(path) is not None:
         return None
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json", endpoint=os.environ.get("HF_ENDPOINT")))
@@ -34,3 +36,14 @@ def find_problem(path: str) -> str | None:
             return f"the hub shows us no such model (status {status}; one that is gated or private needs HF_TOKEN)"
         return f"the hub cannot be reached ({str(error).strip().splitlines()[0].partition('. ')[0]:.120})"
     return None
+
+
+def find_config(path: str) -> Path | None:
+    """Return the config.json of a folder, or of a hub id that the cache has."""
+    if (file := Path(path) / "config.json").is_file() or importlib.util.find_spec("huggingface_hub") is None:
+        return file if file.is_file() else None
+    try:
+        cached = importlib.import_module("huggingface_hub").try_to_load_from_cache(path, "config.json")
+    except ValueError:  # no hub id
+        return None
+    return Path(cached) if isinstance(cached, str) else None

@@ -19,6 +19,7 @@ from vramsweep.harness.search import advice_search, memory_savings, secant_searc
 from vramsweep.harness.search.advice_search import Advice, Option
 from vramsweep.harness.search.memory_savings import ROUNDING, MemorySaving, applicable, apply_changes, too_old
 from vramsweep.harness.search.strategy import drive
+from vramsweep.harness.spec.fit_text import communication_bytes
 from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -142,9 +143,10 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
 
 
 def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Option]:
-    """What does not fit, divided among ever more GPUs until it does: at last with what saves most at the same result.
+    """What does not fit, divided among ever more GPUs until it fits well: at last with what saves most at the same
+    result.
 
-    Where the trial names several GPUs it stays with them, unless nothing fits there.
+    Where the trial names several GPUs, these come first.
     """
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
@@ -156,8 +158,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
         if apart and asked.planned([*together, one]).trial is not None:
             together.append(one)
     for taken in (*alone, *([tuple(together)] if len(together) > 1 else ())):
-        more = taken[0].change["world_size"] > trial.world_size > 1
-        if any(one.fits(asked.limit) for one in (*options, *(found.tried if more else ()))):
+        if any(one.fits_well(asked.limit) for one in options):
             break
         options += asked.predict([taken])
     return options
@@ -174,7 +175,8 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
         return Option(remedies, None, None, reason, full)
     step = row.get(seconds)
     work = ((row.get("estimated_flops") or 0) / tokens, (row.get("estimated_launches") or 0) / tokens)
-    return Option(remedies, need, step and step / tokens, reason, full, work, row.get("peak_reserved_bytes"))
+    least, beside = row.get("peak_reserved_bytes"), communication_bytes(item.trial)
+    return Option(remedies, need, step and step / tokens, reason, full, work, least, beside)
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:

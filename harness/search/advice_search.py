@@ -23,7 +23,8 @@ class Option:
     """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
 
     `reason` says why it is not known, or that it was the host's memory that ran out. `full`: memory ran out, however
-    little of the card's it would need without a limit. `least`: what is reserved where the CPU does not run ahead.
+    little of the card's it would need without a limit. `least`: what is reserved where the CPU does not run ahead;
+    `beside`: the bytes of each GPU that may be needed besides, which no prediction holds.
     `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
     """
 
@@ -34,6 +35,7 @@ class Option:
     full: bool = False
     work: tuple[float, float] = (0.0, 0.0)
     least: int | None = field(default=None, compare=False)
+    beside: int = field(default=0, compare=False)
 
     @property
     def level(self) -> int:
@@ -43,6 +45,10 @@ class Option:
     def fits(self, limit: int) -> bool:
         """Whether it is known to fit."""
         return self.need is not None and not self.full and self.need <= limit
+
+    def fits_well(self, limit: int) -> bool:
+        """Whether it fits with one percent of the limit to spare, and with what may be needed besides."""
+        return self.fits(limit - max(limit // 100, self.beside))
 
     def beyond(self, limit: int) -> int | None:
         """The need, where it says whether this fits."""
@@ -74,10 +80,10 @@ class Advice:
     def recommended(self) -> Option | None:
         """The fastest of those that fit and change least of the result; None where nothing fits.
 
-        Those that leave a percent of the limit free come before those that only just fit.
+        Those that fit well come before those that only just fit.
         """
-        fitting, most = [one for one in self.tried if one.fits(self.limit)] or self.fitting_gpus, self.limit * 99 // 100
-        return min(fitting, key=lambda one: (one.level, not one.fits(most), _order_key(one)), default=None)
+        fitting = [one for one in self.tried if one.fits(self.limit)] or self.fitting_gpus
+        return min(fitting, key=lambda one: (one.level, not one.fits_well(self.limit), _order_key(one)), default=None)
 
     @property
     def fitting_gpus(self) -> list[Option]:

@@ -5,9 +5,9 @@ Not covered: a trial as a line of progress (trial_label.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, SHORTFALL, reported_bytes
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
@@ -82,16 +82,22 @@ def describe_misfit(need: int | None, limit: int) -> str:
 
 def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
     """Yield what the peak of a predicted trial does not include; `free` bytes are known to be left beside it."""
-    if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB:
-        tight = free is not None and 0 <= free < COMMUNICATION_GIB << 30
-        yield NO_ROOM if tight else COMMUNICATION
+    if beside := communication_bytes(trial):
+        yield NO_ROOM if free is not None and 0 <= free < beside else COMMUNICATION
     if trial.optimizer.startswith("paged_"):
         yield f"pages of {trial.optimizer}"
 
 
-def describe_limit() -> str:
-    """Say what the limit of a GPU is."""
-    return f"limit: the GPU's memory less {format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
+def communication_bytes(trial: Trial) -> int:
+    """Return what a GPU may need for NCCL's buffers beside its peak and its headroom, in bytes."""
+    return COMMUNICATION_GIB << 30 if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB else 0
+
+
+def describe_limit(trials: Sequence[Trial]) -> str:
+    """Say what the limit of a GPU is, in these predictions."""
+    unknown = any(reported_bytes(trial.device.card) is None for trial in trials)
+    less = f"{SHORTFALL:.0%}, as what it reports is not known, and ".replace("%", " %") * unknown
+    return f"limit: the GPU's memory less {less}{format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
 
 
 def _percent(size: int, limit: int) -> str:

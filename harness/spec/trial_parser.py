@@ -36,6 +36,9 @@ def parse(values: Mapping[str, Any]) -> Trial:
         near = ""
         if first["type"].startswith("int_") and first["input"] is not None:
             raise InvalidTrial(f"{where} = {given}: allowed is a whole number") from None
+        if first["type"] in ("greater_than", "greater_than_equal"):
+            least = "{gt} is too little" if first["type"] == "greater_than" else "allowed is {ge} or more"
+            raise InvalidTrial(f"{where} = {given}: {least.format(**first['ctx'])}") from None
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             near = suggestions.did_you_mean(first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))
         raise InvalidTrial(f"{where} = {given}: {first['msg'][0].lower()}{first['msg'][1:]}{near}") from None

@@ -195,6 +195,8 @@ def choose_progress(total: int, of: Sequence[Planned] = ()) -> Progress:
 def describe_result(row: Row) -> str:
     """What came out, in words: the reason, or memory and speed; measured, else by published speeds (≈), else what a
     roofline allows at most (≤)."""
+    if row["outcome"] == Outcome.OOM and (need := row.get("unlimited_peak_reserved_bytes")) is not None:
+        return f"needs {format_size(need)} reserved"
     if row["outcome"] != Outcome.OK:
         return str(row["reason"])
     allocated, reserved = row.get("peak_allocated_bytes"), row.get("peak_reserved_bytes")

@@ -22,7 +22,7 @@ from vramsweep.harness.process.attempt import Launcher, is_write_error
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.process.signals import LOG, Finished, Interrupts, ignore_hangup
 from vramsweep.harness.rows import outcome
-from vramsweep.harness.rows.journal import Journal, read, terminal
+from vramsweep.harness.rows.journal import Journal, files, read, terminal
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.sweep import oom_dominance, plan, resume, shards
@@ -156,6 +156,10 @@ def report(folder: Path, brief: bool = False) -> int:
     A process of its own does that, and says what it has written; `brief`: only where, as the rest is on the screen.
     """
     if not terminal(read(folder)[0]):
+        return 0
+    page = folder / "report.html"
+    if brief and page.is_file() and all(one.stat().st_mtime < page.stat().st_mtime for one in files(folder)):
+        print(f"\nreport    {page} (as it was, of the same rows; vramsweep report {folder} draws it anew)")
         return 0
     sys.stdout.flush()
     command = build_command("vramsweep", "report", str(folder), *["--brief"] * brief)

@@ -22,13 +22,7 @@ from vramsweep.harness.messages.units import choose_unit, format_gib, format_in
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
 from vramsweep.harness.search.advice_search import Advice, Option
-from vramsweep.harness.search.memory_savings import (
-    ACCEPTED,
-    LEVELS,
-    METHOD,
-    MemorySaving,
-    words,
-)
+from vramsweep.harness.search.memory_savings import ACCEPTED, LEVELS, METHOD, MemorySaving, words
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.session import refuse_invalid
@@ -144,8 +138,10 @@ def show(
     if found.on_gpus:
         predicted = [one for one in found.on_gpus if one.need is not None]
         console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
-    for change, result in ((one.remedies[0].change, one.remedies[0].result) for one in found.fitting_gpus[:1]):
-        console.print(f"{change['world_size']} x {card.name} with {change['sharding']} fits ({result})")
+    for one in found.fitting_gpus:  # the last one with room for all
+        change, tight = one.remedies[0].change, "" if one.fits_well(found.limit) else f", without {fit_text.NO_ROOM}"
+        gpus = f"{change['world_size']} x {card.name} with {change['sharding']}"
+        console.print(f"{gpus} fits ({one.remedies[0].result}){tight}", soft_wrap=True)
     goal = advice.best(reached)
     chosen = (goal.option if goal else None) if axis else found.recommended
     if chosen is None:
@@ -163,6 +159,9 @@ def show(
         f"to be confirmed by measuring it: {escape(command)}",
         soft_wrap=True,
     )
+    if chosen.beside:
+        more_room = fit_text.COMMUNICATION if chosen.fits_well(found.limit) else fit_text.NO_ROOM
+        console.print(f"not included: {more_room}", soft_wrap=True)
 
 
 def exact(trial: Trial) -> str:
@@ -188,7 +187,8 @@ def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:
     figures = (f"peak {unit}", f"saves {unit}", "fits", TIME)
     table = make_table(("changes", *figures, "result"), title=title, numbers=figures)
     for one in options:
-        sizes, fits = (one.need or 0, before - (one.need or 0)), "yes" if one.fits(found.limit) else "no"
+        fits = "yes" if one.fits_well(found.limit) else "just" if one.fits(found.limit) else "no"
+        sizes = (one.need or 0, before - (one.need or 0))
         cells = (*(format_in(unit, size) for size in sizes), fits, _compare_time(one, found))
         table.add_row(_name(one.remedies), *cells, ACCEPTED[one.level])
     return table

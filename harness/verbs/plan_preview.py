@@ -123,19 +123,25 @@ def _spread_over_slots(
     total: Expected, pending: Sequence[Planned], expected: Mapping[str, Expected], settings: Settings
 ) -> Expected:
     """What the trials take on all their places at once: no less than the longest, and no place ever idle."""
-    count = 1 if settings.exclusive else len(scheduler.list_resources(pending, settings.slots))
+    count, at_once = _places(pending, settings)
     each = {p.trial_id: expected[p.trial_id].seconds or 0.0 for p in pending}
     if total.seconds is None or count == 1:
         return total
     idle = sum(each[p.trial_id] * (1 - scheduler.resources_needed(p, count) / count) for p in pending if p.trial)
     spent = max(total.seconds - idle, *each.values(), 0.0)
-    return Expected(spent, f"{total.basis}; {count} places for trials")
+    return Expected(spent, f"{total.basis}; {at_once} at the same time" if at_once > 1 else total.basis)
+
+
+def _places(pending: Sequence[Planned], settings: Settings) -> tuple[int, int]:
+    """Return how many places there are for trials, and how many trials run at the same time at most."""
+    count = 1 if settings.exclusive else len(scheduler.list_resources(pending, settings.slots))
+    return count, count // min((scheduler.resources_needed(p, count) for p in pending if p.trial), default=1)
 
 
 def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> list[str]:
     """What it means for speed that trials are measured at the same time, and what it costs not to; none if none are."""
     measured = sum(p.trial is not None and p.trial.device.name != "simulated" for p in pending)
-    count = 1 if settings.exclusive or measured < 2 else len(scheduler.list_resources(pending, settings.slots))
+    count = min(measured, _places(pending, settings)[1])
     alone, now = (
         "an unknown time" if one.seconds is None else duration_words(one.seconds) for one in (one_by_one, total)
     )
@@ -186,7 +192,11 @@ def list_measurements(
         spent = None if None in each else sum(one or 0.0 for one in each)
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
         known = all(p.trial_id in rows for p in items)
-        basis = "from the step times that are predicted" if known else "rough, from parameters and tokens"
+        basis = (
+            "from the step times that are predicted"
+            if known
+            else "rough, from parameters and tokens; from step times once it is predicted"
+        )
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
                       "basis": basis})  # fmt: skip
     return found

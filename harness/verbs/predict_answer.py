@@ -41,14 +41,18 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
     named = Labels(planned, (axis, *WITHIN))
     configurations: dict[str, list[Row]] = {}
     for item, row in answered:
-        configurations.setdefault(named.apart(item), []).append(row)
+        configurations.setdefault(named.apart(item) or "as asked", []).append(row)
     few = len(answered) <= FEW and len(configurations) == len(answered)
     if few:
         for item, row in answered:
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
         ordered = sorted(configurations.items(), key=lambda one: _order_key(one[0]))
-        most = {named.apart(item): item.trial.model.max_positions for item, _ in answered if item.trial is not None}
+        most = {
+            named.apart(item) or "as asked": item.trial.model.max_positions
+            for item, _ in answered
+            if item.trial is not None
+        }
         lines = [
             result_table.summarize_rows(name, own, axis, predicted=True, most=most.get(name)) for name, own in ordered
         ]
@@ -58,10 +62,12 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         console.print(table)
         trials = [item.trial for item, _ in answered if item.trial is not None]
         notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
-        notes += dict.fromkeys(f"not included: {text}" for trial in trials for text in fit_text.list_exclusions(trial))
+        free = min((free for item, row in answered if (free := _find_free(item, row)) is not None), default=None)
+        left_out = (text for trial in trials for text in fit_text.list_exclusions(trial, free))
+        notes += dict.fromkeys(f"not included: {text}" for text in left_out)
         for note in notes:
             console.print(note)
-    console.print(f"\n{fit_text.describe_limit()}")
+    console.print(f"\n{fit_text.describe_limit([item.trial for item, _ in answered if item.trial is not None])}")
     page = {"figures and a page of these rows": ["report", str(folder)]} if few else {}
     following = {**suggest_next(answered, words), **page}
     if following:
@@ -90,8 +96,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         return
     if (speed := _speed(trial, row)) is not None:
         yield f"  {speed}"
-    free = None if row["outcome"] in FULL else trial.memory_limit() - (find_need(row) or 0)
-    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, free))
+    yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, _find_free(item, row)))
     if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
         yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N says what it has"
 
@@ -110,6 +115,12 @@ def _verdict(trial: Trial, row: Row) -> str:
     if kind == Outcome.HOST_OOM:
         return f"does not fit the host: {row['reason']}"
     return f"unknown: {kind}: {row['reason']}"
+
+
+def _find_free(item: Planned, row: Row) -> int | None:
+    """Return what of the limit a run that fits leaves free at least, in bytes; None where it is not known to fit."""
+    need = None if item.trial is None or row["outcome"] != Outcome.OK else find_need(row)
+    return None if need is None or item.trial is None else item.trial.memory_limit() - need
 
 
 def _speed(trial: Trial, row: Row) -> str | None:

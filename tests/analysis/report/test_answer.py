@@ -35,6 +35,11 @@ def few(**over: Any) -> list[Row]:
     return synthetic.curve((256, 512, 1024, 2048), repeats=2, **over)
 
 
+def test_rows_that_are_all_invalid_still_name_what_was_asked() -> None:
+    card = of(*(row | {"outcome": "invalid"} for row in few()))
+    assert card.asked == "What does training made-up (bf16, torch) need on Synthetic 24 GB?"
+
+
 @pytest.mark.slow
 def test_measured_rows_answer_every_question() -> None:
     card = of(*synthetic.sweep(device_gib=12))

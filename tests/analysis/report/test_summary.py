@@ -8,6 +8,7 @@ import pytest
 import synthetic
 from conftest import Cli
 
+from vramsweep.analysis.data.load import POSITIONS
 from vramsweep.analysis.report.summary import Summary, summary, text
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows.schema import Row
@@ -42,6 +43,23 @@ def test_rows_that_are_all_invalid_come_to_no_line() -> None:
     found = of([row | {"outcome": "invalid"} for row in synthetic.curve((64, 128))])
     assert not found.lines and found.title.startswith("synthetic: 2 invalid")
     assert "in the report" not in text(found, 120) and "MiB per token" not in text(found, 120)
+
+
+def test_a_setting_that_another_follows_is_compared() -> None:
+    """Ways of sharding come with their number of GPUs."""
+    one = synthetic.curve((256, 512, 1024), sharding="none", world_size=1)
+    some = synthetic.curve((256, 512, 1024), sharding="fsdp2", world_size=8)
+    less = [row | {name: row[name] // 3 for name in ("peak_allocated_bytes", "peak_reserved_bytes")} for row in some]
+    named = [row | {"trial_id": f"{row['trial_id']}-8"} for row in less]
+    assert any("fsdp2 instead of no sharding saves 67 %" in said for said in of([*one, *named]).findings)
+
+
+def test_positions_are_all_only_where_every_configuration_goes_as_far() -> None:
+    far, near = ([row | {POSITIONS: "1024", "allocator": name, "trial_id": f"{name}{row['seq_len']}"}
+                  for row in synthetic.curve(lengths)]
+                 for name, lengths in (("default", (256, 512, 1024)), ("expandable", (256, 512))))  # fmt: skip
+    assert any("no more positions" in said for said in of(far).findings)
+    assert any("More was not tried" in said for said in of([*far, *near]).findings)
 
 
 def test_several_batches_of_one_length_are_along_the_batch() -> None:

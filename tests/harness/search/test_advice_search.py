@@ -147,6 +147,12 @@ def test_what_fits_with_room_to_spare_comes_before_what_only_just_does() -> None
         assert found.recommended is not None and found.recommended.remedies == recommended
 
 
+def test_what_may_be_needed_besides_is_room_to_spare() -> None:
+    """A percent of the limit, or more where NCCL takes more."""
+    assert Option((), 99, 1.0).fits_well(100) and not Option((), 100, 1.0).fits_well(100)
+    assert Option((), 98, 1.0, beside=2).fits_well(100) and not Option((), 99, 1.0, beside=2).fits_well(100)
+
+
 def test_what_runs_out_does_not_fit_however_little_it_needs() -> None:
     full = [Option((), 50, 1.0, full=True)]
     found = search([], lambda taken: full[: len(taken)], 100)

@@ -184,7 +184,7 @@ def test_labels_say_what_is_drawn_from(tmp_path: Path) -> None:
 
 
 def test_a_seed_is_no_negative_number() -> None:
-    assert "seed = -1: input should be greater than or equal to 0" in refused(seed=-1)
+    assert "seed = -1: allowed is 0 or more" in refused(seed=-1)
 
 
 def test_settings_that_do_not_go_together_say_what_would() -> None:

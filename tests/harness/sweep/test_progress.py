@@ -113,6 +113,7 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
     known: dict[str, Any] = {"peak_allocated_bytes": 5 << 20, "peak_reserved_bytes": 6 << 20}
     assert progress.describe_result(row(item, "oom", reason="full", **known)) == "full"
     assert progress.describe_result(row(item, estimated_tokens_per_s=7039.0)) == "memory unknown, ≤ 7,000 tokens/s"
+    assert progress.describe_result(row(item, "oom", unlimited_peak_reserved_bytes=9 << 20)) == "needs 9.0 MiB reserved"
     measured = row(item, tokens_per_s=1234.5, estimated_tokens_per_s=1.0, **known)
     assert progress.describe_result(measured) == "5.0 MiB allocated, 6.0 MiB reserved, 1,234 tokens/s"
     resident = progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"})

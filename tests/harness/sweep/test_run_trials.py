@@ -25,7 +25,7 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.rows.schema import Outcome, complete_row
-from vramsweep.harness.sweep import attempt_trial, plan, provenance, resume, row_builder, sweep_status
+from vramsweep.harness.sweep import attempt_trial, plan, provenance, resume, row_builder, run_trials, sweep_status
 from vramsweep.harness.sweep.scheduler import Slot
 
 
@@ -354,6 +354,24 @@ def test_ctrl_c_once_finishes_the_running_trial_and_reports_twice_or_sigterm_sto
     assert ([row["outcome"] for row in rows], unreadable) == (["ok"] * finished, 0)
     assert (tmp_path / "t" / "report.html").exists() == finished
     wait_for(lambda: gone(int(pidfile.read_text())))
+
+
+def test_a_report_of_the_same_rows_is_not_drawn_again(
+    run_scripted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where only its place is said; `vramsweep report`, and a sweep, draw it."""
+    run_scripted(*scripted(_1=[FINE]))
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        run_trials.subprocess, "run", lambda *asked, **_: drawn.append(asked) or subprocess.CompletedProcess(asked, 7)
+    )
+    (page := tmp_path / "t" / "report.html").touch()
+    os.utime(page, (time.time() + 60, time.time() + 60))
+    assert run_trials.report(tmp_path / "t", brief=True) == 0 and not drawn
+    assert f"report    {page} (as it was" in capsys.readouterr().out
+    assert run_trials.report(tmp_path / "t") == 7 and len(drawn) == 1
+    os.utime(page, (0, 0))
+    assert run_trials.report(tmp_path / "t", brief=True) == 7 and len(drawn) == 2
 
 
 def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:

@@ -168,7 +168,9 @@ def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> Non
     assert ("The nearest is as it is, which does not fit: a node's" if need else "nothing is known to fit") in nothing
 
 
-def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, more: Any = (), **over: Any) -> Advice:
+def on_gpus(
+    needs: dict[int, int], level: int = 3, single: int = 9000, more: Any = (), beside: int = 0, **over: Any
+) -> Advice:
     """Advice on a run that needs too much, where each of so many GPUs needs so many MiB and one with SGD `single`."""
     stub = Stub(**over)
     base = stub.base.resolved["world_size"]
@@ -178,7 +180,7 @@ def on_gpus(needs: dict[int, int], level: int = 3, single: int = 9000, more: Any
         less = [100 * (FULL in these) + 200 * (OFFLOAD in these) for these in taken]
         need = [single if SGD in these else needs[count] - saved for count, saved, these in
                 zip(counts, less, taken, strict=True)]  # fmt: skip
-        return [Option(these, mib * MIB, 1e-5) for these, mib in zip(taken, need, strict=True)]
+        return [Option(these, mib * MIB, 1e-5, beside=beside * MIB) for these, mib in zip(taken, need, strict=True)]
 
     stub.predict, stub.limit = predict, 3000 * MIB  # type: ignore[attr-defined]
     advised = search([FULL, SGD, *more], predict, 3000 * MIB, most=0)
@@ -198,6 +200,14 @@ def test_more_gpus_are_looked_at_until_it_fits() -> None:
     text = said(told, given=["model=tiny", "micro_batch=8"])
     assert "4 x t4-16gb with fsdp2 fits (4 GPUs)" in text
     assert "vramsweep sweep model=tiny world_size=4 sharding=fsdp2 micro_batch=2 device=cuda" in text
+
+
+def test_gpus_that_only_just_fit_are_said_and_more_are_looked_at() -> None:
+    told = on_gpus({1: 8000, 2: 2900, 4: 2000}, beside=500, micro_batch=8)
+    text = " ".join(said(told, given=["model=tiny", "micro_batch=8"]).split())
+    assert "2 x t4-16gb with fsdp2 fits (2 GPUs), without NCCL's buffers of 1 to 2 GiB, which may not fit" in text
+    assert "4 x t4-16gb with fsdp2 fits (4 GPUs)" in text and "(4 GPUs), without" not in text
+    assert "Recommended: world_size=4" in text and "not included: NCCL's buffers; leave 1 to 2 GiB" in text
 
 
 def test_one_gpu_with_a_change_comes_before_several() -> None:
@@ -241,9 +251,11 @@ def test_a_goal_that_nothing_gets_to_on_one_gpu_looks_at_several(
         assert "Divided among GPUs" in text and f"seq_len={got[0].value} world_size=4" in text
 
 
-def test_gpus_that_are_named_stay_unless_nothing_fits() -> None:
+def test_gpus_that_are_named_come_first_and_more_are_looked_at() -> None:
     named: dict[str, Any] = {"world_size": 2, "sharding": "ddp", "micro_batch": 4}
-    assert names(on_gpus({2: 4000}, single=2000, **named).on_gpus) == ["world_size=2 sharding=fsdp2"]
+    told = on_gpus({2: 4000, 4: 2500}, single=2000, **named)
+    assert names(told.on_gpus) == ["world_size=2 sharding=fsdp2", "world_size=4 sharding=fsdp2 micro_batch=2"]
+    assert told.recommended is not None and told.recommended.remedies == (SGD,)
     told = on_gpus({2: 9000, 4: 6000, 8: 3050}, **named)
     least = "world_size=8 sharding=fsdp2 micro_batch=1"  # does not fit: then with what saves most at the same result
     assert names(told.on_gpus)[2:] == [least, f"{least} checkpointing=full"]

@@ -16,6 +16,7 @@ from omegaconf import OmegaConf, open_dict
 
 from vramsweep.harness.config import compose, typed_words
 from vramsweep.harness.config.conf_files import CONF
+from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import complete_row
@@ -163,6 +164,21 @@ def test_what_fits_only_by_emptying_the_cache_or_without_nccl_says_so(capsys: py
     assert said[4] == tight
     roomy = tiny(sharding="fsdp2", world_size=8, device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0})
     assert not list(fit_text.list_exclusions(trial_parser.parse(roomy), 0))  # it is counted
+
+
+def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trials = [tiny(sharding="fsdp2", world_size=8, precision="bf16", seq_len=n) for n in (64, 128, 256)]
+    near = SIZES | {"peak_reserved_bytes": 77 << 30}
+    assert any("which may not fit beside it" in line for line in answer(capsys, trials, [SIZES, near, FULL]))
+    assert not any("which may not fit" in line for line in answer(capsys, trials, [SIZES, SIZES, FULL]))
+    sized = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "memory_gib": 80.0}))
+    own = sized.device.card  # what PyTorch reports of it is not known, and taken to be 9 % less
+    assert sized.memory_limit() == int(80 * 0.91 * 2**30) - CONTEXT_BYTES and own.reported_mib is None
+    assert fit_text.describe_limit([sized]) == (
+        "limit: the GPU's memory less 9 %, as what it reports is not known, and 0.75 GiB for the CUDA context"
+    )
 
 
 def test_what_the_host_needs_is_said_where_no_size_of_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:
