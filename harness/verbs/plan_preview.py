@@ -195,7 +195,7 @@ def list_measurements(
         basis = (
             "from the step times that are predicted"
             if known
-            else "rough, from parameters and tokens; from step times once it is predicted"
+            else "rough, from parameters and tokens, until they are predicted"
         )
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
                       "basis": basis})  # fmt: skip
