@@ -136,7 +136,7 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
     if found.base.need is None:
         return found, []
     reached = [] if axis is None else asked.reach(found.least)
-    if not (found.base.fits(asked.limit) if axis is None else best(reached)):
+    if not (found.base.fits_well(asked.limit) if axis is None else best(reached)):
         found = dataclasses.replace(found, on_gpus=tuple(predict_on_gpus(asked, found, level)))
         reached += [] if axis is None else asked.reach(found.fitting_gpus)
     return found, reached

@@ -251,6 +251,21 @@ def test_a_goal_that_nothing_gets_to_on_one_gpu_looks_at_several(
         assert "Divided among GPUs" in text and f"seq_len={got[0].value} world_size=4" in text
 
 
+@pytest.mark.parametrize(("free", "counts"), [(0, [2, 4, 8]), (1 << 30, [])])
+def test_a_run_that_only_just_fits_is_divided_too(
+    free: int, counts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(todo: Any, *_: Any, **__: Any) -> tuple[dict[str, Any], int]:
+        came = {"outcome": "ok", "peak_reserved_bytes": asked.limit - free, "reason": None}
+        return {item.trial_id: came for item in todo}, 0
+
+    monkeypatch.setattr(advice.run_trials, "run", rows)
+    settings = plan.Settings(**(SETTINGS | {"results": str(tmp_path)}))
+    asked = advice.AdviceRequest(planned(micro_batch=8), settings, tmp_path, None)  # type: ignore[arg-type] # no worker
+    told, _ = advice.ask_predictions(asked, 3, 4)
+    assert [one.remedies[0].change["world_size"] for one in told.on_gpus if len(one.remedies) == 1] == counts
+
+
 def test_gpus_that_are_named_come_first_and_more_are_looked_at() -> None:
     named: dict[str, Any] = {"world_size": 2, "sharding": "ddp", "micro_batch": 4}
     told = on_gpus({2: 4000, 4: 2500}, single=2000, **named)
