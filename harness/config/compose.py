@@ -83,7 +83,7 @@ class HydraTask:
 
 
 def _look_at_models(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError for a model that no trial here could read (jobs on other nodes may); take others' positions."""
+    """Fill in the positions that config.json files name. Raise UserError for a model that no trial here could read."""
     here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
     for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
         if path and (missing := _describe_missing_model(str(path))):

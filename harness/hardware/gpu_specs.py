@@ -21,7 +21,7 @@ TERA = 1e12
 class Gpu:
     """One product. `devices` are the driver's names for it, without "NVIDIA" or "Tesla" in front; no others are it.
     There are none where products share a name (an RTX 3080 of 10 GiB and one of 12, a card and a laptop's; torch calls
-    the H100 of 96 GiB as others). Of the GH200 names with 480GB and 120GB count the CPU's memory.
+    the H100 of 96 GiB as others). The GH200's names with 480GB and 120GB count the CPU's memory.
 
     `memory_gib` is the nominal size, of which `headroom_gib` are left free. `reported_mib` is torch's total_memory in
     MiB, on Linux, ECC as shipped; it differs between drivers by some hundred MiB, so this is the smallest that logs and
@@ -60,7 +60,7 @@ class Gpu:
 
 
 def _read(row: dict[str, Any]) -> Gpu:
-    """An entry of gpus.json: its rates are in TFLOP/s, its bandwidth in GB/s."""
+    """Return the GPU of an entry of gpus.json, which has rates in TFLOP/s and the bandwidth in GB/s."""
     rates: dict[str, Any] = {name: None if rate is None else rate * TERA for name, rate in row.pop("teraflops").items()}
     devices, capability = tuple(row.pop("devices")), tuple(row.pop("capability"))
     bandwidth = row.pop("gigabytes_per_s") * 1e9

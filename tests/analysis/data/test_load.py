@@ -123,6 +123,15 @@ def test_one_group_stands_for_those_that_differ_in_the_allocator_alone() -> None
     assert len({group.settings["allocator"] for group in shown}) == 1
 
 
+def test_what_follows_an_axis_tells_no_groups_apart() -> None:
+    """As the passes of a step follow its batch."""
+    rows = [row | {"grad_accum": 8 // batch, "trial_id": f"{row['trial_id']}-{batch}"}
+            for batch in (1, 2, 4) for row in synthetic.curve((128, 256, 512), batches=(batch,))]  # fmt: skip
+    found = groups.groups(synthetic.table(rows))
+    assert len(found) == 3 and {"micro_batch", "grad_accum"} <= found[0].settings.keys()
+    assert len(groups.whatever(found, "micro_batch")) == 1
+
+
 def test_labels_show_only_what_varies() -> None:
     assert groups.label(
         {"allocator": "default", "micro_batch": 4, "checkpointing": "full", "device_used_bytes": None}
