@@ -220,6 +220,8 @@ def test_models_that_are_to_be_had(here: Path, monkeypatch: pytest.MonkeyPatch, 
     refused = cli.run("plan", "model=./own", "seq_len=5000", "predict=false", status=2).err
     assert "seq_len 5000 is longer than own's 4096 positions; take a model with more" in refused
     assert read_positions("own", {"max_position_embeddings": 8}) == 8
+    assert read_positions("own", {"max_position_embeddings": None, "n_positions": 8}) is None  # as transformers has it
+    assert read_positions("nothing", {"n_positions": 8}) == 8 and read_positions("x" * 300, {}) is None
     for unknown in ("nothing", "some/model", "a b/../c"):
         assert read_positions(unknown, {}) is None
     (here / "other.json").write_text("{}")

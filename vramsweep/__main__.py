@@ -68,7 +68,8 @@ def _main(words: list[str]) -> int:
     name = verbs.ALIASES.get(name, name)
     verb = verbs.BY_NAME.get(name)
     if verb is None and ("=" in name or name.startswith("--")):
-        raise UserError(f"{name}: a verb comes first, as in `vramsweep predict model=gpt2`; `vramsweep help` lists all")
+        key = name.partition("=")[0]  # its value may be a secret
+        raise UserError(f"{key}: a verb comes first, as in `vramsweep predict model=gpt2`; `vramsweep help` lists all")
     if verb is None and name not in verbs.INTERNAL:
         raise UserError(suggestions.no_such_value(name, "verb", name, verbs.BY_NAME))
     own = rest[: rest.index("--")] if "--" in rest else rest

@@ -96,7 +96,8 @@ def _look_at_models(configs: Sequence[Mapping[str, Any]]) -> None:
 def read_positions(path: str, given: Mapping[str, Any]) -> int | None:
     """Return how many positions a model's config.json has, or `given` in its place; None where none is at hand."""
     file = hub_models.find_config(path)
-    found = {**((file and plain_json.read_object(file)) or {}), **given}.get("max_position_embeddings")
+    config = {**((file and plain_json.read_object(file)) or {}), **given}
+    found = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2 and its like call it
     return found if type(found) is int and found > 0 else None
 
 

@@ -40,10 +40,11 @@ def find_problem(path: str) -> str | None:
 
 def find_config(path: str) -> Path | None:
     """Return the config.json of a folder, or of a hub id that the cache has."""
-    if (file := Path(path) / "config.json").is_file() or importlib.util.find_spec("huggingface_hub") is None:
-        return file if file.is_file() else None
+    file = Path(path) / "config.json"
     try:
+        if file.is_file() or importlib.util.find_spec("huggingface_hub") is None:
+            return file if file.is_file() else None
         cached = importlib.import_module("huggingface_hub").try_to_load_from_cache(path, "config.json")
-    except ValueError:  # no hub id
+    except (OSError, ValueError):  # a folder that may not be read; no hub id
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -4,6 +4,7 @@ predicted to fit the GPU, how long it will take.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -135,7 +136,8 @@ def _spread_over_slots(
 def _places(pending: Sequence[Planned], settings: Settings) -> tuple[int, int]:
     """Return how many places there are for trials, and how many trials run at the same time at most."""
     count = 1 if settings.exclusive else len(scheduler.list_resources(pending, settings.slots))
-    return count, count // min((scheduler.resources_needed(p, count) for p in pending if p.trial), default=1)
+    needs = sorted(scheduler.resources_needed(p, count) for p in pending if p.trial)
+    return count, max(1, sum(taken <= count for taken in itertools.accumulate(needs)))
 
 
 def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> list[str]:

@@ -62,7 +62,8 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         console.print(table)
         trials = [item.trial for item, _ in answered if item.trial is not None]
         notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
-        free = min((free for item, row in answered if (free := _find_free(item, row)) is not None), default=None)
+        several = [one for one in answered if one[0].trial is not None and one[0].trial.world_size > 1]
+        free = min((free for one in several if (free := _find_free(*one)) is not None), default=None)
         left_out = (text for trial in trials for text in fit_text.list_exclusions(trial, free))
         notes += dict.fromkeys(f"not included: {text}" for text in left_out)
         for note in notes:

@@ -262,17 +262,18 @@ def test_plan_says_that_trials_at_the_same_time_make_no_speed_and_what_another_w
     monkeypatch.setattr(plan_preview.Budget, "total", lambda self, items: Expected(8 * 3600.0, "a test"))
     monkeypatch.setattr(plan_preview.Budget, "expected", lambda self, item: Expected(3600.0, "a test"))
 
-    def said(device: str = "cuda", ranks: int = 1, **over: Any) -> str:
+    def said(device: str = "cuda", ranks: tuple[int, ...] = (1,) * 8, **over: Any) -> str:
         plan_preview.show(
-            planned(*[ranks] * 8, device=device), plan.Settings(**(SETTINGS | {"predict": False} | over)), tmp_path
+            planned(*ranks, device=device), plan.Settings(**(SETTINGS | {"predict": False} | over)), tmp_path
         )
         return capsys.readouterr().out
 
     assert "up to 4 trials run at the same time, so `check` lets no speed of theirs pass" in said()
     assert "exclusive=true measures speed: one trial at a time, 8 h in place of 2 h" in said()
     assert '"estimated_exclusive_s": 28800.0' in said(output="json")
-    assert "up to 2 trials run at the same time" in said(ranks=2) and "; 2 at the same time" in said(ranks=2)
-    assert "at the same time" not in said(ranks=4)  # each of them takes all places
+    assert "up to 2 trials run at the same time" in (two := said(ranks=(2,) * 8)) and "; 2 at the same time" in two
+    for ranks in ((4,) * 8, (1, 4), (1, 4, 4)):  # a trial of four takes all places
+        assert "at the same time" not in said(ranks=ranks)
     for silent in (said(exclusive=True), said(slots=1), said("cpu"), said("simulated", slots=4)):
         assert "exclusive=true" not in silent
     assert "exclusive=true" in said("cpu", slots=2)

@@ -173,6 +173,9 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
     near = SIZES | {"peak_reserved_bytes": 77 << 30}
     assert any("which may not fit beside it" in line for line in answer(capsys, trials, [SIZES, near, FULL]))
     assert not any("which may not fit" in line for line in answer(capsys, trials, [SIZES, SIZES, FULL]))
+    alone = [tiny(seq_len=n, precision="bf16") for n in (64, 128)]
+    mixed = answer(capsys, [*trials[:2], *alone], [SIZES, SIZES, near, near])
+    assert not any("which may not fit" in line for line in mixed)  # of one GPU there is nothing to exchange
     sized = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "memory_gib": 80.0}))
     own = sized.device.card  # what PyTorch reports of it is not known, and taken to be 9 % less
     assert sized.memory_limit() == int(80 * 0.91 * 2**30) - CONTEXT_BYTES and own.reported_mib is None
