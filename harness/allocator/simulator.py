@@ -80,6 +80,14 @@ class Simulator:
     Raises UserError for settings that cannot be simulated.
     """
 
+    __slots__ = (  # more attributes than the interpreter is quick with otherwise
+        "_addresses", "_divisions", "_expandable", "_gc_above", "_large_segment", "_max_split", "_next_address",
+        "_next_range", "_on_segment", "_pools", "_searches", "_simple_search", "_split_rounding", "active",
+        "allocated", "allocated_at_peak", "config", "inactive_split", "limit", "live", "num_alloc_retries",
+        "num_device_alloc", "num_device_free", "num_ooms", "peak_active", "peak_allocated", "peak_inactive_split",
+        "peak_requested", "peak_reserved", "pending", "requested", "reserved", "segments",
+    )  # fmt: skip
+
     def __init__(
         self,
         config: AllocatorConfig,

@@ -2,8 +2,8 @@
 
 What fits is not monotone: reserved jumps from one length to the next, and some alignment classes take more. But what a
 run asks for at least (its floor) is known of every point of a symbolic trace, and no setting makes do with less, so
-beyond a card's limit nothing fits. For each setting, the room that some points need is found by replays in less and
-less room, also of some that need somewhat more than any card has: else the measures close to its edge would be of those
+beyond a card's limit nothing fits. For each setting, the room that some points need is found by replays with room to
+spare, also of some that need somewhat more than any card has: else the measures close to its edge would be of those
 alone that fit. For each card, more and more points are then tried at its limit, until it is known which is the first
 that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
 point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
@@ -33,7 +33,7 @@ import numpy.typing as npt
 from vramsweep.harness.search.fit_knowledge import find_bracket
 
 SAMPLES = 48  # points of the first look
-FEW = 12  # points that are looked at one by one
+FEW = 6  # points that are looked at one by one: of more, first one closely, as what needs more is rarely one alone
 REACH = 1.25  # of the largest limit: that far beyond it needs are found, as measures for what may fit
 NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01
@@ -280,7 +280,7 @@ class _View:
 
 def _spread(numbers: Ints) -> list[int]:
     """Some of the numbers, evenly; all, where they are few."""
-    count = max(FEW, len(numbers) // 8)
+    count = max(4 * FEW, len(numbers) // 8)
     chosen = numbers if len(numbers) <= count else numbers[np.linspace(0, len(numbers) - 1, count).round().astype(int)]
     return [int(n) for n in chosen]
 

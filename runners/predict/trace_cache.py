@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,16 @@ from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.predict import user_cache
 from vramsweep.runners.trace import stream_lag
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
-from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
+from vramsweep.runners.trace.trace_data import (
+    AS_WRITTEN,
+    CATEGORIES,
+    HOST_CATEGORIES,
+    Storages,
+    Trace,
+    generation,
+    on,
+    plain,
+)
 
 # Of a kept trace; raise it when its layout changes, and trial_identity.SIMULATION when what is predicted does.
 FORMAT = 12
@@ -61,7 +70,7 @@ def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[
 
     trace, details = make_trace.trace_layers(trial, card, folder)
     told = redaction.redact(details, worker_environment.secrets(os.environ))  # a library's configuration among them
-    content = serialize({"trace": asdict(on(trace, KEPT_ON)), "details": told})
+    content = serialize({"trace": plain(on(trace, KEPT_ON)), "details": told})
     traces.mkdir(parents=True, exist_ok=True)
     with replaced(trace_path(trial, card, traces)) as aside:
         aside.write_bytes(content)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, put
-from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace, plain
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Candidate:
 
 def to_plain(found: Candidate | Refused) -> dict[str, Any]:
     """The same in values that JSON can say."""
-    values = asdict(found)
+    values = plain(found)
     freed = {name: sorted(values[name]) for name in ("collected", "host_collected") if name in values}
     return values | freed
 

@@ -31,7 +31,6 @@ from torch.utils._pytree import tree_map_only
 from torch.utils._sympy import functions
 from torch.utils._sympy.value_ranges import ValueRanges
 from torch.utils.data.dataloader import _BaseDataLoaderIter
-from transformers import Trainer
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.spec import length_distribution
@@ -250,6 +249,8 @@ def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManage
 
     replaced: list[Replacement] = [(build, "data", lambda asked: data(trial))]
     if trial.runner.name == "trainer":
+        from transformers import Trainer  # and what it imports: a second, which other runners do not need
+
         replaced += [(_BaseDataLoaderIter, "__next__", loaded)]
         replaced += [(Trainer, "floating_point_ops", lambda self, inputs: 0)]  # a number for its log
     else:

@@ -71,7 +71,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
     """Trace what is needed to know these points of the trial's family."""
     rest, symbolic = sorted(set(points)), []
     for _ in range(TRIES):
-        found = _symbolic(anyone, _traceable(rest), tracer)
+        found = _symbolic(anyone, rest, tracer)
         if found is None:
             break
         symbolic.append(found)
@@ -113,12 +113,14 @@ def _traceable(points: Sequence[Point]) -> list[Point]:
     return max(groups.values(), key=len, default=[])
 
 
-def _symbolic(anyone: Trial, points: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
+def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
     """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
-    that is otherwise aligned, and with another batch."""
+    that is otherwise aligned, and with another batch. The few at which it cannot hold are traced beside it."""
+    points = _traceable(rest)
     if (middle := symbolic_trial(anyone, points)) is None:
         return None
-    found = tracer.symbolic(middle, beside=[at(anyone, where) for where in witnesses(points)])
+    others = set(rest).difference(points) if len(rest) - len(points) <= FEW else ()
+    found = tracer.symbolic(middle, beside=[at(anyone, where) for where in (*witnesses(points), *others)])
     if not isinstance(found, symbolic_candidate.Candidate):
         return None
     confirmed = _confirmed(found, anyone, points, tracer)

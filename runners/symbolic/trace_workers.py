@@ -145,7 +145,8 @@ class Tracer:
         return partial(trace, trial, place), self.deadline_s
 
     def _run(self, jobs: Sequence[Job]) -> None:
-        self._say(len(jobs))
+        if jobs:
+            self._say(len(jobs))
         for _ in forked(jobs, at_once()):
             self.traced += 1
             self._say(0)

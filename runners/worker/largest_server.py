@@ -41,7 +41,7 @@ from vramsweep.runners.worker.batch_server import Trials, families
 
 MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
 POINTS = 1024  # whose sizes are worked out at once
-CHUNK = 8  # points that one process looks at
+CHUNK = 16  # points that one process looks at, at most
 FEW = 6  # trials of a family whose peaks at their edges are told: each is a replay more
 
 
@@ -123,16 +123,16 @@ def _of_group(
         nonlocal replayed
         [asked] = surveys.values()
         known.trace([trials[number] for number in asked])
-        points = list(asked.items())
-        size = min(CHUNK, math.ceil(len(points) / at_once()))
-        chunks = [points[first : first + size] for first in range(0, len(points), size)]
+        points, together = list(asked.items()), at_once()
+        parts = min(len(points), together * math.ceil(len(points) / (CHUNK * together)))
+        chunks = [points[first::parts] for first in range(parts)]  # those far apart together: some take twice as long
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
             for chunk, place in zip(chunks, places, strict=True)
         ]
-        for done, _ in enumerate(forked(jobs, at_once()), 1):
-            some = replayed + min(size * done, len(points))
+        for done, _ in enumerate(forked(jobs, together), 1):
+            some = replayed + len(points) * done // parts
             result_file.progress(tracer.folder, f"replaying: {some:,} of at most {len(trials):,} trials")
         replayed += len(points)
         return {0: dict(_read(places))}
@@ -191,7 +191,8 @@ def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
     np.subtract.at(changes, (order.gone[lives], kinds[lives]), 1)
     frees = np.asarray((changes < 0).any(axis=1))
     tops = np.append(frees[1:], True) & ~frees  # the most is held when the next is a free
-    return np.unique(np.cumsum(changes, axis=0)[tops], axis=0).astype(np.float64)
+    different = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[tops]}
+    return np.array([*different.values()], dtype=np.float64)
 
 
 def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
@@ -236,9 +237,9 @@ def _capability(trial: Trial) -> Capability:
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in less and less, from more than the largest limit on, until it fits the smallest with room to spare, or within a
-    percent. A limit that is only met by giving memory back is tried itself, as a trace may fit there and not in more
-    room; where several limits contradict each other so, the larger counts.
+    in more than the largest limit, and less and less, until it fits with room to spare, or within a percent. A limit
+    that is only met by giving memory back is tried itself, as a trace may fit there and not in more room; where several
+    limits contradict each other so, the larger counts.
     """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))
@@ -250,7 +251,7 @@ def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[in
     if not rooms:
         bare = found.enough
         while found.enough - found.least > LEAST_MARGIN * found.enough < math.inf:
-            if found.enough <= limits[0] and found.enough < free:
+            if found.enough < free:  # it is what is reserved with room to spare
                 break
             free = int(found.least + found.enough) // 2
             found = _tried(trace, config, found, free)
