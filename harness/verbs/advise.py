@@ -154,13 +154,14 @@ def show(
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
+    fits = f"{axis}={goal.value:,} is the largest that fits" if axis and goal and goal.value else fits
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",
         soft_wrap=True,
     )
     if chosen.beside:
-        more_room = fit_text.COMMUNICATION if chosen.fits_well(found.limit) else fit_text.NO_ROOM
+        more_room = fit_text.COMMUNICATION if not axis and chosen.fits_well(found.limit) else fit_text.NO_ROOM
         console.print(f"not included: {more_room}", soft_wrap=True)
 
 

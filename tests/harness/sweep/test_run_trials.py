@@ -366,12 +366,17 @@ def test_a_report_of_the_same_rows_is_not_drawn_again(
         run_trials.subprocess, "run", lambda *asked, **_: drawn.append(asked) or subprocess.CompletedProcess(asked, 7)
     )
     (page := tmp_path / "t" / "report.html").touch()
+    (table := tmp_path / "t" / "rows.csv").touch()
+    (tmp_path / "t" / "figures").mkdir(exist_ok=True)
     os.utime(page, (time.time() + 60, time.time() + 60))
     assert run_trials.report(tmp_path / "t", brief=True) == 0 and not drawn
     assert f"report    {page} (as it was" in capsys.readouterr().out
-    assert run_trials.report(tmp_path / "t") == 7 and len(drawn) == 1
+    table.unlink()
+    assert run_trials.report(tmp_path / "t", brief=True) == 7 and len(drawn) == 1
+    table.touch()
+    assert run_trials.report(tmp_path / "t") == 7 and len(drawn) == 2
     os.utime(page, (0, 0))
-    assert run_trials.report(tmp_path / "t", brief=True) == 7 and len(drawn) == 2
+    assert run_trials.report(tmp_path / "t", brief=True) == 7 and len(drawn) == 3
 
 
 def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
