@@ -92,23 +92,25 @@ def show_refusals(repeats: int, folder: Path) -> None:
 
 
 def show_answers(repeats: int, folder: Path, model: str) -> None:
-    """Print what answers take, from nothing and asked again, in multiples of the import."""
+    """Print what answers take, from nothing and asked again, in multiples of an import timed beside each question: the
+    machine may be faster or slower by then."""
     code = "import torch; from transformers import LlamaForCausalLM"
-    unit = least(repeats, lambda: spend([sys.executable, "-c", code], folder))
-    heads = f"x import: wall ({unit.wall:.1f} s) | CPU ({unit.cpu:.1f} s) | goal | again, s | goal | elsewhere, s"
-    print(f"\n| asked, from nothing | {heads} |\n|---|--:|--:|--:|--:|--:|--:|")
+    heads = "import, s | x import: wall | CPU | goal | again, s | goal | elsewhere, s"
+    print(f"\n| asked, from nothing | {heads} |\n|---|--:|--:|--:|--:|--:|--:|--:|")
     for text, goal in ANSWERS:
         words = [*MODULE, *text.format(model=model).split()]
         tries: dict[str, list[Spent]] = {name: [] for name in ("first", "again", "elsewhere")}
+        imports = []
         for _ in range(repeats):
+            imports.append(spend([sys.executable, "-c", code], folder))
             with tempfile.TemporaryDirectory() as place:
                 for name, spent in tries.items():
                     own = Path(place) / ("there" if name == "elsewhere" else "here")
                     own.mkdir(exist_ok=True)
                     spent.append(spend(words, own, (0, 1), VRAMSWEEP_CACHE=str(Path(place) / "cache")))
         asked = f"`{text.format(model=model)}`"
-        first, again, elsewhere = map(lowest, tries.values())
-        of = f"{first.wall / unit.wall:.1f} | {first.cpu / unit.cpu:.1f} | {goal:g}"
+        unit, first, again, elsewhere = map(lowest, (imports, *tries.values()))
+        of = f"{unit.wall:.1f} | {first.wall / unit.wall:.1f} | {first.cpu / unit.cpu:.1f} | {goal:g}"
         print(f"| {asked} | {of} | {again.wall:.1f} | {GOAL_AGAIN} | {elsewhere.wall:.1f} |", flush=True)
 
 

@@ -15,7 +15,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import count
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
-from vramsweep.runners.symbolic.predictor import Predict, Predictor
+from vramsweep.runners.symbolic.predictor import AT_A_TIME, Predict
 from vramsweep.runners.symbolic.trace_family import point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
 from vramsweep.runners.trace.symbolic_trace import Point
@@ -45,11 +45,12 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
     files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    for family in (*alone, *others):
-        known = predictor.trace_family(family, tracer)
+    # those of one point beside each other, as each loads a trace; of others a family's own trials are
+    limit, each = spec["timeout_s"], [(one, iter([*islice(files, 2 + len(one) // AT_A_TIME)])) for one in alone]
+    jobs: list[Job] = [(partial(_answer_family, *one, tracer, limit), limit * (1 + len(one[0]))) for one in each]
+    for _ in chain(forked(jobs, at_once()), (_answer_family(one, files, tracer, limit) for one in others)):
         tracer.known += 1
         tracer.tell("predicting")
-        _answer_family(family, known, files, spec["timeout_s"])
     result_file.values(folder, {}, complete=True)
     return 0
 
@@ -102,9 +103,10 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     return found
 
 
-def _answer_family(family: Trials, known: Predictor, files: Iterator[Path], deadline_s: float) -> None:
+def _answer_family(family: Trials, files: Iterator[Path], tracer: Tracer, deadline_s: float) -> None:
     """Answer the trials of a family, some in each process that is forked for it; where `predict` raises or returns
     None, an attempt of its own tells why."""
+    known = predictor.trace_family(family, tracer)
     refused = {name: error for name, trial in family.items() if (error := known.refused(trial)) is not None}
     if refused:
         next(files).write_bytes(b"".join(_answer(name, error) for name, error in refused.items()))

@@ -204,7 +204,7 @@ def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monk
     tracer, files = mock.Mock(refused=lambda _: None), (tmp_path / PREDICTIONS.replace("*", n) for n in "12")
     for name, data in {"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items():
         family = {name: parsed(data=data)}
-        batch_server._answer_family(family, predictor.trace_family(family, tracer), files, 60)
+        batch_server._answer_family(family, files, tracer, 60)
     (found,) = answers(tmp_path).items()
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 
