@@ -34,6 +34,7 @@ from vramsweep.harness.search.fit_knowledge import find_bracket
 
 SAMPLES = 48  # points of the first look
 FEW = 6  # points that are looked at one by one: of more, first one closely, as what needs more is rarely one alone
+MANY = 24  # points above the last that fits that are looked at, at least, where there are as many
 REACH = 1.25  # of the largest limit: that far beyond it needs are found, as measures for what may fit
 NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01
@@ -280,7 +281,7 @@ class _View:
 
 def _spread(numbers: Ints) -> list[int]:
     """Some of the numbers, evenly; all, where they are few."""
-    count = max(4 * FEW, len(numbers) // 8)
+    count = max(MANY, len(numbers) // 8)
     chosen = numbers if len(numbers) <= count else numbers[np.linspace(0, len(numbers) - 1, count).round().astype(int)]
     return [int(n) for n in chosen]
 

@@ -157,8 +157,8 @@ def report(folder: Path, brief: bool = False) -> int:
     """
     if not terminal(read(folder)[0]):
         return 0
-    page, others = folder / "report.html", [folder / name for name in ("report.html", "rows.csv", "figures")]
-    there = brief and all(one.exists() for one in others)
+    page = folder / "report.html"
+    there = brief and page.is_file() and (folder / "rows.csv").is_file()
     if there and all(one.stat().st_mtime < page.stat().st_mtime for one in files(folder)):
         print(f"\nreport    {page} (as it was, of the same rows; vramsweep report {folder} draws it anew)")
         return 0

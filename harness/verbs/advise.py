@@ -154,7 +154,7 @@ def show(
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
-    fits = f"{axis}={goal.value:,} is the largest that fits" if axis and goal and goal.value else fits
+    fits = f"fits up to {axis}={goal.value:,}, found to within 3 %" if axis and goal and goal.value else fits
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",

@@ -30,17 +30,8 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.predict import user_cache
 from vramsweep.runners.trace import stream_lag
-from vramsweep.runners.trace.symbolic_trace import Point, compiled, following
-from vramsweep.runners.trace.trace_data import (
-    AS_WRITTEN,
-    CATEGORIES,
-    HOST_CATEGORIES,
-    Storages,
-    Trace,
-    generation,
-    on,
-    plain,
-)
+from vramsweep.runners.trace.symbolic_trace import Point, compiled, following, plain
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Of a kept trace; raise it when its layout changes, and trial_identity.SIMULATION when what is predicted does.
 FORMAT = 12

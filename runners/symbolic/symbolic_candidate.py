@@ -13,8 +13,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from vramsweep.runners.predict import trace_cache
-from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, put
-from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace, plain
+from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled, difference, following, plain, put
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace
 
 
 @dataclass(frozen=True)

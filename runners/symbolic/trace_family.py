@@ -119,7 +119,7 @@ def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicT
     points = _traceable(rest)
     if (middle := symbolic_trial(anyone, points)) is None:
         return None
-    others = set(rest).difference(points) if len(rest) - len(points) <= FEW else ()
+    others = sorted(set(rest).difference(points)) if len(rest) - len(points) <= FEW else ()
     found = tracer.symbolic(middle, beside=[at(anyone, where) for where in (*witnesses(points), *others)])
     if not isinstance(found, symbolic_candidate.Candidate):
         return None

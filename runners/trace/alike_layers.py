@@ -18,7 +18,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 from itertools import groupby, pairwise, repeat
 from typing import Any
 
@@ -316,7 +316,7 @@ def _find_layer(path: str) -> int | None:
     return int(found[0]) if found else None
 
 
-@cache
+@lru_cache(maxsize=1 << 16)
 def _in_layer(path: str, by: int) -> str:
     """The path of the same module some layers later."""
     return _LAYER.sub(lambda found: str(int(found[0]) + by), path, count=1) if by else path

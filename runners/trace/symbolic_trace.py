@@ -13,7 +13,7 @@ import ast
 import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -100,6 +100,12 @@ class SymbolicTrace:
         for kind, flops, nbytes, launches, count in self.kernels:
             counts[kind, flops, nbytes, launches] += count
         return list(counts.items())
+
+
+def plain(one: Any) -> dict[str, Any]:
+    """The fields of a dataclass, and of those in it, by name: their values are not copied, of which there are many."""
+    named = {each.name: getattr(one, each.name) for each in fields(one)}
+    return {name: plain(value) if is_dataclass(value) else value for name, value in named.items()}
 
 
 def difference(one: tuple[Trace, dict[str, Any]], other: tuple[Trace, dict[str, Any]]) -> str | None:

@@ -6,7 +6,7 @@ Nothing here imports torch: a trace that is kept is read, replayed and explained
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
@@ -86,12 +86,6 @@ class Trace(Storages):
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
     stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
-
-
-def plain(one: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those in it, by name: their values are not copied, of which there are many."""
-    named = {each.name: getattr(one, each.name) for each in fields(one)}
-    return {name: plain(value) if is_dataclass(value) else value for name, value in named.items()}
 
 
 def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:

@@ -13,9 +13,9 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
-from itertools import chain, count, islice
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
-from vramsweep.runners.symbolic.predictor import AT_A_TIME, Predict
+from vramsweep.runners.symbolic.predictor import Predict, Predictor
 from vramsweep.runners.symbolic.trace_family import point
-from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
+from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, import_makers
 from vramsweep.runners.trace.symbolic_trace import Point
 
 Trials = Mapping[str, Trial]  # by id
@@ -44,13 +44,24 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     others = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1] + [*varying.values()]
     tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
-    files = (folder / PREDICTIONS.replace("*", str(number)) for number in count())
-    # those of one point beside each other, as each loads a trace; of others a family's own trials are
-    limit, each = spec["timeout_s"], [(one, iter([*islice(files, 2 + len(one) // AT_A_TIME)])) for one in alone]
-    jobs: list[Job] = [(partial(_answer_family, *one, tracer, limit), limit * (1 + len(one[0]))) for one in each]
-    for _ in chain(forked(jobs, at_once()), (_answer_family(one, files, tracer, limit) for one in others)):
+    for one in [next(iter(family.values())) for family in alone if next(iter(family.values())).padding][:1]:
+        import_makers(one)  # once: what is padding is counted with torch
+    limit, together = spec["timeout_s"], at_once()
+    if alone:
+        tracer.known = len(alone)
+        tracer.tell("predicting")
+    each = max(1, together // max(1, len(alone)))  # of its trials
+    jobs: list[Job] = [
+        (partial(_load_and_answer, family, tracer, folder, number, limit, each), limit * (1 + len(family)))
+        for number, family in enumerate(alone)
+    ]
+    for _ in forked(jobs, together):
+        pass
+    for number, family in enumerate(others, len(alone)):
+        known = predictor.trace_family(family, tracer)
         tracer.known += 1
         tracer.tell("predicting")
+        _answer_family(family, known, folder, number, limit, together)
     result_file.values(folder, {}, complete=True)
     return 0
 
@@ -103,10 +114,15 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
     return found
 
 
-def _answer_family(family: Trials, files: Iterator[Path], tracer: Tracer, deadline_s: float) -> None:
+def _load_and_answer(family: Trials, tracer: Tracer, *how: Any) -> None:
+    """Answer those of one point, which is traced, in a process that is forked for them: it takes as long to load."""
+    _answer_family(family, predictor.trace_family(family, tracer), *how)
+
+
+def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, deadline_s: float, together: int) -> None:
     """Answer the trials of a family, some in each process that is forked for it; where `predict` raises or returns
     None, an attempt of its own tells why."""
-    known = predictor.trace_family(family, tracer)
+    files = (folder / PREDICTIONS.replace("*", f"{at}-{number}") for number in count())
     refused = {name: error for name, trial in family.items() if (error := known.refused(trial)) is not None}
     if refused:
         next(files).write_bytes(b"".join(_answer(name, error) for name, error in refused.items()))
@@ -117,7 +133,7 @@ def _answer_family(family: Trials, files: Iterator[Path], tracer: Tracer, deadli
     parts = [wanted[at : at + known.at_a_time] for at in range(0, len(wanted), known.at_a_time)]
     some = [{name: family[name] for name in part} for part in parts]
     jobs: list[Job] = [(partial(_write, one, known.predict, next(files)), deadline_s * len(one)) for one in some]
-    for _ in forked(jobs, at_once()):
+    for _ in forked(jobs, together):
         pass
 
 

@@ -367,7 +367,6 @@ def test_a_report_of_the_same_rows_is_not_drawn_again(
     )
     (page := tmp_path / "t" / "report.html").touch()
     (table := tmp_path / "t" / "rows.csv").touch()
-    (tmp_path / "t" / "figures").mkdir(exist_ok=True)
     os.utime(page, (time.time() + 60, time.time() + 60))
     assert run_trials.report(tmp_path / "t", brief=True) == 0 and not drawn
     assert f"report    {page} (as it was" in capsys.readouterr().out

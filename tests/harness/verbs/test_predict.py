@@ -183,8 +183,8 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
         "limit: the GPU's memory less 9 %, as what it reports is not known, and 0.75 GiB for the CUDA context"
     )
     kept = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0}))
-    assert fit_text.describe_limit([kept]).endswith(" 0.75 GiB for the CUDA context and 2 GiB headroom")
-    assert fit_text.describe_limit([kept, sized]).endswith(" context and up to 2 GiB headroom")
+    assert fit_text.describe_limit([kept]).endswith(" 0.75 GiB for the CUDA context, and 2 GiB headroom")
+    assert fit_text.describe_limit([kept, sized]).endswith(" context, and up to 2 GiB headroom")
 
 
 def test_what_the_host_needs_is_said_where_no_size_of_it_is_known(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ import torch
 from conftest import ROOT, TARGETS, tiny
 from traces import A100, SIMULATED, trace_tiny
 
-from vramsweep.harness.process import attempt
 from vramsweep.harness.process.worker_files import PREDICTIONS, PROGRESS
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.predict import trace_cache
@@ -183,7 +182,9 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
         assert found[number]["result"]["values"]["trace_basis"] == "traced"
         assert found[number]["duration_s"] > 0
     assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
-    assert attempt.read_progress(folder) == {"text": "predicting", "done": 4, "total": 4}  # families
+    told = [json.loads(line) for line in (folder / PROGRESS).read_text().splitlines()]
+    assert told[-1] == {"text": "predicting", "done": 4, "total": 4}  # families, of which three have one length
+    assert [one["done"] for one in told if one["text"] == "predicting"] == [3, 4]
 
 
 @pytest.mark.slow
@@ -201,10 +202,10 @@ def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monk
     monkeypatch.setattr(batch_server.predicted_row, "predict", refuse)
     for name, stand_in in {"family": mock.Mock(), "refused": lambda *_: None, "predict": refuse}.items():
         monkeypatch.setattr(predictor.varying_lengths, name, stand_in)
-    tracer, files = mock.Mock(refused=lambda _: None), (tmp_path / PREDICTIONS.replace("*", n) for n in "12")
-    for name, data in {"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items():
+    tracer = mock.Mock(refused=lambda _: None)
+    for at, (name, data) in enumerate({"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items()):
         family = {name: parsed(data=data)}
-        batch_server._answer_family(family, files, tracer, 60)
+        batch_server._load_and_answer(family, tracer, tmp_path, at, 60, 1)
     (found,) = answers(tmp_path).items()
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 
