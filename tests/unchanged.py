@@ -3,9 +3,9 @@
 A test marked `deterministic` depends on code, data and packages alone: it traces, replays, compares tensors on the CPU,
 or is torture of a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
 tests that passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the
-product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA, the platform, its compiler and
-the installed versions; comments and docstrings are none. `make test-all` leaves out what passed with the same inputs
-and keeps what passes now; `make test-all ALL=1` runs everything.
+product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA (of SCREENS likewise), the
+platform, its compiler and the installed versions; comments and docstrings are none. `make test-all` leaves out what
+passed with the same inputs and keeps what passes now; `make test-all ALL=1` runs everything.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ BENCHMARKS = ("benchmarks",)
 # Read at run time, by tests or by the product: each file counts, whoever reads it.
 DATA = ("conf", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
 SHARED = "../shared/data"  # public data that may be beside a checkout, of which some tests read what is there
+SCREENS = "tests/data/screens"  # for people to look at: what a screen says changes more often than what it rests on
 UNPINNED = ("triton", "flash-attn", "gptqmodel", "peft", "bitsandbytes", "torchao", "liger-kernel")
 DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that lead to the whole product
 LENGTH = 16  # hexadecimal digits of a hash
@@ -65,7 +66,8 @@ def hash_folders(*names: str) -> str:
     for name in names:
         place = ROOT / name
         for path in sorted([place] if place.is_file() else place.rglob("*")):
-            if path.is_file() and "__pycache__" not in path.parts and path != KEPT:
+            apart = path == KEPT or (name != SCREENS and path.is_relative_to(ROOT / SCREENS))
+            if path.is_file() and "__pycache__" not in path.parts and not apart:
                 found.update(f"{name} {path.relative_to(place)} {hash_file(path)}\n".encode())
     return found.hexdigest()
 
@@ -128,6 +130,11 @@ def reaches_benchmarks(path: Path) -> bool:
     return any("benchmarks" in file.read_text() for file in find_helpers(path))
 
 
+def reaches_screens(path: Path) -> bool:
+    """Say whether a file of tests, or a helper of it, names SCREENS or what writes them."""
+    return any("screens" in file.read_text() for file in find_helpers(path))
+
+
 def reaches_shared(path: Path) -> bool:
     """Say whether a file of tests names SHARED, itself or in a helper or a benchmark that it imports."""
     found = find_helpers(path)
@@ -144,6 +151,7 @@ def hash_inputs(path: Path) -> str:
     parts += [
         hash_folders(*PRODUCT, *(ANALYSIS if reaches_analysis(path) else ())),
         hash_folders(*DATA, *(BENCHMARKS if reaches_benchmarks(path) else ())),
+        hash_folders(*((SCREENS,) if reaches_screens(path) else ())),
         hash_machine(),
         hash_folders(*((SHARED,) if reaches_shared(path) else ())),
     ]
