@@ -26,7 +26,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.hardware.gpu_lookup import Capability, memory_limit
 from vramsweep.harness.machine import host_memory
-from vramsweep.harness.search.fit_survey import LEAST_MARGIN, REACH, Asked, Card, Edge, RequiredBytes, Survey
+from vramsweep.harness.search.fit_survey import LEAST_MARGIN, NARROW, REACH, Asked, Card, Edge, RequiredBytes, Survey
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache, user_cache
@@ -237,7 +237,7 @@ def _capability(trial: Trial) -> Capability:
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in more than the largest limit, and less and less, until it fits with room to spare, or within a percent. A limit
+    in more than the largest limit, and less and less, until it is close to the least, or fits the smallest. A limit
     that is only met by giving memory back is tried itself, as a trace may fit there and not in more room; where several
     limits contradict each other so, the larger counts.
     """
@@ -251,7 +251,7 @@ def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[in
     if not rooms:
         bare = found.enough
         while found.enough - found.least > LEAST_MARGIN * found.enough < math.inf:
-            if found.enough < free:  # it is what is reserved with room to spare
+            if found.enough < free and (found.enough <= limits[0] or found.enough <= found.least * (1 + NARROW)):
                 break
             free = int(found.least + found.enough) // 2
             found = _tried(trace, config, found, free)
