@@ -115,7 +115,7 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
 
 
 def _load_and_answer(family: Trials, tracer: Tracer, *how: Any) -> None:
-    """Answer those of one point, which is traced, in a process that is forked for them: it takes as long to load."""
+    """Answer the trials of one point, from the trace that is kept of it: loading it takes as long as a replay."""
     _answer_family(family, predictor.trace_family(family, tracer), *how)
 
 
