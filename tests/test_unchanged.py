@@ -58,6 +58,10 @@ def test_what_a_test_depends_on_is_its_input(name: str, monkeypatch: pytest.Monk
     assert hashes() == before
 
 
+def test_screens_count_for_the_tests_that_compare_them() -> None:
+    assert unchanged.reaches_screens(ROOT / "tests" / "test_screens.py") and not unchanged.reaches_screens(TRACING)
+
+
 def test_public_data_count_for_those_who_read_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Results are the same beside a checkout that has none."""
     fits = ROOT / "tests/analysis/model/test_fit.py"  # by benchmarks/fit_cover.py

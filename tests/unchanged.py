@@ -3,7 +3,7 @@
 A test marked `deterministic` depends on code, data and packages alone: it traces, replays, compares tensors on the CPU,
 or is torture of a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
 tests that passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the
-product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA (of SCREENS likewise), the
+product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA (SCREENS likewise), the
 platform, its compiler and the installed versions; comments and docstrings are none. `make test-all` leaves out what
 passed with the same inputs and keeps what passes now; `make test-all ALL=1` runs everything.
 """
@@ -35,7 +35,7 @@ BENCHMARKS = ("benchmarks",)
 # Read at run time, by tests or by the product: each file counts, whoever reads it.
 DATA = ("conf", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
 SHARED = "../shared/data"  # public data that may be beside a checkout, of which some tests read what is there
-SCREENS = "tests/data/screens"  # for people to look at: what a screen says changes more often than what it rests on
+SCREENS = "tests/data/screens"  # golden screens: their words change often, and only their own tests read them
 UNPINNED = ("triton", "flash-attn", "gptqmodel", "peft", "bitsandbytes", "torchao", "liger-kernel")
 DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that lead to the whole product
 LENGTH = 16  # hexadecimal digits of a hash

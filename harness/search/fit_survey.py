@@ -33,8 +33,8 @@ import numpy.typing as npt
 from vramsweep.harness.search.fit_knowledge import find_bracket
 
 SAMPLES = 48  # points of the first look
-FEW = 6  # points that are looked at one by one: of more, first one closely, as what needs more is rarely one alone
-MANY = 24  # points above the last that fits that are looked at, at least, where there are as many
+FEW = 6  # in a row, all are looked at; of more, first the middle one closely: what needs more is rarely alone
+MANY = 24  # undecided points that are looked at at a time, at least, where there are as many
 REACH = 1.25  # of the largest limit: that far beyond it needs are found, as measures for what may fit
 NEARBY = 8  # points on each side whose raggedness makes the margin
 LEAST_MARGIN = 0.01

@@ -99,10 +99,9 @@ def describe_limit(trials: Sequence[Trial]) -> str:
     less = f"{SHORTFALL:.0%}, as what it reports is not known, and ".replace("%", " %") * unknown
     most = max((trial.device.headroom_gib for trial in trials), default=0.0)
     up_to = "up to " * any(trial.device.headroom_gib < most for trial in trials)
-    context = (
-        f"{format_gib(CONTEXT_BYTES)} GiB for the CUDA context{f', and {up_to}{most:g} GiB headroom' * (most > 0)}"
-    )
-    return f"limit: the GPU's memory less {less}{context}"
+    context = f"{format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
+    left = f", and {up_to}{most:g} GiB headroom" * (most > 0)
+    return f"limit: the GPU's memory less {less}{context}{left}"
 
 
 def _percent(size: int, limit: int) -> str:

@@ -154,7 +154,8 @@ def show(
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
-    fits = f"fits up to {axis}={goal.value:,}, found to within 3 %" if axis and goal and goal.value else fits
+    if axis and goal and goal.value:  # what it needs there is not known here, but that it is no more than the limit
+        fits = f"predicted to fit up to {axis}={goal.value:,}{', the most that was tried' * (goal.value >= asked.most)}"
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
         f"to be confirmed by measuring it: {escape(command)}",

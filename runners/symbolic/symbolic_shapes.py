@@ -249,7 +249,7 @@ def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManage
 
     replaced: list[Replacement] = [(build, "data", lambda asked: data(trial))]
     if trial.runner.name == "trainer":
-        from transformers import Trainer  # and what it imports: a second, which other runners do not need
+        from transformers import Trainer  # takes a second, and others do not need it
 
         replaced += [(_BaseDataLoaderIter, "__next__", loaded)]
         replaced += [(Trainer, "floating_point_ops", lambda self, inputs: 0)]  # a number for its log

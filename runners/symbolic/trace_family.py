@@ -115,7 +115,7 @@ def _traceable(points: Sequence[Point]) -> list[Point]:
 
 def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
     """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
-    that is otherwise aligned, and with another batch. The few at which it cannot hold are traced beside it."""
+    that is otherwise aligned, and with another batch. Where it cannot hold is traced at the same time, if few."""
     points = _traceable(rest)
     if (middle := symbolic_trial(anyone, points)) is None:
         return None

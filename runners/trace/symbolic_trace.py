@@ -103,7 +103,7 @@ class SymbolicTrace:
 
 
 def plain(one: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those in it, by name: their values are not copied, of which there are many."""
+    """The fields of a dataclass, and of those in it, by name: unlike asdict it copies no values."""
     named = {each.name: getattr(one, each.name) for each in fields(one)}
     return {name: plain(value) if is_dataclass(value) else value for name, value in named.items()}
 

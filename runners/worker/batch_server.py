@@ -25,7 +25,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
-from vramsweep.runners.symbolic.predictor import Predict, Predictor
+from vramsweep.runners.symbolic.predictor import AT_A_TIME, Predict, Predictor
 from vramsweep.runners.symbolic.trace_family import point
 from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, import_makers
 from vramsweep.runners.trace.symbolic_trace import Point
@@ -44,24 +44,24 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     others = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1] + [*varying.values()]
     tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
     tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
-    for one in [next(iter(family.values())) for family in alone if next(iter(family.values())).padding][:1]:
-        import_makers(one)  # once: what is padding is counted with torch
-    limit, together = spec["timeout_s"], at_once()
-    if alone:
-        tracer.known = len(alone)
+    limit, small = spec["timeout_s"], [family for family in alone if len(family) <= AT_A_TIME]
+    others = [family for family in alone if len(family) > AT_A_TIME] + others
+    if padded := [one for family in small for one in family.values() if one.padding]:
+        import_makers(padded[0])  # torch counts the padding: it is imported once for all that are forked
+    if small:
+        tracer.known = len(small)
         tracer.tell("predicting")
-    each = max(1, together // max(1, len(alone)))  # of its trials
     jobs: list[Job] = [
-        (partial(_load_and_answer, family, tracer, folder, number, limit, each), limit * (1 + len(family)))
-        for number, family in enumerate(alone)
+        (partial(_load_and_answer, family, tracer, folder, number, limit), limit * (1 + len(family)))
+        for number, family in enumerate(small)
     ]
-    for _ in forked(jobs, together):
+    for _ in forked(jobs, at_once()):
         pass
-    for number, family in enumerate(others, len(alone)):
+    for number, family in enumerate(others, len(small)):
         known = predictor.trace_family(family, tracer)
         tracer.known += 1
         tracer.tell("predicting")
-        _answer_family(family, known, folder, number, limit, together)
+        _answer_family(family, known, folder, number, limit)
     result_file.values(folder, {}, complete=True)
     return 0
 
@@ -119,7 +119,7 @@ def _load_and_answer(family: Trials, tracer: Tracer, *how: Any) -> None:
     _answer_family(family, predictor.trace_family(family, tracer), *how)
 
 
-def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, deadline_s: float, together: int) -> None:
+def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, deadline_s: float) -> None:
     """Answer the trials of a family, some in each process that is forked for it; where `predict` raises or returns
     None, an attempt of its own tells why."""
     files = (folder / PREDICTIONS.replace("*", f"{at}-{number}") for number in count())
@@ -133,7 +133,7 @@ def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, dead
     parts = [wanted[at : at + known.at_a_time] for at in range(0, len(wanted), known.at_a_time)]
     some = [{name: family[name] for name in part} for part in parts]
     jobs: list[Job] = [(partial(_write, one, known.predict, next(files)), deadline_s * len(one)) for one in some]
-    for _ in forked(jobs, together):
+    for _ in forked(jobs, at_once()):
         pass
 
 

@@ -125,7 +125,7 @@ def _of_group(
         known.trace([trials[number] for number in asked])
         points, together = list(asked.items()), at_once()
         parts = min(len(points), together * math.ceil(len(points) / (CHUNK * together)))
-        chunks = [points[first::parts] for first in range(parts)]  # those far apart together: some take twice as long
+        chunks = [points[first::parts] for first in range(parts)]  # every so many, as neighbours take equally long
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
@@ -192,7 +192,7 @@ def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
     frees = np.asarray((changes < 0).any(axis=1))
     tops = np.append(frees[1:], True) & ~frees  # the most is held when the next is a free
     different = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[tops]}
-    return np.array([*different.values()], dtype=np.float64)
+    return np.array([*different.values()], dtype=np.float64).reshape(-1, count + 1)
 
 
 def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
@@ -237,9 +237,9 @@ def _capability(trial: Trial) -> Capability:
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
     """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in more than the largest limit, and less and less, until it is close to the least, or fits the smallest. A limit
-    that is only met by giving memory back is tried itself, as a trace may fit there and not in more room; where several
-    limits contradict each other so, the larger counts.
+    in more than the largest limit, then in less, until the need is known to a percent, is within 5 % of what is asked
+    for, or fits the smallest limit. A limit that is only met by giving memory back is tried itself: a trace may fit
+    there and not in more room; where several limits contradict each other so, the larger counts.
     """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))

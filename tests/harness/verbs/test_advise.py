@@ -303,7 +303,7 @@ def test_goals_of_length_say_how_far_each_gets() -> None:
                advice.ReachedLimit(by["checkpointing=full", "optimizer=sgd"], 900),
                advice.ReachedLimit(by["optimizer=sgd",], None)]  # fmt: skip
     text = said(told, "seq_len", reached, ["model=tiny", "seq_len=32"])
-    assert "Recommended: checkpointing=full (the same result); fits up to seq_len=900, found to within 3 %" in text
+    assert "Recommended: checkpointing=full (the same result); predicted to fit up to seq_len=900\n" in text
     assert "vramsweep sweep model=tiny seq_len=900 checkpointing=full device=cuda" in text
     assert advice.best([advice.ReachedLimit(by[()], None)]) is None
 

@@ -205,7 +205,7 @@ def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monk
     tracer = mock.Mock(refused=lambda _: None)
     for at, (name, data) in enumerate({"one": "synthetic", "many": "lengths:lognormal(9,1)"}.items()):
         family = {name: parsed(data=data)}
-        batch_server._load_and_answer(family, tracer, tmp_path, at, 60, 1)
+        batch_server._load_and_answer(family, tracer, tmp_path, at, 60)
     (found,) = answers(tmp_path).items()
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 
