@@ -63,11 +63,7 @@ def model(trial, net, device):
     return net
 ''',
 )  # fmt: skip
-COLUMN = (
-    "harness/rows/schema.py",
-    '\n        "provenance",',
-    '("batches_mine", int, "", "how often the loop turned"),',
-)
+COLUMN = ("harness/rows/columns.tsv", "", "provenance\tbatches_mine\tint\t\thow often the loop turned")
 GPU = (
     "harness/hardware/gpus.json", "",
     '{"name": "test-7gb", "devices": ["Test 7"], "memory_gib": 7, "reported_mib": null, "gigabytes_per_s": 100,'
@@ -120,6 +116,9 @@ def add(root: Path, table: str, begin: str, entry: str, module: str = "", code: 
     text = (root / table).read_text()
     if table.endswith(".json"):
         (root / table).write_text(json.dumps([*json.loads(text), json.loads(entry)]))
+        return
+    if table.endswith(".tsv"):
+        (root / table).write_text(f"{text}{entry}\n")
         return
     start = text.index(begin)
     indent = begin[1 : len(begin) - len(begin.lstrip())]  # of the table itself

@@ -273,9 +273,17 @@ def _number(value: float, metric: Metric) -> str:
 
 def _quality(candidate: Candidate, metric: Metric) -> str:
     return (
-        f"RMS {_number(candidate.rms, metric)}, worst {_number(candidate.worst, metric)} {metric.unit}, "
-        f"probability {candidate.probability:.3g}"
+        f"R² {format_r2(candidate.r2)}, RMS {_number(candidate.rms, metric)}, "
+        f"worst {_number(candidate.worst, metric)} {metric.unit}, probability {candidate.probability:.3g}"
     )
+
+
+def format_r2(value: float) -> str:
+    """Return R² with as many digits as tell it from 1, four at least."""
+    if not np.isfinite(value):
+        return "–"
+    digits = max(4, min(9, 1 - int(np.floor(np.log10(1 - value))))) if value < 1 else 4
+    return f"{value:.{digits}f}"
 
 
 def as_json(fit: Fit) -> dict[str, Any]:
@@ -327,6 +335,7 @@ def _candidate(fit: Fit, candidate: Candidate) -> dict[str, Any]:
         "model": candidate.model.name,
         "kind": candidate.model.kind,
         "modulus": candidate.model.modulus,
+        "r2": _plain(candidate.r2),
         "rms": _plain(candidate.rms),
         "worst": _plain(candidate.worst),
         "probability": _plain(candidate.probability),

@@ -31,12 +31,14 @@ PLAIN = ("linear", "quadratic")  # always shown
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind fitted to the points: how probable it is among all kinds, and its errors in the metric's unit."""
+    """A kind fitted to the points: how probable it is among all kinds, its errors in the metric's unit, and R² (the
+    share of the points' variance that it explains), NaN where they do not vary."""
 
     model: Model
     probability: float
     rms: float
     worst: float
+    r2: float
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,9 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
             if numbers >= known and names != best and not plain:
                 continue  # as many numbers as lengths go through everything: worth a line only where most probable
             probable = float(share * np.prod([posteriors[key].probability[name] for key, name in names.items()]))
-            candidates.append(Candidate(model, probable, float(np.sqrt(np.mean(left**2))), float(np.abs(left).max())))
+            rms, varies = float(np.sqrt(np.mean(left**2))), float(np.var(points.y))
+            r2 = 1 - rms**2 / varies if varies else float("nan")
+            candidates.append(Candidate(model, probable, rms, float(np.abs(left).max()), r2))
     total = float(np.exp(logs - logs.max()).sum())
     candidates = [replace(c, probability=c.probability / total) for c in candidates]
     chosen = max((c for c in candidates if c.model.modulus == found.modulus), key=lambda c: c.probability)

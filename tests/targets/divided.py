@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from vramsweep.harness.spec.trial import Trial
+
+LET_GO = 0.2  # seconds in which gloo's threads let go of what they have sent, on a busy machine too
 
 Built = tuple[Any, Any, Callable[[Any], torch.Tensor], Callable[[int], torch.Tensor]]
 
@@ -83,6 +86,7 @@ def _trained(trial: Trial, net: Any) -> Built:
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = net(batch).square().mean()
         loss.backward()
+        time.sleep(LET_GO)
         optimizer.step()
         optimizer.zero_grad()
         return loss
