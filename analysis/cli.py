@@ -13,10 +13,11 @@ from typing import Any
 
 from vramsweep.analysis.answers.answer_table import NAMES, read_question
 from vramsweep.analysis.data.groups import FREE
-from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.importers import open_rows, open_together
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
+from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.harness.files import outputs
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.activity import Activity
@@ -48,8 +49,7 @@ def _parsers() -> dict[str, Parser]:
         return made
 
     fit = verb("fit", _fit)
-    fit.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x to use")
-    fit.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x to use")
+    _fitting(fit)
     fit.add_argument(
         "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
         help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
@@ -62,13 +62,16 @@ def _parsers() -> dict[str, Parser]:
 
     report = verb("report", _report)
     report.add_argument("--out", type=Path, help="default: the results folder itself")
+    _fitting(report, figures=True)
     report.add_argument("--answer", choices=NAMES, help="begin with this table (default: what the sweep was run for)")
     report.add_argument(
         "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
     )
     report.add_argument("--brief", action="store_true", help="print only where the files are")
 
-    verb("paper", _paper).add_argument("--out", type=Path, help="default: paper/ in the results folder")
+    paper = verb("paper", _paper)
+    paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
+    _fitting(paper, figures=True)
 
     frontier = verb("frontier", _frontier)
     frontier.add_argument(
@@ -99,6 +102,7 @@ def _parsers() -> dict[str, Parser]:
     )
     compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="a page of both: verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
+    compare.add_argument("--names", metavar="A,B", help="what both are called (default: their paths)")
     _foreign(compare)
 
     calibrate = verb("calibrate", _calibrate, rows=False)
@@ -119,9 +123,30 @@ def _parsers() -> dict[str, Parser]:
 
 
 def _input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("rows", type=Path, metavar="ROWS", help="results folder, journal, CSV or Parquet file")
+    parser.add_argument(
+        "rows", type=Path, nargs="+", metavar="ROWS", help="results folder, journal, CSV or Parquet file"
+    )
+    parser.add_argument(
+        "--names",
+        metavar="NAMES",
+        help="of several foreign files: the allocator of each, or COLUMN=A,B of another column",
+    )
     parser.add_argument("--ranks", choices=HOW, default="worst", help="memory of several ranks (default: the worst's)")
     _foreign(parser)
+
+
+def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
+    """Which rows fits are of, and what figures draw of them."""
+    parser.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x that fits use")
+    parser.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x that fits use")
+    if figures:
+        parser.add_argument(
+            "--curves",
+            type=_curves,
+            default=(),
+            metavar="KINDS",
+            help="drawn beside the chosen curve: linear,quadratic",
+        )
 
 
 def _foreign(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +176,13 @@ def _tokens(text: str) -> float:
     return number
 
 
+def _curves(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    for name in names:
+        suggestions.check_listed(f"--curves {name}", "kind of curve", name, PLAIN)
+    return names
+
+
 def _images(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in IMAGES]:
@@ -164,7 +196,8 @@ def _sizes(text: str) -> list[float]:
 
 
 def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
-    table, notes = open_rows(path or arguments.rows, arguments.columns, arguments.mapping, arguments.settings)
+    given = arguments.columns, arguments.mapping, arguments.settings
+    table, notes = open_rows(path, *given) if path else open_together(arguments.rows, arguments.names, *given)
     for note in (*notes, *table.warnings):
         print(f"note: {note}", file=sys.stderr)
     ranks = getattr(arguments, "ranks", "worst")
@@ -220,31 +253,43 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     with Activity("reading rows") as activity:
+        from vramsweep.analysis.report.content import Fitting
         from vramsweep.analysis.report.write import write_report
 
         table = _open(arguments)
-        folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent)
+        folder = arguments.out or _place(arguments)
         activity.update(f"fitting and drawing {len(table.frame):,} rows")
-        answer = arguments.answer or read_question(arguments.rows)
-        written = write_report(table, folder, arguments.images, answer, activity.update)
+        answer = arguments.answer or read_question(arguments.rows[0])
+        fitting = Fitting(arguments.start, arguments.stop, arguments.curves)
+        written = write_report(table, folder, arguments.images, answer, activity.update, fitting)
     _print_written(written, arguments.json, table, arguments.brief)
     return 0
 
 
 def _paper(arguments: argparse.Namespace) -> int:
     with Activity("reading rows"):
+        from vramsweep.analysis.report.content import Fitting
         from vramsweep.analysis.report.paper import write_paper
 
         table = _open(arguments)
-    folder = arguments.out or (arguments.rows if arguments.rows.is_dir() else arguments.rows.parent) / "paper"
+    folder = arguments.out or _place(arguments) / "paper"
     given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
     given += [f"--columns={arguments.columns}"] if arguments.columns else []
     given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
     given += [f"--set={one}" for one in arguments.settings]
+    fitting = Fitting(arguments.start, arguments.stop, arguments.curves)
+    ends = (("from", fitting.start), ("to", fitting.stop), ("curves", ",".join(fitting.curves) or None))
+    given += [f"--{name}={value}" for name, value in ends if value is not None]
     with Activity(f"writing the paper's folder of {len(table.frame):,} rows"):
-        written = write_paper(table, folder, read_question(arguments.rows), given)
+        written = write_paper(table, folder, read_question(arguments.rows[0]), given, fitting)
     _print_written(written, arguments.json, table)
     return 0
+
+
+def _place(arguments: argparse.Namespace) -> Path:
+    """Where a verb writes unless told: the results folder, or beside the first file."""
+    first: Path = arguments.rows[0]
+    return first if first.is_dir() else first.parent
 
 
 def _print_written(written: Any, as_json: bool, table: Table, brief: bool = False) -> None:
@@ -271,6 +316,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     else:
         a, b = (_open(arguments, path) for path in arguments.rows)
         names = tuple(str(path) for path in arguments.rows)
+    if arguments.names:
+        names = tuple(arguments.names.split(","))
+        if len(names) != 2:
+            raise UserError(f"--names {arguments.names}: give two, of A and of B")
     found = verdicts.compare(a, b, (names[0], names[1]), arguments.tolerance)
     along = trends.along(found, arguments.axis)
     if arguments.json:
@@ -294,7 +343,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.report import tables
 
-    table = _open(arguments)
+    table = _open(arguments, arguments.rows)
     notes: list[str] = []
     if arguments.simulated != arguments.rows:
         table, notes = together(table, _open(arguments, arguments.simulated))
@@ -344,7 +393,8 @@ def _export(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.data import export
 
     writer = {".csv": export.write_csv, ".parquet": export.write_parquet}[arguments.out.suffix]
-    outputs.refuse_input(arguments.out, arguments.rows)
+    for path in arguments.rows:
+        outputs.refuse_input(arguments.out, path)
     table = _open(arguments)
     outputs.write(arguments.out, lambda place: writer(table.frame, place))
     print(f"{len(table.frame):,} rows in {arguments.out}")

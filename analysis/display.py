@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -24,10 +24,11 @@ from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.groups import ASKED, label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
-from vramsweep.analysis.figures import overlay
+from vramsweep.analysis.figures import memory, overlay
 from vramsweep.analysis.figures.layout import page
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.model import fit_wording, memory_frontier
+from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import Limit
 from vramsweep.analysis.report import tables
@@ -85,10 +86,46 @@ class Shown:
         return escape_text(self.text)
 
 
-class Fits(Shown, tuple[Fit, ...]):
+class ShownFit(Fit):
+    """A fit that shows itself: in a line, in words, as a figure."""
+
+    @property
+    def equation(self) -> str:
+        """The chosen model, in the metric's unit."""
+        return fit_wording.equations(self, self.chosen)
+
+    @property
+    def r2(self) -> float:
+        """The share of the points' variance that the chosen model explains."""
+        return self.chosen.r2
+
+    def summary(self) -> str:
+        """Return what `vramsweep fit` prints of it."""
+        return fit_wording.text(self)
+
+    def figure(self, curves: Sequence[str] = PLAIN) -> Any:
+        """Draw points, the chosen curve with its band, the line and the parabola, and residuals, as a plotly Figure."""
+        return titled(memory.of_fit(self, curves))
+
+    def __repr__(self) -> str:
+        return escape_text(f"<{fit_wording.summary([self], brief=True)}>")
+
+    def _repr_html_(self) -> str:
+        said = [*fit_wording.explain(self), *fit_wording.rests_on(self)]
+        return html(f"{self.metric.label}, {self.label}", tables.of_fits([self]), said, self.summary(), self.warnings)
+
+
+class Fits(Shown, tuple[ShownFit, ...]):
     """The fits that `vramsweep fit` prints, and what could not be fitted (`notes`)."""
 
     notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, fits: Sequence[Fit], notes: Sequence[str]) -> Fits:
+        """Return fits that show themselves."""
+        found = cls(ShownFit(**{one.name: getattr(fit, one.name) for one in fields(fit)}) for fit in fits)
+        found.notes = tuple(notes)
+        return found
 
     @property
     def text(self) -> str:
@@ -99,17 +136,8 @@ class Fits(Shown, tuple[Fit, ...]):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line a fit; `rms` and what a new run needs at the longest x are in the metric's own unit."""
-        told = [fit_wording.as_json(fit) for fit in self]
-        return pd.DataFrame(
-            {
-                "metric": one["metric"], "unit": one["unit"], "settings": fit.label, "axis": fit.axis,
-                "rows": one["rows"], "model": one["chosen"], "rests_on": fit.basis, "rms": fit.chosen.rms,
-                "first": fit.range[0], "last": fit.range[1], "at_last": one["predicted"][0]["value"],
-                "new_run_low": one["predicted"][0]["new_run"][0], "new_run_high": one["predicted"][0]["new_run"][1],
-            }
-            for fit, one in zip(self, told, strict=True)
-        )  # fmt: skip
+        """A row for each model of each fit: line, parabola and the chosen one; errors in the column's own unit."""
+        return fit_wording.frame(self)
 
     def _repr_html_(self) -> str:
         title = f"{len(self):,} fit{'s' * (len(self) != 1)}"

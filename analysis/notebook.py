@@ -113,7 +113,8 @@ def fit(
     predicted rows of the same settings, whose shape is taken; `robust`: outliers count less.
 
     >>> one = fit(rows, metric="peak_allocated_bytes")[0]
-    >>> one.predict(numpy.array([4096])).new_high      # a new run's upper end, in bytes
+    >>> one.equation, one.r2, one.figure()
+    >>> one.predict(4096).new_high      # a new run's upper end, in bytes; also of a list, a Series, an array
     """
     from vramsweep.analysis.data.pairing import Beside, Chosen
     from vramsweep.analysis.model.fit import fit_table
@@ -129,9 +130,7 @@ def fit(
         raise UserError(
             f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {axis} or more"
         )
-    found = Fits(fits)
-    found.notes = tuple(notes)
-    return found
+    return Fits.of(fits, notes)
 
 
 def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: str = "seq_len") -> Limits:

@@ -16,7 +16,7 @@ from typing import Any
 import pandas as pd
 
 from vramsweep.analysis.data.imported_rows import OUT_OF_MEMORY, to_table
-from vramsweep.analysis.data.load import Table, load
+from vramsweep.analysis.data.load import Table, from_frame, load
 from vramsweep.analysis.data.mapping import FileMapping, by_name, by_position, from_file, from_settings
 from vramsweep.harness.files.bounded_reads import LIMIT, read_content
 from vramsweep.harness.messages.errors import UserError
@@ -49,6 +49,32 @@ def open_rows(
         note = f"{path} is not a foreign CSV: --columns, --mapping and --set change nothing in it"
         return load(path), [note] if given else []
     return read_csv(path, columns, mapping, constants)
+
+
+def open_together(
+    paths: Sequence[Path], names: str | None, columns: str | None, mapping: Path | None, settings: Sequence[str]
+) -> tuple[Table, list[str]]:
+    """Return one table of several files as `open_rows` reads each, and what was assumed.
+
+    `names` sets foreign files apart: `default,expandable` are allocators, `precision=fp32,bf16` values of another
+    column. Foreign rows of all files are of one sweep. Raises UserError.
+    """
+    axis, _, listed = names.rpartition("=") if names else ("", "", "")
+    values = [value.strip() for value in listed.split(",")] if names else []
+    if names and (len(values) != len(paths) or not all(values)):
+        raise UserError(
+            f"--names {names} are {len(values)} names of {len(paths)} files; give one for each, in their order"
+        )
+    own = [[f"{axis or 'allocator'}={value}"] for value in values] or [[] for _ in paths]
+    opened = [open_rows(path, columns, mapping, [*settings, *more]) for path, more in zip(paths, own, strict=True)]
+    notes = list(dict.fromkeys(note for _, of_file in opened for note in of_file))
+    if len(opened) == 1:
+        return opened[0][0], notes
+    frame = pd.concat([table.frame for table, _ in opened], ignore_index=True)
+    origins = list(dict.fromkeys(frame["foreign"].dropna()))
+    frame["foreign"] = frame["foreign"].where(frame["foreign"].isna(), " and ".join(map(str, origins)))
+    warnings = list(dict.fromkeys(warning for table, _ in opened for warning in table.warnings))
+    return from_frame(frame, " and ".join(map(str, paths)), warnings), notes
 
 
 def _is_ours(path: Path) -> bool:

@@ -30,6 +30,11 @@ class Metric:
     limited: bool = False
     above: str | None = None
 
+    @property
+    def column_unit(self) -> str:
+        """The unit of the column itself."""
+        return "bytes" if self.memory else self.unit
+
     def show(self, value: float) -> str:
         """A value of the column in words: number and unit."""
         if self.memory:

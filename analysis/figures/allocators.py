@@ -1,4 +1,4 @@
-"""Allocators compared: peak reserved of each, a bar for each length, from zero; what was allocated is marked.
+"""Allocators compared: peak reserved and speed against length, as ratios to the first, and one against the other.
 
 Not covered: lines of reserved over the events of a recording (allocator.py).
 """
@@ -6,6 +6,7 @@ Not covered: lines of reserved over the events of a recording (allocator.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,102 +14,142 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.plots import LENGTH, Figure, escape, faint, new_plot, sentence
+from vramsweep.analysis.figures.plots import AXIS, LENGTH, End, Figure, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import MOST, Look, View, names, shared
-from vramsweep.harness.messages.units import format_size
 
-LENGTHS = 12  # at most
+FEW = 60  # lengths: through more, lines are thin
 SETS = 6  # of allocators with all else equal, of which the page's reader chooses one
-_PATTERNS = ("", "/", "\\", ".", "x", "-")  # readable without colour
+RESERVED, SPEED = "peak_reserved_bytes", "tokens_per_s"
+PANELS = ((0.58, 1.0), (0.29, 0.52), (0.0, 0.23))  # of the height: memory, speed, ratios
+RATIOS = ((RESERVED, "reserved", "solid"), (SPEED, "speed", "dot"))
+FEWER = ((0.33, 1.0), (0.0, 0.27))  # memory and ratios alone
+
+
+@dataclass(frozen=True)
+class Side:
+    """One allocator's rows: `middle`, `low` and `high` are medians and ends of repeats, a line a length, in bytes and
+    tokens/s, NaN where unknown."""
+
+    name: str
+    look: Look
+    rows: pd.DataFrame
+    middle: pd.DataFrame
+    low: pd.DataFrame
+    high: pd.DataFrame
 
 
 def compared(view: View) -> list[Figure]:
-    """The bars of the largest group and those that differ from it in the allocator; of other settings when chosen."""
-    sets: list[list[Group]] = []
+    """Draw the largest group and those that differ from it in the allocator; of other settings when chosen."""
+    sets: list[list[Side]] = []
     left = list(view.groups)
+    shown: list[Group] = []
     while left and len(sets) < SETS:
         own = others_equal(left, ("allocator",))
         left = [group for group in left if all(group is not one for one in own)]
         own.sort(key=lambda group: group.settings.get("allocator") != "default")  # what others are held against
-        known = [group for group in own[:MOST] if not group.resident and len(_peaks(group))]
-        sets += [known] if len(known) > 1 and _lengths(known) else []
+        known = [g for g in own[:MOST] if not g.resident and g.ok(RESERVED, "seq_len")["seq_len"].nunique() > 1]
+        sides = [_side(view, g, name, bool(sets)) for g, name in zip(known, names(known) if known else (), strict=True)]
+        if len(sides) > 1 and any(len(_common(sides[0], side)) for side in sides[1:]):
+            sets, shown = [*sets, sides], shown or known
     if not sets:
         return []
-    tables = [_table(own) for own in sets]
-    shown, first = sets[0], tables[0]
-    unit, called = plots.axis_unit(max(float(np.nanmax(t.to_numpy(float))) for t in tables))
-    plot = new_plot(LENGTH, f"peak reserved memory ({called})")
-    for number, (own, table) in enumerate(zip(sets, tables, strict=True)):
-        _bars(plot, own, table, [view.look(group, hidden=number > 0) for group in own], unit)
-    plot.update_layout(barmode="group", showlegend=True, legend=plots.ABOVE, bargap=0.25, bargroupgap=0.05)
-    plot.update_xaxes(type="category", categoryorder="array", categoryarray=[f"{int(x):,}" for x in first.index])
-    plot.update_yaxes(rangemode="tozero")
-    caption = sentence(
-        _differs(first, names(shown)), "Lines on the bars: peak allocated.",
-        f"All with {label(rest)}." if (rest := shared(shown)) else "",
-        f"{len(first):,} of {len(_lengths(shown)):,} lengths." if len(first) < len(_lengths(shown)) else "",
-    )  # fmt: skip
-    data = pd.concat([_peaks(group).assign(group=group.label) for group in shown], ignore_index=True)
-    return [Figure("allocators", "Allocators compared", caption, plot, data)]
+    rest = f"All with {label(same)}." if (same := shared(shown)) else ""
+    told = [_differs(sets[0][0], side) for side in sets[0][1:]]
+    caption = sentence(f"Against {sets[0][0].name}: {'; '.join(filter(None, told))}." if any(told) else "", rest)
+    data = pd.concat([side.rows.assign(group=group.label) for side, group in zip(sets[0], shown, strict=True)])
+    data = data.reset_index(drop=True)
+    fast = any(side.middle[SPEED].notna().any() for side in sets[0])
+    found = [Figure("allocators", "Allocators compared", caption, _against_length(sets, fast), data)]
+    if fast:
+        title = "Allocators: peak reserved memory against speed"
+        lines = "Each line goes through the lengths, the shortest first; farther right and lower is better."
+        found.append(Figure("allocators_by_speed", title, sentence(lines, rest), _against_speed(sets), data))
+    return found
 
 
-def _peaks(group: Group) -> pd.DataFrame:
-    return group.ok("peak_reserved_bytes", "seq_len", also=["peak_allocated_bytes"]).sort_values("seq_len")
+def _side(view: View, group: Group, name: str, hidden: bool) -> Side:
+    rows = group.ok(RESERVED, "seq_len", also=[SPEED, "peak_allocated_bytes"]).sort_values("seq_len")
+    values = rows[["seq_len", RESERVED, SPEED]].astype(float).groupby("seq_len")
+    return Side(name, view.look(group, hidden), rows, values.median(), values.min(), values.max())
 
 
-def _lengths(groups: Sequence[Group]) -> list[int]:
-    """Those that at least two of them have."""
-    counts = pd.concat([_peaks(group)["seq_len"].drop_duplicates() for group in groups]).value_counts()
-    return sorted(int(x) for x in counts[counts > 1].index)
+def _common(one: Side, other: Side) -> pd.Index[Any]:
+    return one.middle.index.intersection(other.middle.index)
 
 
-def _table(groups: Sequence[Group]) -> pd.DataFrame:
-    """Reserved, bytes: a line a length, a column a group; NaN where it has none there."""
-    lengths = np.array(_lengths(groups))
-    lengths = lengths[plots.spread(lengths, LENGTHS)] if len(lengths) else lengths
-    found = {
-        number: _peaks(group).groupby("seq_len")["peak_reserved_bytes"].median().reindex(lengths)
-        for number, group in enumerate(groups)
-    }
-    return pd.DataFrame(found, index=lengths).astype(float)
+def _ratio(base: Side, side: Side, column: str) -> pd.Series[float]:
+    """Of the side to the base, at each length that both have."""
+    at = _common(base, side)
+    found: pd.Series[float] = (side.middle.loc[at, column] / base.middle.loc[at, column]).dropna()
+    return found
 
 
-def _bars(plot: Any, groups: Sequence[Group], table: pd.DataFrame, looks: Sequence[Look], unit: int) -> None:
-    x = [f"{int(length):,}" for length in table.index]
-    thin = float(np.nanmax(table.to_numpy(float))) / unit / 100 if len(table) else 0.0
-    for number, (group, name, look) in enumerate(zip(groups, names(groups), looks, strict=True)):
-        allocated = _peaks(group).groupby("seq_len")["peak_allocated_bytes"].median().reindex(table.index)
-        sizes = allocated.to_numpy(float, na_value=np.nan) / unit
-        plot.add_bar(
-            x=x, y=table[number].to_numpy(float) / unit, name=escape(name), offsetgroup=str(number),
-            customdata=[f"{size:,.4g}" for size in sizes],
-            marker={"color": faint(look.colour, 0.75), "line": {"color": look.colour, "width": 1},
-                    "pattern": {"shape": _PATTERNS[number], "fgcolor": "#fff", "solidity": 0.25}},
-            hovertemplate="%{x} tokens: %{y:,.4~g} reserved, %{customdata} allocated<extra>" + escape(name)
-            + "</extra>",
-            **look.trace,
-        )  # fmt: skip
-        if np.isfinite(sizes).any():  # a line as wide as its bar, on any screen
-            plot.add_bar(
-                x=x, y=np.where(np.isfinite(sizes), thin, np.nan), base=sizes - thin / 2, offsetgroup=str(number),
-                name="allocated", legendgroup="allocated", showlegend=number == 0, legendrank=2000,
-                hoverinfo="skip",
-                marker={"color": "#222"}, **look.trace,
-            )  # fmt: skip
-
-
-def _differs(table: pd.DataFrame, called: Sequence[str]) -> str:
-    """Of each allocator but the first: how much more or less it reserves, where that is most."""
+def _differs(base: Side, side: Side) -> str:
+    """How much a side reserves and how fast it is, as ratios to the base: median and ends."""
     said = []
-    for number, name in enumerate(called[1:], 1):
-        base, own = (table[column].to_numpy(float) for column in (0, number))
-        if not np.isfinite(own - base).any():
-            continue
-        at = int(np.nanargmax(np.abs(own - base)))
-        gap, length = float(own[at] - base[at]), f"{int(table.index[at]):,} tokens"
-        if gap:
-            way = f"{format_size(abs(gap))} {'less' if gap < 0 else 'more'} ({gap / base[at]:+.1%}) at {length}"
-        else:
-            way = "as much at every length"
-        said.append(f"{name} reserves {way}")
-    return f"Against {called[0]}: {'; '.join(said)}." if said else ""
+    for column, verb in ((RESERVED, "reserves"), (SPEED, "has a speed of")):
+        if len(found := _ratio(base, side, column)):
+            ends = f" ({found.min():.3f} to {found.max():.3f})" if found.min() < found.max() else ""
+            said.append(f"{verb} {found.median():.3f} times as much{ends}")
+    return f"{side.name} {' and '.join(said)}, median of {len(_common(base, side)):,} lengths" if said else ""
+
+
+def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
+    """Memory, speed and ratios to the first allocator over each other, along one axis of lengths."""
+    largest = max(float(side.high[RESERVED].max()) for side in sets[0])
+    unit, called = plots.axis_unit(largest)
+    plot = new_plot(LENGTH, f"reserved ({called})")
+    titles = {"yaxis": f"reserved ({called})", "yaxis2": "tokens/s", "yaxis3": f"× {plots.escape(sets[0][0].name)}"}
+    for (axis, title), domain in zip(titles.items(), PANELS if fast else (FEWER[0], None, FEWER[1]), strict=True):
+        own = {**AXIS, "domain": domain, "anchor": "x", "title": {"text": title}, "tickformat": ",~g", "nticks": 6}
+        plot.update_layout({axis: own} if domain else {})
+    plot.update_layout(height=560, xaxis={"anchor": "y3"}, yaxis2={"rangemode": "tozero"} if fast else None)
+    ends = []
+    for number, sides in enumerate(sets):
+        for side in sides:
+            end = _draw(plot, side, side.middle.index, RESERVED, unit)
+            ends += [end] if number == 0 else []
+            if fast:
+                _draw(plot, side, side.middle.index, SPEED, 1, yaxis="y2")
+            for column, what, dash in RATIOS if side is not sides[0] else ():
+                if len(found := _ratio(sides[0], side, column)):
+                    x, y = np.asarray(found.index, dtype=float), np.asarray(found, dtype=float)
+                    more = {"yaxis": "y3", "showlegend": False}
+                    plots.add_line(plot, x, y, side.look, f"{what}, {side.name}", {"dash": dash, "width": 1.5}, **more)
+                    if side is sets[0][1]:
+                        plot.add_annotation(x=x[-1], y=y[-1], yref="y3", text=f" {what}", xanchor="left",
+                                            showarrow=False, font={"size": 11})  # fmt: skip
+    finish(plot, ends, [0.0, largest / unit], share=PANELS[0][1] - PANELS[0][0])
+    return plot
+
+
+def _against_speed(sets: Sequence[Sequence[Side]]) -> Any:
+    """Peak reserved over tokens/s, a line of lengths for each allocator."""
+    largest = max(float(side.high[RESERVED].max()) for side in sets[0])
+    unit, called = plots.axis_unit(largest)
+    plot = new_plot("throughput (tokens/s)", f"peak reserved memory ({called})")
+    ends = []
+    for number, sides in enumerate(sets):
+        for side in sides:
+            if side.middle[SPEED].notna().any():
+                end = _draw(plot, side, side.middle[SPEED], RESERVED, unit)
+                ends += [end] if number == 0 else []
+    plot.update_traces(hovertemplate="%{customdata} tokens: %{y:,.4~g} reserved, %{x:,.0f} tokens/s<extra></extra>")
+    finish(plot, ends, [0.0, largest / unit])
+    return plot
+
+
+def _draw(plot: Any, side: Side, x: Any, column: str, unit: int, **more: Any) -> End:
+    """One allocator's medians at x, with the spread of its repeats where there are any; where the line ends."""
+    known = side.middle[column].notna() & pd.Series(x, side.middle.index).notna()
+    middle, low, high = (one.loc[known, column].to_numpy(float) / unit for one in (side.middle, side.low, side.high))
+    at = np.asarray(pd.Series(x, side.middle.index)[known], dtype=float)
+    lengths = [f"{int(length):,}" for length in side.middle.index[known]]
+    spread = {"type": "data", "array": high - middle, "arrayminus": middle - low, "thickness": 1, "width": 2}
+    own = {"customdata": lengths} | ({"error_y": spread} if np.any(high > low) else {})
+    more |= {"showlegend": "yaxis" not in more, "legendgroup": side.name}
+    if np.any(np.diff(at) <= 0) and len(at) > FEW:  # to and fro: a line of many would be a knot
+        plots.add_points(plot, at, middle, lengths, side.look, side.name)
+    else:
+        plots.add_line(plot, at, middle, side.look, side.name, {"width": 2 if len(at) <= FEW else 1.3}, **own, **more)
+    return End(float(at[-1]), float(middle[-1]), side.name, side.look)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
-from vramsweep.analysis.figures.layout import column, page
+from vramsweep.analysis.figures.layout import column, page, static
 from vramsweep.analysis.figures.plots import Figure
 
 
@@ -38,7 +38,7 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     """PDF for one column of a paper, SVG for a page, PNG as both (`<name>.png`, `<name>.column.png`: 300 dpi), all in
     one browser session; returns notes."""
     pictures: list[Picture] = []
-    for figure in figures:
+    for figure in map(static, figures):
         for kind in formats:
             if kind != "pdf":
                 pictures.append(

@@ -10,6 +10,7 @@ import html
 import math
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import plotly.graph_objects as go
@@ -41,6 +42,13 @@ def page(figure: Figure) -> go.Figure:
         below += 26 * _legend_lines(plot, BLOG[0] - 80, text=13)
     height = (plot.layout.height or BLOG[1]) + 40
     return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, below)
+
+
+def static(figure: Figure) -> Figure:
+    """The figure without what only a click on its legend would show."""
+    plot = go.Figure(figure.plot)
+    plot.data = [trace for trace in plot.data if trace["visible"] != "legendonly"]
+    return replace(figure, plot=plot)
 
 
 def column(figure: Figure) -> go.Figure:
@@ -130,8 +138,9 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
         found["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
                            "tickfont": {"size": size}, "automargin": False}  # fmt: skip
-    if "yaxis2" in plot.layout and plot.layout.yaxis2.title.text:
-        found["yaxis2"] = _wrapped(plot.layout.yaxis2, inner, text)
+    for name in ("yaxis2", "yaxis3"):
+        if name in plot.layout and plot.layout[name].title.text:
+            found[name] = _wrapped(plot.layout[name], inner, text)
     return found
 
 
@@ -197,9 +206,9 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     """With its title above and its small print below what is there; `below` px are of axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
-    beside = {str(t.text[0]).strip() for t in plot.data if t.meta and t.meta.get(DIRECT) and t.visible is not False}
+    beside = [str(t.text[0]).strip() for t in plot.data if t.meta and t.meta.get(DIRECT) and t.visible is not False]
     for trace in plot.data:
-        if trace.name in beside:
+        if trace.name and any(told == trace.name or told.startswith(f"{trace.name}, ") for told in beside):
             trace.showlegend = False  # its name stands beside it
     for note in plot.layout.annotations:
         if note.name == "limit":  # it may stand on an area

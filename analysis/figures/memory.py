@@ -13,19 +13,22 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
-from vramsweep.analysis.data.metrics import unit_of
+from vramsweep.analysis.data.metrics import Unit, unit_of
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import Look, View, names, shared
-from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model import fit_wording
+from vramsweep.analysis.model.curves import PLAIN, Array
 from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.observations import AXES, UNITS
 from vramsweep.analysis.model.predictors import BASES
 
 CONFIGURATIONS = 6  # of which the page's reader can choose; those beyond the first few are hidden until then
 TOGETHER = 3
 STRIP = 0.2  # of the height: the residuals below
 FAINT = 0.45
+PLAIN_DASHES = {"linear": "dot", "quadratic": "dashdot"}
 
 
 def by_length(view: View) -> list[Figure]:
@@ -40,13 +43,7 @@ def by_length(view: View) -> list[Figure]:
     others = [group for group in known if all(group is not one for one in drawn)]
     fits = [fit for group in drawn for fit in _drawn_fits(view, group)]
     unit, called = plots.axis_unit(max(float(fit.points.y.max()) for fit in fits))
-    plot = new_plot(LENGTH, f"peak memory ({called})")
-    plot.update_layout(
-        yaxis={"domain": [STRIP + 0.08, 1.0]},
-        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "tickformat": ",~g",
-                "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
-        xaxis={"anchor": "y2"},
-    )  # fmt: skip
+    plot = _over_residuals(LENGTH, f"peak memory ({called})")
     ends: list[End] = []
     data: list[pd.DataFrame] = []
     reach = [0.0]
@@ -55,7 +52,9 @@ def by_length(view: View) -> list[Figure]:
         for fit in _drawn_fits(view, group):
             own = look if fit.metric.column != "peak_reserved_bytes" or len(drawn) > 1 else look.numbered(1)
             what = fit.metric.label.removeprefix("peak ")
-            data.append(_draw(plot, fit, own, f"{what}, {which}" if len(drawn) > 1 else what, unit, ends))
+            called = f"{what}, {which}" if len(drawn) > 1 else what
+            data.append(_draw(plot, fit, own, called, unit, ends))
+            _add_plain(plot, fit, own, unit, view.curves)
             reach += [float(fit.points.y.max()) / unit]
     for group in others[: CONFIGURATIONS - len(drawn)]:
         for fit in _drawn_fits(view, group):
@@ -74,6 +73,50 @@ def by_length(view: View) -> list[Figure]:
     )  # fmt: skip
     every = pd.concat([*data, *out], ignore_index=True)
     return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]
+
+
+def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
+    """Draw one fit with its line and parabola (`curves`): points, the chosen curve and its band, residuals below."""
+    axis, metric = AXES[fit.axis], fit.metric
+    unit, called = (1, metric.unit) if not metric.memory else plots.axis_unit(float(fit.points.y.max()))
+    plot = _over_residuals(f"{axis} ({UNITS[fit.axis]})", f"{metric.label} ({called})")
+    ends: list[End] = []
+    data = _draw(plot, fit, Look(plots.COLOURS[0]), fit.chosen.model.name, unit, ends)
+    for trace in plot.data if fit.axis != "seq_len" else ():
+        trace.hovertemplate = trace.hovertemplate and trace.hovertemplate.replace(" tokens", f" {UNITS[fit.axis]}")
+    _add_plain(plot, fit, Look(plots.COLOURS[0]), unit, curves)
+    finish(plot, ends, [0.0, float(fit.points.y.max()) / unit], share=1 - STRIP - 0.08)
+    _strip_range(plot, metric.memory)
+    told = [fit_wording.equations(fit, one) for one in fit.shown if one is fit.chosen or one.model.kind in curves]
+    return Figure("fit", f"{metric.label.capitalize()} against {axis}", sentence(_lines_are([fit]), *told), plot, data)
+
+
+def _over_residuals(x: str, y: str) -> Any:
+    """An empty plot with a strip below for what the fit misses."""
+    plot = new_plot(x, y)
+    plot.update_layout(
+        yaxis={"domain": [STRIP + 0.08, 1.0]},
+        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "tickformat": ",~g",
+                "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
+        xaxis={"anchor": "y2"},
+    )  # fmt: skip
+    return plot
+
+
+def _add_plain(plot: Any, fit: Fit, look: Look, unit: int, asked: Sequence[str]) -> None:
+    """The line and the parabola of all points: drawn where asked for, else behind the legend, one entry for all."""
+    x = np.linspace(*fit.range, 160)
+    for one in fit.shown[:-1]:
+        kind = one.model.kind
+        first = all(trace.legendgroup != kind for trace in plot.data)
+        plot.add_scatter(
+            x=x, y=one.model.predict(x) / unit, mode="lines", name=one.model.name, legendgroup=kind, showlegend=first,
+            line={"color": plots.shade(look.colour, 0.7), "width": 1.5, "dash": PLAIN_DASHES[kind], "simplify": False},
+            hovertemplate=f"{plots.escape(fit_wording.equations(fit, one))}<br>R² {fit_wording.format_r2(one.r2)}"
+            "<extra></extra>",
+            **look.trace | ({} if kind in asked else {"visible": "legendonly"}),
+        )  # fmt: skip
+        plot.update_layout(showlegend=True)
 
 
 def _drawn_fits(view: View, group: Group) -> list[Fit]:
@@ -114,9 +157,10 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
         {
             "group": fit.label,
             "metric": fit.metric.column,
-            "seq_len": x,
+            fit.axis: x,
             "value": y,
             "fitted": fitted,
+            **{one.model.kind: one.model.predict(x) for one in fit.shown if one.model.kind in PLAIN},
             "model": fit.chosen.model.name,
             "rests_on": fit.basis,
             "trial_id": ids,
@@ -138,11 +182,12 @@ def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.D
     return rows[["group", "seq_len", "outcome", "trial_id"]]
 
 
-def _strip_range(plot: Any) -> None:
-    """The residuals, until here in bytes, in their unit; as far as nearly all of them reach, the same up and down."""
+def _strip_range(plot: Any, memory: bool = True) -> None:
+    """The residuals, until here in the column's unit, in theirs; as far as nearly all of them reach, the same up and
+    down."""
     found = [np.abs(np.asarray(t.y, dtype=float)) for t in plot.data if t.yaxis == "y2" and t.visible is not False]
     most = float(np.nanpercentile(np.concatenate(found), 99.5)) if found else 0.0
-    unit = unit_of(most)
+    unit = unit_of(most) if memory else Unit(1, "s", 3)
     for trace in plot.data:
         if trace.yaxis == "y2":
             trace.y = np.asarray(trace.y, dtype=float) / unit.bytes

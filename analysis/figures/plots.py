@@ -7,8 +7,9 @@ are. Not covered: the figures themselves, one module each (figure_table.py), and
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -83,16 +84,19 @@ def add_curve(plot: Any, x: Array, y: Array, look: Look, name: str, dash: str = 
     """A line without points, and not in the legend: its points are."""
     plot.add_scatter(
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
-        line={"color": look.colour, "width": 2, "dash": dash or look.dash}, **look.trace,
+        line={"color": look.colour, "width": 2, "dash": dash or look.dash, "simplify": False}, **look.trace,
     )  # fmt: skip
 
 
-def add_line(plot: Any, x: Array, y: Array, look: Look, name: str, **line: Any) -> None:
+def add_line(
+    plot: Any, x: Array, y: Array, look: Look, name: str, line: Mapping[str, Any] = MappingProxyType({}), **more: Any
+) -> None:
     """Points joined by a line, points only where they are few."""
     plot.add_scatter(
         x=x, y=y, mode="lines+markers" if len(x) <= 60 else "lines", name=escape(name),
-        line={"color": look.colour, "width": 2, "dash": look.dash} | line, marker={"symbol": look.symbol, "size": 7},
-        hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + escape(name) + "</extra>", **look.trace,
+        line={"color": look.colour, "width": 2, "dash": look.dash} | dict(line),
+        marker={"symbol": look.symbol, "size": 7},
+        hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + escape(name) + "</extra>", **look.trace, **more,
     )  # fmt: skip
 
 

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pandas as pd
+
 from vramsweep.analysis.compare.lengths import Runs
 from vramsweep.analysis.data.groups import Group, label, plain_value
 from vramsweep.analysis.data.load import Table, extras
@@ -54,7 +56,7 @@ class View:
     """What a table's figures are drawn from: rows of one kind (measured, predicted, of one foreign file).
 
     Of `varied` groups the lengths vary from sample to sample. `looks` are by the groups' ids; a group that is not there
-    looks like the first.
+    looks like the first. `curves` are the kinds that are drawn beside the chosen one.
     """
 
     table: Table
@@ -66,6 +68,7 @@ class View:
     jobs: Sequence[Job] = ()
     looks: Mapping[str, Look] = field(default_factory=dict)
     predicted: bool = False
+    curves: Sequence[str] = ()
 
     def look(self, group: Group, hidden: bool = False) -> Look:
         """How this configuration looks in every figure."""
@@ -108,7 +111,8 @@ def _identity(group: Group) -> tuple[str, ...]:
     first = group.source.iloc[group.rows[0]]
     known = card(group.take(*CARD)).dropna()
     which = str(known.iloc[0]) if len(known) else str(first.get("gpu_name"))
-    keys = (*_SHARED, *extras(group.source, EXTRAS_APART))
+    foreign = ("allocator",) if pd.isna(first.get("allocator_conf")) else ()  # of which the name is all that is known
+    keys = (*_SHARED, *foreign, *extras(group.source, EXTRAS_APART))
     return (which, *(str(plain_value(first.get(name))) for name in keys))
 
 

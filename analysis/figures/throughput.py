@@ -111,6 +111,22 @@ def mfu(view: View) -> list[Figure]:
     )  # fmt: skip
 
 
+def iterations(view: View) -> list[Figure]:
+    """Optimizer steps per second against length, as scripts count them; samples per second are so many times that."""
+    found = [
+        (group, rows.assign(steps_per_s=1 / rows["step_median_s"]))
+        for group, rows in groups_with(view.groups, "step_median_s")
+        if not view.predicted
+    ]
+    steps = "Optimizer steps per second: one over the median step time; medians of repeats."
+    each = {fit.samples_per_step for fit in view.fits if not fit.metric.memory and fit.samples_per_step}
+    samples = f"Samples/s are {' or '.join(f'{one:g}' for one in sorted(each))} times as many." if each else ""
+    return lines(
+        view, found, "steps_per_s", 1.0, "iterations", "Iterations per second", "iterations/s",
+        sentence(steps, samples), ("precision", "micro_batch"),
+    )  # fmt: skip
+
+
 def estimated(view: View) -> list[Figure]:
     """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
     speed = "estimated_tokens_per_s"

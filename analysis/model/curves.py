@@ -24,6 +24,7 @@ NAMES = {
     "hinge2": "hinge (three lines)",
     "step": "two lines apart",
 }
+PLAIN = ("linear", "quadratic")  # always shown
 FEWEST = 3  # different x, below which nothing is fitted
 
 

@@ -14,18 +14,19 @@ The first two are found in predictors.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike
 
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
-from vramsweep.analysis.model.curves import FEWEST, Array, Curve
+from vramsweep.analysis.model.curves import FEWEST, PLAIN, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
 from vramsweep.analysis.model.observations import Mask, Model, Points, along, observations
 from vramsweep.analysis.model.phases import PHASES
@@ -108,6 +109,13 @@ class Fit:
         return len(np.unique(self.points.x))
 
     @property
+    def shown(self) -> tuple[Candidate, ...]:
+        """The models that are always shown: the line and the parabola of all points, and the chosen one, which is
+        last."""
+        plain = (one for one in self.candidates if one.model.kind in PLAIN and one.model.modulus is None)
+        return (*(one for one in plain if one is not self.chosen), self.chosen)
+
+    @property
     def one_sided(self) -> bool:
         """Whether nothing is said of how high the curve may go beyond the points: a run did not fit that should have;
         they are few; or it hardly rises over all of them, so that what grows with length is still hidden below what
@@ -134,8 +142,12 @@ class Fit:
         """The most probable curve at x."""
         return self.predictor.value(x)
 
-    def predict(self, x: Array) -> Prediction:
-        """The curve at x with intervals; says where it extrapolates."""
+    def predict(self, x: ArrayLike) -> Prediction:
+        """Return the curve at x (a number, a list, a Series, an array) with intervals, each in the shape of x."""
+        shape, found = np.shape(x), self._predict(np.asarray(x, dtype=float).ravel())
+        return found if len(shape) == 1 else Prediction(*(one.reshape(shape)[()] for one in astuple(found)))
+
+    def _predict(self, x: Array) -> Prediction:
         curve, new = self.predictor.draws(x)
         tail = 50 * (1 - LEVEL)
         low, high = np.percentile(curve, [tail, 100 - tail], axis=0)

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB, Metric
-from vramsweep.analysis.model.curves import Curve
+from vramsweep.analysis.model.curves import PLAIN, Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
-from vramsweep.analysis.model.pointwise_fit import PLAIN, Candidate
+from vramsweep.analysis.model.pointwise_fit import Candidate
 from vramsweep.analysis.model.predictors import BASES, Residual
 from vramsweep.harness.messages.units import format_size
 
@@ -241,6 +242,31 @@ def text(fit: Fit) -> str:
     return "\n".join(lines)
 
 
+def equations(fit: Fit, candidate: Candidate) -> str:
+    """Return the equations of all of a model's curves, in the metric's unit."""
+    return "; ".join(of_class(fit, candidate, key) for key in candidate.model.curves)
+
+
+def frame(fits: Sequence[Fit]) -> pd.DataFrame:
+    """Return a row for each model of each fit that is shown: its equation in the metric's unit, its errors in the
+    column's, and its value at the longest x; of the chosen one with the 95 % interval of a new run there."""
+    rows = []
+    for fit in fits:
+        last = fit.predict(np.array([fit.range[1]]))
+        for one in fit.shown:
+            chosen = one is fit.chosen
+            rows.append({
+                "metric": fit.metric.column, "unit": fit.metric.column_unit, "settings": fit.label, "axis": fit.axis,
+                "rows": len(fit.points.x), "first": fit.range[0], "last": fit.range[1], "model": one.model.name,
+                "chosen": chosen, "equation": equations(fit, one), "r2": one.r2, "rms": one.rms, "worst": one.worst,
+                "probability": one.probability, "rests_on": fit.basis if chosen else "points",
+                "at_last": float((last.value if chosen else one.model.predict(last.x))[0]),
+                "new_run_low": float(last.new_low[0]) if chosen else np.nan,
+                "new_run_high": float(last.new_high[0]) if chosen else np.nan,
+            })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
 def _rms_of(fit: Fit, candidate: Candidate, key: bool) -> float:
     at = members(fit.points.x, candidate.model.modulus)[key]
     left = fit.points.y[at] - candidate.model.curves[key].predict(fit.points.x[at])
@@ -290,7 +316,7 @@ def as_json(fit: Fit) -> dict[str, Any]:
     """The fit as plain data; numbers in the column's own unit (bytes, seconds, tokens/s), NaN and infinity as null."""
     return {
         "metric": fit.metric.column,
-        "unit": "bytes" if fit.metric.memory else fit.metric.unit,
+        "unit": fit.metric.column_unit,
         "settings": {k: _plain(v) for k, v in fit.settings.items()},
         "rows": len(fit.points.x),
         "lengths": fit.lengths,
@@ -349,13 +375,12 @@ def _plain(value: Any) -> Any:
     return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
-def summary(fits: Sequence[Fit]) -> str:
-    """One line a fit, for the end of a sweep."""
+def summary(fits: Sequence[Fit], brief: bool = False) -> str:
+    """Return a line for each fit, for the end of a sweep, and below it, unless `brief`, what it says in words."""
     lines = []
     for fit in fits:
-        equations = "; ".join(of_class(fit, fit.chosen, key) for key in fit.chosen.model.curves)
-        lines.append(
-            f"{fit.metric.label}, {fit.label}: {equations}, RMS {_number(fit.chosen.rms, fit.metric)} {fit.metric.unit}"
-        )
-        lines += [f"    {sentence}" for sentence in explain(fit)]
+        error = f"R² {format_r2(fit.chosen.r2)}, RMS {number(fit.chosen.rms, fit.metric)}"
+        told = f"{equations(fit, fit.chosen)}, {error}"
+        lines.append(f"{fit.metric.label}, {fit.label}: {told}")
+        lines += [f"    {sentence}" for sentence in ([] if brief else explain(fit))]
     return "\n".join(lines)

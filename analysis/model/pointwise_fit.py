@@ -16,7 +16,7 @@ from numpy.polynomial import Polynomial
 from scipy import stats
 
 from vramsweep.analysis.data.metrics import Metric
-from vramsweep.analysis.model.curves import KINDS, NAMES, STEP, Array, Curve, meet, powers
+from vramsweep.analysis.model.curves import KINDS, NAMES, PLAIN, STEP, Array, Curve, meet, powers
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 from vramsweep.analysis.model.observations import Mask, Model, Points, members
 from vramsweep.analysis.model.times import CLOCK
@@ -26,7 +26,6 @@ CLEARLY = 5.0  # nats by which a curve per class must be more probable than one 
 ROUNDS = 5
 MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
 FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
-PLAIN = ("linear", "quadratic")  # always shown
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -15,6 +15,7 @@ from vramsweep.analysis.compare.residuals import residuals
 from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import figure_table, plots, timeline
 from vramsweep.analysis.figures import inferred as figures_inferred
@@ -62,7 +63,19 @@ class Content:
     answer: Answered | None = None
 
 
-def collect(table: Table, answer: str | None = None) -> Content:
+@dataclass(frozen=True)
+class Fitting:
+    """What was asked of fits: the x that they are of, and the kinds that figures draw beside the chosen one."""
+
+    start: float | None = None
+    stop: float | None = None
+    curves: tuple[str, ...] = ()
+
+
+ALL_ROWS = Fitting()
+
+
+def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS) -> Content:
     """Fit, draw and describe; measured, predicted and foreign rows each by themselves.
 
     Raises UserError if there is no `answer` of that name.
@@ -84,14 +97,16 @@ def collect(table: Table, answer: str | None = None) -> Content:
     all_jobs: list[parts.Job] = []
     for (name, part), (_, own) in zip(worlds, by_world, strict=True):
         most = max(6, min(FITTED, LENGTHS // max(int(part.frame["seq_len"].nunique()), 1)))
-        own_fits, own_notes = fit_table(part, limit=most, found=own, beside=beside.of)
+        ends = fitting.start, fitting.stop
+        own_fits, own_notes = fit_table(part, tuple(METRICS), *ends, limit=most, found=own, beside=beside.of)
         own = own[:SHOWN]
         jobs = parts.jobs(own)
         own_limits = frontier(part, fits=own_fits, found=own, most=most)
         over_lengths = lengths.runs(own)
         predicted = name == PREDICTED
         still, varied = ([group for group in own if group.varies is side] for side in (False, True))
-        views.append((name, View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted)))
+        view = View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted)
+        views.append((name, replace(view, curves=fitting.curves)))
         first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
         leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
         said = [*first, *findings.findings(part, own, own_fits)]
@@ -137,7 +152,7 @@ def collect(table: Table, answer: str | None = None) -> Content:
             (f"Settings{kind}", "settings", tables.of_groups(fixed[:60])),
             (f"Where lengths vary{kind}", "lengths", lengths.table(varied[:60])),
             ("Peaks of the parts of whole jobs", "parts", tables.of_jobs(all_jobs[:60])),
-            (f"Fitted curves{kind}", "fits", tables.of_fits(fits)),
+            (f"Fitted curves{kind} (*: chosen)", "fits", tables.of_fits(fits)),
             (fit_in, "frontier", tables.of_limits(limits)),
             (roofline, "estimated_throughput", tables.of_estimates(all_groups[:60], estimates)),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),

@@ -22,7 +22,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import findings, latex, paper_tables, requirements_file
-from vramsweep.analysis.report.content import Content, collect, split_worlds
+from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect, split_worlds
 from vramsweep.analysis.report.write import Written, unwritable, write_residuals
 from vramsweep.harness.files import file_names, inferred_points, outputs
 from vramsweep.harness.rows import journal
@@ -31,10 +31,12 @@ from vramsweep.version import __version__
 DIGESTS = "SHA256SUMS"  # as sha256sum reads it
 
 
-def write_paper(table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = ()) -> Written:
+def write_paper(
+    table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = (), fitting: Fitting = ALL_ROWS
+) -> Written:
     """Write the paper's folder. `given` are the words that said how to read the rows (--ranks, --set, ...), for making
     it again. Raises UserError where it cannot be written."""
-    content = collect(table, answer)
+    content = collect(table, answer, fitting)
     prefix = latex.slug(findings.values(table.frame, "sweep", 1) or Path(table.source).stem)
     figures, tables = _named(content.figures), paper_tables.tables(content)
     try:

@@ -15,12 +15,13 @@ import pandas as pd
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table as Rows
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, UNITS, Unit, unit_of
+from vramsweep.analysis.model.curves import NAMES
 from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.model.fit_wording import format_r2
 from vramsweep.analysis.model.memory_frontier import FEW, Limit
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
 from vramsweep.analysis.report.findings import unproven, values
 from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug, split_unit
-from vramsweep.analysis.report.tables import of_fits
 from vramsweep.harness.rows import repeats
 from vramsweep.version import __version__
 
@@ -32,6 +33,7 @@ _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_versi
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
 MOST_DIGITS = 6  # of MiB: a millionth is a byte
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
+FITTED = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
 def tables(content: Content) -> list[Table]:
@@ -45,9 +47,8 @@ def tables(content: Content) -> list[Table]:
         about = context(world, rows)
         own = [
             _settings([group for group in found if not group.varies], about, world == PREDICTED),
-            *(_per_token(name, fits, about) for name in PEAKS),
+            *(_models(name, fits, about) for name in FITTED),
             _frontier([limit for limit in content.limits if limit.group in ids], about),
-            _of_frame("fits", "Fitted curves", of_fits(fits), about),
         ]
         ending = f"_{slug(world).replace('-', '_')}" if len(worlds) > 1 else ""
         made += [replace(table, name=table.name + ending) for table in own if table is not None]
@@ -138,44 +139,62 @@ def _in(unit: Unit, size: float | None) -> str:
     return number(None if size is None else size / unit.bytes, unit.digits)
 
 
-def _per_token(column: str, fits: Sequence[Fit], about: str) -> Table | None:
-    """What a token costs: the slope of each curve of this column at the longest length, and where it begins."""
+def _models(column: str, fits: Sequence[Fit], about: str) -> Table | None:
+    """The line, the parabola and the chosen model of each fit of this column, a line for each of their pieces."""
     mine = [fit for fit in fits if fit.metric.column == column]
-    found = []
-    for fit, key, curve in ((one, *pair) for one in mine for pair in one.chosen.model.curves.items()):
-        longest = fit.range[1]
-        start, _, _, slope, bend = next(piece for piece in reversed(curve.lines()) if not piece[0] > longest)
-        ends = None if bend else fit.intervals[key].get(f"b{len(curve.pieces)}")
-        modulus = fit.chosen.model.modulus
+    found = [
+        (fit, one, key, number_of, piece)
+        for fit in mine
+        for one in fit.shown
+        for key, curve in one.model.curves.items()
+        for number_of, piece in enumerate(curve.lines(), 1)
+    ]
+    unit = _unit([piece[2] for *_, piece in found])
+    misfit = _unit([one.worst for _, one, *_ in found])
+    lines, firsts = [], []
+    for fit, one, key, number_of, (start, _, at, slope, bend) in found:
+        firsts.append((id(fit), id(one), key))
+        new_fit, new_model = firsts[-2:-1] == [] or firsts[-2][0] != id(fit), firsts[-2:-1] != firsts[-1:]
+        modulus = one.model.modulus
         of = f", lengths {'' if key else 'not '}divisible by {modulus}" if modulus else ""
-        at = float(curve.predict(np.zeros(1))[0])
+        name = f"{NAMES[one.model.curves[key].kind]}{of}{', chosen' if one is fit.chosen else ''}"
+        ends = fit.intervals[key].get(f"b{number_of}") if one is fit.chosen else None
         bounds = None if ends is None or not np.isfinite(ends).all() else (ends[0] / MIB, ends[1] / MIB)
-        begin = start if np.isfinite(start) else None
-        found.append((fit, f"{fit.label}{of}", at, (slope + 2 * bend * longest) / MIB, bounds, begin))
-    unit, misfit = _unit([at for _, _, at, *_ in found]), _unit([fit.chosen.rms for fit, *_ in found])
-    lines = [
-        (label, _in(unit, at), _slope(slope, ends), number(start), _in(misfit, fit.chosen.rms))
-        for fit, label, at, slope, ends, start in found
-    ]
+        quality = (_in(misfit, one.rms), _in(misfit, one.worst), format_r2(one.r2), number(one.probability, 2))
+        lines.append((
+            f"{fit.label}: {name}" if new_fit else name if new_model else "",
+            number(start if np.isfinite(start) else None),
+            _in(unit, at), _slope(slope / MIB, bounds), _digits(bend) if bend else "–",
+            *(quality if new_model else ("",) * 4),
+        ))  # fmt: skip
     notes = [
-        "Slope: growth of the peak per position (a token of every sample of the micro-batch) at the longest length; it "
-        "holds from the length given. Intercept: the fitted curve at length 0. RMS: of the points about the curve."
+        "Each line is a piece of a model, whose value is the largest of them, from the length given on: intercept "
+        "+ slope × length + curvature × length². A slope is of a position, a token of every sample of the micro-batch. "
+        "RMS, worst: of the points about the model. Probability: of the model among all kinds that were fitted."
     ]
-    notes += [BRACKETS.format("the slope")] if any("(" in line[2] for line in lines) else []
+    notes += [BRACKETS.format("the slope")] if any("(" in line[3] for line in lines) else []
     label = METRICS[column].label
-    return _table(
-        f"per_token_{label.removeprefix('peak ')}",
-        sentence(f"What a token costs: fitted {label} memory against sequence length", about),
-        ("setting", f"intercept ({unit.name})", "slope (MiB/position)", "from (tokens)", f"RMS ({misfit.name})"),
+    table = _table(
+        f"fits_{label.removeprefix('peak ')}",
+        sentence(f"Fitted {label} memory against sequence length", about),
+        ("model", "from (tokens)", f"intercept ({unit.name})", "slope (MiB/position)", "curvature (bytes/position²)",
+         f"RMS ({misfit.name})", f"worst ({misfit.name})", "R²", "probability"),
         lines,
         notes,
-    )
+    )  # fmt: skip
+    breaks = tuple(at for at in range(1, len(firsts)) if firsts[at][0] != firsts[at - 1][0])
+    return table and replace(table, groups=breaks)
+
+
+def _digits(value: float) -> str:
+    """Four digits of it, down to MOST_DIGITS after the point."""
+    return number(value, min(max(3 - floor(log10(abs(value))), 0), MOST_DIGITS)) if value else number(0.0)
 
 
 def _slope(slope: float, ends: tuple[float, float] | None) -> str:
     """Four digits; with its interval where that is known, whose half then has two digits, down to a byte a token."""
     if ends is None:
-        return number(slope, min(max(3 - floor(log10(abs(slope))), 0), MOST_DIGITS) if slope else 0)
+        return _digits(slope)
     half = (ends[1] - ends[0]) / 2
     digits = min(max(1 - floor(log10(half)), 0), MOST_DIGITS) if half > 0 else MOST_DIGITS
     return _uncertain(slope, ends, digits)

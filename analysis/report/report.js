@@ -35,7 +35,7 @@ const page = (function () {
       let show = trace.visible === undefined ? true : trace.visible;
       if (settings && state.picks.size) {
         const key = JSON.stringify(settings);
-        show = chosen(settings) && (seen.has(key) || seen.size < most);
+        show = chosen(settings) && (seen.has(key) || seen.size < most) && (trace.visible === "legendonly" ? "legendonly" : true);
         if (show) seen.add(key);
       }
       shown[i] = narrow && direct(trace) ? false : show;

@@ -61,22 +61,25 @@ def _between(speeds: pd.Series[Any]) -> str:
 
 
 def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
-    """One line per fitted curve."""
-    curves = [(fit, key) for fit in fits for key in fit.chosen.model.curves]
+    """One line per curve of the line, the parabola and the chosen model of each fit."""
+    curves = [(fit, one, key) for fit in fits for one in fit.shown for key in one.model.curves]
     lines = [
         {
             "quantity": fit.metric.label,
             "settings": fit.label,
-            "model": fit.chosen.model.name,
-            "curve": fit_wording.of_class(fit, fit.chosen, key),
-            "RMS": fit_wording.number(fit.chosen.rms, fit.metric),
-            "probability": f"{fit.chosen.probability:.2f}",
-            "values rest on": fit.basis,
+            "model": one.model.name + " *" * (one is fit.chosen),
+            "curve": fit_wording.of_class(fit, one, key),
+            "R²": fit_wording.format_r2(one.r2),
+            "RMS": fit_wording.number(one.rms, fit.metric),
+            "worst": fit_wording.number(one.worst, fit.metric),
+            "probability": f"{one.probability:.2f}",
+            "values rest on": fit.basis if one is fit.chosen else "points",
+            "range": f"{fit.range[0]:,.0f} to {fit.range[1]:,.0f}",
             "lengths": f"{fit.lengths:,}",
         }
-        for fit, key in curves
+        for fit, one, key in curves
     ]
-    return pd.DataFrame(lines, index=[fit.group for fit, _ in curves])
+    return pd.DataFrame(lines, index=[fit.group for fit, *_ in curves])
 
 
 def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:

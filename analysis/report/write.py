@@ -16,8 +16,9 @@ from vramsweep.analysis.answers.answer_table import Answered
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
+from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.report import page, summary
-from vramsweep.analysis.report.content import Content, collect
+from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect
 from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason
@@ -73,12 +74,13 @@ def write_report(
     formats: Sequence[str],
     answer: str | None = None,
     say: Callable[[str], None] | None = None,
+    fitting: Fitting = ALL_ROWS,
 ) -> Written:
     """Write rows.csv, figures/, report.html and the answer of that name into `folder`; `say` hears how far it is.
 
     Raises UserError when it cannot be written, or there is no such answer.
     """
-    content, source = collect(table, answer), Path(table.source)
+    content, source = collect(table, answer, fitting), Path(table.source)
     beside = folder.resolve() in (source.resolve(), source.resolve().parent)
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
@@ -87,6 +89,8 @@ def write_report(
                 shutil.copyfile(source, draft / "rows.csv")
             else:
                 write_csv(table.frame, draft / "rows.csv")
+            if content.fits:
+                guarded_frame(fit_wording.frame(content.fits)).to_csv(draft / "fits.csv", index=False)
             others = write_residuals(content, draft) | _write_answer(content.answer, draft)
             places |= {name: folder / file.name for name, file in others.items()}
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")

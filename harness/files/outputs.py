@@ -25,7 +25,7 @@ LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
 MOST = 16 << 20  # bytes of a list
 MAKES = {
-    "report": ("rows.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
+    "report": ("rows.csv", "fits.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
     "paper": (
         *("rows/*", "rows.csv", "residuals.csv", "figures/*", "tables/*", "methods.t*", "environment.json", "lock.txt"),
         *("SHA256SUMS", "reproduce.py", "README.md", "example.tex"),

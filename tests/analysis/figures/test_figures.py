@@ -121,18 +121,29 @@ def test_a_card_s_limit_is_a_line_and_what_ran_out_of_memory_crosses_on_it() -> 
     assert strip and figure.plot.layout.yaxis2.tickvals[1] == 0  # residuals, around zero
 
 
-def test_allocators_stand_on_zero_and_the_default_first() -> None:
-    known = view(synthetic.sweep(LENGTHS, (1,), repeats=1))
+def test_allocators_have_memory_speed_and_ratios_of_the_default() -> None:
+    known = view(rows := synthetic.sweep(LENGTHS, (1,), repeats=3))
     last_first = sorted(known.groups, key=lambda group: group.settings["allocator"] == "default")
-    (figure,) = compared(View(known.table, last_first))
-    bars = [trace for trace in figure.plot.data if trace.base is None]
-    assert [bar.name for bar in bars] == ["default", "expandable"]
-    assert figure.plot.layout.yaxis.rangemode == "tozero"
-    assert figure.caption.startswith("Against default: expandable reserves ")
-    marks = [trace for trace in figure.plot.data if trace.base is not None]
-    for mark, bar in zip(marks, bars, strict=True):
-        top = np.asarray(mark.base, dtype=float) + np.asarray(mark.y, dtype=float)
-        assert mark.offsetgroup == bar.offsetgroup and (top < np.asarray(bar.y, dtype=float)).all()
+    against_length, against_speed = compared(View(known.table, last_first))
+    ok = pd.DataFrame([row for row in rows if row["outcome"] == "ok"]).set_index("allocator")
+    columns = {"y": "peak_reserved_bytes", "y2": "tokens_per_s"}
+    middle = {name: ok.loc[name].groupby("seq_len")[list(columns.values())].median() for name in ok.index.unique()}
+    drawn = {(t.name, t.yaxis or "y"): t for t in against_length.plot.data if t.mode != "text"}
+    assert list(drawn)[:2] == [("default", "y"), ("default", "y2")]
+    for name, of_name in middle.items():
+        for axis, column in columns.items():
+            trace, unit = drawn[name, axis], 2**30 if axis == "y" else 1
+            assert np.asarray(trace.y, dtype=float) * unit == pytest.approx(of_name[column].to_numpy(float))
+            low = ok.loc[name].groupby("seq_len")[column].min().to_numpy(float)
+            minus = 0.0 if axis == "y" else np.asarray(trace.error_y.arrayminus, dtype=float)  # memory repeats exactly
+            assert (np.asarray(trace.y, dtype=float) - minus) * unit == pytest.approx(low)
+    ratios = (middle["expandable"] / middle["default"]).dropna()
+    assert np.asarray(drawn["reserved, expandable", "y3"].y) == pytest.approx(ratios["peak_reserved_bytes"].to_numpy())
+    assert np.asarray(drawn["speed, expandable", "y3"].y) == pytest.approx(ratios["tokens_per_s"].to_numpy())
+    assert f"expandable reserves {ratios['peak_reserved_bytes'].median():.3f} times" in against_length.caption
+    (line,) = (t for t in against_speed.plot.data if t.name == "default")
+    assert np.asarray(line.x, dtype=float) == pytest.approx(middle["default"]["tokens_per_s"].to_numpy(float))
+    assert list(line.customdata) == [f"{length:,}" for length in middle["default"].index]
 
 
 @pytest.mark.parametrize(("measured", "drawn"), [(4, False), (5, True)])

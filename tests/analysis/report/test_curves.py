@@ -1,0 +1,118 @@
+"""Lines and parabolas as people know them: against numpy's and scipy's, in frames and figures; several files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from conftest import Cli
+from scipy import stats
+
+import vramsweep
+from vramsweep.analysis.data.importers import open_together
+from vramsweep.analysis.figures import layout
+from vramsweep.analysis.report.content import Fitting, collect
+from vramsweep.harness.messages.errors import UserError
+
+pytestmark = pytest.mark.deterministic
+
+X = np.arange(100, 2100, 100)
+ACTIVE = np.maximum(10000, 8000 + 2.5 * X) + 20 * np.sin(X)  # MiB: neither a line nor a parabola
+HALF = 0.5
+
+
+def write(path: Path, active: Any = ACTIVE, speed: Any = 9000.0) -> Path:
+    lines = zip(X, np.round(active).astype(int), np.round(active * 1.2).astype(int), speed / X, strict=True)
+    path.write_text("".join(f"{x}, {a}, {r}, {s}\n" for x, a, r, s in lines))
+    return path
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> pd.DataFrame:
+    return vramsweep.load(write(tmp_path / "a.csv"))
+
+
+def test_line_and_parabola_are_numpy_s_and_r2_is_scipy_s(rows: pd.DataFrame) -> None:
+    (fit,) = fits = vramsweep.fit(rows, metric="peak_active_bytes", start=500)
+    frame = fits.frame.set_index("model")
+    x, y = X[X >= 500].astype(float), np.round(ACTIVE[X >= 500]) * 2**20
+    line = stats.linregress(x, y)
+    assert frame.loc["straight line", "r2"] == pytest.approx(line.rvalue**2, abs=1e-12)
+    a, b = line.intercept / 2**20, line.slope / 2**20
+    assert frame.loc["straight line", "equation"] == f"y = {b:.4f}x + {a:.4f} (MiB)"
+    left = y - np.polyval(np.polyfit(x, y, 2), x)
+    assert frame.loc["quadratic", "rms"] == pytest.approx(np.sqrt(np.mean(left**2)), rel=1e-6)
+    assert frame.loc["quadratic", "worst"] == pytest.approx(np.abs(left).max(), rel=1e-6)
+    assert frame["chosen"].sum() == 1 and fit.r2 == frame[frame["chosen"]]["r2"].iloc[0]
+    assert fit.equation in repr(fit) and fit.equation in fit.summary() and "R² 0." in fit.summary()
+
+
+@pytest.mark.parametrize("one", [700, 700.0, np.int64(700)])
+def test_a_number_is_predicted_as_an_array_is(rows: pd.DataFrame, one: Any) -> None:
+    (fit,) = vramsweep.fit(rows, metric="peak_active_bytes")
+    whole = fit.predict(np.array([700.0, 4000.0]))
+    assert list(whole.extrapolated) == [False, True]
+    single = fit.predict(one)
+    assert np.ndim(single.value) == 0 and single.value == pytest.approx(whole.value[0])
+    for many in ([700, 4000], (700, 4000), pd.Series([700, 4000])):
+        assert fit.predict(many).value == pytest.approx(whole.value)
+    assert fit.predict([[700], [4000]]).new_high.shape == (2, 1)
+
+
+def test_a_fit_draws_its_line_and_parabola(rows: pd.DataFrame) -> None:
+    (fit,) = vramsweep.fit(rows, metric="peak_active_bytes")
+    line = np.polyfit(X.astype(float), np.round(ACTIVE) / 1024, 1)
+    figure = fit.figure(["linear"])
+    drawn = {trace.legendgroup: trace for trace in figure.data if trace.legendgroup in ("linear", "quadratic")}
+    assert drawn["linear"].visible is None and drawn["quadratic"].visible == "legendonly"
+    assert np.asarray(drawn["linear"].y) == pytest.approx(np.polyval(line, np.asarray(drawn["linear"].x)), rel=1e-6)
+
+
+def test_what_nobody_asked_for_is_behind_the_legend_and_in_no_picture(rows: pd.DataFrame) -> None:
+    table, _ = open_together([Path(rows.attrs["source"])], None, None, None, ())
+    for curves in ((), ("quadratic",)):
+        figures = {one.name: one for one in collect(table, fitting=Fitting(500, None, curves)).figures}
+        figure = figures["memory_by_length"]
+        shown = {t.legendgroup for t in layout.static(figure).plot.data} & {"linear", "quadratic"}
+        assert shown == set(curves)
+        assert {"linear", "quadratic"} <= {t.legendgroup for t in figure.plot.data}
+        assert figure.data["seq_len"].min() == 500
+
+
+def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> None:
+    files = write(tmp_path / "a.csv"), write(tmp_path / "b.csv", ACTIVE * HALF, 9900.0)
+    done = cli.run("report", *files, "--names", "default,expandable", "--images", "none", "--out", tmp_path / "r")
+    assert "expandable instead of default" in done.out
+    written = pd.read_csv(tmp_path / "r" / "rows.csv")
+    assert written.groupby("allocator").size().to_dict() == {"default": len(X), "expandable": len(X)}
+    assert set(written["foreign"]) == {"a.csv and b.csv"}
+    drawn = pd.read_csv(tmp_path / "r" / "figures" / "allocators.csv")
+    assert set(drawn["group"]) == {"default", "expandable"}
+    fits = pd.read_csv(tmp_path / "r" / "fits.csv")
+    at_last = fits[fits["chosen"] & fits["metric"].eq("peak_active_bytes")].set_index("settings")["at_last"]
+    assert at_last["expandable"] / at_last["default"] == pytest.approx(HALF, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("default", "--names default are 1 names of 2 files; give one for each, in their order"),
+        ("a,b,c", "are 3 names of 2 files"),
+        ("a,", "are 2 names of 2 files"),
+        ("wings=a,b", "columns not known: wings"),
+        ("micro_batch=1,x", 'micro_batch is a whole number, not "x"'),
+    ],
+)
+def test_names_that_do_not_fit_are_refused(tmp_path: Path, names: str, said: str) -> None:
+    files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
+    with pytest.raises(UserError, match=said):
+        open_together(files, names, None, None, ())
+
+
+def test_another_column_may_set_files_apart(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
+    table, _ = open_together(files, "precision=fp32,bf16", None, None, ())
+    assert table.frame.groupby("precision").size().to_dict() == {"bf16": len(X), "fp32": len(X)}
