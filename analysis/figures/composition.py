@@ -1,4 +1,4 @@
-"""The main figure: peak memory by what it is, stacked over length (else batch, else a bar for each configuration).
+"""The main figure: peak memory by what it is, bars at lengths (else batches, else one for each configuration).
 
 Parts are those that predicted rows carry, to the byte: they sum to the peak allocated, and what is reserved beyond lies
 on top. Measured peaks of equal settings are points over the stack: what these were made of, nobody has counted. Rows
@@ -18,19 +18,19 @@ from vramsweep.analysis.data.groups import Group, groups, label
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit, other_limits
-from vramsweep.analysis.figures.phases import HATCH, highest
-from vramsweep.analysis.figures.plots import INK, LENGTH, End, Figure, escape, finish, new_plot, sentence
+from vramsweep.analysis.figures.phases import highest
+from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, new_plot, sentence
 from vramsweep.analysis.figures.style import GREY, Look, View, names
 from vramsweep.harness.messages.units import format_size
 
-# From the ground up: what stays through a step first. Okabe and Ito's colours, and greys for what nobody asked for.
+# From the ground up, as people know them. Okabe and Ito's colours, and greys for what nobody asked for.
 PARTS = {
     "parameters": "#0072B2",
-    "buffers": "#F0E442",
-    "optimizer_state": "#009E73",
     "gradients": "#E69F00",
-    "communication": "#CC79A7",
+    "optimizer_state": "#009E73",
     "activations": "#D55E00",
+    "buffers": "#F0E442",
+    "communication": "#CC79A7",
     "temporaries": "#56B4E9",
     "workspaces": "#999933",
     "rounding": "#BBBBBB",
@@ -39,17 +39,15 @@ OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved beyond"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
-FEW = 4
-AHEAD = 1.5  # times the largest that fits: what runs out of memory is drawn as far as that
+BARS = 20  # that stand beside each other at most
+OUT = 4  # crosses beside them
 CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
 THIN = 300  # of the axis: a part less than this is not looked for
-STRIP = 0.05  # of the height: the phases
-NARROW = 240  # px that the plot may be narrow: words that stand in it fit there
 
 
 def called(part: str) -> str:
     """A part in words."""
-    return {"parameters": "weights"}.get(part, part.replace("_", " "))
+    return part.replace("_", " ")
 
 
 def composition(view: View, beside: Beside | None = None, measured: Sequence[Group] = ()) -> list[Figure]:
@@ -86,45 +84,39 @@ def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
 def _stacked(
     view: View, known: Sequence[Group], axis: str, every: int, beside: Beside | None, measured: Sequence[Group]
 ) -> Figure:  # fmt: skip
+    """Standing bars at places that were computed, one configuration at a time, up to the GPU that was asked for."""
     first = known[0]
-    rows = _rows(first, axis)
-    ran = _ran(first, axis, beside, measured)
-    out = _out(first, axis)
+    stacks = [_some(_rows(group, axis), axis) for group in known]
+    rows, ran, out = stacks[0], _ran(first, axis, beside, measured), _some(_out(first, axis), axis, OUT)
+    drawn = _some(ran, axis)
     top = float(max(rows[PEAKS[1]].max(), ran[list(PEAKS)].max(axis=None) if len(ran) else 0))
     own = card_limit(first, top)
-    if own is not None and (own.near or len(out)):
-        top = max(top, own.size)
+    top = max(top, own.size if own is not None else 0.0)
     unit, unit_name = plots.axis_unit(top)
     plot = new_plot(AXES[axis], f"peak memory ({unit_name})")
     plot.update_layout(
-        yaxis={"domain": [0, 1 - STRIP - 0.015]},
-        yaxis2={"domain": [1 - STRIP, 1], "range": [0, 1], "visible": False, "fixedrange": True},
-        hovermode="x unified", showlegend=True, legend=plots.ABOVE | {"traceorder": "normal"}, meta={"most": 1},
+        barmode="stack", bargap=0.25, hovermode="x unified", showlegend=True, meta={"most": 1},
+        legend=plots.ABOVE | {"traceorder": "normal"},
     )  # fmt: skip
-    places = np.concatenate([rows[axis].to_numpy(float), out[axis].to_numpy(float), ran[axis].to_numpy(float)])
-    last = min(places.max(), max(AHEAD * rows[axis].max(), out[axis].min() if len(out) else 0.0))
-    ends: list[End] = []
     data = []
-    for number, group in enumerate(known):
-        look, mine = view.look(group, hidden=number > 0), _rows(group, axis)
-        _areas(plot, mine, axis, look, unit, top, ends)
-        _strip(plot, mine, axis, look, last - places.min())
+    for number, (group, mine) in enumerate(zip(known, stacks, strict=True)):
+        _stack(plot, mine, axis, view.look(group, hidden=number > 0), unit, top)
         data.append(_frame(mine, group).assign(shown=number == 0))
     _crosses(plot, out, axis, own, view.look(first), unit)
-    _measured(plot, ran, axis, view.look(first), unit)
-    for limit in [*([own] if own is not None and own.size <= top else []), *other_limits(own, top, view.table.frame)]:
-        add_card_limit(plot, limit, unit, right=float(rows[axis].max()) < last)
-    finish(plot, ends, [0.0, top / unit], zero=True, share=1 - STRIP)
-    plot.update_xaxes(range=[places.min(), last + 0.02 * (last - places.min())])
-    if len(whole := np.unique(places)) <= FEW:  # few batches: no ticks between them
-        plot.update_xaxes(tickvals=whole)
+    _measured(plot, drawn, axis, view.look(first), unit)
+    for limit in [*([own] if own is not None else []), *other_limits(own, top, view.table.frame)]:
+        add_card_limit(plot, limit, unit)
+    plot.update_yaxes(range=[0.0, 1.06 * top / unit])
+    places = np.unique(np.concatenate([frame[axis].to_numpy(float) for frame in (*stacks, out, drawn)]))
+    plot.update_xaxes(type="category", categoryorder="array", categoryarray=list(map(_place, places)), showgrid=False)
+    fewer = f"{len(rows):,} of {len(_rows(first, axis)):,} computed." if len(rows) < len(_rows(first, axis)) else ""
+    shown = f"{len(drawn):,} of " * (len(drawn) < len(ran))
     caption = sentence(
-        _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "",
+        _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "", fewer,
         _phases(rows, axis),
-        f"Points: {len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, square: reserved)."
+        f"Points: {shown}{len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, square: reserved)."
         if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
-        "" if own is None or own.size <= top else own.told(),
     )  # fmt: skip
     found = pd.concat(
         [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
@@ -132,58 +124,39 @@ def _stacked(
     return Figure("composition", "Memory by what it is", caption, plot, found)
 
 
-def _areas(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top: float, ends: list[End]) -> None:
-    """The stack of one configuration, with the name of each area at its end."""
-    x, base = rows[axis].to_numpy(float), np.zeros(len(rows))
-    group = json.dumps(look.settings, sort_keys=True)
+def _some(rows: pd.DataFrame, axis: str, most: int = BARS) -> pd.DataFrame:
+    """The rows at no more places than can stand beside each other, spread evenly, both ends among them."""
+    places = np.sort(rows[axis].unique())
+    return rows[rows[axis].isin(places[plots.spread(places, most)])] if len(places) else rows
+
+
+def _place(value: float) -> str:
+    return f"{int(value):,}"
+
+
+def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top: float) -> None:
+    """The bars of one configuration, a part over the other."""
+    x = list(map(_place, rows[axis]))
     for part, size in sizes(rows).items():
-        if not size.any():
-            continue
-        beyond = part == BEYOND
-        colour = GREY if beyond else PARTS[part]
-        seen, named = float(size.max()) > top / THIN, size[-1] > top / 45
-        own = Look(colour, settings=look.settings, hidden=look.hidden)
-        plot.add_scatter(
-            x=x, y=size / unit, name=called(part), stackgroup=group, mode="lines", showlegend=seen,
-            line={"width": 0.8 if seen else 0, "color": colour},
-            **({"fillpattern": HATCH} if beyond else {"fillcolor": colour}), hovertemplate="%{y:,.4~f}", **own.trace,
-        )  # fmt: skip
-        if named:
-            ends.append(End(float(x[-1]), (base[-1] + size[-1] / 2) / unit, called(part), own))
-        base += size
+        if size.any():
+            _add_part(plot, part, float(size.max()) > top / THIN, x=x, y=size / unit, hovertemplate="%{y:,.4~f}",
+                      **look.trace)  # fmt: skip
 
 
-def _strip(plot: Any, rows: pd.DataFrame, axis: str, look: Look, reach: float) -> None:
-    """Above the stack, which phase holds the peak; it changes somewhere between two rows, drawn in their middle.
-
-    `reach` is how much of the axis is seen: what has no room for its name goes without.
-    """
-    x, held = rows[axis].to_numpy(float), highest(rows)
-    edges = [x[0], *((x[1:] + x[:-1]) / 2), x[-1]]
-    begin = 0
-    shades = ("rgba(127,127,127,0.30)", "rgba(127,127,127,0.16)")
-    for number in range(1, len(x) + 1):
-        if number < len(x) and held[number] == held[begin]:
-            continue
-        left, right = edges[begin], edges[number]
-        if held[begin]:
-            plot.add_scatter(
-                x=[left, right, right, left], y=[0, 0, 1, 1], yaxis="y2", fill="toself", mode="lines",
-                fillcolor=shades[begin % 2], line={"width": 0}, hoverinfo="skip", showlegend=False, **look.trace,
-            )  # fmt: skip
-            if (right - left) / reach * NARROW > 7 * len(held[begin]):
-                own = Look(INK, settings=look.settings, hidden=look.hidden)
-                plots.add_text(plot, [(left + right) / 2], [0.5], [held[begin]], own, "middle center", 11, yaxis="y2")
-        begin = number
+def _add_part(plot: Any, part: str, named: bool, **more: Any) -> None:
+    """Bars of one part in its colour; what is reserved beyond all parts is hatched."""
+    pattern = {"pattern": {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}}
+    marker = {"color": GREY, **pattern} if part == BEYOND else {"color": PARTS[part]}
+    plot.add_bar(name=called(part), legendgroup=part, showlegend=named, marker=marker, **more)
 
 
 def _phases(rows: pd.DataFrame, axis: str) -> str:
-    """Which phase holds the peak from where on: what the strip shows."""
+    """Which phase holds the peak from where on."""
     held, places = highest(rows), [int(place) for place in rows[axis]]
     if not (turns := [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]):
-        return "Straight between the rows."
+        return ""
     told = [f"{held[i]}{f' from {places[i]:,} on' if i else ''}" for i in turns]
-    return f"The peak is in {', '.join(told)} (strip); straight between the rows."
+    return f"The peak is in {', '.join(told)}."
 
 
 def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:
@@ -204,7 +177,7 @@ def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) ->
     for peak, symbol in zip(PEAKS, ("circle", "diamond"), strict=True):
         if len(rows := ran.dropna(subset=[peak])):
             plot.add_scatter(
-                x=rows[axis].to_numpy(float), y=rows[peak].to_numpy(float) / unit, mode="markers",
+                x=list(map(_place, rows[axis])), y=rows[peak].to_numpy(float) / unit, mode="markers",
                 name=f"measured {peak.split('_')[1]}", cliponaxis=False, hovertemplate="%{y:,.4~f}",
                 marker={"symbol": symbol, "size": 8, "color": "#fff",
                         "line": {"color": "#000", "width": 1.8}}, **look.trace,
@@ -222,7 +195,7 @@ def _crosses(plot: Any, out: pd.DataFrame, axis: str, own: Any, look: Look, unit
         needed = out["unlimited_peak_reserved_bytes"].to_numpy(float, na_value=np.nan)
         told = [f", would reserve {format_size(size)}" if np.isfinite(size) else "" for size in needed]
         plot.add_scatter(
-            x=out[axis].to_numpy(float), y=np.full(len(out), own.size / unit), mode="markers", name="out of memory",
+            x=list(map(_place, out[axis])), y=np.full(len(out), own.size / unit), mode="markers", name="out of memory",
             marker={"symbol": "x", "size": 9, "color": "#D55E00", "line": {"color": "#fff", "width": 1}},
             customdata=told, hovertemplate="out of memory%{customdata}", **look.trace,
         )  # fmt: skip
@@ -274,7 +247,7 @@ def _lying(
     """Stacked bars that lie, one a row, with the card's limit where it is near."""
     total = np.sum(list(stack.values()), axis=0)
     own = card_limit(known[0], float(total.max()))
-    top = max(float(total.max()), own.size if own is not None and own.near else 0.0)
+    top = max(float(total.max()), own.size if own is not None else 0.0)
     unit, unit_name = plots.axis_unit(top)
     told = names(known) if len({group.id for group in known}) > 1 else [""] * len(known)
     lengths = rows["seq_len"].nunique() > 1 or len(known) == 1
@@ -285,14 +258,10 @@ def _lying(
     for part, size in stack.items():
         if not size.any():
             continue
-        colour = GREY if part == BEYOND else PARTS[part]
-        pattern = {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}
         for number, group in enumerate(known):
-            plot.add_bar(
-                x=[size[number] / unit], y=[y[number]], orientation="h", name=called(part), legendgroup=part,
-                showlegend=number == 0 and float(size.max()) > top / THIN,
-                marker={"color": colour, **({"pattern": pattern} if part == BEYOND else {})},
-                hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
+            _add_part(
+                plot, part, number == 0 and float(size.max()) > top / THIN, x=[size[number] / unit], y=[y[number]],
+                orientation="h", hovertemplate="%{x:,.4~f} " + unit_name + "<extra>" + called(part) + "</extra>",
                 **view.look(group).trace,
             )  # fmt: skip
     height = 34 * len(known)
@@ -306,12 +275,12 @@ def _lying(
             plots.add_text(plot, [end], [place_of], [f" needs {format_size(size)}"], Look(INK), "middle right", 11)
     plot.update_xaxes(tickformat=",~g", range=[0, top / unit * (1.2 if np.isfinite(needed).any() else 1.04)])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
-    for limit in [*([own] if own is not None and own.near else []), *other_limits(own, top, view.table.frame)][:3]:
+    for limit in [*([own] if own is not None else []), *other_limits(own, top, view.table.frame)][:3]:
         add_card_limit(plot, limit, unit, upright=True)
     data = rows.assign(group=[group.label for group in known], **stack).drop(
         columns=["oom_parts_bytes"], errors="ignore"
     )
-    return Figure("composition", title, sentence(caption, "" if own is None else own.told()), plot, data)
+    return Figure("composition", title, caption, plot, data)
 
 
 def _most(row: pd.Series[Any], axis: str | None) -> str:

@@ -77,7 +77,8 @@ def _ids(figure: Figure) -> set[str]:
 
 
 def source(frame: pd.DataFrame) -> str:
-    """In small print: whether these rows are measured, on which card, with which versions, of which sweep."""
+    """Return the small print: whether these rows are measured, on which GPU, of which model, precision and batch, with
+    which versions, of which sweep."""
     predicted = frame["device"].eq("simulated").fillna(False)
     sweep = _few("sweeps", frame["sweep"])
     foreign = frame["foreign"].dropna().unique()
@@ -91,7 +92,11 @@ def source(frame: pd.DataFrame) -> str:
     ]
     of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
     rows = ", ".join(filter(None, (of, f"{len(frame):,} row{'s' * (len(frame) != 1)}")))
-    return f"{' and '.join(kinds).capitalize()} {on} · {', '.join(versions) or 'versions unknown'} · {rows}"
+    batches = _few("batches", frame["micro_batch"])
+    what = (_few("models", frame["model"]), _few("precisions", frame["precision"]), f"batch {batches}" * bool(batches))
+    first = f"{' and '.join(kinds).capitalize()} {on}"
+    parts = (first, ", ".join(filter(None, what)), ", ".join(versions) or "versions unknown", rows)
+    return " · ".join(filter(None, parts))
 
 
 def _few(what: str, column: pd.Series[str], most: int = 3) -> str:

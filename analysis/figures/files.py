@@ -10,6 +10,9 @@ from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, dra
 from vramsweep.analysis.figures.layout import column, page, static
 from vramsweep.analysis.figures.plots import Figure
 
+# Nothing leads out of a page, and each button is a stop of the keyboard.
+CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
+
 
 def write(
     figures: Sequence[Figure], folder: Path, formats: Sequence[str] = (), say: Callable[[str], None] | None = None
@@ -26,7 +29,7 @@ def write(
         plot = page(figure).update_layout(width=None)
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
         place = folder / f"{figure.name}.html"
-        plot.write_html(place, include_plotlyjs="directory", config={"displaylogo": False})
+        plot.write_html(place, include_plotlyjs="directory", config=CONFIG)
     if not formats or not figures:
         return []
     if say is not None:

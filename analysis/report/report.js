@@ -67,7 +67,7 @@ const page = (function () {
     layout.height = small ? narrow.height : plot.layout.height || 460;
     div.style.height = layout.height + "px";
     if (div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
-    await window.Plotly.react(div, data, layout, { displaylogo: false, responsive: true });
+    await window.Plotly.react(div, data, layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] });
   }
 
   async function drawAll() {

@@ -60,19 +60,28 @@ def seen(figure: Figure, **what: Any) -> list[Any]:
 def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
     rows = predicted(batches=(1,), allocators=("default",))
     (figure,) = composition(view(rows, predicted=True))
-    areas = [trace for trace in seen(figure) if trace.stackgroup]
-    assert [area.name for area in areas] == ["weights", "optimizer state", "activations", "reserved beyond"]
-    assert list(areas[0].x) == list(LENGTHS)
-    total = sum(np.asarray(area.y, dtype=float) for area in areas) * GIB
+    bars = seen(figure, type="bar")
+    assert [bar.name for bar in bars] == ["parameters", "optimizer state", "activations", "reserved beyond"]
+    assert list(bars[0].x) == [f"{length:,}" for length in LENGTHS] and figure.plot.layout.barmode == "stack"
+    total = sum(np.asarray(bar.y, dtype=float) for bar in bars) * GIB
     assert np.allclose(total, [row["peak_reserved_bytes"] for row in rows])
-    assert "backward from 1,024 on (strip)" in figure.caption
+    assert "The peak is in optimizer, backward from 1,024 on." in figure.caption
+    (line,) = [shape for shape in figure.plot.layout.shapes if shape.line.dash == "dash"]  # the GPU that was asked for
+    assert GIB / 2 < rows[0]["device_total_bytes"] - line.y0 * GIB < GIB  # less the CUDA context
+
+
+def test_many_lengths_are_some_bars() -> None:
+    lengths = range(64, 64 * 101, 64)
+    (figure,) = composition(view(predicted(batches=(1,), allocators=("default",), lengths=lengths), predicted=True))
+    bars = seen(figure, type="bar")[0]
+    assert len(bars.x) <= 20 and (bars.x[0], bars.x[-1]) == ("64", "6,400") and " of 100 computed." in figure.caption
 
 
 def test_one_configuration_is_shown_and_the_others_wait_to_be_chosen() -> None:
     known = view(predicted(batches=(1, 2)), predicted=True)
     first = known.groups[2]
     (figure,) = composition(View(known.table, [first, *known.groups[:2]], predicted=True))
-    shown, every = ({json.dumps(t.meta["settings"]) for t in some if t.stackgroup}
+    shown, every = ({json.dumps(t.meta["settings"]) for t in some if t.type == "bar"}
                     for some in (seen(figure), figure.plot.data))  # fmt: skip
     assert shown == {json.dumps({key: str(value) for key, value in first.settings.items()})} and len(every) == 3
     assert f"Of {first.label}, one of 3 configurations." in figure.caption
@@ -108,7 +117,7 @@ def test_a_card_s_limit_is_a_line_and_what_ran_out_of_memory_crosses_on_it() -> 
     rows = predicted(batches=(4,), allocators=("default",), lengths=(512, 1024, 2048, 3072, 4096))
     (figure,) = composition(view(rows, predicted=True))
     (cross,) = seen(figure, name="out of memory")
-    assert list(cross.x) == [4096]
+    assert list(cross.x) == ["4,096"]
     names = [note.text for note in figure.plot.layout.annotations if note.name == "limit"]
     assert "l4-24gb" in names
 
