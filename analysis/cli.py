@@ -94,8 +94,8 @@ def _parsers() -> dict[str, Parser]:
         "length, or batch where that has more values); pairs always agree in both",
     )  # fmt: skip
     compare.add_argument(
-        "--tolerance", type=float, default=0.001, metavar="SHARE",
-        help="memory that differs by no more is EQUAL (default 0.001, of reserved at least a block of 2 MiB; 0: exact)",
+        "--tolerance", type=float, default=0.005, metavar="SHARE",
+        help="memory that differs by no more is EQUAL (default 0.005, of reserved at least a block of 2 MiB; 0: exact)",
     )  # fmt: skip
     compare.add_argument(
         "--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it"

@@ -157,7 +157,7 @@ def compare(
     by: str | None = None,
     names: tuple[str, str] | None = None,
     axis: str | None = None,
-    tolerance: float = 0.001,
+    tolerance: float = 0.005,
 ) -> Compared:
     """Two sets of rows, paired by equal settings: the verdicts on memory and speed that `vramsweep compare` prints.
 

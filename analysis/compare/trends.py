@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from scipy import ndimage, stats
 
+from vramsweep.analysis.compare.changes import Level, Place, find_level, find_places
+from vramsweep.analysis.compare.series import FEWEST_SINGLE, inflation, once
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, Pair, Single, allowed
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.model.curves import Array
@@ -25,8 +27,6 @@ from vramsweep.harness.messages.errors import UserError
 
 SPEED = "tokens_per_s"
 FEWEST = 5  # values of the axis: with 4 no order is rare enough for 95 % (Kendall's tau: 2 of 24)
-FEWEST_SINGLE = 30  # pairs of single runs from which their own scatter tells what noise is
-FEWEST_ALIKE = 12  # values of the axis that tell how much neighbours are alike; fewer lie far apart as a rule
 BLOCKS = 32  # neighbours are taken together to at most so many medians before a slope is looked for
 DRAWS = 99_999
 SEED = 20_240_917
@@ -86,6 +86,8 @@ class Along:
     axis: str | None
     trends: tuple[Trend, ...] = ()
     crossovers: tuple[Crossover, ...] = ()
+    levels: tuple[Level, ...] = ()
+    places: tuple[Place, ...] = ()
 
     def ratios(self, trend: Trend) -> tuple[float, float]:
         """B/A − 1 at both ends of a trend of memory."""
@@ -103,18 +105,24 @@ def along(comparison: Comparison, axis: str | None = None) -> Along:
         return Along(None)
     trends: list[Trend] = []
     crossovers: list[Crossover] = []
+    levels: list[Level] = []
+    places: list[Place] = []
     for settings, pairs in lines(comparison.pairs, axis):
         for metric in dict.fromkeys(m.metric for pair in pairs for m in pair.memory):
             known = [(position(p, axis), m) for p in pairs for m in p.memory if m.metric == metric]
             sizes = np.array([(x, m.a, m.b) for x, m in known if m.a and m.b], dtype=float).reshape(-1, 3)
             trends += memory_trends(metric, settings, sizes, comparison.tolerance)
             crossovers += memory_crossovers(metric, settings, sizes, comparison.tolerance)
+            x, a, b = sizes.T
+            places += find_places(metric, settings, x, b - a, a, "bytes")
         speeds = [(position(p, axis), np.log(p.speed.b / p.speed.a), p.speed.error or np.nan)
                   for p in pairs if p.speed.a and p.speed.b]  # fmt: skip
         found = np.array(speeds, dtype=float).reshape(-1, 3)
         trends += [t for t in [_trend(SPEED, "log_ratio", settings, found[:, 0], found[:, 1], MARGIN)] if t]
         crossovers += speed_crossover(settings, *found.T)
-    return Along(axis, tuple(trends), tuple(crossovers))
+        levels += [one for one in [find_level(SPEED, settings, found[:, 0], found[:, 1], MARGIN)] if one]
+        places += find_places(SPEED, settings, found[:, 0], found[:, 1], np.ones(len(found)), "ratio")
+    return Along(axis, tuple(trends), tuple(crossovers), tuple(levels), tuple(places))
 
 
 def position(pair: Pair | Single, axis: str) -> float:
@@ -172,27 +180,18 @@ def _trend(quantity: str, unit: str, settings: Mapping[str, Any], x: Array, y: A
     parabola makes of it. None with fewer than `FEWEST` values of the axis.
     """
     pairs = len(x)
-    x, y = _blocks(*_once(x, y))
+    x, y = _blocks(*once(x, y))
     if len(x) < FEWEST:
         return None
     slope = float(stats.theilslopes(y, x)[0])
     curve = np.polyfit(x - x.mean(), y, 2)  # as being no straight line is no noise
-    wider = np.sqrt(_inflation(y - np.polyval(curve, x - x.mean()), 2))
+    wider = np.sqrt(inflation(y - np.polyval(curve, x - x.mean()), 2))
     level = 2 * stats.norm.sf(stats.norm.ppf(0.975) * wider)
     low, high = stats.theilslopes(y, x, level)[2:]
     span = float(x[-1] - x[0])
     claimed = bool((low > 0 or high < 0) and abs(slope) * span > least and slope * (y[-1] - y[0]) > 0)
     return Trend(quantity, unit, settings, pairs, slope, float(low), float(high),
                  float(x[0]), float(x[-1]), float(y[0]), float(y[-1]), claimed)  # fmt: skip
-
-
-def _once(x: Array, y: Array) -> tuple[Array, Array]:
-    """The median of y at each x, sorted by x."""
-    values, codes = np.unique(x, return_inverse=True)
-    if len(values) == len(x):
-        order = np.argsort(x)
-        return x[order], y[order]
-    return values, np.array([np.median(y[codes == code]) for code in range(len(values))])
 
 
 def _blocks(x: Array, y: Array) -> tuple[Array, Array]:
@@ -204,22 +203,6 @@ def _blocks(x: Array, y: Array) -> tuple[Array, Array]:
     return middles[:, 0], middles[:, 1]
 
 
-def _inflation(residuals: Array, parameters: int = 1) -> float:
-    """How many neighbours count as one: (1 + r) / (1 − r) of their autocorrelation r at lag 1, at least 1.
-
-    That of a first-order autoregression (Bayley and Hammersley 1946), with r corrected for its bias in short series
-    (Marriott and Pope 1954) and for the parameters taken out. Fewer than `FEWEST_ALIKE` do not tell.
-    """
-    n = len(residuals)
-    centred = residuals - residuals.mean()
-    total = float(centred @ centred)
-    if n < FEWEST_ALIKE or total == 0:
-        return 1.0
-    r = float(centred[1:] @ centred[:-1]) / total
-    r = min((n * r + 1) / (n - 3 - parameters), 0.95)
-    return (1 + r) / (1 - r) if r > 0 else 1.0
-
-
 def memory_crossovers(metric: str, settings: Mapping[str, Any], sizes: Array, tolerance: float) -> list[Crossover]:
     """Where B begins, or ceases, to be SMALLER, and LARGER, than A by more than the tolerance."""
     if len(sizes) < 4:
@@ -229,7 +212,7 @@ def memory_crossovers(metric: str, settings: Mapping[str, Any], sizes: Array, to
     found = []
     for verdict, sign in (("SMALLER", -1.0), ("LARGER", 1.0)):
         holds = sign * (b - a) - beyond
-        if (turn := _exact_turn(x, holds) or turning(*_once(x, holds), None)) is not None:
+        if (turn := _exact_turn(x, holds) or turning(*once(x, holds), None)) is not None:
             found.append(_crossover(metric, settings, x, np.log(b / a), verdict, turn))
     return found
 
@@ -240,7 +223,7 @@ def speed_crossover(settings: Mapping[str, Any], x: Array, logs: Array, errors: 
     `logs` are ln(B/A) of tokens/s; `errors` their standard errors from repeats, NaN where not known. Both sides must be
     clear: the 95 % intervals of their means exclude 0, and the means lie further apart than `MARGIN`.
     """
-    (places, middles), (_, spreads) = _once(x, logs), _once(x, errors)
+    (places, middles), (_, spreads) = once(x, logs), once(x, errors)
     single = len(places) >= FEWEST_SINGLE  # then neighbours tell the noise, and also what is not from run to run
     if (turn := turning(places, middles, None if single or np.isnan(spreads).any() else spreads)) is None:
         return []
@@ -306,10 +289,10 @@ def turning(x: Array, y: Array, errors: Array | None) -> Turn | None:
     n = len(x)
     if n < FEWEST or (errors is None and n < FEWEST_SINGLE):
         return None
-    inflation = 1.0
+    alike = 1.0
     if errors is None:
         errors, smooth = _noise(y)
-        inflation = _inflation((y - smooth) / errors)
+        alike = inflation((y - smooth) / errors)
         y = smooth + np.clip(y - smooth, -3 * errors, 3 * errors)
     weights = errors**-2.0
     sums = np.concatenate([[0.0], np.cumsum(weights * y)])
@@ -320,7 +303,7 @@ def turning(x: Array, y: Array, errors: Array | None) -> Turn | None:
         return None
     standing = np.ones(n + 1, dtype=bool)
     parts = np.concatenate([[0.0], np.cumsum(sign * y)])
-    variance = np.concatenate([[0.0], np.cumsum(errors**2 * inflation)])
+    variance = np.concatenate([[0.0], np.cumsum(errors**2 * alike)])
     means = {}  # of every run of neighbours, as z: by its length, from where it starts
     for length in (2**k for k in range(n.bit_length())):
         means[length] = z = (parts[length:] - parts[:-length]) / np.sqrt(variance[length:] - variance[:-length])
@@ -335,7 +318,7 @@ def turning(x: Array, y: Array, errors: Array | None) -> Turn | None:
             return None
     low, high = float(x[places[0] - 1]), float(x[places[-1]])
     at = float(np.clip((x[split - 1] + x[split]) / 2, low, high))
-    return Turn(at, low, high, rising, errors, inflation)
+    return Turn(at, low, high, rising, errors, alike)
 
 
 def _noise(y: Array) -> tuple[Array, Array]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pandas as pd
 
+from vramsweep.analysis.data.headers import our_name
 from vramsweep.analysis.data.imported_rows import OUT_OF_MEMORY, to_table
 from vramsweep.analysis.data.load import Table, from_frame, load
 from vramsweep.analysis.data.mapping import FileMapping, by_name, by_position, from_file, from_settings
@@ -95,7 +96,8 @@ def read_csv(
     if not lines:
         raise UserError(f"{path} has a header ({', '.join(first)[:60]}) and no line below it")
     width = len(first) if header else _width(lines)
-    mapping = _declared(path, columns, mapping_file, first if header else None, width, notes).with_constants(constants)
+    mapping = _declared(path, columns, mapping_file, first if header else None, width, lines, notes)
+    mapping = mapping.with_constants(constants)
     if mapping.width and not header and width < mapping.width and all(_ran_out(cells) for _, cells in lines):
         width = mapping.width  # a file of nothing else
     if mapping.width and mapping.width != width:
@@ -113,9 +115,10 @@ def read_csv(
 
 
 def _declared(
-    path: Path, columns: str | None, mapping_file: Path | None, header: list[str] | None, width: int, notes: list[str]
-) -> FileMapping:
-    """The mapping that was given, or that of a header with our names, or of four numbers a line."""
+    path: Path, columns: str | None, mapping_file: Path | None, header: list[str] | None, width: int, lines: Lines,
+    notes: list[str],
+) -> FileMapping:  # fmt: skip
+    """The mapping that was given, or that of a header with names that are known, or of four numbers a line."""
     if mapping_file:
         return from_file(mapping_file)
     if columns:
@@ -123,11 +126,16 @@ def _declared(
             notes.append(f"{path.name}: its header ({', '.join(header)[:200]}) gave way to --columns")
         return by_position(columns)
     if header:
-        mapping, unknown = by_name(header)
-        if unknown:
+        found = [our_name(name, [cells[at] for _, cells in lines if at < len(cells)]) for at, name in enumerate(header)]
+        pairs = [(theirs, ours) for theirs, (ours, _) in zip(header, found, strict=True)]
+        if unknown := [theirs for theirs, ours in pairs if not ours]:
             notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
-        return mapping
-    if width != (bare := by_position(_BARE)).width:
+        if read := [f"{theirs} as {ours}" for theirs, ours in pairs if ours not in ("", theirs)]:
+            notes.append(f"{path.name}: columns were read: {', '.join(read)} (name others with --columns)")
+        notes += [assumed for _, assumed in found if assumed]
+        return by_name([ours for _, ours in pairs])
+    only_out = width < 4 and all(_ran_out(cells) for _, cells in lines)
+    if width != (bare := by_position(_BARE)).width and not only_out:
         raise UserError(
             f"{path} has no header; name its {width} columns with --columns seq_len,peak_allocated_mib,... or "
             "--mapping FILE"

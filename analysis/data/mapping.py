@@ -186,13 +186,12 @@ def _parts(text: str) -> Iterator[tuple[list[str], int | None]]:
         at = match.end()
 
 
-def by_name(names: Sequence[str]) -> tuple[FileMapping, list[str]]:
-    """Of a header, the columns that have our names, and the names that are not ours.
+def by_name(names: Sequence[str]) -> FileMapping:
+    """Return the mapping of a header by our names of its columns, "" where a column is none of ours.
 
     Raises UserError where two of them are one column of ours.
     """
-    known = [(name, position) for position, name in enumerate(names, 1) if name in TARGETS]
-    return FileMapping(tuple(_source(name, (at,)) for name, at in known)), [n for n in names if n not in TARGETS]
+    return FileMapping(tuple(_source(name, (position,)) for position, name in enumerate(names, 1) if name))
 
 
 def from_file(path: Path) -> FileMapping:

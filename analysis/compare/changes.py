@@ -1,0 +1,101 @@
+"""Where a difference changes along an axis: one change of level with its interval, and places where it steps or dips.
+
+Trends are of what moves steadily (trends.py); here is what happens at a place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from vramsweep.analysis.compare.series import FEWEST_SINGLE, inflation, once
+from vramsweep.analysis.model.curves import Array
+from vramsweep.analysis.model.steps import jumps
+
+FEWEST_SIDE = 8  # values of the axis on each side of a change
+SURE = 12.0  # log likelihood that a change must add for each value that counts as its own: one place of thousands
+WITHIN = 1.92  # below the best: 95 % of one parameter (Wilks 1938)
+UNDONE = 0.5  # of a step's size: what may be left where the next one takes it back
+SHORT = 0.1  # of the axis's values: a step that is taken back within so many is a dip or a bump
+
+
+@dataclass(frozen=True)
+class Level:
+    """From about `at` on (95 % between `low` and `high`) B/A − 1 of speed is another: medians `before` and `after`, and
+    of eight tenths of the pairs above it from `after_low` to `after_high`."""
+
+    quantity: str
+    settings: Mapping[str, Any]
+    at: float
+    low: float
+    high: float
+    before: float
+    after: float
+    after_low: float
+    after_high: float
+
+
+@dataclass(frozen=True)
+class Place:
+    """At `start` the difference steps by `size`, in `unit` "bytes" or as a "ratio"; with `stop` it is back after it."""
+
+    quantity: str
+    settings: Mapping[str, Any]
+    start: float
+    stop: float | None
+    size: float
+    unit: str
+
+
+def find_level(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, least: float) -> Level | None:
+    """Return the one place where ln(B/A), (n,) at x (n,), changes its level most; None where it does by less than
+    `least`, or not clearly.
+
+    Of two levels with normal noise, whose neighbours count as fewer than they are (trends.py).
+    """
+    x, y = once(x, logs)
+    n = len(x)
+    if n < FEWEST_SINGLE:
+        return None
+    k = np.arange(1, n)
+    sums = np.cumsum(y)[:-1]
+    apart = sums / k - (y.sum() - sums) / (n - k)
+    gain = k * (n - k) / n * apart**2  # of the sum of squares
+    inside = (k >= FEWEST_SIDE) & (k <= n - FEWEST_SIDE)
+    best = int(np.argmax(np.where(inside, gain, -np.inf)))
+    left = y - np.where(np.arange(n) < k[best], sums[best] / k[best], (y.sum() - sums[best]) / (n - k[best]))
+    variance = max(float(np.mean(left**2)), 1e-18) * inflation(left, 2)
+    near = np.flatnonzero(inside & (gain[best] - gain < 2 * WITHIN * variance))
+    before, after = np.expm1(y[: k[best]]), np.expm1(y[k[best] :])
+    if gain[best] / (2 * variance) < SURE or abs(np.median(after) - np.median(before)) < least:
+        return None
+    spread = np.percentile(after, [10, 90])
+    return Level(quantity, settings, float(x[k[best]]), float(x[k[near[0]] - 1]), float(x[k[near[-1]]]),
+                 float(np.median(before)), float(np.median(after)), float(spread[0]), float(spread[1]))  # fmt: skip
+
+
+def find_places(
+    quantity: str, settings: Mapping[str, Any], x: Array, difference: Array, values: Array, unit: str
+) -> list[Place]:
+    """Return where a difference (n,) of `values` (n,) at x (n,) steps, a step that is taken back soon as one place."""
+    order = np.argsort(x, kind="stable")
+    found = jumps(x[order], difference[order], values[order], most=8)
+    different = np.unique(x)
+    pairs = []  # of neighbours that go back within a few values, those first that undo each other best
+    for at, (one, after) in enumerate(pairwise(found)):
+        near = np.sum((different >= one.x) & (different < after.x)) <= SHORT * len(different)
+        left = abs(one.size + after.size) / max(abs(one.size), abs(after.size))
+        pairs += [(left, at)] if near and left < UNDONE else []
+    back: dict[int, int] = {}
+    for _, at in sorted(pairs):
+        if not {at, at + 1} & {*back, *back.values()}:
+            back[at] = at + 1
+    return [
+        Place(quantity, settings, one.x, found[back[at]].x if at in back else None, one.size, unit)
+        for at, one in enumerate(found)
+        if at not in back.values()
+    ]

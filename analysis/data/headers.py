@@ -1,0 +1,53 @@
+"""The names that people's scripts give to columns, read as ours: `Sequence length`, `Allocated MiB`, `it/s`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from vramsweep.analysis.data.mapping import TARGETS
+from vramsweep.harness.rows.schema import BY_NAME
+
+_WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_name("header_words.json").read_text("utf-8"))
+_NAMES = {word: name for name, words in _WORDS.items() for word in words}
+_UNITS = {"b": "bytes", "sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms", "m": "mib", "g": "gib"}
+_UNIT = re.compile(r"^(.*?)[\s_([]+(bytes|[kmg]i?b|[bmg]|ms|us|s|secs?|seconds|milliseconds)[)\]]*$")
+_NUMBER = re.compile(r"-?\d+(\.\d*)?(e[-+]?\d+)?")
+# Largest value of a column from which on it is read as so much, where its name has no unit of memory.
+_SIZES = ((1 << 27, "bytes"), (500, "mib"), (0, "gib"))
+
+
+def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
+    """Return our name of a column of theirs, "" where it is not known, and what was assumed, "" for nothing.
+
+    `values` are its cells: a size of memory without a unit is told by them.
+    """
+    if name in TARGETS:
+        column = BY_NAME[TARGETS[name].column]
+        setting = column.group == "axes" and column.type is str  # a loss of 3.1 is none
+        return (name if not setting or not all(map(_NUMBER.fullmatch, values)) else ""), ""
+    lower = name.strip().lower()
+    if (whole := _NAMES.get(_plain(lower))) in TARGETS:
+        return str(whole), ""
+    found = _UNIT.match(lower)
+    base, unit = (_NAMES.get(_plain(found[1])), _UNITS.get(found[2], found[2])) if found else (whole, "")
+    if base is None:
+        return "", ""
+    if not unit and base.startswith("peak_"):
+        largest = max((float(value) for value in values if _NUMBER.fullmatch(value)), default=0.0)
+        unit = next(unit for least, unit in _SIZES if largest >= least)
+        shown = {"mib": "MiB", "gib": "GiB"}.get(unit, unit)
+        assumed = f"{name} has no unit; its values, up to {largest:,.6g}, were read as {shown}"
+    else:
+        decimal = unit in ("kb", "mb", "gb")
+        powers = f"{name} was read in powers of 10, as {unit.upper()} says; if it was divided by powers of 1024"
+        assumed = f"{powers}: --columns ...,{base}_{unit[0]}ib" if decimal else ""
+    ours = f"{base}_{unit or 's'}"
+    return (ours, assumed) if ours in TARGETS else ("", "")
+
+
+def _plain(name: str) -> str:
+    """A name in lower case, its words with a space between."""
+    return " ".join(re.findall(r"[a-z0-9]+", name))
