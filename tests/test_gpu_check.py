@@ -44,16 +44,16 @@ def as_measured(row: Row, **over: Any) -> Row:
 @pytest.mark.slow
 def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(run_sweep: Run, tmp_path: Path) -> None:
     simulated = {"device": {"name": "simulated", "gpu": "h100-80gb"}}
-    driver = tiny(**simulated, allocator={"name": "cuda_malloc_async", "conf": "backend:cudaMallocAsync"})
+    refused = tiny(**simulated, allocator={"name": "throwing", "conf": "throw_on_cudamalloc_oom:True"})
     rows = run_sweep(
-        tiny(**simulated), tiny(**simulated, allocator={"name": "expandable", "conf": CONF}), driver, isolation="warm"
+        tiny(**simulated), tiny(**simulated, allocator={"name": "expandable", "conf": CONF}), refused, isolation="warm"
     )
     assert [row["outcome"] for row in rows] == ["ok", "ok", "invalid"]
-    plain, other, refused = rows
+    plain, other, not_predicted = rows
     measured = [
         as_measured(plain, peak_reserved_bytes=round(plain["peak_reserved_bytes"] / 1.25)),
         as_measured(other, outcome="oom", peak_reserved_bytes=None, gpu_name=None),
-        as_measured(refused, outcome="ok", allocator_conf="backend:cudaMallocAsync"),
+        as_measured(not_predicted, outcome="ok", allocator_conf="throw_on_cudamalloc_oom:True"),
     ]
     path = tmp_path / "residuals.csv"
     found = gpu_check.compared(measured, rows, path)
@@ -63,7 +63,7 @@ def test_fabricated_cuda_rows_are_compared_with_the_predictions_of_their_trials(
     assert by_name["peak_allocated_bytes"]["worst_bytes"] == 0
     assert len(pd.read_csv(path)) == len(COMPONENTS) + 1
     assert any("Predicted to fit, but ran out of memory: 1 configuration" in text for text in found["words"])
-    assert any(text.startswith("1 not predicted: allocator cuda_malloc_async") for text in found["not_compared"])
+    assert any(text.startswith("1 not predicted: allocator throwing") for text in found["not_compared"])
     assert json.dumps(found, allow_nan=False)
 
 

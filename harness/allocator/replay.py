@@ -13,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
-from vramsweep.harness.allocator.config import AllocatorConfig, parse, without_effect
+from vramsweep.harness.allocator.config import AllocatorConfig, estimates, parse, without_effect
 from vramsweep.harness.allocator.initial_state import Start, undo
 from vramsweep.harness.allocator.peak_blocks import Holders, at_peak, find_vendor_library
 from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
@@ -221,7 +221,7 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
         timeline.mark()
-    notes = without_effect(config, memory_limited=memory_limit is not None)
+    notes = [*estimates(config), *without_effect(config, memory_limited=memory_limit is not None)]
     return _row(config, "rebuilt", timeline, out_of_memory, None, notes)
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from vramsweep.harness.allocator import expandable_segments
 from vramsweep.harness.allocator.addresses import Addresses
 from vramsweep.harness.allocator.blocks import Block, Pool, insert_after, merge_neighbours
-from vramsweep.harness.allocator.config import MIB, AllocatorConfig
+from vramsweep.harness.allocator.config import MIB, AllocatorConfig, as_simulated
 from vramsweep.harness.allocator.sizes import (
     MIN_BLOCK,
     SMALL_REQUEST,
@@ -95,7 +95,7 @@ class Simulator:
         on_segment: Callable[[SegmentEvent], None] = lambda _event: None,
         next_address: Callable[[str, int], int | None] | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = as_simulated(config)
         self.limit = _limit(config, memory_limit)
         self.live: dict[Hashable, Block] = {}
         self.pending: dict[Hashable, Block] = {}  # free requested, another stream still uses it
@@ -446,10 +446,6 @@ class Simulator:
 
 def _limit(config: AllocatorConfig, memory_limit: int | None) -> int | None:
     """The memory limit in bytes. Raises UserError for what cannot be simulated."""
-    if config.backend != "native":
-        raise UserError(
-            "backend:cudaMallocAsync cannot be simulated: the CUDA driver's pool policy is closed. Measure it instead."
-        )
     if config.throw_on_cudamalloc_oom:
         raise UserError("throw_on_cudamalloc_oom is not simulated: leave it out, it only changes how a failure is met")
     if config.per_process_memory_fraction < 1:

@@ -83,11 +83,6 @@ def _simulated(trial: Trial) -> Iterator[str]:
             f"allocator {trial.allocator.name}: throw_on_cudamalloc_oom cannot be simulated; leave it out, it only "
             "changes how a failure is met"
         )
-    if conf.backend != "native":
-        yield (
-            f"allocator {trial.allocator.name}: cudaMallocAsync follows the driver's own policy and cannot be "
-            "simulated; measure it on device=cuda"
-        )
     if trial.weights == "pretrained" and trial.quantization != "none":
         yield (
             f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "

@@ -464,7 +464,8 @@ def _kernels(found: TraceFamily, trial: Trial, every: Sequence[Sequence[length_d
 
 
 def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapping[str, Any]) -> dict[str, Any]:
-    notes = [*(details.get("notes") or ()), *allocator_config.without_effect(config)]
+    notes = [*(details.get("notes") or ()), *allocator_config.estimates(config)]
+    notes += allocator_config.without_effect(config)
     return {"notes": [*notes, *predicted_row.ignored_settings(trial, details.get("differences") or ()), UNTIMED]}
 
 

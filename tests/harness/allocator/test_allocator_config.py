@@ -1,5 +1,7 @@
 """PYTORCH_CUDA_ALLOC_CONF: what is read, refused, rendered and judged."""
 
+import json
+
 import pytest
 from allocator_recorder import settings_of
 from conftest import ROOT, cases, refusal
@@ -7,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vramsweep.harness.allocator.config import (
+    ASYNC_RESERVED,
     MIB,
     OPTIONS,
     AllocatorConfig,
     AllocatorConfigError,
+    as_simulated,
     differences,
+    estimates,
     from_settings,
     parse,
     reported,
@@ -161,3 +166,28 @@ def test_the_documentation_names_what_is_read_back():
     told = DOCS.read_text().split("### What is read back")[1].split("What contradicts what")[0]
     named = {option.name for option in OPTIONS if f"`{option.name}`" in told} | {"backend"}
     assert named == reported(settings_of(AllocatorConfig()))
+
+
+def test_the_driver_s_allocator_is_what_an_h100_showed():
+    pairs = {}
+    for line in (ROOT / "results" / "reference" / "h100-80gb" / "rows.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if (
+            row["outcome"] == "ok"
+            and row["device"] == "cuda"
+            and row["allocator"] in ("expandable", "cuda_malloc_async")
+        ):
+            settings = {key: value for key, value in row["trial"].items() if key not in ("allocator", "repeat")}
+            pairs.setdefault(json.dumps(settings, sort_keys=True), {})[row["allocator"]] = row
+    both = [pair for pair in pairs.values() if len(pair) == 2]
+    ratios = [
+        pair["cuda_malloc_async"]["peak_reserved_bytes"] / pair["expandable"]["peak_reserved_bytes"] for pair in both
+    ]
+    low, high = ASYNC_RESERVED
+    assert (len(both), round(min(ratios) - 1, 3), round(max(ratios) - 1, 3)) == (8, low, high)
+    for pair in both:
+        apart = pair["cuda_malloc_async"]["peak_allocated_bytes"] - pair["expandable"]["peak_allocated_bytes"]
+        assert abs(apart) < 0.1 * MIB
+    told = as_simulated(parse("backend:cudaMallocAsync,max_split_size_mb:128"))
+    assert told.render() == "expandable_segments:True" and as_simulated(told) is told
+    assert estimates(told) == [] and len(estimates(parse("backend:cudaMallocAsync"))) == 1

@@ -309,7 +309,6 @@ def test_reserved_but_unallocated_is_taken_at_one_moment():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("backend:cudaMallocAsync", "cudaMallocAsync cannot be simulated: the CUDA driver's pool policy is closed"),
         ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom is not simulated"),
         ("per_process_memory_fraction:0.5", "needs a memory limit to be a fraction of"),
     ],
