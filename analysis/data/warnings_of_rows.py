@@ -14,6 +14,8 @@ from vramsweep.harness.rows.quality_flags import BY_NAME
 from vramsweep.harness.rows.schema import SYSTEM
 from vramsweep.harness.spec.runner_table import STARTING
 
+NAMED = ("model", "runner", "precision", "allocator", "sharding", "checkpointing", "seq_len", "micro_batch", "repeat")
+
 
 def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
     """Each row's trial and the system that it was measured on, as `schema.system_of` says it."""
@@ -41,18 +43,27 @@ def flagged(frame: pd.DataFrame) -> list[str]:
     """What to say of rows with flags (harness/rows/quality_flags.py), flag by flag; they stay in every fit and
     figure."""
     flags = frame["flags"].dropna()
-    found: dict[str, list[str]] = {}
-    for trial_id, of_row in zip(frame["trial_id"][flags.index], flags, strict=True):
+    found: dict[str, list[Any]] = {}
+    for at, of_row in flags.items():
         for name in of_row:
-            found.setdefault(str(name), []).append(str(trial_id))
+            found.setdefault(str(name), []).append(at)
     order = [*BY_NAME, *(name for name in found if name not in BY_NAME)]
     notes = []
     for name in (name for name in order if name in found):
-        ids = found[name]
-        are = f"{len(ids):,} rows are" if len(ids) != 1 else "1 row is"
+        rows = frame.loc[found[name]]
+        are = f"{len(rows):,} rows are" if len(rows) != 1 else "1 row is"
         words = f" ({BY_NAME[name].meaning})" if name in BY_NAME else ""
-        notes.append(f"{are} flagged {name}{words}: {', '.join(ids[:5])}{', …' if len(ids) > 5 else ''}")
+        notes.append(f"{are} flagged {name}{words}: {name_rows(rows, frame)}; what they allow: vramsweep check")
     return notes
+
+
+def name_rows(rows: pd.DataFrame, frame: pd.DataFrame, most: int = 3) -> str:
+    """Return the rows by those of their settings that vary in `frame`, as words of a command line; a few, and how many
+    more there are."""
+    varying = [name for name in NAMED if frame[name].nunique() > 1] or ["trial_id"]
+    told = list(dict.fromkeys(" ".join(f"{n}={row[n]}" for n in varying if not pd.isna(row[n])) for _, row in
+                              rows.iterrows()))  # fmt: skip
+    return ", ".join(told[:most]) + (f" and {len(told) - most:,} more" if len(told) > most else "")
 
 
 def measured_again(frame: pd.DataFrame) -> list[str]:

@@ -48,8 +48,8 @@ def frontier_chart(view: View) -> list[Figure]:
              if (over := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])}  # fmt: skip
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
-        f"{'Hatched: predicted to fit' if view.predicted else 'Solid: ran; hatched: a new run is safe (97.5 %)'}; "
-        "tick: the estimate, line: as far as one may fit (95 %).",
+        "Hatched: predicted to fit; line: up to the next that is predicted not to." if view.predicted else
+        "Solid: ran; hatched: a new run is safe (97.5 %); tick: the estimate, line: as far as one may fit (95 %).",
         "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
         "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
         "All: the model has no more positions." if any(one.remark == ALL for one in drawn) else "",
@@ -177,18 +177,18 @@ def _row(
             **bar, **look.trace,
         )  # fmt: skip
     end = max(low, proven, one.value or 0)
-    if one.value is not None:
+    if one.value is not None and not predicted:
         plot.add_scatter(
             x=[one.value], y=[at], mode="markers", hovertemplate=f"estimate {one.value:,}<extra>{escape(name)}</extra>",
             marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}},
             showlegend=False, **look.trace,
         )  # fmt: skip
-        if one.high is not None and one.high > end:
-            plot.add_scatter(
-                x=[end, one.high], y=[at, at], mode="lines", line={"color": INK, "width": 1.2}, hoverinfo="skip",
-                showlegend=False, **look.trace,
-            )  # fmt: skip
-            end = one.high
+    if one.high is not None and one.high > end:
+        plot.add_scatter(
+            x=[end, one.high], y=[at, at], mode="lines", line={"color": INK, "width": 1.2}, hoverinfo="skip",
+            showlegend=False, **look.trace,
+        )  # fmt: skip
+        end = one.high
     if beyond is not None:
         plot.add_scatter(
             x=[end, beyond], y=[at, at], mode="lines+markers", line={"color": INK, "width": 1.2, "dash": "dot"},

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import plotly.graph_objects as go
 
 from vramsweep.analysis.figures.plots import ABOVE, BLOG, DIRECT, INK, WORLD, Figure, apart, escape
@@ -128,19 +129,19 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
         x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
     else:
-        x |= {"tickangle": 0, "nticks": (most := max(4, min(5, int(across / (5 * text)))))}
+        x |= {"tickangle": 0} | _ticks_of(plot, plot.layout.xaxis, (most := max(4, min(5, int(across / (5 * text))))))
         lengths = plot.layout.xaxis.tickformat == ",~d"
         x |= {"tickformat": "~s"} if lengths and across < 5 * text * most else {}  # 5k
     if (reach := _reach(plot, across, text)) is not None:
         x["range"] = [plot.layout.xaxis.range[0], reach]
-    found = {"xaxis": x, "yaxis": _wrapped(plot.layout.yaxis, inner, text)}
+    found = {"xaxis": x, "yaxis": _wrapped(plot, plot.layout.yaxis, inner, text)}
     if ticks:
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
         found["yaxis"] |= {"tickvals": [at for at, _ in ticks], "ticktext": [name for _, name in ticks],
                            "tickfont": {"size": size}, "automargin": False}  # fmt: skip
     for name in ("yaxis2", "yaxis3"):
         if name in plot.layout and plot.layout[name].title.text:
-            found[name] = _wrapped(plot.layout[name], inner, text)
+            found[name] = _wrapped(plot, plot.layout[name], inner, text)
     return found
 
 
@@ -174,12 +175,35 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
     return kept
 
 
-def _wrapped(axis: Any, height: float, text: float) -> dict[str, Any]:
+def tick_step(low: float, high: float) -> float:
+    """Return the largest round step of which an axis from `low` to `high` has three ticks."""
+    power = 10.0 ** math.floor(math.log10(high - low))
+    steps = [power * factor for factor in (2, 1, 0.5, 0.2, 0.1)]
+    return next(step for step in steps if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) >= 2)
+
+
+def _ticks_of(plot: Any, axis: Any, most: int) -> dict[str, Any]:
+    """Three ticks at least on an axis of numbers whose ends are known, else at most so many."""
+    name = axis.plotly_name.replace("axis", "")
+    if axis.tickvals is not None or axis.type not in (None, "linear"):
+        return {}
+    if (ends := axis.range) is None:
+        found = [np.asarray(t[name[0]], dtype=float) for t in plot.data if (t[f"{name[0]}axis"] or name[0]) == name
+                 and t.visible is not False and t.type == "scatter" and t[name[0]] is not None
+                 and len(t[name[0]]) and not isinstance(t[name[0]][0], str)]  # fmt: skip
+        known = np.concatenate(found) if found else np.empty(0)
+        known = known[np.isfinite(known)]
+        ends = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
+    low, high = float(ends[0]), float(ends[1])
+    return {"tick0": 0, "dtick": tick_step(low, high)} if high > low else {"nticks": most}
+
+
+def _wrapped(plot: Any, axis: Any, height: float, text: float) -> dict[str, Any]:
     """Fewer ticks, and the title in as many lines as it needs."""
     low, high = axis.domain or (0.0, 1.0)
     words = str(axis.title.text or "").replace("<br>", " ")
     told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * text)))))
-    ticks: dict[str, Any] = {"nticks": 5 if high - low > 0.5 else 3} if axis.tickvals is None else {}
+    ticks = _ticks_of(plot, axis, 5 if high - low > 0.5 else 3)
     return {"title": {"text": told, "font": {"size": text}, "standoff": 4}} | ticks
 
 

@@ -153,17 +153,18 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
         plots.add_curve(plot, part, new.value / unit, above, name, "dash" if dashed else "solid")
         ends.append(End(float(part[-1]), float(new.value[-1]) / unit, f"{name}, {kind}" if kind else name, look))
     plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
-    return pd.DataFrame(
+    plain = {one.model.kind: one.model.predict(points.x) for one in fit.shown if one.model.kind in PLAIN}
+    return pd.DataFrame(  # of all points: those that are drawn are fewer
         {
             "group": fit.label,
             "metric": fit.metric.column,
-            fit.axis: x,
-            "value": y,
-            "fitted": fitted,
-            **{one.model.kind: one.model.predict(x) for one in fit.shown if one.model.kind in PLAIN},
+            fit.axis: points.x,
+            "value": points.y,
+            "fitted": fit.value(points.x),
+            **plain,
             "model": fit.chosen.model.name,
             "rests_on": fit.basis,
-            "trial_id": ids,
+            "trial_id": points.ids,
         }
     )
 

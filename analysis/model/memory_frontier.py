@@ -33,6 +33,7 @@ SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
 ALL = "all that the model has positions for"
 FEW = "fewer than three different values, so no curve"
+EDGE = "vramsweep predict --largest finds the edge"
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
 
@@ -164,13 +165,27 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
     usable = gib * GIB if card is None else memory_limit(card)
     limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
     rows, trial_ids = _read_bracket(part.frame, axis, usable, limit, metric)
+    predicted = bool(group.take("device")["device"].eq("simulated").any())
+    ends = _predicted_ends(part, rows) if predicted else _ends(part, rows, limit, fit)
     return Limit(
-        **asdict(_ends(part, rows, limit, fit)), label=group.label, settings=group.settings, axis=axis, gib=gib,
+        **asdict(ends), label=group.label, settings=group.settings, axis=axis, gib=gib,
         usable_gib=usable / GIB, largest_ok=rows.largest, smallest_too_large=rows.smallest,
         basis=METRICS[metric].label, trial_ids=trial_ids, multiples_of=part.multiples_of,
         rests_on=fit.basis if fit else "", group=group.id,
-        predicted=bool(group.take("device")["device"].eq("simulated").any()),
+        predicted=predicted,
     )  # fmt: skip
+
+
+def _predicted_ends(part: _Part, rows: Bracket) -> _Ends:
+    """What predicted rows say: no curve through them knows more of what lies between than the predictor does."""
+    ok, over, step = rows.largest, rows.smallest, part.multiples_of or 1
+    if ok is None or rows.either_way:
+        return _Ends(remark="from {:,} to {:,} it goes either way".format(*rows.either_way) if rows.either_way else "")
+    if ok == part.longest:
+        return _Ends(ok, ok, ok, ALL)
+    high = None if over is None else over - step
+    told = "" if high == ok else "the longest that was predicted" if high is None else EDGE
+    return _Ends(ok, ok, high, told)
 
 
 def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
@@ -271,6 +286,8 @@ def _line(limit: Limit) -> str:
     safe = f"safe up to {limit.low:,}" if known_safe else ""
     if limit.proven:
         parts += [limit.remark] * bool(limit.remark)
+    elif limit.predicted:
+        parts += filter(None, [limit.remark])
     elif limit.value is None:
         parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
     else:

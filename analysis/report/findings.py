@@ -18,7 +18,7 @@ from vramsweep.analysis.compare.calibrate import Calibration
 from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal, some_lengths
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
-from vramsweep.analysis.data.warnings_of_rows import records
+from vramsweep.analysis.data.warnings_of_rows import NAMED, name_rows, records
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.harness.config.reproduce_command import command
@@ -229,7 +229,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     found = list(table.warnings)
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
-        "step_iqr_s", "step_median_s", "unproven", "flags",
+        "step_iqr_s", "step_median_s", "unproven", "flags", *NAMED,
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
         found.append(f"{simulated:,} of {_rows(len(frame))} that are ok: predicted by the simulator, not measured")
@@ -242,10 +242,12 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     found += _unflagged(frame[frame["flags"].isna()])
     if len(contended := table.frame[table.frame["outcome"].eq("contended").fillna(False)]):
-        found.append(f"{_rows(len(contended))} could not have the device alone: {_ids(contended)}")
+        found.append(f"{_rows(len(contended))} could not have the device alone: {name_rows(contended, table.frame)}")
     if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # how much, no flag says
         most = format_size(left["step_growth_bytes"].max())
-        found.append(f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {_ids(left)}")
+        found.append(
+            f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}"
+        )
     found += _repeats(groups)
     found += _spreads(groups)
     for fit in fits:
@@ -259,11 +261,11 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
     lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "others used the device"}
     for column, what in lists.items():
         if (hit := frame[column].list.len().fillna(0).astype(int) > 0).any():
-            found.append(f"{what} in {_rows(int(hit.sum()))}: {_ids(frame[hit])}")
+            found.append(f"{what} in {_rows(int(hit.sum()))}: {name_rows(frame[hit], frame)}")
     creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
     leaking = frame["step_growth_bytes"].gt(0).fillna(False)
     if len(rising := frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]):
-        found.append(f"memory was still rising at the end of {_rows(len(rising))}: {_ids(rising)}")
+        found.append(f"memory was still rising at the end of {_rows(len(rising))}: {name_rows(rising, frame)}")
     if wide := int((frame["step_iqr_s"] / frame["step_median_s"]).astype(float).gt(0.1).sum()):
         found.append(f"step times within {_rows(wide)} spread by more than 10 % (interquartile)")
     return found
@@ -310,11 +312,6 @@ def _rows(n: int) -> str:
     return f"{n:,} row{'s' * (n != 1)}"
 
 
-def _ids(rows: pd.DataFrame, most: int = 5) -> str:
-    ids = [str(i) for i in rows["trial_id"].head(most)]
-    return ", ".join(ids) + (", …" if len(rows) > most else "")
-
-
 def unproven(frame: pd.DataFrame) -> str:
     """The techniques of these rows that no card has been seen to run as predicted; "" for none."""
     return ", ".join(sorted({str(name) for of_row in frame["unproven"].dropna() for name in of_row}))
@@ -323,17 +320,7 @@ def unproven(frame: pd.DataFrame) -> str:
 def methods(table: Table, fits: Sequence[Fit]) -> str:
     """A paragraph for the methods section of a paper: only what the rows say."""
     frame = table.frame
-    parts = []
-    for column, phrase in (
-        ("model", "Models: {}."), ("parameters", "Parameters: {}."), ("precision", "Precision: {}."),
-        ("optimizer_effective", "Optimizer: {}."), ("attention_effective", "Attention: {}."), ("runner", "Runner: {}."),
-        ("seq_len", "Sequence lengths: {} tokens."), ("micro_batch", "Micro-batch sizes: {}."),
-        ("allocator", "Allocator configurations: {}."), ("gpu_name", "GPU: {}."), ("driver_version", "Driver {}."),
-        ("torch_version", "PyTorch {}."), ("transformers_version", "Transformers {}."),
-        ("deepspeed_version", "DeepSpeed {}."),
-    ):  # fmt: skip
-        if text := values(frame, column):
-            parts.append(phrase.format(text))
+    parts = [*_trained(frame), *_machines(frame)]
     if varying(frame).any():
         parts.append(
             "Where data is lengths:..., samples are drawn from it, and sequence lengths are where they are cut."
@@ -344,10 +331,13 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     steps = values(frame, "measured_steps")
     if steps and frame["foreign"].isna().all():
         warm = values(frame, "warmup_steps") or "no"
+        warm_up, timed = (f"{count} {name}{'s' * (count != '1')}" for count, name in
+                          ((warm, "warm-up step"), (steps, "timed step")))  # fmt: skip
         parts.append(
-            f"Every trial ran in a process of its own: {warm} warm-up steps, one probe step, then {steps} timed steps; "
-            "throughput is tokens over the time between the first and the last step boundary."
+            f"Every trial ran in a process of its own: {warm_up}, one probe step, then {timed}; throughput is tokens "
+            "over the time between the first and the last step boundary."
         )
+        parts += _repeated(frame)
     if (frame["memory_source"] == "cuda_allocator").any():
         parts.append(
             "Peak memory is the largest value of the caching allocator's own counters over load and all steps; "
@@ -373,6 +363,48 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
             "95 % posterior intervals over all kinds. Rows that ran out of memory count as lower bounds."
         )
     return " ".join(parts)
+
+
+def _trained(frame: pd.DataFrame) -> list[str]:
+    """What was trained, how, and at which lengths and batches."""
+    told = {name: values(frame, name) for name in ("model", "parameters", "precision", "optimizer_effective",
+            "attention_effective", "runner", "seq_len", "micro_batch", "allocator")}  # fmt: skip
+    size = f" ({told['parameters']} parameters)" if told["parameters"] else ""
+    how = [f"in {told['precision']}"] * bool(told["precision"])
+    how += [f"with {told['optimizer_effective']}"] * bool(told["optimizer_effective"])
+    how += [f"with {told['attention_effective']} attention"] * bool(told["attention_effective"])
+    how += [f"by the runner {told['runner']}"] * bool(told["runner"])
+    found = [f"{told['model']}{size} was trained {', '.join(how)}."] if told["model"] and how else []
+    batch = f" at micro-batches of {told['micro_batch']}" if told["micro_batch"] else ""
+    found += [f"Sequences had {told['seq_len']} tokens{batch}."] if told["seq_len"] else []
+    return found + [f"Allocator configurations were {told['allocator']}."] * bool(told["allocator"])
+
+
+def _machines(frame: pd.DataFrame) -> list[str]:
+    """On which GPU, driver, processor and operating system, with which versions."""
+    own = frame[frame["device"].ne("simulated").fillna(True)]
+    driver = values(own, "driver_version")
+    on = [text + (f" (driver {driver})" if driver else "") for text in [values(own, "gpu_name")] if text]
+    on += [f"a host with {text}" for text in [values(own, "cpu_name")] if text]
+    on += [text for text in [values(own, "operating_system")] if text]
+    versions = [f"{name} {text}" for column, name in (
+        ("torch_version", "PyTorch"), ("cuda_version", "CUDA"), ("transformers_version", "Transformers"),
+        ("deepspeed_version", "DeepSpeed"), ("python_version", "Python"), ("vramsweep_version", "vramsweep"),
+    ) if (text := values(frame, column))]  # fmt: skip
+    found = [f"Measurements ran on {', '.join(on)}."] if on else []
+    return found + [f"Software was {', '.join(versions)}."] * bool(versions)
+
+
+def _repeated(frame: pd.DataFrame) -> list[str]:
+    """How often each configuration was measured."""
+    ok = frame[frame["outcome"].eq("ok").fillna(False) & frame["device"].ne("simulated").fillna(False)]
+    axes = [column.name for column in BY_NAME.values() if column.group == "axes" and column.type not in (dict, list)]
+    counts = ok.groupby([name for name in axes if name not in ("repeat", "seed")], dropna=False).size()
+    if counts.empty:
+        return []
+    ends = sorted({int(counts.min()), int(counts.max())})
+    times = "once" if ends == [1] else f"{' to '.join(map(str, ends))} times"
+    return [f"Each point was measured {times}, in separate processes."]
 
 
 def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:

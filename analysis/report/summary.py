@@ -148,24 +148,23 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
 
 
 def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:
-    """The one setting that saves most memory where all others are equal, at the largest that both ran.
+    """The one setting that saves most memory where all others are those of the reference, at the largest that both ran.
 
-    What was measured comes before what is predicted.
+    The reference is the configuration that is plainest. What was measured comes before what is predicted.
     """
+    looked = list(found[: len(frames)])
+    if not looked:
+        return []
+    base = max(looked, key=lambda one: sum(one.apart.get(name) == PLAIN.get(name, "") for name in one.apart))
     best: tuple[bool, float, str] | None = None
-    for name in dict.fromkeys(key for group in found for key in group.apart):
-        if name not in CHANGES and not name.startswith((EXTRA + OPTIONS, OPTIONS)):
+    for number, other in enumerate(looked):
+        differs = [name for name in base.apart if base.apart[name] != other.apart.get(name)]
+        if len(differs) != 1 or not (differs[0] in CHANGES or differs[0].startswith((EXTRA + OPTIONS, OPTIONS))):
             continue
-        alike: dict[Any, list[int]] = {}
-        for n, group in enumerate(found[: len(frames)]):
-            rest = tuple((k, v) for k, v in group.apart.items() if k != name)
-            alike.setdefault(rest, []).append(n)
-        for rest, members in alike.items():
-            first = next((n for n in members if found[n].settings.get(name) == PLAIN.get(name)), members[0])
-            for other in (n for n in members if n != first):
-                told = _saves(found, frames, (first, other), name, dict(rest), axis)
-                if told is not None and (best is None or told[:2] > best[:2]):
-                    best = told
+        rest = {key: value for key, value in base.apart.items() if key != differs[0]}
+        told = _saves(found, frames, (looked.index(base), number), differs[0], rest, axis)
+        if told is not None and (best is None or told[:2] > best[:2]):
+            best = told
     return [best[2]] if best else []
 
 
@@ -187,6 +186,10 @@ def _saves(
     before, after = (float(side[base].median()) for side in at)
     if not before or 1 - after / before < LEAST:
         return None
+    middle = [side.groupby(axis)[base].median().astype(float) for side in sides]
+    shares = (1 - middle[1] / middle[0]).dropna()
+    lowest: Any = shares.idxmin()
+    least = "" if shares.min() > 0 else f"; {-100 * shares.min():+.0f} % at {label({axis: int(lowest)})}"
     was, now = (label({name: found[n].settings[name]}) for n in pair)
     ends = " to ".join(format_difference.in_bytes(before, after, signed=False))
     where = label({axis: int(max(common))} | dict(rest))
@@ -195,7 +198,7 @@ def _saves(
     said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
     predicted = bool(found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all())
     saved, how = 1 - after / before, ", predicted" * predicted
-    text = f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{how} at {where}{said}."
+    text = f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{how} at {where}{least}{said}."
     return not predicted, saved, text
 
 

@@ -20,7 +20,7 @@ from vramsweep.analysis.data.load import is_
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
-from vramsweep.analysis.model.memory_frontier import ALL, SIZES, Limit
+from vramsweep.analysis.model.memory_frontier import ALL, EDGE, SIZES, Limit
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
@@ -214,6 +214,8 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return ""
     if one.value is None:
         return f"by the curve {one.remark} on {gib:g} GiB"
+    if one.predicted and not one.proven:
+        return f"{one.high + 1:,} does not fit; {EDGE}" if one.high is not None else f"on {gib:g} GiB; {one.remark}"
     if one.proven:
         return f"{'predicted to fit' if of.kind == PREDICTED else 'proven'} on {gib:g} GiB"
     known = (("safe to", one.low), ("at most", None if one.high == one.value else one.high))

@@ -377,12 +377,20 @@ def host_load() -> float | None:
     return None
 
 
+def operating_system() -> str:
+    """Return the kernel with its release, and the distribution where its file says it."""
+    with contextlib.suppress(OSError):
+        return f"{platform.system()} {platform.release()}, {platform.freedesktop_os_release()['PRETTY_NAME']}"
+    return f"{platform.system()} {platform.release()}"
+
+
 def machine_facts() -> dict[str, Any]:
     """The provenance columns that do not depend on the worker."""
     return {
         "host": platform.node(),
         "cpu_name": cpu_name(),
         "python_version": platform.python_version(),
+        "operating_system": operating_system(),
         "git_commit": git_commit(),
         "vramsweep_version": __version__,
         "torch_version": torch_version(),

@@ -175,3 +175,10 @@ def test_every_figure_says_what_it_is_of_wherever_it_stands() -> None:
             assert told == " ".join(figure.source.split()), figure.name
             words = "".join(str(alone.layout.title.text).replace("<br>", "").split())
             assert "".join(figure.title.replace("&", "&amp;").split()) in words, figure.name
+
+
+@pytest.mark.parametrize(("low", "high"), [(100, 900), (1, 1024), (0, 0.07), (500, 1500), (-3, 3), (8190, 8192)])
+def test_an_axis_has_three_ticks_at_least(low: float, high: float) -> None:
+    step = layout.tick_step(low, high)
+    ticks = [step * k for k in range(int(low / step) - 2, int(high / step) + 2) if low <= step * k <= high]
+    assert 3 <= len(ticks) <= 7

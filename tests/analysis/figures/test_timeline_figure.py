@@ -71,7 +71,7 @@ def test_the_areas_sum_to_what_is_allocated_and_the_peak_is_named() -> None:
     figure = of_timeline(record())
     traces = {trace.name: trace for trace in figure.plot.data}
     areas = [trace for trace in figure.plot.data if trace.stackgroup]
-    assert [area.name for area in areas] == ["weights", "activations", "temporaries", "rounding"]
+    assert [area.name for area in areas] == ["parameters", "activations", "temporaries", "rounding"]
     assert np.allclose(sum(np.array(area.y) for area in areas), np.array(traces["allocated"].y))
     assert max(traces["allocated"].y) == 60 and max(traces["reserved"].y) == 80
     assert len(set(PARTS.values())) == len(PARTS)

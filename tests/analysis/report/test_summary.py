@@ -35,7 +35,7 @@ def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
     assert fits == (
         "What fits: up to 8,192 tokens (2 of 6 configurations), least with default · batch 4: 3,072 tokens."
     )
-    assert change.startswith("expandable instead of default saves 11 %: 22.2 GiB to 19.7 GiB reserved at 6,144 tokens")
+    assert change.startswith("expandable instead of default saves 11 %: 15.6 GiB to 13.8 GiB reserved at 8,192 tokens")
     assert found.title == "synthetic: 104 ok · 16 oom\nmeasured on Synthetic 24 GB"
 
 
