@@ -6,7 +6,7 @@ Trends are of what moves steadily (trends.py); here is what happens at a place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +16,8 @@ from vramsweep.analysis.compare.series import FEWEST_SINGLE, inflation, once
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.steps import jumps
 
-FEWEST_SIDE = 8  # values of the axis on each side of a change
+FEWEST_SIDE = 8  # values of the axis on each side of a change, where their own scatter is the noise
+FEWEST_BESIDE = 2  # the same where the noise is known
 SURE = 12.0  # log likelihood that a change must add for each value that counts as its own: one place of thousands
 WITHIN = 1.92  # below the best: 95 % of one parameter (Wilks 1938)
 UNDONE = 0.5  # of a step's size: what may be left where the next one takes it back
@@ -25,11 +26,12 @@ SHORT = 0.1  # of the axis's values: a step that is taken back within so many is
 
 @dataclass(frozen=True)
 class Level:
-    """From about `at` on (95 % between `low` and `high`) B/A − 1 of speed is another: medians `before` and `after`, and
-    of eight tenths of the pairs above it from `after_low` to `after_high`."""
+    """From about `at` on (95 % between `low` and `high`; `exact`: between these two neighbours) B/A − 1 is another:
+    medians `before` and `after`, and of eight tenths of the pairs above it from `after_low` to `after_high`."""
 
     quantity: str
     settings: Mapping[str, Any]
+    pairs: int
     at: float
     low: float
     high: float
@@ -37,6 +39,7 @@ class Level:
     after: float
     after_low: float
     after_high: float
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,31 +54,57 @@ class Place:
     unit: str
 
 
-def find_level(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, least: float) -> Level | None:
+def find_level(
+    quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, errors: Array, least: float
+) -> Level | None:
     """Return the one place where ln(B/A), (n,) at x (n,), changes its level most; None where it does by less than
     `least`, or not clearly.
 
-    Of two levels with normal noise, whose neighbours count as fewer than they are (trends.py).
+    Of two levels with normal noise, whose neighbours count as fewer than they are. `errors` (n,) are standard errors
+    from repeats, NaN where not known: they tell the noise of few values.
     """
-    x, y = once(x, logs)
+    (x, y), (_, spreads) = once(x, logs), once(x, errors)
     n = len(x)
-    if n < FEWEST_SINGLE:
+    single = n >= FEWEST_SINGLE
+    if n <= 2 * FEWEST_BESIDE or (not single and np.isnan(spreads).any()):
         return None
     k = np.arange(1, n)
     sums = np.cumsum(y)[:-1]
     apart = sums / k - (y.sum() - sums) / (n - k)
     gain = k * (n - k) / n * apart**2  # of the sum of squares
-    inside = (k >= FEWEST_SIDE) & (k <= n - FEWEST_SIDE)
+    side = FEWEST_SIDE if single else FEWEST_BESIDE
+    inside = (k >= side) & (k <= n - side)
     best = int(np.argmax(np.where(inside, gain, -np.inf)))
     left = y - np.where(np.arange(n) < k[best], sums[best] / k[best], (y.sum() - sums[best]) / (n - k[best]))
-    variance = max(float(np.mean(left**2)), 1e-18) * inflation(left, 2)
+    variance = float(np.mean(left**2)) * inflation(left, 2) if single else float(np.mean(spreads**2))
+    variance = max(variance, 1e-18)
     near = np.flatnonzero(inside & (gain[best] - gain < 2 * WITHIN * variance))
-    before, after = np.expm1(y[: k[best]]), np.expm1(y[k[best] :])
-    if gain[best] / (2 * variance) < SURE or abs(np.median(after) - np.median(before)) < least:
+    if gain[best] / (2 * variance) < SURE:
         return None
-    spread = np.percentile(after, [10, 90])
-    return Level(quantity, settings, float(x[k[best]]), float(x[k[near[0]] - 1]), float(x[k[near[-1]]]),
-                 float(np.median(before)), float(np.median(after)), float(spread[0]), float(spread[1]))  # fmt: skip
+    ends = float(x[k[near[0]] - 1]), float(x[k[near[-1]]])
+    found = _level(quantity, settings, len(logs), (float(x[k[best]]), *ends), y[: k[best]], y[k[best] :])
+    return found if abs(found.after - found.before) >= least else None
+
+
+def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, differ: Any) -> Level | None:
+    """Return the place where a difference that repeats exactly begins, or ends, to be more than the tolerance
+    (`differ`, (n,)): once, with two values or more on each side. None where there is no such place."""
+    order = np.argsort(x, kind="stable")
+    x, logs = x[order], logs[order]
+    state = np.where(np.asarray(differ)[order], np.sign(logs), 0.0)
+    at = np.flatnonzero(np.diff(state)) + 1
+    if len(at) != 1 or not FEWEST_BESIDE <= at[0] <= len(x) - FEWEST_BESIDE or x[at[0] - 1] == x[at[0]]:
+        return None
+    low, high = float(x[at[0] - 1]), float(x[at[0]])
+    return replace(_level(quantity, settings, len(x), (high, low, high), logs[: at[0]], logs[at[0] :]), exact=True)
+
+
+def _level(
+    quantity: str, settings: Mapping[str, Any], pairs: int, place: tuple[float, float, float], before: Array,
+    after: Array,
+) -> Level:  # fmt: skip
+    low, middle, high = (float(np.expm1(one)) for one in np.percentile(after, [10, 50, 90]))
+    return Level(quantity, settings, pairs, *place, float(np.expm1(np.median(before))), middle, low, high)
 
 
 def find_places(

@@ -9,7 +9,7 @@ import numpy as np
 
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.compare.changes import Level, Place
-from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Crossover, Trend, position
+from vramsweep.analysis.compare.trends import BLOCKS, SPEED, Along, Trend, position
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, OverAll, Pair
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS
@@ -20,7 +20,7 @@ TITLES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": 
 
 
 def text(comparison: Comparison, along: Along, every: bool = False) -> str:
-    """For a terminal: what differs, the verdicts over all, trends and crossovers, and pairs: 12, or every one."""
+    """For a terminal: what differs, the verdicts over all, trends and changes, and pairs: 12, or every one."""
     c = comparison
     lines = [f"A {c.a}", f"B {c.b}"]
     lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
@@ -81,14 +81,11 @@ def _reach(one: OverAll) -> str:
 
 
 def sentences(along: Along, quantity: str, most: int = MOST) -> list[str]:
-    """What is claimed of one quantity (a column of memory, or tokens_per_s): trends, then crossovers."""
+    """What is claimed of one quantity (a column of memory, or tokens_per_s): trends, then changes."""
     said = [
         _trend(trend, along) + _settings(trend.settings)
         for trend in along.trends
         if trend.quantity == quantity and trend.claimed and trend.unit != "ratio"
-    ]
-    said += [
-        _crossover(turn, along) + _settings(turn.settings) for turn in along.crossovers if turn.quantity == quantity
     ]
     said += [_level(one, along) + _settings(one.settings) for one in along.levels if one.quantity == quantity]
     said += [_place(one, along) + _settings(one.settings) for one in along.places if one.quantity == quantity]
@@ -122,24 +119,24 @@ def _trend(trend: Trend, along: Along) -> str:
     return f"{verb} by {slope}: from {said[0]} to {said[1]}"
 
 
-def _crossover(turn: Crossover, along: Along) -> str:
-    show = format_difference.speed if turn.quantity == SPEED else format_difference.size
-    sure = "it turns between {} and {}" if turn.exact else "95 % interval {} to {}"
-    between = sure.format(_number(turn.low), _number(turn.high))
-    return f"{turn.verdict} {near(turn, along)} ({between}): {show(turn.before)} below that, {show(turn.after)} above"
-
-
 def _level(one: Level, along: Along) -> str:
     """`the same up to about 200 tokens (95 % interval 170 to 231), from there 2.1 % to 6.4 % faster`."""
-    place = _describe_places(one.at, UNITS[str(along.axis)])
+    speed = one.quantity == SPEED
     ends = sorted(abs(end) for end in (one.after_low, one.after_high))
-    level = format_difference.speed(one.after)
-    if one.after_low * one.after_high > 0:
-        way = "faster" if one.after > 0 else "slower"
-        level = f"{100 * ends[0]:.1f} % to {100 * ends[1]:.1f} % {way}"
-    before = "the same" if abs(one.before) <= MARGIN else format_difference.speed(one.before)
-    between = f"{_number(one.low)} to {_number(one.high)}"
-    return f"{before} up to about {place} (95 % interval {between}), from there {level} (8 of 10 pairs)"
+    show = format_difference.speed if speed else format_difference.size
+    level = show(one.after)
+    if one.after_low * one.after_high > 0 and ends[1] - ends[0] >= 1e-3:
+        way = ("slower", "faster")[one.after > 0] if speed else ("less", "more")[one.after > 0]
+        level = f"{100 * ends[0]:.1f} % to {100 * ends[1]:.1f} % {way} (8 of 10 pairs)"
+    before = "the same" if abs(one.before) <= (MARGIN if speed else 0) else show(one.before)
+    sure = "it turns between {} and {}" if one.exact else "95 % interval {} to {}"
+    between = sure.format(_number(one.low), _number(one.high))
+    return f"{before} up to about {place_of(one, along)} ({between}), from there {level}"
+
+
+def place_of(one: Level, along: Along) -> str:
+    """Return the place of a change, `200 tokens`."""
+    return _describe_places(one.at, UNITS[str(along.axis)])
 
 
 def _place(one: Place, along: Along) -> str:
@@ -153,12 +150,6 @@ def _place(one: Place, along: Along) -> str:
         return f"B over A {'drops' if one.size < 0 else 'jumps'} by {size} at {_describe_places(one.start, unit)}"
     way = "dips" if one.size < 0 else "rises"
     return f"B over A {way} by {size} from {_number(one.start)} to {_describe_places(one.stop, unit)}, and back"
-
-
-def near(turn: Crossover, along: Along) -> str:
-    """`from about 200 tokens on`, or `up to about 200 tokens`."""
-    place = _describe_places(turn.at, UNITS[str(along.axis)])
-    return f"from about {place} on" if turn.onward else f"up to about {place}"
 
 
 def _describe_places(x: float, unit: str) -> str:

@@ -17,9 +17,10 @@ from plotly.subplots import make_subplots
 from scipy import ndimage
 
 from vramsweep.analysis.compare import format_difference
-from vramsweep.analysis.compare.trends import SPEED, Along, Crossover, lines, position
+from vramsweep.analysis.compare.changes import Level
+from vramsweep.analysis.compare.trends import SPEED, Along, lines, position
 from vramsweep.analysis.compare.verdicts import Comparison, Pair, Single
-from vramsweep.analysis.compare.verdicts_text import TITLES, near
+from vramsweep.analysis.compare.verdicts_text import TITLES, place_of
 from vramsweep.analysis.data.export import guarded_frame
 from vramsweep.analysis.data.groups import FREE, label
 from vramsweep.analysis.data.load import Table
@@ -65,7 +66,7 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
             _memory(plot, row, data, x, memory[:2], names)
         else:
             _speed(plot, row, data, x, names)
-        for turn in along.crossovers:
+        for turn in along.levels:
             if turn.quantity == (memory[0] if kind == "memory" else SPEED) and turn.settings == settings:
                 _turn(plot, row + 1, turn, along)
     parts = [f"{'; '.join(names)}."]
@@ -73,8 +74,8 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
         what = [METRICS[metric].label.removeprefix("peak ") for metric in memory]
         thinner = f"; plain lines, grey where it is a difference: {what[1]}" if len(memory) > 1 else ""
         parts.append(f"Points: {what[0]} memory{thinner}; medians of repeats.")
-    if any(turn.settings == settings for turn in along.crossovers):
-        parts.append("Band: 95 % interval of where the difference changes its sign.")
+    if any(turn.settings == settings for turn in along.levels):
+        parts.append("Band: 95 % interval of where the difference changes.")
     if len(every) > 1:
         parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
     return Figure("overlay", f"{names[0]} against {names[1]}", plots.sentence(*parts), plot, data, _sources(sides))
@@ -231,12 +232,12 @@ def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> 
     plot.update_yaxes(range=[low - room * (low < 0 or high == 0), high + room * (high > 0)], row=row)
 
 
-def _turn(plot: Any, row: int, turn: Crossover, along: Along) -> None:
-    """Where a sign turns: a line and the interval, in this panel and the one above it."""
+def _turn(plot: Any, row: int, turn: Level, along: Along) -> None:
+    """Where a difference changes: a line and the interval, in this panel and the one above it."""
     for panel in (row - 1, row):
         plot.add_vrect(x0=turn.low, x1=turn.high, fillcolor=GREY, opacity=0.18, line_width=0, row=panel, col=1)
         plot.add_vline(x=turn.at, line={"color": "#444", "width": 1.2, "dash": "dot"}, row=panel, col=1)
-    words = f"{turn.verdict.lower()} {near(turn, along)}"
+    words = f"from about {place_of(turn, along)} on {100 * turn.after:+.1f} %"
     plot.add_annotation(
         x=turn.high, xref=f"x{row}", y=1, yref=f"y{row} domain", text=words, showarrow=False, xanchor="left",
         yanchor="top", xshift=4, font={"color": "#444", "size": 12}, bgcolor="rgba(255,255,255,0.7)",

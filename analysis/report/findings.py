@@ -6,7 +6,6 @@ Every sentence is computed from rows and fits; nothing here draws or writes file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
             continue
         if (reserved := next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)) is None:
             continue
-        along = _once(trends.along(result))
+        along = trends.along(result)
         changes = verdicts_text.sentences(along, reserved.metric)
         trend = any(t.claimed and t.unit == "bytes" for t in along.trends if t.quantity == reserved.metric)
         # a trend says the sizes itself
@@ -133,12 +132,6 @@ def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
             said = "; ".join([f"{result.speed.verdict} ({result.speed.reason})", *turns])
             found[-1] += f" Its speed: {said}."
     return found
-
-
-def _once(along: trends.Along) -> trends.Along:
-    """Without the second of two verdicts that turn at one place: smaller from there on, larger up to there."""
-    turns = {(turn.quantity, turn.at, repr(turn.settings)): turn for turn in reversed(along.crossovers)}
-    return replace(along, crossovers=tuple(turn for turn in along.crossovers if turn in turns.values()))
 
 
 def _apart(one: Group, other: Group) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What changes along an axis: known slopes and turns are found with their intervals, noise seldom makes a claim."""
+"""What changes along an axis: known slopes are found with their intervals, noise seldom makes a claim."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 
-from vramsweep.analysis.compare.trends import Turn, along, memory_crossovers, memory_trends, speed_crossover, turning
+from vramsweep.analysis.compare.trends import along, memory_trends
 from vramsweep.analysis.compare.verdicts import compare
 from vramsweep.analysis.compare.verdicts_text import sentences
 from vramsweep.analysis.data.groups import split
@@ -69,89 +69,6 @@ def test_a_trend_below_the_tolerance_is_not_claimed() -> None:
     trend = memory_trends(RESERVED, {}, sizes, 0.0)[0]
     assert trend.claimed
     assert trend.slope == trend.low == trend.high == 1024
-
-
-def crossed(shape: str, n: int, alike: float) -> tuple[float, float]:
-    """Shares of draws with a crossover claimed, and of those with the truth in the interval; 3 % of noise a side."""
-    x = np.round(np.linspace(1, 2048, n))
-    at = 200.5 if n > 1000 else (x[n // 4 - 1] + x[n // 4]) / 2
-    truth = {"log": 0.05 * np.log(x / at), "step": np.where(x < at, -0.04, 0.06), "none": 0 * x, "faster": 0 * x + 0.05}
-    claims = covered = 0
-    for seed in range(DRAWS):
-        random = np.random.default_rng([seed, n])
-        logs = truth[shape] + 0.03 * np.sqrt(2) * noise(random, n, alike)
-        for turn in speed_crossover({}, x, logs, np.full(n, np.nan)):
-            assert turn.low <= turn.at <= turn.high
-            claims += 1
-            covered += turn.verdict == "FASTER" and turn.low <= at <= turn.high
-    return claims / DRAWS, covered / max(claims, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "n", "alike"),
-    [("log", 50, 0.0), ("log", 200, 0.5), ("log", 2048, 0.5), ("step", 200, 0.0), ("step", 2048, 0.5)],
-)
-def test_a_crossover_is_found_and_its_interval_covers(shape: str, n: int, alike: float) -> None:
-    assert min(crossed(shape, n, alike)) >= 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("shape", ["none", "faster"])
-@pytest.mark.parametrize(("n", "alike"), [(50, 0.0), (200, 0.5), (2048, 0.5)])
-def test_without_a_crossover_none_is_claimed(shape: str, n: int, alike: float) -> None:
-    assert crossed(shape, n, alike)[0] <= 0.02
-
-
-def test_a_sign_that_turns_twice_is_no_crossover() -> None:
-    x = np.arange(1.0, 201)
-    y = np.where((x > 60) & (x < 140), 0.1, -0.1) + 0.01 * noise(np.random.default_rng(0), 200)
-    assert turning(x, y, None) is None
-
-
-def test_one_odd_run_moves_no_crossover() -> None:
-    x = np.arange(1.0, 201)
-    y = np.where(x > 80, 0.1, -0.1) + 0.01 * noise(np.random.default_rng(0), 200)
-    before = turning(x, y, None)
-    y[10], y[150] = 5, -5
-    after = turning(x, y, None)
-    assert isinstance(before, Turn) and isinstance(after, Turn)
-    assert (after.low, after.at, after.high) == (before.low, before.at, before.high)
-    assert before.low <= 80.5 <= before.high
-
-
-def test_repeats_tell_the_noise_where_there_are_few_pairs() -> None:
-    x = np.array([128.0, 256, 512, 1024, 2048, 4096])
-    logs = np.array([-0.05, -0.04, -0.05, 0.04, 0.05, 0.06])
-    turn = speed_crossover({}, x, logs, np.full(6, 0.005))[0]
-    assert (turn.verdict, turn.onward, turn.low, turn.at, turn.high) == ("FASTER", True, 512, 768, 1024)
-    assert speed_crossover({}, x, logs, np.full(6, np.nan)) == []
-    assert speed_crossover({}, x, logs, np.full(6, 0.05)) == []
-    assert speed_crossover({}, x, -logs, np.full(6, 0.005))[0].verdict == "SLOWER"
-
-
-def test_pairs_at_one_place_turn_nowhere_between_them() -> None:
-    """As of equal tokens that are of other lengths: the sign must turn between two places."""
-    x = np.repeat([1.0, 2, 3, 4, 5, 6], 2)
-    logs = np.array([-0.1, 0.1, *[0.1] * 10])
-    assert speed_crossover({}, x, logs, np.full(12, 0.001)) == []
-    assert speed_crossover({}, np.repeat([1.0, 2], 6), np.repeat([-0.1, 0.1], 6), np.full(12, 0.001)) == []
-    (turn,) = speed_crossover({}, x, np.repeat([-0.1, -0.1, -0.1, 0.1, 0.1, 0.1], 2), np.full(12, 0.001))
-    assert (turn.pairs, turn.low, turn.at, turn.high) == (12, 3, 3.5, 4)
-    assert (turn.before, turn.after) == (pytest.approx(np.expm1(-0.1)), pytest.approx(np.expm1(0.1)))
-    random = np.random.default_rng(0)
-    a = np.full(40, 10.0 * GIB)
-    b = a + np.where(np.arange(40) < 10, -GIB, GIB) + 10 * MIB * random.standard_normal(40)
-    assert memory_crossovers(RESERVED, {}, np.array([np.repeat([1.0, 2], 20), a, b]).T, 0.001) == []
-
-
-def test_memory_that_begins_to_be_smaller_does_so_between_two_lengths() -> None:
-    sizes = np.array([(x, 10.0 * GIB, (10.0 if x < 900 else 9.0) * GIB) for x in (128.0, 256, 512, 1024, 2048)])
-    (turn,) = memory_crossovers(RESERVED, {}, sizes, 0.001)
-    assert (turn.verdict, turn.onward, turn.exact, turn.low, turn.high) == ("SMALLER", True, True, 512, 1024)
-    assert turn.before == 0
-    assert turn.after == pytest.approx(-0.1)
-    assert memory_crossovers(RESERVED, {}, sizes[:4], 0.001) == []  # one pair is not clear
 
 
 @pytest.mark.slow
