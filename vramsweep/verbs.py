@@ -1,16 +1,19 @@
 """Every verb of `vramsweep`, as data: name, section, one line, examples, what its exit status 1 means, its parser.
 
 Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
-verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry here, and a module
-of its name in harness/verbs/ (what runs something) or a function in analysis/cli.py (what reads rows).
+verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry of verbs.json and a
+module of its name in harness/verbs/ (what runs something) or a function in analysis/cli.py (what reads rows).
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import textwrap
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
@@ -84,85 +87,8 @@ class Verb:
         return "\n\n".join(filter(None, parts)) + "\n"
 
 
-_FAILED = "some trials failed"
-
-VERBS: tuple[Verb, ...] = (
-    Verb("sweep", SWEEP, "run a sweep: every combination of the settings' values is a trial",
-         ("model=gpt2 seq_len=512", "model=gpt2 seq_len=128,256 'micro_batch=range(1,5)' allocator=default,gc",
-          "sweep=frontier model=qwen0.5b seq_len=64..8192:64",
-          "model=qwen0.5b seq_len=512,1024,2048 device=cuda budget=8h"), HARNESS, _FAILED, settings=True),
-    Verb("run", SWEEP, "sweep a training command of your own, as it is",
-         ("seq_len=512,1024 micro_batch=1,2 -- python t.py --len {seq_len} --bs {micro_batch}",
-          "world_size=2 seq_len=512 -- torchrun --nproc-per-node {world_size} train.py",
-          "--dry-run seq_len=512,1024 -- python train.py --max_len {seq_len}",
-          "device=simulated gpu=l4-24gb seq_len=512 -- python t.py --len {seq_len}"), HARNESS, _FAILED, settings=True),
-    Verb("plan", SWEEP, "what a sweep would run, what cannot run and why, what it needs, how long it takes",
-         ("model=gpt2 seq_len=512,1024,2048", "sweep=auto model=qwen0.5b --json",
-          "model=qwen0.5b seq_len=512,2048 device=cuda price_per_hour=2.5",
-          "model=gpt2 seq_len=512,1024 device=cuda predict=l4-24gb"), HARNESS, settings=True),
-    Verb("status", SWEEP, "how far a running or finished sweep is",
-         ("", "results/gpt2-torch-cuda", "results/gpt2-torch-cuda --watch 5", "--json"), HARNESS),
-    Verb("predict", PREDICT, "predict memory for ranges of lengths and batches: a table of what fits",
-         ("model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096",
-          "model=qwen0.5b gpu=a100-80gb seq_len=1..2048 allocator=default,expandable",
-          "--largest seq_len model=gpt2 micro_batch=8 gpu=l4-24gb,rtx4090-24gb",
-          "--max-reserved 22GiB model=gpt2 seq_len=512,1024"), HARNESS,
-         "some trials failed, or reserve more than --max-reserved", settings=True),
-    Verb("advise", PREDICT, "which changes make a run fit, what each costs, and which to take together",
-         ("model=gpt2 runner=trainer seq_len=512 micro_batch=8 gpu=rtx2070-8gb",
-          "model=llama3-8b seq_len=2048 gpu=h100-80gb",
-          "--accept rounding model=gpt2 seq_len=1024 micro_batch=32 gpu=l4-24gb",
-          "--goal longest model=llama3-8b device.memory_gib=40 device.capability=8.6"), HARNESS, "nothing fits",
-         settings=True),
-    Verb("explain", PREDICT, "what takes the memory of a predicted run, part by part, and why it does not fit",
-         ("model=gpt2 runner=trainer seq_len=512 precision=fp32 gpu=l4-24gb",
-          "model=llama3-8b adapter=lora seq_len=4096", "results/gpt2-torch-predicted",
-          "model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096 --json"), HARNESS, settings=True),
-    Verb("timeline", PREDICT, "what a predicted step holds from event to event, as a page",
-         ("model=gpt2 seq_len=512 gpu=l4-24gb --out step.html",
-          "model=llama3-8b adapter=lora seq_len=2048 --out lora.html", "model=gpt2 seq_len=512 gpu=l4-24gb --json",
-          "results/gpt2-torch-predicted"), HARNESS, settings=True),
-    Verb("replay", PREDICT, "replay a recording of PyTorch's allocator under other settings",
-         ("snapshot.pickle", "snapshot.pickle --search --figure replay.html",
-          "snapshot.pickle --allocator expandable_segments:True --memory-limit 24GiB",
-          "snapshot.pickle --allocator max_split_size_mb:128 --json"), HARNESS),
-    Verb("validate", PREDICT, "predict runs that others measured and published, and show how far off that is",
-         ("benchmarks/published/*.yaml", "my-run.yaml", "my-run.yaml --json"), HARNESS,
-         "a file or a run could not be read or predicted, and does not say so itself (cannot)"),
-    Verb("report", LOOK, "figures, tables and one page of a sweep",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --brief", "results/gpt2-fsdp2-cuda --ranks mean",
-          "rows.csv --out page --images none"), ANALYSIS),
-    Verb("fit", LOOK, "how memory and speed depend on length, batch or tokens",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --axis tokens --robust",
-          "results/gpt2-torch-cuda --prediction results/gpt2-torch-predicted",
-          "rows.csv --metric peak_reserved_bytes --from 256"), ANALYSIS),
-    Verb("frontier", LOOK, "the largest length per batch, or batch per length, that fits",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --gib 24,80", "rows.csv --batch",
-          "results/gpt2-torch-cuda --json"), ANALYSIS),
-    Verb("compare", LOOK, "two sets of rows: what differs, and whether that is more than chance",
-         ("results/before results/after --figure both.html", "results/before results/after --report both.html",
-          "results/before results/after --tolerance 0 --all",
-          "results/gpt2-torch-cuda --by allocator=default,expandable"), ANALYSIS, "B is slower or needs more memory"),
-    Verb("check", LOOK, "may a results folder be published, memory and speed, and why not",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --claim memory", "results/gpt2-torch-cuda --claim speed",
-          "results/gpt2-torch-cuda --json"), HARNESS, "something may not"),
-    Verb("calibrate", LOOK, "the estimated speed of simulated rows, corrected by measured rows",
-         ("results/gpt2-torch-cuda results/gpt2-torch-simulated", "results/all results/all --json"), ANALYSIS),
-    Verb("paper", LOOK, "a folder with PDF figures, LaTeX tables, CSV, methods text and environment",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --out paper", "results/gpt2-fsdp2-cuda --ranks mean",
-          "rows.csv --out paper"), ANALYSIS),
-    Verb("export", LOOK, "the tidy table as CSV or Parquet; also of a foreign file",
-         ("results/gpt2-torch-cuda rows.parquet", "results/gpt2-torch-cuda rows.csv",
-          "results/gpt2-fsdp2-cuda rows.csv --ranks mean",
-          "theirs.csv ours.csv --columns seq_len,peak_reserved_mib --set model=gpt2"), ANALYSIS),
-    Verb("doctor", ABOUT, "is this machine fit for a sweep, and what device=auto and sweep=auto mean here",
-         ("", "--results /data/results", "--json"), HARNESS, "something is a problem"),
-    Verb("gpus", ABOUT, "the GPUs that device.gpu can name: memory, capability, peaks", ("", "--json"), HARNESS),
-    Verb("techniques", ABOUT, "settings that trade memory, time or exactness: what each needs, how far it is proven",
-         ("", "optimizer", "--json"), HARNESS),
-    Verb("columns", ABOUT, "what the columns of a row mean, its outcomes and flags", ("", "--json"), HARNESS),
-    Verb("help", ABOUT, "this, or what VERB --help says", ("", "sweep"), FRONT),
-)  # fmt: skip
+_WORDS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verbs.json").read_text("utf-8"))
+VERBS = tuple(Verb(**one | {"uses": tuple(one["uses"])}) for one in _WORDS)
 BY_NAME = {verb.name: verb for verb in VERBS}
 ALIASES = {"cards": "gpus"}  # names of before
 START = (

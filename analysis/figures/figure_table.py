@@ -20,7 +20,7 @@ from vramsweep.analysis.figures.style import View, looks
 
 # Modules of this folder, each with its function of a View, which returns figures: none where the rows do not allow any.
 FIGURES = (
-    "frontier.frontier_chart", "memory.by_length", "allocators.compared", "line_chart.unallocated", "phases.phases",
+    "frontier.frontier_chart", "memory.by_length", "allocators.compared", "phases.phases",
     "tradeoffs.heat_map", "lengths.of_lengths", "parts.of_jobs", "throughput.throughput", "throughput.iterations",
     "throughput.mfu", "throughput.estimated", "tradeoffs.pareto", "steps.steps",
 )  # fmt: skip

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_plot, sentence
@@ -46,24 +45,3 @@ def lines(
         data.append(rows.assign(group=group.label)[["group", "seq_len", column, "trial_id"]])
     finish(plot, ends if len(shown) > 1 else [], reach)
     return [Figure(name, title, sentence(caption, note), plot, pd.concat(data, ignore_index=True))]
-
-
-def unallocated(view: View) -> list[Figure]:
-    """What is reserved beyond allocated (else active) at the peak, against length."""
-    groups = having(view.groups, "peak_reserved_bytes")
-    drawn = [(g, rows) for g, rows in zip(groups, beyond_peak(groups), strict=True) if rows["seq_len"].nunique() > 1]
-    if not drawn:
-        return []
-    unit, called = plots.axis_unit(max(float(rows[BEYOND].max()) for _, rows in drawn))
-    bases = sorted({base for _, rows in drawn for base in rows["base"]})
-    caption = (
-        f"Peak reserved minus peak {bases[-1]}: what the caching allocator holds beyond what tensors ever took at "
-        "once; median of repeats."
-    )
-    if "active" in bases:
-        who = "of these rows" if len(bases) == 1 else "of some rows"
-        caption += f" Allocated is not known {who}: active stands in for it."
-    return lines(
-        view, drawn, BEYOND, unit, "reserved_unallocated", "Reserved beyond allocated, at the peak",
-        f"reserved − {bases[-1]} ({called})", caption, ("allocator",),
-    )  # fmt: skip

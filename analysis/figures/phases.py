@@ -1,4 +1,4 @@
-"""Which phase of a step needs how much, and where the peak of it lies; all that is known of rows without parts.
+"""Which phase of a step needs how much, and where the peak of it lies.
 
 Not covered: what the memory is of (composition.py).
 """
@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.fragmentation import highest_of
-from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.line_chart import having
@@ -28,7 +27,6 @@ LOOKS = {
     "backward": Look("#a63603", "diamond", "solid"),
     "optimizer": Look("#006d5b", "triangle-up", "dashdot"),
 }
-_TOP = {"peak_allocated_bytes": "allocated", "peak_active_bytes": "active"}
 HATCH = {"shape": "\\", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.3}
 
 
@@ -40,12 +38,10 @@ def highest(rows: pd.DataFrame) -> list[str]:
 def phases(view: View) -> list[Figure]:
     """Peak allocated of each phase of a step against length, over what is allocated and reserved in all."""
     known = [g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))]
-    known = known or [g for g in view.groups if _known_counters(g)]
     if not known:
         return []
     group = max(known, key=lambda one: one.ok("seq_len")["seq_len"].nunique())  # the first of equals
-    top = _known_counters(group)
-    columns = [*top, *([] if group.resident else ["peak_reserved_bytes"]), *COLUMNS]
+    columns = ["peak_allocated_bytes", *([] if group.resident else ["peak_reserved_bytes"]), *COLUMNS]
     rows = group.ok("seq_len", also=[*columns, "micro_batch"]).dropna(subset=columns, how="all")
     if rows["seq_len"].nunique() < 2:
         return []
@@ -67,10 +63,10 @@ def phases(view: View) -> list[Figure]:
             plots.add_line(plot, x[at], y[at], own, name)
         else:
             reserved = column == "peak_reserved_bytes"
-            name = "reserved" if reserved else _TOP[column]
+            name = "reserved" if reserved else "allocated"
             own = Look(GREY, settings=look.settings)
             plot.add_scatter(
-                x=x[at], y=y[at], name=name, mode="lines", fill="tonexty" if reserved and top else "tozeroy",
+                x=x[at], y=y[at], name=name, mode="lines", fill="tonexty" if reserved else "tozeroy",
                 fillcolor="rgba(127,127,127,0.22)" if not reserved else None, fillpattern=HATCH if reserved else None,
                 line={"color": GREY, "width": 1}, hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + name + "</extra>",
                 **own.trace,
@@ -82,20 +78,11 @@ def phases(view: View) -> list[Figure]:
         add_card_limit(plot, limit, unit)
         reach.append(limit.size / unit)
     finish(plot, ends, reach, zero=True)
-    known_phases = rows[list(COLUMNS)].notna().any(axis=None)
     caption = sentence(
         f"Of {group.label}." if group.settings else "",
-        "Lines: peak of each phase of the probe step; they follow each other, so they do not add up."
-        if known_phases else "What its allocator counted; no phase is known.",
-        "Grey: allocated at most, hatched: reserved beyond it."
-        if not group.resident and top == ["peak_allocated_bytes"] else "",
+        "Lines: peak of each phase of the probe step; they follow each other, so they do not add up.",
+        "" if group.resident else "Grey: allocated at most, hatched: reserved beyond it.",
         "What the memory is of was not recorded." if not view.predicted else "",
         "" if limit is None else limit.told(),
     )  # fmt: skip
-    title = "Peak memory by phase" if known_phases else "Peak memory: what is known of it"
-    return [Figure(NAME, title, caption, plot, rows)]
-
-
-def _known_counters(group: Group) -> list[str]:
-    """The counter that says what tensors took, if there is one."""
-    return [column for column in _TOP if len(group.ok(column, "seq_len"))][:1]
+    return [Figure(NAME, "Peak memory by phase", caption, plot, rows)]

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_figure_of_the_issue_is_drawn_with_its_data_and_their_rows(folder: Path) -> None:
     names = {path.stem for path in (folder / "figures").glob("*.html")}
     assert names == {
-        "memory_by_length", "allocators", "throughput", "reserved_unallocated", "mfu", "memory_by_phase",
+        "memory_by_length", "allocators", "allocators_by_speed", "throughput", "iterations", "mfu", "memory_by_phase",
         "step_times", "plateau", "heat_map", "pareto", "frontier",
     }  # fmt: skip
     known = {json.loads(line)["trial_id"] for line in (folder / "journal.jsonl").read_text().splitlines()}

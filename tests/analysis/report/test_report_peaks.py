@@ -10,7 +10,6 @@ import synthetic
 
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.figures.frontier import frontier_chart
-from vramsweep.analysis.figures.line_chart import unallocated
 from vramsweep.analysis.figures.memory import by_length
 from vramsweep.analysis.figures.style import View, names
 from vramsweep.analysis.figures.throughput import throughput
@@ -50,26 +49,12 @@ def test_where_allocated_is_not_known_active_stands_in_for_it_and_that_is_said()
     said = finding(made, "Most reserved")
     assert said.startswith("Most reserved beyond active (allocated is not known) at the peak: 2.1")
     assert "Between steps" not in said
-    (figure,) = unallocated(known(made))
-    assert figure.name == "reserved_unallocated"
-    assert "Allocated is not known of these rows: active stands in for it." in figure.caption
-    assert figure.plot.layout.yaxis.title.text == "reserved − active (GiB)"
 
 
 def test_a_resident_set_is_no_reserve() -> None:
     made = synthetic.sweep(batches=(1,), device="cpu", memory_source="cpu_tensors_and_rss")
     view = known(made)
     assert not [text for text in findings.findings(view.table, view.groups, []) if "Most reserved" in text]
-    assert unallocated(view) == []
-
-
-def test_the_figure_of_reserve_is_of_the_peak() -> None:
-    made = synthetic.sweep(batches=(1,), repeats=1)
-    (figure,) = unallocated(known(made))
-    of_row = {row["trial_id"]: row for row in made}
-    for _, drawn in figure.data.iterrows():
-        row = of_row[drawn["trial_id"]]
-        assert drawn["beyond_bytes"] == row["peak_reserved_bytes"] - row["peak_allocated_bytes"]
 
 
 def test_allocators_are_compared_along_length() -> None:
