@@ -19,7 +19,7 @@ from vramsweep.analysis.model.steps import jumps
 FEWEST_SIDE = 8  # values of the axis on each side of a change, where their own scatter is the noise
 FEWEST_BESIDE = 2  # the same where the noise is known
 SURE = 12.0  # log likelihood that a change must add for each value that counts as its own: one place of thousands
-WITHIN = 1.92  # below the best: 95 % of one parameter (Wilks 1938)
+WITHIN = 3.68  # log likelihood below the best: 95 % of a place (Hansen 2000, table I: 7.35 of twice that)
 UNDONE = 0.5  # of a step's size: what may be left where the next one takes it back
 SHORT = 0.1  # of the axis's values: a step that is taken back within so many is a dip or a bump
 
