@@ -30,7 +30,7 @@ from vramsweep.analysis.compare.validation import (
     worst,
 )
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.figures.browser import Picture, draw_one
+from vramsweep.analysis.figures.drawing import Picture, draw_one
 from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
