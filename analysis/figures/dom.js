@@ -212,6 +212,8 @@ class Element extends Node {
   getBBox() { return asBox(extent(this, IDENTITY)); }
   getBoundingClientRect() { return asBox(extent(this, placed(this))); }
   getComputedTextLength() { return this.getBBox().width; }
+  getTotalLength() { return alongPath(this, Infinity).length; }
+  getPointAtLength(length) { return alongPath(this, length); }
   getCTM() { return asMatrix(placed(this)); }
   getScreenCTM() { return this.getCTM(); }
   get offsetWidth() { return this.getBoundingClientRect().width; }
@@ -356,6 +358,19 @@ function pathPoints(path) {
     }
   }
   return found;
+}
+
+/** Where a path of straight lines is after so much of its length, and the length until there. */
+function alongPath(element, wanted) {
+  const [[x, y], ...others] = pathPoints(element.getAttribute("d") ?? "");
+  const at = { x, y, length: 0 };
+  for (const [u, v] of others) {
+    const step = Math.hypot(u - at.x, v - at.y), part = Math.min(step, wanted - at.length);
+    if (step > 0) Object.assign(at, { x: at.x + ((u - at.x) * part) / step, y: at.y + ((v - at.y) * part) / step });
+    at.length += part;
+    if (part < step) break;
+  }
+  return at;
 }
 
 const INHERITED = { "font-size": "12px", "font-weight": "normal", "text-anchor": "start" };
