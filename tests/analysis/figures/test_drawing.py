@@ -204,6 +204,10 @@ def test_every_figure_is_the_one_that_a_browser_draws(browser: Any, tmp_path: Pa
     figures = collect(table(rows)).figures
     assert len(figures) >= 8
     plots = {f"{figure.name} {made.__name__}": made(figure) for figure in figures for made in LAYOUTS}
+    told = "of <b>two</b> lines,<br>2<sup>10</sup> · <i>x</i>"
+    plots["arrow"] = go.Figure(go.Scatter(x=[1, 2], y=[1, 2], text=["a", told], mode="lines+text"))
+    plots["arrow"].add_annotation(x=1.5, y=1.5, ax=-60, ay=-40, text=told, arrowhead=2, standoff=5, textangle=30)
+    plots["arrow"].update_layout(width=600, height=400)
     for plot in plots.values():
         plot.update_layout(font_family=FONT)
         plot.update_traces(line_simplify=False, selector={"type": "scatter"})  # by parts of a pixel
