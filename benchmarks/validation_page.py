@@ -197,7 +197,7 @@ def draw_errors(found: pd.DataFrame) -> go.Figure | None:
 
 
 def main(readings: Path, out: Path, figure: Path) -> None:
-    """Write the page, then the figure, which needs a browser. Raises UserError where there is nothing to draw."""
+    """Write the page, then the figure. Raises UserError where there is nothing to draw."""
     made = load(readings)
     write_page(made, out, figure)
     plot = draw_errors(made.readings)
