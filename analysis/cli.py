@@ -330,7 +330,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         from vramsweep.analysis.report import compare_page
 
         compare_page.write(found, along, (a, b), arguments.report)
-    if arguments.figure is not None:  # last, as it may need a browser
+    if arguments.figure is not None:
         from vramsweep.analysis.figures import overlay
 
         overlay.write(overlay.figure(found, along, (a, b)), arguments.figure)

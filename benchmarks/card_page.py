@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "benchmarks" / "card_pages.toml"
 sys.path.insert(0, str(ROOT))
 
+from vramsweep.analysis.figures.drawing import Picture, draw_one  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
 from vramsweep.harness.rows.schema import Row  # noqa: E402
 from vramsweep.harness.spec.trial import Trial  # noqa: E402
@@ -428,7 +429,7 @@ def figure(folder: Path, path: Path) -> None:
         text=f"{m['gpu_name']}, torch {m['torch_version']}, transformers {m['transformers_version']}; {folder}",
         xref="paper", yref="paper", x=1, y=0, yshift=-62, showarrow=False, font={"size": 10, "color": "#666"},
     )  # fmt: skip
-    drawn.write_image(path, scale=1)
+    draw_one(Picture(drawn, path))
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ import plotly.graph_objects as go
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vramsweep.analysis.figures.drawing import Picture, draw_one  # noqa: E402
 from vramsweep.harness.rows.journal import read, terminal  # noqa: E402
 from vramsweep.harness.rows.schema import Row  # noqa: E402
 
@@ -92,7 +93,7 @@ def draw(rows: dict[int, Row], truth: dict[int, tuple[int, int]], out: Path) -> 
         title="Qwen1.5-0.5B, ZeRO-3, fp16: every length, published and predicted",
         legend={"orientation": "h", "y": -0.18}, yaxis_rangemode="tozero", margin={"t": 50, "r": 20, "l": 60},
     )  # fmt: skip
-    figure.write_image(out, scale=2)
+    draw_one(Picture(figure, out, scale=2))
 
 
 def main() -> None:

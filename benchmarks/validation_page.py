@@ -30,7 +30,7 @@ from vramsweep.analysis.compare.validation import (
     worst,
 )
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.figures.browser import Picture, draw_one
+from vramsweep.analysis.figures.drawing import Picture, draw_one
 from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
@@ -197,7 +197,7 @@ def draw_errors(found: pd.DataFrame) -> go.Figure | None:
 
 
 def main(readings: Path, out: Path, figure: Path) -> None:
-    """Write the page, then the figure, which needs a browser. Raises UserError where there is nothing to draw."""
+    """Write the page, then the figure. Raises UserError where there is nothing to draw."""
     made = load(readings)
     write_page(made, out, figure)
     plot = draw_errors(made.readings)

@@ -1,4 +1,4 @@
-"""Figures as files and as parts of a page: CSV, HTML, and what a browser makes of them."""
+"""Figures as files and as parts of a page: CSV, HTML and pictures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vramsweep.analysis.data.export import guarded_frame
-from vramsweep.analysis.figures.browser import NoBrowser, NotDrawn, Picture, draw
+from vramsweep.analysis.figures.drawing import NotDrawn, Picture, draw
 from vramsweep.analysis.figures.layout import column, page, static
 from vramsweep.analysis.figures.plots import Figure
 
@@ -19,8 +19,7 @@ def write(
 ) -> list[str]:
     """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
 
-    `say` hears how far it is. Returns notes: one line saying what to install when there is no browser for the static
-    formats.
+    `say` hears how far it is. Returns notes: one line saying which of the static formats are not there, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, figure in enumerate(figures, 1):
@@ -33,13 +32,13 @@ def write(
     if not formats or not figures:
         return []
     if say is not None:
-        say(f"drawing {len(figures)} figures in a browser")
+        say(f"drawing {len(figures)} figures")
     return images(figures, folder, formats)
 
 
 def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
-    """PDF for one column of a paper, SVG for a page, PNG as both (`<name>.png`, `<name>.column.png`: 300 dpi), all in
-    one browser session; returns notes."""
+    """PDF for one column of a paper, SVG for a page, PNG as both (`<name>.png`, `<name>.column.png`: 300 dpi);
+    returns notes."""
     pictures: list[Picture] = []
     for figure in map(static, figures):
         for kind in formats:
@@ -52,9 +51,6 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
                 pictures.append(Picture(column(figure), folder / name, scale=300 / 96 if kind == "png" else 1))
     try:
         draw(pictures)
-    except NoBrowser as why:
-        how = "install Chromium, for example apt-get install chromium"
-        return [f"no {'/'.join(formats)} figures ({str(why)[:120]}): {how}"]
     except NotDrawn as why:
         return [f"not all {'/'.join(formats)} figures were drawn: {str(why)[:300]}"]
     return []

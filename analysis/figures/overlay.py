@@ -26,7 +26,7 @@ from vramsweep.analysis.data.groups import FREE, label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.browser import Picture, draw_one
+from vramsweep.analysis.figures.drawing import Picture, draw_one
 from vramsweep.analysis.figures.figure_table import source
 from vramsweep.analysis.figures.layout import SMALL, TEXT
 from vramsweep.analysis.figures.plots import COLOURS, GREY, INK, MARKERS, Figure, escape

@@ -87,7 +87,7 @@ def _named(figures: Sequence[Figure]) -> list[Figure]:
 def _write_figures(
     figures: Sequence[Figure], content: Content, folder: Path, prefix: str
 ) -> tuple[list[str], list[str]]:
-    """The data of each, and where there is a browser its PDF and the LaTeX that shows it; their names, and notes."""
+    """The data of each, and where it could be drawn its PDF and the LaTeX that shows it; their names, and notes."""
     for figure in figures:
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
     notes = files.images(figures, folder, ["pdf"]) if figures else []

@@ -14,7 +14,7 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "predict": ("torch", "transformers", "accelerate", "hydra", "omegaconf"),
     "sweep": ("pynvml", "submitit"),
     "deepspeed": ("deepspeed",),
-    "png": ("kaleido", "choreographer"),
+    "png": ("py_mini_racer", "vl_convert"),
     "data": ("datasets",),
     "techniques": ("peft", "bitsandbytes", "torchao", "liger_kernel"),
     "scripts": ("lightning", "trl"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -157,11 +158,10 @@ def test_thousands_of_groups_are_counted_and_some_are_drawn() -> None:
 
 
 @pytest.mark.slow
-def test_without_a_browser_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "none"))
+def test_without_what_draws_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "py_mini_racer", None)
     (note,) = files.images(collect(table(synthetic.curve(LENGTHS[:3]))).figures[:1], tmp_path, ["png"])
-    assert note.startswith("no png figures (") and "Chrome" in note
-    assert note.endswith(": install Chromium, for example apt-get install chromium")
+    assert note.startswith("not all png figures were drawn: py_mini_racer is not installed; ") and "[png]" in note
 
 
 @pytest.mark.slow

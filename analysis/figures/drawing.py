@@ -1,0 +1,140 @@
+"""PNG, JPEG, SVG and PDF, without a browser.
+
+Plotly's own script draws an SVG, by an engine in this process (V8) on the document of dom.js; vl-convert, which brings
+the font, makes the others of it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from vramsweep.harness.files.bounded_reads import error_reason, replaced
+from vramsweep.harness.files.outputs import write
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.optional_dependencies import missing_package
+
+if TYPE_CHECKING:
+    from py_mini_racer import MiniRacer
+
+SIZE = (700, 500)  # px, as in plotly
+PNG = b"\x89PNG\r\n\x1a\n"  # what such a file begins with
+POINT = 72 / 96  # of a CSS pixel
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A plot as a file, whose suffix says the format; pixels (None: the plot's own), drawn `scale` times as fine."""
+
+    plot: go.Figure
+    file: Path
+    width: int | None = None
+    height: int | None = None
+    scale: float = 1
+
+
+class NotDrawn(RuntimeError):
+    """Some pictures are not there; says in one line why."""
+
+
+def draw(pictures: Sequence[Picture]) -> None:
+    """Write the files, as many as can be. Raises NotDrawn."""
+    # A thread of its own: Ctrl-C ends with the picture that is drawn, not between the engine and who waits for it, and
+    # the engine would otherwise wait for the event loop of a notebook, which waits for this.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            formats, engine = _formats(), thread.submit(_engine).result()
+        except ImportError as error:
+            raise NotDrawn(missing_package(error.name or str(error))) from None
+        try:
+            problems = list(filter(None, thread.map(partial(_write, engine, formats), pictures)))
+        finally:
+            thread.submit(engine.close)
+    if problems:
+        raise NotDrawn("; ".join(problems))
+
+
+def draw_one(picture: Picture) -> None:
+    """Write one file that a user named, a picture or a page. Raises UserError."""
+    out = picture.file
+    if out.suffix == ".html":
+        return write(out, lambda place: picture.plot.write_html(place, config={"displaylogo": False}))
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        draw([picture])
+    except (NotDrawn, OSError) as error:
+        raise UserError(f"{out} was not drawn: {str(error)[:200]}") from None
+
+
+def _engine() -> MiniRacer:
+    """Start an engine that has plotly's script. Raises ImportError."""
+    from py_mini_racer import MiniRacer
+
+    engine = MiniRacer()
+    engine.eval((Path(__file__).parent / "dom.js").read_text(encoding="utf-8"))
+    engine.eval(get_plotlyjs())
+    return engine
+
+
+def _formats() -> dict[str, Callable[[str], bytes]]:
+    """Name what makes a file's content of an SVG, by the suffix. Raises ImportError."""
+    import vl_convert as made
+
+    jpeg = made.svg_to_jpeg
+    return {
+        ".png": lambda svg: _pack(made.svg_to_png(svg)),
+        ".svg": str.encode,
+        ".pdf": made.svg_to_pdf,
+        ".jpg": jpeg,
+        ".jpeg": jpeg,
+    }
+
+
+def _pack(png: bytes) -> bytes:
+    """Pack the pixels of a PNG again, into a fifth of the bytes: it was made for speed."""
+    chunks, at = [], len(PNG)
+    while at < len(png):
+        (size,) = struct.unpack_from(">I", png, at)
+        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + size]))
+        at += size + 12
+    pixels = zlib.compress(zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT")))
+    packed = [*(one for one in chunks[:-1] if one[0] != b"IDAT"), (b"IDAT", pixels), chunks[-1]]
+    checked = ((kind + data, len(data)) for kind, data in packed)
+    return PNG + b"".join(struct.pack(">I", size) + one + struct.pack(">I", zlib.crc32(one)) for one, size in checked)
+
+
+def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], picture: Picture) -> str:
+    """Write a file; return what is wrong where it cannot be, or nothing."""
+    try:
+        if picture.file.suffix not in formats:
+            return f"{picture.file.name}: allowed are {', '.join(formats)}"
+        content = formats[picture.file.suffix](_svg(engine, picture))
+        with replaced(picture.file) as part:
+            part.write_bytes(content)
+    except OSError as error:
+        return f"{picture.file}: {error_reason(error)}"
+    except Exception as error:  # of plotly's script, or of its SVG: it costs no other picture
+        return f"{picture.file.name}: {next(iter(str(error).splitlines()), type(error).__name__)}"
+    return ""
+
+
+def _svg(engine: MiniRacer, picture: Picture) -> str:
+    """Draw the plot by plotly's script. Raises RuntimeError, with the script's reason."""
+    own, asked = picture.plot.layout, (picture.width, picture.height)
+    width, height = (a or b or c for a, b, c in zip(asked, (own.width, own.height), SIZE, strict=True))
+    scale = POINT if picture.file.suffix == ".pdf" else picture.scale  # a pixel of an SVG is a point of a PDF
+    engine.eval(f"globalThis.drawn = draw({json.dumps(picture.plot.to_json())}, {width}, {height}, {scale}); 0")
+    drawn = json.loads(str(engine.eval("JSON.stringify(drawn)")))
+    if "svg" not in drawn:
+        raise RuntimeError(f"plotly.js: {drawn.get('error', 'it did not end')}")
+    return str(drawn["svg"])
