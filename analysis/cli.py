@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -29,7 +30,7 @@ IMAGES = ("png", "svg", "pdf")
 
 def main(argv: list[str]) -> int:
     """Run one verb; return 0, or what the verb says (compare). Raises UserError for what the user can mend."""
-    arguments = parser(argv[0]).parse_args(argv[1:])
+    arguments = parser(argv[0]).parse_args(argv[1:], argparse.Namespace(words=argv))
     return int(arguments.verb(arguments))
 
 
@@ -260,7 +261,8 @@ def _report(arguments: argparse.Namespace) -> int:
         folder = arguments.out or _place(arguments)
         activity.update(f"fitting and drawing {len(table.frame):,} rows")
         answer = arguments.answer or read_question(arguments.rows[0])
-        fitting = Fitting(arguments.start, arguments.stop, arguments.curves)
+        command = shlex.join(["vramsweep", *arguments.words])
+        fitting = Fitting(arguments.start, arguments.stop, arguments.curves, command)
         written = write_report(table, folder, arguments.images, answer, activity.update, fitting)
     _print_written(written, arguments.json, table, arguments.brief)
     return 0

@@ -6,8 +6,10 @@ the font, makes the others of it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +64,18 @@ def draw(pictures: Sequence[Picture]) -> None:
             thread.submit(engine.close)
     if problems:
         raise NotDrawn("; ".join(problems))
+
+
+def draw_pngs(plots: Sequence[go.Figure], size: tuple[int, int]) -> list[bytes]:
+    """Return each plot as a PNG so many px wide, and high unless it says how high; empty where it cannot be drawn."""
+    with tempfile.TemporaryDirectory() as place:
+        pictures = [
+            Picture(plot, Path(place) / f"{at}.png", size[0], round(plot.layout.height or size[1]))
+            for at, plot in enumerate(plots)
+        ]
+        with contextlib.suppress(NotDrawn):
+            draw(pictures)
+        return [one.file.read_bytes() if one.file.exists() else b"" for one in pictures]
 
 
 def draw_one(picture: Picture) -> None:

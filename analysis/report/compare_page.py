@@ -47,7 +47,8 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
             said.setdefault(one, f"{called[of].capitalize()}: {one}.")
     pairs = found.pairs[:MOST]
     return page.page(
-        "compare", title=f"{found.b} against {found.a}", question=f"What does {found.b} change, against {found.a}?",
+        "compare", [drawn] if drawn else [], title=f"{found.b} against {found.a}",
+        question=f"What does {found.b} change, against {found.a}?",
         scope=_scope(found), answers=_answers(found, _basis(sides)), drawn=drawn, undrawn=undrawn,
         verdicts=_verdicts(found), said=list(said.values()), differs=_differs(found),
         cards=tuple(zip(names, map(answer.brief, sides), strict=True)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +25,7 @@ from vramsweep.analysis.figures import residuals as figures_residuals
 from vramsweep.analysis.figures.style import View
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit, fit_table
-from vramsweep.analysis.model.memory_frontier import Limit, frontier
+from vramsweep.analysis.model.memory_frontier import EDGE, Limit, frontier
 from vramsweep.analysis.report import answer as answers
 from vramsweep.analysis.report import findings, summary, tables, tiles
 from vramsweep.analysis.report.picker import Picker, picker
@@ -60,16 +62,20 @@ class Content:
     methods: str
     card: answers.Card
     picker: Picker
+    again: str
+    then: str
     answer: Answered | None = None
 
 
 @dataclass(frozen=True)
 class Fitting:
-    """What was asked of fits: the x that they are of, and the kinds that figures draw beside the chosen one."""
+    """What was asked of fits: the x that they are of, and the kinds that figures draw beside the chosen one; and the
+    command that asked it."""
 
     start: float | None = None
     stop: float | None = None
     curves: tuple[str, ...] = ()
+    command: str = ""
 
 
 ALL_ROWS = Fitting()
@@ -171,8 +177,18 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         methods=findings.methods(table, fits),
         card=card,
         picker=picker(table, by_world),
+        again=fitting.command or shlex.join(["vramsweep", "report", table.source]),
+        then=_ask_next(fits, limits),
         answer=answered,
     )
+
+
+def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
+    """What to ask next: where an edge is that only the predictor knows, or a length that would tell most."""
+    if any(limit.remark == EDGE for limit in limits):
+        return f"{EDGE} (--largest seq_len, or micro_batch, with the same settings)."
+    known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]
+    return f"Measure seq_len={known[0].next_x}: it would tell most of {known[0].metric.label}." if known else ""
 
 
 def _led(found: list[Group], by: Group) -> list[Group]:

@@ -23,7 +23,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.figures import files, layout
+from vramsweep.analysis.figures import drawing, files, layout
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND
@@ -31,6 +31,7 @@ from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding,
 from vramsweep.analysis.report.row_data import MOST, row_data
 from vramsweep.harness.messages.terminal import escape_text
 
+COLUMN = (1064, 460)  # px of a figure on a wide screen
 BEHIND = 40  # rows of the data behind a figure; its CSV has all
 HOLDS = "What holds the peak"
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
@@ -53,7 +54,8 @@ def render(content: Content) -> str:
         return next((name for name, end in ends.items() if figure.name.endswith(f"_{end}")), "")
 
     return page(
-        "report", title=content.title, content=content, sections=_SECTIONS, picker=picker, code=(COMMAND,), kind=kind,
+        "report", content.figures, title=content.title, content=content, sections=_SECTIONS, picker=picker,
+        code=(COMMAND,), kind=kind,
         file=lambda figure: f"figures/{figure.name}.csv", drawn=bool(content.figures),
         rows=packed(json.dumps(row_data(content.table, picker), separators=(",", ":"))),
         more=max(0, len(content.table.frame) - MOST), choices=choices,
@@ -62,12 +64,15 @@ def render(content: Content) -> str:
 
 def of_figures(title: str, parts: Sequence[tuple[Figure, pd.DataFrame]]) -> str:
     """A page of figures alone, each with its table below."""
-    return page("figures", title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=NO_CHOICES)
+    drawn = [figure for figure, _ in parts]
+    return page("figures", drawn, title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=NO_CHOICES)
 
 
-def page(template: str, **values: Any) -> str:
-    """A template of templates/, filled."""
-    return _environment().get_template(f"{template}.html.j2").render(values)
+def page(template: str, figures: Sequence[Figure], **values: Any) -> str:
+    """A template of templates/, filled; behind each of its figures a picture, for print and where no script runs."""
+    drawn = drawing.draw_pngs([layout.static(figure).plot for figure in figures], COLUMN) if figures else []
+    pictures = {one.name: base64.b64encode(png).decode() for one, png in zip(figures, drawn, strict=True) if png}
+    return _environment().get_template(f"{template}.html.j2").render(values | {"pictures": pictures})
 
 
 def packed(text: str) -> Markup:

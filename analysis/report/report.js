@@ -66,6 +66,7 @@ const page = (function () {
     const layout = over(structuredClone(plot.layout), small ? narrow.layout : undefined); // plotly writes into it
     layout.height = small ? narrow.height : plot.layout.height || 460;
     div.style.height = layout.height + "px";
+    div.querySelector(":scope > img")?.remove();
     if (div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
     await window.Plotly.react(div, data, layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] });
   }
