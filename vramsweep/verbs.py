@@ -133,7 +133,7 @@ VERBS: tuple[Verb, ...] = (
          ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --brief", "results/gpt2-fsdp2-cuda --ranks mean",
           "rows.csv --out page --images none"), ANALYSIS),
     Verb("fit", LOOK, "how memory and speed depend on length, batch or tokens",
-         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --axis tokens --robust",
+         ("results/gpt2-torch-cuda", "results/gpt2-torch-cuda --axis tokens",
           "results/gpt2-torch-cuda --prediction results/gpt2-torch-predicted",
           "rows.csv --metric peak_reserved_bytes --from 256"), ANALYSIS),
     Verb("frontier", LOOK, "the largest length per batch, or batch per length, that fits",
