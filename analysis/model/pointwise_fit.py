@@ -7,8 +7,7 @@ see, whatever the values of a fit rest on.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,8 +16,8 @@ from scipy import stats
 
 from vramsweep.analysis.data.metrics import Metric
 from vramsweep.analysis.model.alignment import Unaligned
-from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, meet, powers
-from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, powers
+from vramsweep.analysis.model.estimate import SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observations import Mask, Model, Points, members
 from vramsweep.analysis.model.times import CLOCK
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
@@ -173,9 +172,14 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
 def curve_of(posterior: Posterior, kind: str | None = None) -> Curve:
     """The most probable curve, of one kind or of the most probable kind."""
     component = posterior.best(kind)
+    return _curve(component, component.best)
+
+
+def _curve(component: Component, coefficients: Iterable[Array]) -> Curve:
+    """The curve of one draw of a component: the coefficients of each piece."""
     pieces = []
-    for columns, coefficients in zip(component.kind.pieces, component.best, strict=True):
-        numbers = dict(zip(columns, (float(c) for c in coefficients), strict=True))
+    for columns, values in zip(component.kind.pieces, coefficients, strict=True):
+        numbers = dict(zip(columns, values.tolist(), strict=True))
         pieces.append((numbers.get(0, 0.0), numbers.get(1, 0.0), numbers.get(2, 0.0)))
     return Curve(component.kind.name, tuple(pieces), () if component.kind.joined else component.edges)
 
@@ -209,25 +213,14 @@ def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, f
     mine = [c for c in posterior.components if c.kind.name == curve.kind]
     logs = np.array([c.log for c in mine])
     shares = np.exp(logs - logs.max())
-    drawn: dict[str, list[Array]] = {}
-    for component, share in zip(mine, shares / shares.sum(), strict=True):
-        if not (count := round(2000 * float(share))):
-            continue
-        at = np.arange(count) % len(component.size)
-        whole = [np.zeros((3, count)) for _ in component.kind.pieces]
-        for piece, columns, draws in zip(whole, component.kind.pieces, component.draws, strict=True):
-            piece[list(columns)] = draws[at].T
-        for i, piece in enumerate(whole, 1):
-            for letter, values in zip("abc", piece, strict=True):
-                drawn.setdefault(f"{letter}{i}", []).append(values)
-        for i, (one, other) in enumerate(itertools.pairwise(whole), 1):
-            knots = np.array([meet(p.tolist(), q.tolist()) for p, q in zip(one.T, other.T, strict=True)])
-            drawn.setdefault(f"k{i}", []).append(np.full(count, curve.edges[i - 1]) if curve.edges else knots)
-    found = {}
-    for name in curve.parameters:
-        low, high = np.nanpercentile(np.concatenate(drawn[name]), [2.5, 97.5])
-        found[name] = (float(low), float(high))
-    return found
+    drawn = [
+        _curve(component, [draws[i % len(component.size)] for draws in component.draws]).parameters
+        for component, share in zip(mine, shares / shares.sum(), strict=True)
+        for i in range(round(2000 * float(share)))
+    ]
+    table = np.array([[one.get(name, 0.0) for name in curve.parameters] for one in drawn])
+    low, high = np.nanpercentile(table, [2.5, 97.5], axis=0).tolist()
+    return dict(zip(curve.parameters, zip(low, high, strict=True), strict=True))
 
 
 def _aligned(points: Points, metric: Metric, moduli: Sequence[int], share: float = 1.0) -> Estimated:
