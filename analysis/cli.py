@@ -59,7 +59,7 @@ def _parsers() -> dict[str, Parser]:
     fit.add_argument(
         "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"
     )
-    fit.add_argument("--robust", action="store_true", help="Huber's weights: outliers count less")
+    fit.add_argument("--robust", action="store_true", help="the default now: outliers are named, no curve follows them")
 
     report = verb("report", _report)
     report.add_argument("--out", type=Path, help="default: the results folder itself")
@@ -235,7 +235,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
-    fits, notes = fit_table(table, metrics, *ends, arguments.robust, axis=arguments.axis, beside=beside.of)
+    fits, notes = fit_table(table, metrics, *ends, axis=arguments.axis, beside=beside.of)
     if arguments.json:
         found = [fit_wording.as_json(fit) for fit in fits]
         _print_json({"source": table.source, "notes": [*table.warnings, *notes], "fits": found})

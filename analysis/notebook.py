@@ -104,13 +104,12 @@ def fit(
     start: float | None = None,
     stop: float | None = None,
     prediction: Given | None = None,
-    robust: bool = False,
 ) -> Fits:
     """How memory and step time depend on `axis` (seq_len, micro_batch or tokens): a fit for each metric and group of
     equal settings, as `vramsweep fit` prints them.
 
     `metric` is a column or several (default: all that the rows have); `start` and `stop` bound x; `prediction` are
-    predicted rows of the same settings, whose shape is taken; `robust`: outliers count less.
+    predicted rows of the same settings, whose shape is taken.
 
     >>> one = fit(rows, metric="peak_allocated_bytes")[0]
     >>> one.equation, one.r2, one.figure()
@@ -125,7 +124,7 @@ def fit(
     suggestions.check_listed(f"axis={axis}", "axis", axis, FREE)
     table = _table(rows)
     beside: Beside | Chosen = Beside(table) if prediction is None else Chosen(_table(prediction))
-    fits, notes = fit_table(table, metrics, start, stop, robust, axis=axis, beside=beside.of)
+    fits, notes = fit_table(table, metrics, start, stop, axis=axis, beside=beside.of)
     if not fits:
         raise UserError(
             f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {axis} or more"

@@ -12,6 +12,14 @@ truth's.
 Rows of our own know each phase's peak. Their truths are weights, gradients, states and activations drawn at random, and
 replays of real traces (results/reference/replays.csv), which no formula of the fitter made. Foreign rows know the peak
 alone.
+
+    python benchmarks/fit_cover.py --grids [--draws 8] [--seed N] [--only WORD] [--part I N]
+
+asks what the usual grid tells of the lengths that are on none: 4 to 12 multiples of 64 or 128 of a sweep that knows the
+others too, public ones and replays (results/reference/replayed_lengths.csv), the ends always among them, and 1 or 3
+others. Columns: share of all lengths between the ends whose run lies inside the interval, of those that 8 divides and
+of the others; half of the interval's width (median) and the interval score (mean), in MiB; share of draws that say the
+curve is identified.
 """
 
 from __future__ import annotations
@@ -19,6 +27,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +45,7 @@ Random = np.random.Generator
 Noise = Callable[[Array, Random], Array]
 PUBLIC = Path(__file__).parents[2] / "shared" / "data" / "qwen15-0.5b-zero3" / "without-expandable-segments.csv"
 REPLAYS = Path(__file__).parents[1] / "results" / "reference" / "replays.csv"
+REPLAYED_LENGTHS = REPLAYS.with_name("replayed_lengths.csv")
 LENGTHS = {
     "6": (128, 256, 512, 1024, 1536, 2048),
     "7": (128, 256, 512, 768, 1024, 1536, 2048),
@@ -293,7 +303,7 @@ def drawn(cell: Cell, random: Random) -> Drawn:
     fit, made = fitted(cell, truth, random)
     lengths = np.unique(fit.points.x)
     gap = random.integers(len(lengths) - 1)
-    between = round(random.uniform(lengths[gap], lengths[gap + 1]))
+    between = 8 * round(random.uniform(lengths[gap], lengths[gap + 1]) / 8)  # of others: `on_grid`
     at = np.array([truth.nearest(between), truth.nearest(2 * lengths[-1])])
     one = np.full(2, float(truth.batch))
     exact = truth.phases(one, at).max(axis=0)
@@ -332,16 +342,103 @@ def measure(cell: Cell, draws: int, seed: int) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True)
+class Grid:
+    """`count` multiples of `step` from `first` to `last` of a sweep, (lengths, bytes) of which are `sweep`; and so many
+    `others`, that 8 does not divide."""
+
+    name: str
+    sweep: pd.Series
+    metric: str
+    count: int
+    step: int
+    others: int = 0
+    first: int = 128
+    last: int = 2048
+
+    def known(self) -> Array:
+        """The multiples that the sweep knows."""
+        at = self.sweep.index.to_numpy(float)
+        return at[(at % self.step == 0) & (at >= self.first) & (at <= self.last)]
+
+
+def grids() -> Iterator[Grid]:
+    """All that are tried."""
+    sweeps: list[tuple[str, str, pd.Series]] = []
+    for path in (PUBLIC, PUBLIC.with_name("with-expandable-segments-half.csv")):
+        if path.is_file():
+            table = pd.read_csv(path, header=None).groupby(0).first() * MIB
+            sweeps += [(path.stem, metric, table[i]) for i, metric in ((1, "active"), (2, "reserved"))]
+    replayed = pd.read_csv(REPLAYED_LENGTHS).groupby("configuration")
+    for name, mine in replayed:
+        for metric in ("allocated", "reserved"):
+            sweeps.append((str(name), metric, mine.set_index("seq_len")[f"peak_{metric}_bytes"]))
+    for name, metric, sweep in sweeps:
+        replay = ", " in name
+        last_ones = (int(sweep.index.max()),) if replay else (2048, 1024)
+        for step, last, count in product((64,) if replay else (64, 128), last_ones, (4, 6, 8, 12)):
+            grid = Grid(name, sweep, f"peak_{metric}_bytes", count, step, last=last)
+            if len(grid.known()) >= count and not (replay and count in (6, 12)):
+                yield from [replace(grid, others=n) for n in ((0, 1, 3) if count == (8 if replay else 6) else (0,))]
+
+
+def on_grid(grid: Grid, draws: int, seed: int) -> dict[str, float]:
+    """A line of the table of grids."""
+    random = np.random.default_rng([seed, *f"{grid.name} {grid.metric} {grid.count} {grid.step} {grid.last}".encode()])
+    known = grid.known()
+    asked = grid.sweep[(grid.sweep.index >= known[0]) & (grid.sweep.index <= known[-1])]
+    found = []
+    for i in range(draws):
+        x = known[np.linspace(0, len(known) - 1, grid.count).round().astype(int)]  # evenly spaced, then at random
+        if i:
+            x = np.sort(np.append(random.choice(known[1:-1], grid.count - 2, replace=False), known[[0, -1]]))
+        less_round = asked.index[asked.index % 8 != 0].to_numpy(float)
+        x = np.sort(np.append(x, random.choice(less_round, grid.others, replace=False)))
+        points = Points(x, grid.sweep[x].to_numpy(float), tuple(map(str, x)), np.empty(0), np.empty(0))
+        fit = fit_points(points, METRICS[grid.metric])
+        assert fit is not None
+        others = asked[~asked.index.isin(x)].iloc[random.integers(3) :: 3]
+        at, new = others.index.to_numpy(float), others.to_numpy(float)
+        ends = fit.predict(at)
+        wide = ends.new_high - ends.new_low
+        miss = np.maximum(ends.new_low - new, 0) + np.maximum(new - ends.new_high, 0)
+        even = at % 8 == 0
+        covers = [float((miss[which] == 0).mean()) for which in (np.full(len(at), True), even, ~even)]
+        found.append(
+            [*covers, float(np.median(wide)) / 2 / MIB, float(np.mean(wide + 40 * miss)) / MIB, fit.identified]
+        )
+    names = ("cover", "of multiples of 8", "of others", "half-width", "score", "identified")
+    return dict(zip(names, np.mean(found, axis=0).tolist(), strict=True))
+
+
+def show_grids(draws: int, seed: int, only: str, part: int, parts: int) -> None:
+    """Print the table of grids."""
+    names = ("cover", "of multiples of 8", "of others", "half-width", "score", "identified")
+    print("| " + " | ".join(["sweep", "metric", "lengths", "multiples of", "up to", *names]) + " |")
+    print("|---|---|---:|---:|---:|" + "---:|" * len(names))
+    for grid in list(grids())[part::parts]:
+        if only in f"{grid.name}, {grid.metric}":
+            one = on_grid(grid, draws, seed)
+            shown = [f"{one[n]:.0f}" if n in ("half-width", "score") else f"{one[n]:.2f}" for n in names]
+            count = f"{grid.count} and {grid.others}" if grid.others else grid.count
+            of = [grid.name, grid.metric, count, grid.step, f"{grid.known()[-1]:.0f}"]
+            print("| " + " | ".join(map(str, [*of, *shown])) + " |", flush=True)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=500)
+    parser.add_argument("--draws", type=int, help="default 500, of grids 8")
+    parser.add_argument("--grids", action="store_true", help="what the usual grid tells of all other lengths")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="cells of which name and noise hold this")
     parser.add_argument(
         "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth cell from I on"
     )
     arguments = parser.parse_args()
+    if arguments.grids:
+        show_grids(arguments.draws or 8, arguments.seed, arguments.only, *arguments.part)
+        return
     names = ["cover inside", "at twice", "width inside", "width at twice", "score at twice", "identified"]
     print("| " + " | ".join(["rows", "noise", "lengths", *names, "error, identified", "right kind"]) + " |")
     print("|---|---|---|" + "---:|" * 8)
@@ -349,7 +446,7 @@ def main() -> None:
     for cell in list(cells())[part::parts]:
         if arguments.only not in f"{cell.name}, {cell.noise}":
             continue
-        one = measure(cell, arguments.draws, arguments.seed)
+        one = measure(cell, arguments.draws or 500, arguments.seed)
         shown = [f"{one[n]:.2f}" for n in names[:2]] + [f"{100 * one[n]:.3g} %" for n in names[2:5]]
         right = "" if np.isnan(one["right kind"]) else f"{one['right kind']:.2f}"
         error = "–" if np.isnan(one["error, identified"]) else f"{100 * one['error, identified']:.2g} %"

@@ -19,6 +19,7 @@ from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import Look, View, names, shared
 from vramsweep.analysis.model import fit_wording
+from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import PLAIN, Array
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, UNITS
@@ -131,9 +132,8 @@ def parts_of(fit: Fit, many: int = 160) -> list[tuple[Array, str]]:
     """The x at which a fit is drawn and what these are: a line for the lengths that are not aligned, and one for those
     that are, instead of a comb."""
     x = np.linspace(max(fit.range[0], 1), fit.range[1], many)
-    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
-    if not modulus:
-        return [(x, "")]
+    if not (modulus := fit.modulus):
+        return [(np.unique(fit.predictor.of_other_class(x)) if isinstance(fit.predictor, Unaligned) else x, "")]
     x = np.unique(np.floor(x))
     return [(x[x % modulus != 0], "others"), (np.unique(x - x % modulus)[1:], f"multiples of {modulus}")]
 

@@ -378,7 +378,7 @@ def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
         return np.full(len(tokens), float(y.mean())), np.full(len(tokens), float(y.max()))
     order = np.argsort(tokens[at], kind="stable")
     points = Points(tokens[at][order], y[order], tuple(map(str, at)), *bounds)
-    found = estimate_points(points, metric, robust=False)
+    found = estimate_points(points, metric)
     predictor = OfPoints(found.posteriors, found.modulus, candidates_of(points, found)[1].model)
     unsure = np.zeros(len(tokens))
     for mine in members(tokens, found.modulus).values():  # between some of them it changes little

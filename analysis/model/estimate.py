@@ -36,6 +36,7 @@ KEPT = 10  # components of a kind that are drawn from
 CLEAR = 10.0  # nats below the best of all from which on a component is not looked at
 NOISES = ("constant", "proportional")
 SIZES = 48  # of noise, spaced evenly in logarithm
+UNSURE = 0.9  # of the logarithm of an expected size of noise, one standard deviation: a factor of 2.5
 SEED = 20_240_917
 
 
@@ -44,8 +45,9 @@ class Data:
     """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and how small a difference means anything.
 
     `given_scales` (m,) replace the prior's own, `given_sizes` (SIZES,) the noise's; `size_odds` (SIZES,) are the log
-    of the prior odds of those, if they are not equal. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the
-    value was not seen but is at least that. `weights` (n,) are of the observations, 1 where they count in full.
+    of the prior odds of those, if they are not equal; `expected` is the size that is the likeliest before anything is
+    seen, if one is. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the
+    value was not seen but is at least that. each observation counts as `share` of one.
     """
 
     axis: Array
@@ -55,11 +57,12 @@ class Data:
     bounds_axis: Array = field(default_factory=lambda: np.empty(0))
     bounds: Array = field(default_factory=lambda: np.empty((0, 0)))
     at_least: Array = field(default_factory=lambda: np.empty(0))
-    weights: Array | None = None
+    share: float = 1.0
     noises: tuple[str, ...] = NOISES
     given_scales: Array | None = None
     given_sizes: Array | None = None
     size_odds: Array | None = None
+    expected: float | None = None
 
     @functools.cached_property
     def ahead(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -86,6 +89,13 @@ class Data:
         top = max(float(np.abs(self.y).max()), 4 * self.resolution)
         least = self.resolution / np.sqrt(12) / float(self.shape(noise).min())
         return np.geomspace(min(least, top / 4), top, SIZES)
+
+    def odds(self, noise: str) -> Array:
+        """The log of the prior odds of each size of noise, (SIZES,), 1 on average."""
+        if self.size_odds is not None or self.expected is None:
+            return np.zeros(SIZES) if self.size_odds is None else self.size_odds
+        logs = -0.5 * (np.log(self.sizes(noise) / self.expected) / UNSURE) ** 2
+        return np.asarray(logs - _log_sum(logs) + np.log(SIZES))
 
     def shape(self, noise: str) -> Array:
         """How the noise of each observation relates to its size, (n,)."""
@@ -266,8 +276,7 @@ def _run(
     data: Data, shape: Array, sizes: Array, columns: tuple[int, ...], fixed: int | None, first: int, last: int
 ) -> Run:
     """The regression of these observations on these features."""
-    weights = np.ones(last - first) if data.weights is None else np.sqrt(data.weights[first:last])
-    scale = weights / shape[first:last]
+    scale = np.sqrt(data.share) / shape[first:last]
     scales = data.scales[list(columns)]
     variance = sizes**2
     if last == first:
@@ -283,7 +292,7 @@ def _run(
     rest = y - left @ projected
     rest -= left @ (left.T @ rest)  # once more: what is left is ten million times smaller than y
     spread = variance[:, None] + singular**2
-    free = float(np.sum(weights**2)) - len(singular)
+    free = data.share * (last - first) - len(singular)
     evidence = -0.5 * np.sum(np.log(spread) + projected**2 / spread, axis=1)
     evidence -= 0.5 * (free * np.log(variance) + float(rest @ rest) / variance)
     return Run(singular, projected, right, evidence, scales)
@@ -296,15 +305,13 @@ class _Weighed:
         self.data, self.kind, self.noise, self._runs = data, kind, noise, runs
         self.different, first_of = np.unique(data.axis, return_index=True)
         self.starts = np.append(first_of, len(data.y))  # where the observations of each different x begin
-        weights = np.ones(len(data.y)) if data.weights is None else data.weights
-        common = float(np.log(kind.weight / len(data.noises) / SIZES) - weights @ np.log(data.shape(noise)))
-        odds = np.zeros(SIZES) if data.size_odds is None else data.size_odds
+        common = float(np.log(kind.weight / len(data.noises) / SIZES) - data.share * np.log(data.shape(noise)).sum())
         self.tried: dict[tuple[int, ...], Array] = {}
         beyond = bool(np.any(data.ahead)) or kind.fixed is not None
         for candidates in _ways_to_cut(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
             for cuts in candidates:
                 if cuts not in self.tried and self._long_enough(cuts):
-                    self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), common + odds)
+                    self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), common + data.odds(noise))
         each = list(self.tried)
         logs = _log_sum(np.array(list(self.tried.values()))) if each else np.empty(0)
         self.order = [(each[i], float(logs[i])) for i in np.argsort(-logs)]

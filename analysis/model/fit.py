@@ -14,7 +14,7 @@ The first two are found in predictors.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -26,21 +26,24 @@ from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
+from vramsweep.analysis.model.alignment import Unaligned, classes
 from vramsweep.analysis.model.curves import FEWEST, PLAIN, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
-from vramsweep.analysis.model.observations import Mask, Model, Points, along, observations
+from vramsweep.analysis.model.observations import UNITS, Mask, Model, Points, along, observations
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.model.pointwise_fit import (
     FEW,
     Candidate,
     OfPoints,
     candidates_of,
+    estimate_apart,
     estimate_points,
     intervals_of,
 )
 from vramsweep.analysis.model.predictors import Knows, Residual, Whole, Wholes, best_basis
 from vramsweep.analysis.model.residual_model import Predictor
 from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
+from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LEVEL = 0.95
 CUT = "seq_len is only where their samples are cut"
@@ -72,6 +75,8 @@ class Fit:
     `chosen` is of the kinds on the points; values and intervals are `predictor`'s, which rests on `basis`.
     `because` says why on that. `identified`: whether the kind is known and every piece has as many lengths as numbers.
     `phases` name what makes the peak on each piece of the first curve. Beyond `positions`, where known, is nothing.
+    `only`: whether all lengths that something tells of are those that 8 divides (True) or the others; null if both are.
+    The curve does not follow the points at `outliers`.
     """
 
     metric: Metric
@@ -81,7 +86,6 @@ class Fit:
     candidates: tuple[Candidate, ...]
     chosen: Candidate
     why: str
-    robust: bool
     warnings: tuple[str, ...]
     predictor: Predictor = field(repr=False)
     posteriors: Mapping[bool, Posterior] = field(repr=False)
@@ -97,6 +101,8 @@ class Fit:
     ranks: Spread | None = None
     jumps: tuple[Jump, ...] = ()
     wavering: tuple[Wavering, ...] = ()
+    only: bool | None = None
+    outliers: tuple[float, ...] = ()
 
     @property
     def range(self) -> tuple[float, float]:
@@ -126,6 +132,13 @@ class Fit:
             return False
         first, last = self.chosen.model.predict(np.array(self.range))
         return self.lengths < FEW or float(last - first) < HIDDEN * abs(float(last))
+
+    @property
+    def modulus(self) -> int | None:
+        """What divides the lengths of one class of values, if there are two."""
+        if isinstance(self.predictor, Unaligned):
+            return PADDED_TO if len(self.predictor.x) else None
+        return self.chosen.model.modulus if self.basis == "points" else None
 
     @cached_property
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
@@ -174,24 +187,28 @@ class Fit:
     @cached_property
     def next_x(self) -> int | None:
         """The x whose measurement would narrow the curve most, if it is not known to 2 % everywhere up to half
-        beyond the longest: in the middle of a gap, or beyond the last; never where a run did not fit."""
+        beyond the longest: in the middle of a gap, or beyond the last; never where a run did not fit. It is of the
+        alignment class that nothing tells of, if there is one, and then asked for in any case."""
         different = np.unique(self.points.x)
         if len(different) < 2:
             return round(2 * float(different[-1]))
         middles = (different[1:] + different[:-1]) / 2
-        step = 8 if np.all(different % 8 == 0) else 1
+        step = 1 if self.only or (self.only is None and np.any(different % PADDED_TO)) else PADDED_TO
         inside = np.unique(np.round(middles / step) * step)
         out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use to ask again
         beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2, self.positions or np.inf)
         asked = np.append(inside[~np.isin(inside, different)], np.floor(beyond / step) * step)
+        asked = asked - (asked % PADDED_TO == 0) if self.only else asked
         asked = asked[(asked >= 1) & ~np.isin(asked, [*different, *self.points.bound_x])]
         if not len(asked):
             return None
-        curve, _ = self.predictor.draws(asked)
+        curve, _ = (self.predictor.free if isinstance(self.predictor, Unaligned) else self.predictor).draws(asked)
         wide = np.ptp(np.percentile(curve, [2.5, 97.5], axis=0), axis=0) / np.maximum(np.abs(self.value(asked)), 1e-300)
         if self.one_sided and asked[-1] > different[-1] and not (wide[:-1] > 0.02).any():
             return int(asked[-1])
-        return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
+        if wide.max() > 0.02 or self.only is None:
+            return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
+        return int(asked[asked < different[-1]].max(initial=asked[0]))  # where most has grown, and the curve is known
 
 
 def fit_table(
@@ -199,7 +216,6 @@ def fit_table(
     metrics: Sequence[str] = tuple(METRICS),
     start: float | None = None,
     stop: float | None = None,
-    robust: bool = False,
     limit: int = 200,
     found: Sequence[Group] | None = None,
     axis: str = "seq_len",
@@ -232,7 +248,7 @@ def fit_table(
                 few += 1
                 continue
             try:
-                fit = fit_points(points, METRICS[name], group, robust, axis, knows)
+                fit = fit_points(points, METRICS[name], group, axis, knows)
             except np.linalg.LinAlgError:
                 notes.append(f"{group.label}: {METRICS[name].label} cannot be fitted: its numbers are too far apart")
                 continue
@@ -258,7 +274,6 @@ def fit_points(
     points: Points,
     metric: Metric,
     group: Group | None = None,
-    robust: bool = False,
     axis: str = "seq_len",
     knows: Knows | None = None,
 ) -> Fit | None:
@@ -266,19 +281,29 @@ def fit_points(
     points = points.averaged()
     if len(np.unique(points.x)) < FEWEST:
         return None
-    found = estimate_points(points, metric, robust)
+    aligned = axis == "seq_len" and metric.memory  # else no kernel's padding matters
+    apart = estimate_apart(points, metric) if aligned else None
+    found, few = apart or (estimate_points(points, metric), None)
     candidates, chosen = candidates_of(points, found)
-    predictor: Predictor = OfPoints(found.posteriors, found.modulus, chosen.model)
-    identified = all(posterior.identified for posterior in found.posteriors.values())
-    better = best_basis(points, metric, group, axis, knows or Knows())
+    predictor: Predictor = few or OfPoints(found.posteriors, found.modulus, chosen.model)
+    identified = all(p.identified for p in found.posteriors.values()) and (few is None or few.alike < 1 - LEVEL)
+    odd = np.isin(points.ids, found.outliers)
+    if odd.any() and knows and knows.whole:
+        frame = knows.whole.frame
+        knows = replace(knows, whole=Whole(frame[~frame["trial_id"].isin(found.outliers)]))
+    better = best_basis(points.taken(np.flatnonzero(~odd)), metric, group, axis, knows or Knows())
     if better.predictor is not None:
         predictor, identified = better.predictor, better.identified
-    warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
-    if robust and better.basis != "points":
-        warnings.append(
-            f"--robust is of the curves through the points; what values rest on here, {better.basis}, is not"
-        )
+    only = _only_class(points, better.basis, knows) if aligned else None
+    if only is not None:
+        predictor, identified = Unaligned(predictor, points.x), False
     left = points.y - chosen.model.predict(points.x)
+    warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
+    for x, off in zip(points.x[odd], left[odd], strict=True):
+        warnings.append(
+            f"an outlier at {x:,.0f} {UNITS[axis]} lies {metric.show(abs(off))} {'above' if off > 0 else 'below'} the "
+            "curve, which does not follow it: something else may have been measured there"
+        )
     why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
@@ -289,7 +314,6 @@ def fit_points(
         candidates=tuple(candidates),
         chosen=chosen,
         why=why,
-        robust=robust,
         warnings=tuple(warnings),
         predictor=predictor,
         posteriors=found.posteriors,
@@ -303,9 +327,19 @@ def fit_points(
         positions=group.positions if group and axis == "seq_len" else None,
         residual=better.residual,
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
+        only=only,
+        outliers=tuple(points.x[odd].tolist()),
         jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),
         wavering=tuple(wavering(points.x, left, points.y)) if metric.limited else (),
     )
+
+
+def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
+    """The one alignment class that anything tells of: the points, and what was predicted where values rest on it."""
+    told = classes(points.x)
+    if basis == "prediction" and knows and knows.predicted:
+        told |= classes(knows.predicted.frame["seq_len"].dropna().to_numpy(float))
+    return next(iter(told)) if len(told) == 1 else None
 
 
 def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> list[str]:

@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB, Metric
+from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import PLAIN, Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
 from vramsweep.analysis.model.pointwise_fit import Candidate
 from vramsweep.analysis.model.predictors import BASES, Residual
 from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LONGEST = 1e6  # tokens or samples, where nothing says how many there were
 Piece = tuple[float, float, float]  # a + b x + c x²
@@ -63,7 +65,7 @@ def explain(fit: Fit) -> list[str]:
     """The chosen model in sentences, one for each piece of each curve."""
     model = fit.chosen.model
     unit = UNITS[fit.axis]
-    sentences = []
+    sentences = other_class(fit)
     for key, curve in model.curves.items():
         which = f"{NOUNS[fit.axis][1]} {'' if key else 'not '}divisible by {model.modulus}: "
         where = which if model.modulus else ""
@@ -83,6 +85,23 @@ def explain(fit: Fit) -> list[str]:
                 sure = f"95 % interval {low:,.0f} to {high:,.0f}"
                 sentences.append(f"{where}the lines meet at {knot:,.0f} {unit} ({sure})")
     return sentences
+
+
+def _class(divisible: bool) -> str:
+    return f"lengths {'' if divisible else 'not '}divisible by {PADDED_TO}"
+
+
+def other_class(fit: Fit) -> list[str]:
+    """What lengths of the class that nothing tells of, or a few only, need, if there is one."""
+    of = fit.predictor
+    if not isinstance(of, Unaligned):
+        return []
+    new = fit.predict(of.of_other_class(np.array([fit.range[1] - 1])))
+    which = f"only {_class(of.divisible)} were measured; others may need {'more' if of.divisible else 'less'}"
+    if len(of.x):
+        which = f"of {_class(not of.divisible)} only {len(np.unique(of.x))} were measured, which tell of the others"
+    ends = _interval(fit.metric, float(new.new_low[0]), float(new.new_high[0]))
+    return [f"{which}: a new run at {new.x[0]:,.0f} {UNITS[fit.axis]}: {ends} (95 %)"]
 
 
 def _piece(fit: Fit, piece: Piece, low: float, high: float, interval: tuple[float, float] | None) -> tuple[bool, str]:
@@ -172,7 +191,7 @@ def rests_on(fit: Fit) -> list[str]:
     found = [f"values between and beyond the points rest {BASES[fit.basis]} ({fit.because})"]
     if fit.residual is not None:
         found.append(_residual(fit, fit.residual))
-    if not fit.identified and fit.metric.memory:
+    if not fit.identified and fit.metric.memory and fit.only is None:
         found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
     at = fit.ahead
     ends = [_interval(fit.metric, *pair) for pair in zip(at.new_low, at.new_high, strict=True)]
@@ -217,10 +236,11 @@ def text(fit: Fit) -> str:
     metric = fit.metric
     low, high = fit.range
     n = len(fit.points.x)
-    unit = UNITS[fit.axis]
+    unit, first = UNITS[fit.axis], other_class(fit)
     lines = [
         f"{metric.label} against {AXES[fit.axis]}, {fit.label}: {n:,} rows, {fit.lengths:,} {NOUNS[fit.axis][1]}, "
-        f"{low:,.0f} to {high:,.0f} {unit}" + (", Huber loss" if fit.robust else "")
+        f"{low:,.0f} to {high:,.0f} {unit}",
+        *(f"  {sentence}" for sentence in first),
     ]
     width = max(len(c.model.name) for c in fit.candidates)
     for candidate in fit.candidates:
@@ -231,14 +251,14 @@ def text(fit: Fit) -> str:
                 own = f", RMS {_number(_rms_of(fit, candidate, key), metric)}" if candidate.model.modulus else ""
                 lines.append(f"      {of_class(fit, candidate, key)}{own}")
     lines.append(f"  * chosen: {fit.why}")
-    lines += [f"    {sentence}" for sentence in explain(fit)]
-    lines += [f"    {sentence}" for sentence in rests_on(fit)]
+    lines += [f"    {sentence}" for sentence in (*explain(fit)[len(first) :], *rests_on(fit))]
     if ran_out := len(fit.points.bound_x) - fit.points.retried:
         of = "row that ran out of memory counts as a lower bound"
         of = of if ran_out == 1 else "rows that ran out of memory count as lower bounds"
         lines.append(f"    {ran_out:,} {of}")
     lines += [f"  ! {warning}" for warning in fit.warnings]
-    lines.append(f"    holds from {low:,.0f} to {high:,.0f} {unit}; beyond that it is a guess")
+    where = "" if fit.only is None else f"for {_class(fit.only)} "
+    lines.append(f"    holds {where}from {low:,.0f} to {high:,.0f} {unit}; beyond that it is a guess")
     return "\n".join(lines)
 
 
@@ -322,7 +342,8 @@ def as_json(fit: Fit) -> dict[str, Any]:
         "lengths": fit.lengths,
         "censored": len(fit.points.bound_x),
         "range_tokens": list(fit.range),
-        "robust": fit.robust,
+        "outliers": list(fit.outliers),
+        "only": None if fit.only is None else _class(fit.only),
         "axis": fit.axis,
         "chosen": fit.chosen.model.name,
         "basis": fit.basis,

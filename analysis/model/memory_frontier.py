@@ -133,7 +133,7 @@ def frontier(
 def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None, positions: int | None) -> list[_Part]:
     if fit is None:
         return [_Part(frame, None, None, positions)]
-    modulus = fit.chosen.model.modulus if fit.basis == "points" else None
+    modulus = fit.modulus
     low, high = fit.range
     longest = positions if positions is not None and positions <= REACH * high else None
     everywhere = np.unique(np.round(np.linspace(max(low, 1), longest or REACH * high, 600)))

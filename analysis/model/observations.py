@@ -59,7 +59,10 @@ class Points:
             return self
         random = np.random.default_rng(SEED)
         at = np.floor((np.arange(most) + random.random(most)) * len(self.x) / most).astype(int)
-        at = np.unique([0, *at, len(self.x) - 1])
+        return self.taken(np.unique([0, *at, len(self.x) - 1]))
+
+    def taken(self, at: Numbers) -> Points:
+        """Those at these positions, with all bounds."""
         rows = None if self.rows is None else self.rows[at]
         return replace(self, x=self.x[at], y=self.y[at], ids=tuple(self.ids[i] for i in at), rows=rows)
 

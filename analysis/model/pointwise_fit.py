@@ -7,8 +7,7 @@ see, whatever the values of a fit rest on.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,15 +15,21 @@ from numpy.polynomial import Polynomial
 from scipy import stats
 
 from vramsweep.analysis.data.metrics import Metric
-from vramsweep.analysis.model.curves import KINDS, NAMES, PLAIN, STEP, Array, Curve, meet, powers
-from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
+from vramsweep.analysis.model.alignment import Unaligned
+from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, PLAIN, STEP, Array, Curve, powers
+from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observations import Mask, Model, Points, members
 from vramsweep.analysis.model.times import CLOCK
+from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 MODULI = (8, 16, 64)
 CLEARLY = 5.0  # nats by which a curve per class must be more probable than one for all
-ROUNDS = 5
 MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
+ODD = 0.01  # chance that a point tells nothing of the curve: anything up to twice the largest value
+FAR = 0.02  # of the largest value, below which no point is taken for one
+BLOCKS = 0.013  # of the value: RMS of reserved about a hinge, median of 18 public sweeps and replays (0.3 to 4 %)
+ALIKE = 0.75  # probability that two classes do not differ, above which they have one curve
+FARTHEST = 4.0  # standard deviations of what is missing, above which it is not alignment that lifts a length
 FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
 
 
@@ -55,59 +60,87 @@ class OfPoints:
     def draws(self, x: Array) -> tuple[Array, Array]:
         """Of all kinds, as probable as they are."""
         random = np.random.default_rng(SEED)
-        found: list[tuple[Mask, Array, Array]] = []
+        curves, news = np.empty((2, DRAWS, len(x)))
         for key, at in members(x, self.modulus).items():
-            if at.any():
-                curve, noise = self.posteriors[key].draws(x[at], powers(x[at]))
-                found.append((at, curve, curve + noise * random.standard_normal(curve.shape)))
-        curves = np.empty((len(found[0][1]), len(x)))
-        news = np.empty_like(curves)
-        for at, curve, new in found:
-            curves[:, at], news[:, at] = curve, new
+            curves[:, at], noise = self.posteriors[key].draws(x[at], powers(x[at]))
+            news[:, at] = curves[:, at] + noise * random.standard_normal(noise.shape)
         return curves, news
 
 
 @dataclass(frozen=True)
 class Estimated:
     """What the points say: the alignment class, if one explains what is left, with its posteriors; the posterior of all
-    points as one; each point's weight; and what was done, in words."""
+    points as one; what was done, in words; and the ids of outliers, which no curve is of."""
 
     single: Posterior
     modulus: int | None
     posteriors: Mapping[bool, Posterior]
-    weights: Array
     remark: str = ""
+    outliers: tuple[str, ...] = ()
+
+    @property
+    def log(self) -> float:
+        """The evidence of all classes."""
+        return sum(p.log for p in self.posteriors.values())
+
+    def predict(self, x: Array) -> Array:
+        """The most probable curve of each class at x."""
+        return Model({key: curve_of(p) for key, p in self.posteriors.items()}, self.modulus).predict(x)
 
 
-def estimate_points(points: Points, metric: Metric, robust: bool) -> Estimated:
-    """The posterior of each class.
+def estimate_points(points: Points, metric: Metric) -> Estimated:
+    """The posterior of each class, without outliers.
 
-    Neighbours that err alike count in part: of n with correlation r between neighbours as n (1 - r) / (1 + r) (Bartlett
-    1946). With fewer than thirty lengths that cannot be told.
+    An outlier is a point that a distribution as wide as all values explains better than the curve that it takes part
+    in: the farthest from the curve is tried, then the next, up to a tenth of all; not those of the first and last x,
+    where something may begin that no other shows. Neighbours that err alike count in part: of n with correlation r
+    between neighbours as n (1 - r) / (1 + r) (Bartlett 1946). With fewer than thirty lengths that cannot be told.
     """
     seen = points.thinned(MOST_POINTS)
-    weights, of_all = np.ones(len(seen.x)), np.ones(len(points.x))
     remark = "" if seen is points else f"; estimated from {len(seen.x):,} of {len(points.x):,} rows"
-    if robust:
-        for _ in range(ROUNDS):
-            best = curve_of(estimate_classes(seen, metric, weights, None)[True])
-            weights, of_all = (_huber(p.y - best.predict(p.x), metric.resolution) for p in (seen, points))
-        remark += f"; {int((of_all < 0.5).sum())} of {len(of_all)} points count less than half (Huber)"
-    found = _aligned(seen, metric, weights, MODULI)
-    if len(np.unique(seen.x)) >= 30 and (alike := _autocorrelation(seen, found.posteriors, found.modulus)) > 0.3:
-        share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(seen.x)))
-        found = _aligned(seen, metric, weights * share, (found.modulus,) if found.modulus else ())
-        remark += f"; neighbours err alike, so that these count as {len(seen.x) * share:,.0f}"
-    return replace(found, weights=of_all, remark=remark)
+    chance = float(np.log(ODD / 2 / max(np.abs(seen.y).max(), 1e-300)) + np.log(2 * np.pi) / 2 - CLEARLY)
+    rest, found = seen, _aligned(seen, metric, MODULI)
+    while 10 * (len(seen.x) - len(rest.x)) < len(seen.x) and len(np.unique(rest.x)) >= FEW:
+        off = np.abs(rest.y - found.predict(rest.x)) * ~np.isin(rest.x, rest.x[[0, -1]])
+        if off.max() <= max(FAR * np.abs(seen.y).max(), 3 * float(np.median(off))):
+            break
+        others = rest.taken(np.delete(np.arange(len(off)), int(np.argmax(off))))
+        without = _aligned(others, metric, MODULI)
+        if without.log + chance < found.log:
+            break
+        rest, found = others, without
+    if len(np.unique(rest.x)) >= 30 and (alike := _autocorrelation(rest, found)) > 0.3:
+        share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(rest.x)))
+        found = _aligned(rest, metric, (found.modulus,) if found.modulus else (), share)
+        remark += f"; neighbours err alike, so that these count as {len(rest.x) * share:,.0f}"
+    return replace(found, remark=remark, outliers=tuple({*seen.ids} - {*rest.ids}))
+
+
+def estimate_apart(points: Points, metric: Metric) -> tuple[Estimated, Unaligned] | None:
+    """What the points say where one class has too few lengths for a curve of its own: the curve of the other class, and
+    how far these few lie off it. None where they lie on it, or too far off for that."""
+    at = {key: np.flatnonzero(of) for key, of in members(points.x, PADDED_TO).items()}
+    counts = {key: len(np.unique(points.x[of])) for key, of in at.items()}
+    few = min(counts, key=lambda key: counts[key])
+    if not 0 < counts[few] < FEW or counts[not few] < FEWEST:
+        return None
+    most = points.taken(at[not few])
+    found = estimate_points(most, metric)
+    free = OfPoints(found.posteriors, found.modulus, candidates_of(most, found)[1].model)
+    apart = Unaligned(free, most.x, points.x[at[few]], points.y[at[few]])
+    if apart.alike > ALIKE or apart.share > FARTHEST:
+        return None
+    return found, apart
 
 
 def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Candidate]:
     """Each kind that the points allow, for all points and for each class, plain ones first; and the most probable."""
     candidates = []
+    counted = ~np.isin(points.ids, found.outliers)
     ways: list[tuple[int | None, Mapping[bool, Posterior]]] = [(None, {True: found.single})]
     if found.modulus is not None:
         ways.append((found.modulus, found.posteriors))
-    logs = np.array([sum(p.log for p in posteriors.values()) for _, posteriors in ways])
+    logs = np.array([found.single.log, found.log][: len(ways)])
     for (modulus, posteriors), share in zip(ways, np.exp(logs - logs.max()), strict=True):
         best = {key: p.kinds()[0] for key, p in posteriors.items()}
         alike = [dict.fromkeys(posteriors, name) for name in NAMES]
@@ -117,9 +150,9 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
             curves = {key: curve_of(posteriors[key], name) for key, name in names.items()}
             inside = members(points.x, modulus)
             plain = {key: name for key, name in names.items() if name in PLAIN}
-            curves |= {key: _least_squares(name, points, inside[key], found.weights) for key, name in plain.items()}
+            curves |= {key: _least_squares(name, points, inside[key] & counted) for key, name in plain.items()}
             model = Model(curves, modulus)
-            left = points.y - model.predict(points.x)
+            left = (points.y - model.predict(points.x))[counted]
             known = len(np.unique(points.x)) // len(posteriors)
             numbers = max(sum(map(len, posteriors[key].best(name).kind.pieces)) for key, name in names.items())
             if numbers >= known and names != best and not plain:
@@ -137,30 +170,38 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
 def curve_of(posterior: Posterior, kind: str | None = None) -> Curve:
     """The most probable curve, of one kind or of the most probable kind."""
     component = posterior.best(kind)
+    return _curve(component, component.best)
+
+
+def _curve(component: Component, coefficients: Iterable[Array]) -> Curve:
+    """The curve of one draw of a component: the coefficients of each piece."""
     pieces = []
-    for columns, coefficients in zip(component.kind.pieces, component.best, strict=True):
-        numbers = dict(zip(columns, (float(c) for c in coefficients), strict=True))
+    for columns, values in zip(component.kind.pieces, coefficients, strict=True):
+        numbers = dict(zip(columns, values.tolist(), strict=True))
         pieces.append((numbers.get(0, 0.0), numbers.get(1, 0.0), numbers.get(2, 0.0)))
     return Curve(component.kind.name, tuple(pieces), () if component.kind.joined else component.edges)
 
 
-def estimate_classes(points: Points, metric: Metric, weights: Array, modulus: int | None) -> dict[bool, Posterior]:
+def estimate_classes(
+    points: Points, metric: Metric, modulus: int | None = None, share: float = 1.0
+) -> dict[bool, Posterior]:
     """The posterior of each class, with `modulus` null of all as one. Repeats of memory that agree tell nothing new and
-    count once."""
+    count once; each observation counts as `share` of one."""
     found = {}
     bounds = members(points.bound_x, modulus)
     kinds = (*KINDS, STEP) if metric.limited else KINDS
     for key, at in members(points.x, modulus).items():
-        x, y, w = points.x[at], points.y[at], weights[at]
+        x, y = points.x[at], points.y[at]
         if metric.memory:
             _, first = np.unique(np.column_stack([x, y]), axis=0, return_index=True)
-            x, y, w = x[first], y[first], w[first]
+            x, y = x[first], y[first]
         bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
         noises = ("constant", "proportional") if metric.memory else ("proportional",)
         resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
         data = Data(
-            x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, None if np.all(w == 1) else w, noises
-        )
+            x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, share, noises,
+            expected=BLOCKS * float(np.abs(y).max()) if metric.limited else None,
+        )  # fmt: skip
         found[key] = estimate(data, kinds, every=True)
     return found
 
@@ -170,39 +211,28 @@ def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, f
     mine = [c for c in posterior.components if c.kind.name == curve.kind]
     logs = np.array([c.log for c in mine])
     shares = np.exp(logs - logs.max())
-    drawn: dict[str, list[Array]] = {}
-    for component, share in zip(mine, shares / shares.sum(), strict=True):
-        if not (count := round(2000 * float(share))):
-            continue
-        at = np.arange(count) % len(component.size)
-        whole = [np.zeros((3, count)) for _ in component.kind.pieces]
-        for piece, columns, draws in zip(whole, component.kind.pieces, component.draws, strict=True):
-            piece[list(columns)] = draws[at].T
-        for i, piece in enumerate(whole, 1):
-            for letter, values in zip("abc", piece, strict=True):
-                drawn.setdefault(f"{letter}{i}", []).append(values)
-        for i, (one, other) in enumerate(itertools.pairwise(whole), 1):
-            knots = np.array([meet(p.tolist(), q.tolist()) for p, q in zip(one.T, other.T, strict=True)])
-            drawn.setdefault(f"k{i}", []).append(np.full(count, curve.edges[i - 1]) if curve.edges else knots)
-    found = {}
-    for name in curve.parameters:
-        low, high = np.nanpercentile(np.concatenate(drawn[name]), [2.5, 97.5])
-        found[name] = (float(low), float(high))
-    return found
+    drawn = [
+        _curve(component, [draws[i % len(component.size)] for draws in component.draws]).parameters
+        for component, share in zip(mine, shares / shares.sum(), strict=True)
+        for i in range(round(2000 * float(share)))
+    ]
+    table = np.array([[one.get(name, 0.0) for name in curve.parameters] for one in drawn])
+    low, high = np.nanpercentile(table, [2.5, 97.5], axis=0).tolist()
+    return dict(zip(curve.parameters, zip(low, high, strict=True), strict=True))
 
 
-def _aligned(points: Points, metric: Metric, weights: Array, moduli: Sequence[int]) -> Estimated:
+def _aligned(points: Points, metric: Metric, moduli: Sequence[int], share: float = 1.0) -> Estimated:
     """One curve for all, or one per class of these moduli where that is clearly more probable."""
-    single = estimate_classes(points, metric, weights, None)
-    best = Estimated(single[True], None, single, weights)
-    log = single[True].log + CLEARLY
+    single = estimate_classes(points, metric, None, share)
+    best = Estimated(single[True], None, single)
+    log = best.log + CLEARLY
     for modulus in moduli:
         counts = [len(np.unique(points.x[at])) for at in members(points.x, modulus).values()]
         if min(counts) < FEW or not _differ(points, curve_of(single[True]), modulus):
             continue
-        both = estimate_classes(points, metric, weights, modulus)
-        if (together := sum(p.log for p in both.values())) > log:
-            best, log = Estimated(single[True], modulus, both, weights), together
+        both = estimate_classes(points, metric, modulus, share)
+        if (found := Estimated(single[True], modulus, both)).log > log:
+            best, log = found, found.log
     return best
 
 
@@ -234,27 +264,18 @@ def _quantum(x: Array, y: Array, resolution: float) -> float:
     return resolution if len(off) > 1 and float(off.max()) < size / 20 else size
 
 
-def _huber(residuals: Array, least: float) -> Array:
-    """Huber's weights (1981, for 95 % efficiency), scale by the median absolute deviation; statsmodels'."""
-    from statsmodels.robust import norms, scale
-
-    spread = max(float(scale.mad(residuals, center=0)), least)
-    return np.asarray(np.maximum(norms.HuberT().weights(residuals / spread), 1e-6), dtype=float)
-
-
-def _autocorrelation(points: Points, posteriors: Mapping[bool, Posterior], modulus: int | None) -> float:
+def _autocorrelation(points: Points, found: Estimated) -> float:
     """How much what is left of neighbours correlates, the largest of the classes."""
-    found = 0.0
-    for key, at in members(points.x, modulus).items():
-        left = points.y[at] - curve_of(posteriors[key]).predict(points.x[at])
-        if len(left) >= 30 and float(left.std()) > 0:
-            found = max(found, float(np.corrcoef(left[1:], left[:-1])[0, 1]))
-    return min(found, 0.99)
+    each = points.y - found.predict(points.x)
+    classes = [
+        left for at in members(points.x, found.modulus).values() if len(left := each[at]) >= 30 and left.std() > 0
+    ]
+    return min(max((float(np.corrcoef(left[1:], left[:-1])[0, 1]) for left in classes), default=0.0), 0.99)
 
 
-def _least_squares(name: str, points: Points, at: Mask, weights: Array) -> Curve:
+def _least_squares(name: str, points: Points, at: Mask) -> Curve:
     """The line or parabola that everyone would draw: of all points, plainly."""
     degree = 1 if name == "linear" else 2
-    numbers = Polynomial.fit(points.x[at], points.y[at], degree, w=np.sqrt(weights[at])).convert().coef
+    numbers = Polynomial.fit(points.x[at], points.y[at], degree).convert().coef
     padded = [*map(float, numbers), 0.0, 0.0, 0.0]
     return Curve(name, ((padded[0], padded[1], padded[2]),))

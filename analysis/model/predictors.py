@@ -234,7 +234,7 @@ def _predicted(same: Whole, phases: OfPhases | None, metric: Metric, axis: str) 
         return None
     if phases is not None and metric.column == "peak_allocated_bytes":
         return Predicted(x, own.y[first], phases.value, phases)
-    curve = curve_of(estimate_classes(own, metric, np.ones(len(own.x)), None)[True])
+    curve = curve_of(estimate_classes(own, metric)[True])
     return Predicted(x, own.y[first], curve.predict, phases)
 
 

@@ -348,12 +348,12 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
                 "phases": "the peaks of a step's phases, fitted over batch and length together",
                 "points": "the points alone"}  # fmt: skip
         bases = " or ".join(rest[basis] for basis in rest if any(fit.basis == basis for fit in fits))
-        robust = ", outliers by Huber's weights" if fits[0].robust else ""
         parts.append(
             "Curves are maxima of lines or parabolas, chosen by their posterior probability among lines, parabolas and "
             "maxima of two or three pieces with closed-form evidence (conjugate linear regression on each run of "
-            f"lengths{robust}), per alignment class where that is more probable. Values rest on {bases}. Intervals are "
-            "95 % posterior intervals over all kinds. Rows that ran out of memory count as lower bounds."
+            "lengths, outliers left out), per alignment class where that is more probable. Values rest on "
+            f"{bases}. Intervals are 95 % posterior intervals over all kinds. Rows that ran out of memory count as "
+            "lower bounds."
         )
     return " ".join(parts)
 

@@ -18,7 +18,7 @@ from vramsweep.version import __version__
 OF_ROWS = {"torch": "torch_version", "transformers": "transformers_version", "deepspeed": "deepspeed_version"}
 SAID = ("python_version", *OF_ROWS.values(), "cuda_version", "driver_version", "vramsweep_version", "git_commit")
 ANALYSIS = (
-    *("numpy", "pandas", "pyarrow", "scipy", "statsmodels", "plotly", "mini-racer", "vl-convert-python"),
+    *("numpy", "pandas", "pyarrow", "scipy", "plotly", "mini-racer", "vl-convert-python"),
     *("jinja2", "rich", "packaging"),
 )
 _NAME, _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"), re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")

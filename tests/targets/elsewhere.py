@@ -14,7 +14,7 @@ from typing import Any
 
 LIBRARIES = (
     "numpy", "pandas", "pyarrow.csv", "pyarrow.json", "pyarrow.parquet", "scipy.stats", "scipy.optimize",
-    "plotly.io", "plotly.graph_objects", "statsmodels.api", "jinja2", "rich.console", "rich.live", "rich.table",
+    "plotly.io", "plotly.graph_objects", "jinja2", "rich.console", "rich.live", "rich.table",
     "pydantic", "psutil", "yaml", "asyncio", "concurrent.futures", "subprocess", "tempfile", "shutil", "platform",
     "socket", "multiprocessing",
 )  # fmt: skip

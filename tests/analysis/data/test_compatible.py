@@ -80,7 +80,7 @@ def test_the_names_of_the_notebook_s_surface_and_their_arguments() -> None:
     names = {
         "load": "source columns mapping settings ranks",
         "predict": "folder settings",
-        "fit": "rows metric axis start stop prediction robust",
+        "fit": "rows metric axis start stop prediction",
         "frontier": "rows gib axis",
         "compare": "a b by names axis tolerance",
         "figure": "rows name",

@@ -1,0 +1,110 @@
+"""Lengths of the alignment class that no row, or only a few, were measured of.
+
+Kernels and attention masks pad lengths that 8 does not divide, and copies of what is padded stay alive: such a length
+may need more than the curve through multiples of 8 has, by a share of what grows with the length. Which share is not
+known from those multiples, so that it has a prior. As likely as not the classes do not differ at all: replays under
+torch 2.13 of gpt2, Qwen1.5-0.5B, Llama-3.2-1B and phi-1.5 (results/reference/replayed_lengths.csv) do not, but for what
+blocks that are not split make, up to 1 % either way. Else the share is half-normal: the public Qwen1.5-0.5B sweep, of
+torch 2.2, has 1.6 to 3.2 %.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from scipy import special
+
+from vramsweep.analysis.model.curves import Array, Numbers
+from vramsweep.analysis.model.estimate import SEED
+from vramsweep.analysis.model.observations import members
+from vramsweep.analysis.model.residual_model import Predictor
+from vramsweep.harness.search.fit_knowledge import PADDED_TO
+
+MORE = 0.02  # of what grows with the length: what the others need more where classes differ, one standard deviation
+WAVERS = 0.2  # of that: how far single lengths stray that are less round than all measured ones, one standard deviation
+
+
+def classes(x: Array) -> set[bool]:
+    """Which there are: True of lengths that `PADDED_TO` divides, False of the others."""
+    return {key for key, at in members(x, PADDED_TO).items() if at.any()}
+
+
+@dataclass(frozen=True)
+class Unaligned:
+    """`free`, through `measured` lengths of one class alone, for both: the other's few, if any, are `x`, `y` (n,)."""
+
+    free: Predictor
+    measured: Array
+    x: Array = field(default_factory=lambda: np.empty(0))
+    y: Array = field(default_factory=lambda: np.empty(0))
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the measured ones are those that 8 divides; if not, the others need less."""
+        return True in classes(self.measured)
+
+    def of_other_class(self, x: Array) -> Array:
+        """The x of the other class at or next to these, (n,)."""
+        above = np.floor(x) % PADDED_TO
+        return np.asarray(np.floor(x) + ((above == 0) if self.divisible else -above))
+
+    def value(self, x: Array) -> Array:
+        """The most probable curve, (n,): the same for both classes where nothing tells of the other."""
+        shift = self.share * self._rise(x, self.free.value(self._with_longer(x))) if len(self.x) else 0.0
+        return np.asarray(self.free.value(x) + np.where(self.of_other_class(x) == np.floor(x), shift, 0.0))
+
+    def draws(self, x: Array) -> tuple[Array, Array]:
+        """Of the curve and of a new run, (draws, n) each."""
+        kept, share, _ = self._learned
+        curve, new = (drawn[kept] for drawn in self.free.draws(self._with_longer(x)))
+        shift = np.where(self.of_other_class(x) == np.floor(x), share[:, None] * self._rise(x, curve), 0.0)
+        wavers = WAVERS * self._rise(x, curve) * np.random.default_rng(SEED + 7).standard_normal(shift.shape)
+        round_ones = np.isin(x % np.gcd.reduce(self.measured.astype(int)), 0)
+        return curve[:, : len(x)] + shift, new[:, : len(x)] + shift + np.where(round_ones, 0.0, wavers)
+
+    @property
+    def share(self) -> float:
+        """How much more the others need, on average, in standard deviations of what is expected."""
+        return float(self._learned[1].mean())
+
+    @property
+    def alike(self) -> float:
+        """How probable it is that the classes do not differ."""
+        return self._learned[2]
+
+    def _with_longer(self, x: Array) -> Array:
+        """The x, and those at which what grows has grown by two standard deviations of what may be missing."""
+        return np.concatenate([x, x * (1 + 2 * MORE)])
+
+    def _rise(self, x: Array, values: Array) -> Array:
+        """One standard deviation of what the others need more, (..., n), from values at `_with_longer`."""
+        rise = np.maximum(values[..., len(x) :] - values[..., : len(x)], 0.0) / 2
+        return np.asarray(rise if self.divisible else -rise)
+
+    @cached_property
+    def _learned(self) -> tuple[Numbers, Array, float]:
+        """Which draws of `free` to take, by number, the share of each in standard deviations, and `alike`.
+
+        Given a draw of the curve the few observations are normal about it plus a share of its rise; the posterior of
+        that share is 0, or a normal distribution cut off at 0, with odds in closed form.
+        """
+        random = np.random.default_rng(SEED + 6)
+        x, y, count = (self.x, self.y, 1.0) if len(self.x) else (np.ones(1), np.ones(1), 0.0)
+        curve, new = self.free.draws(self._with_longer(x))
+        rise, over = self._rise(x, curve), y - curve[:, : len(x)]
+        noise = np.maximum(1.4826 * np.median(np.abs(new - curve), axis=0)[: len(x)], 1e-9 * np.abs(y))
+        precise = count / (noise**2 + (WAVERS * rise) ** 2)
+        known = 1 + np.sum(rise**2 * precise, axis=1)
+        mean = np.sum(rise * over * precise, axis=1) / known
+        same = -0.5 * np.sum(over**2 * precise + np.log(noise**2 + (WAVERS * rise) ** 2), axis=1)
+        apart = same + 0.5 * mean**2 * known - 0.5 * np.log(known) + special.log_ndtr(mean * np.sqrt(known)) + np.log(2)
+        each = np.logaddexp(same, apart)
+        odds = np.exp(each - each.max())
+        kept = random.choice(len(odds), len(odds), p=odds / odds.sum()) if len(self.x) else np.arange(len(odds))
+        never = special.ndtr(-mean * np.sqrt(known))[kept]
+        normal = special.ndtri(never + (1 - never) * random.uniform(1e-9, 1, len(kept)))
+        share = np.maximum(mean[kept] + normal / np.sqrt(known[kept]), 0.0)
+        differ = random.random(len(kept)) < np.exp(apart - each)[kept]
+        return kept, np.where(differ & np.isfinite(share), share, 0.0), float(odds @ np.exp(same - each) / odds.sum())
