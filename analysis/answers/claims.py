@@ -7,9 +7,11 @@ ones, which the card says. Rows in, cards out; conf/sweep/claims.yaml asks for r
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -307,126 +309,36 @@ def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
     return whole & frame["world_size"].eq(8).fillna(False) & card
 
 
-_HF = "https://huggingface.co/docs/transformers"
-_FLASH = "https://github.com/Dao-AILab/flash-attention (10 times at 2,048 tokens)"
-_PAPER = "https://arxiv.org/abs/2205.14135"
-_GUIDE = "https://github.com/manideep896/fashion-query-extractor"
-
-CLAIMS = (
-    Claim(
-        "checkpointing-saves",
-        "Gradient checkpointing saves 60 to 70 % of the activations",
-        f"{_GUIDE} (60 to 70 %)",
-        "peak allocated memory of the forward phase: its growth with the batch, checkpointing=full against none",
-        _any, _saved, "{:.0f} %", "the range as it is claimed", 60, 70,
-    ),
-    Claim(
-        "checkpointing-costs",
-        "Gradient checkpointing costs 20 to 33 % of time",
-        f"{_HF}/en/grad_checkpointing (20 %); https://arxiv.org/abs/1604.06174 (a forward pass more: 33 %)",
-        "time of a step, checkpointing=full against none",
-        _any, _ratios("checkpointing", "none", ["full"], _change), "{:.0f} %", "the range as it is claimed", 20, 33,
-    ),
-    Claim(
-        "flash-attention",
-        "Fused attention (flash, sdpa) needs a tenth of the memory of eager attention from 2,048 tokens on",
-        _FLASH,
-        "peak allocated memory of a whole training step, attention=eager against fused kernels, 2,048 tokens or more",
+# Of each claim of claims.json: the rows that it is about, what is compared, and the source's own configuration.
+_HOW: dict[str, tuple[Any, ...]] = {
+    "checkpointing-saves": (_any, _saved),
+    "checkpointing-costs": (_any, _ratios("checkpointing", "none", ["full"], _change)),
+    "flash-attention": (
         lambda f: f["seq_len"].ge(2048).fillna(False),
-        _ratios("attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK), "{:.1f} times less",
-        "the figure as it is claimed; its source looks at attention alone, guides say it of training", low=10,
+        _ratios("attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK),
     ),
-    Claim(
-        "adam-8bit",
-        "8-bit Adam saves 6 bytes a parameter",
-        "https://huggingface.co/docs/bitsandbytes/optimizers (75 % of AdamW's 8 bytes)",
-        "peak allocated memory of the forward phase, which holds the optimizer's state, 8-bit against 32-bit AdamW, "
-        "states in fp32, on one GPU",
-        lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit, "{:.2f} bytes",
-        "6 and 5 % either side, for scales and small tensors that stay as they are",
-        5.7, 6.3,
-    ),
-    Claim(
-        "autocast-weights",
-        "bf16 autocast does not halve the memory of the weights",
-        "https://docs.pytorch.org/docs/stable/amp.html",
-        "peak allocated memory while the model is loaded, precision=bf16 against fp32, without DeepSpeed (which does)",
+    "adam-8bit": (lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit),
+    "autocast-weights": (
         lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & is_(f, "quantization", "none"),
         _ratios("precision", "fp32", ["bf16"], lambda ratio: 100 * ratio, "load_peak_allocated_bytes"),
-        "{:.0f} %", "halved would be 50 %; 5 % are left for rounding", low=95,
     ),
-    Claim(
-        "linear-in-batch",
-        "Peak memory is linear in the batch",
-        f"{_HF}/en/grad_checkpointing (activations scale with batch size)",
-        "peak allocated memory at three batches or more: how far off the line between the smallest and the largest",
-        _any, _off_the_line, "{:.1f} % off",
-        "5 % of the growth; a peak that is flat at first, in the optimizer's step, is off by more, one that grows by "
-        "less than 1 % is no test", high=5,
-    ),
-    Claim(
-        "eager-quadratic",
-        "With eager attention memory is quadratic in the length",
-        _PAPER,
-        "peak allocated memory at three lengths or more where the peak is not in the optimizer's step, nor while "
-        "loading, and grows by 1 % or more: how much of its growth a parabola calls quadratic, at the longest",
-        lambda f: is_(f, "attention", "eager"), _quadratic, "{:.0f} %", "the larger half of the growth", low=50,
-    ),
-    Claim(
-        "sdpa-linear",
-        "With fused attention memory is linear in the length",
-        _PAPER,
-        "the same of fused kernels",
-        lambda f: is_(f, "attention", *_FUSED), _quadratic, "{:.0f} %", "5 % are left for masks and rounding",
-        -5, 5,
-    ),
-    Claim(
-        "lora-7b",
-        "LoRA (r = 16) of a 7B model takes 14.3 GB",
-        "https://codeswap.net/llm/lora-memory-calculator (weights, adapters, gradients and states; activations apart)",
-        "peak allocated memory of the optimizer's step, 7B, half-precision weights, one GPU, batch 1, "
-        "up to 1,024 tokens",
+    "linear-in-batch": (_any, _off_the_line),
+    "eager-quadratic": (lambda f: is_(f, "attention", "eager"), _quadratic),
+    "sdpa-linear": (lambda f: is_(f, "attention", *_FUSED), _quadratic),
+    "lora-7b": (
         lambda f: _lora(f) & is_(f, "quantization", "none") & is_(f, "precision", "bf16_pure", "bf16_master"),
-        _optimizer_step_gb, "{:.1f} GB",
-        "14.3 GB and 5 % either side, without activations, as the source counts; the optimizer's step holds none",
-        13.6, 15.0,
+        _optimizer_step_gb,
     ),
-    Claim(
-        "qlora-7b",
-        "QLoRA can train a 7B model in about 6 GB",
-        "https://www.youngju.dev/blog/llm/2026-03-02-llm-finetuning-lora-qlora-peft.en (7B: 6 GB)",
-        "peak reserved memory of a whole step, 7B, NF4 weights, one GPU, batch 1, up to 1,024 tokens",
-        lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"),
-        _reserved, "{:.1f} GB",
-        "about 6 is taken to be up to 6.5; one configuration is enough, and where none does, it is refuted if double "
-        "quantization with checkpointing=full is among them",
-        high=6.5, own=_paper,
-    ),
-    Claim(
-        "accumulation",
-        "Gradient accumulation costs no memory",
-        "https://stevengong.co/notes/Gradient-Accumulation (peak memory is only one micro-batch)",
-        "peak allocated memory, several micro-batches a step against one of the same size, on one GPU",
-        _alone, _accumulated, "{:.2f} bytes a parameter",
-        "nothing, but for rounding; gradients that stay while the next micro-batch runs are 4", high=0.1,
-    ),
-    Claim(
-        "70b-on-8",
-        "A 70B model can be trained, all weights, on 8 x 80 GB",
-        "https://huggingface.co/blog/ram-efficient-pytorch-fsdp (FSDP, at least a node of 8 x 80 GB)",
-        "peak reserved memory of a rank of eight, by what the GPU has",
-        _on_eight, _of_the_card, "{:.0f} % of the GPU",
-        "one configuration that fits is enough, also with offload, whose host memory stands beside it; where none "
-        "does, it is refuted if FSDP, the source's way, is among them",
-        high=100, own=lambda f: is_(f, "sharding", "fsdp1", "fsdp2"),
-    ),
-    Claim(
-        "expandable-segments",
-        "expandable_segments lowers reserved memory",
-        "https://docs.nvidia.com/nemo/megatron-bridge/nightly/skills/perf-techniques/memory-tuning/SKILL.html",
-        "peak reserved memory, allocator=expandable against default",
-        _any,
-        _ratios("allocator", "default", ["expandable"], _change, "peak_reserved_bytes"),
-        "{:+.1f} %", "less than 1 % is as good as nothing", high=-1,
-    ),
-)  # fmt: skip
+    "qlora-7b": (lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"), _reserved, _paper),
+    "accumulation": (_alone, _accumulated),
+    "70b-on-8": (_on_eight, _of_the_card, lambda f: is_(f, "sharding", "fsdp1", "fsdp2")),
+    "expandable-segments": (_any, _ratios("allocator", "default", ["expandable"], _change, "peak_reserved_bytes")),
+}
+
+
+def _read(words: dict[str, Any]) -> Claim:
+    about, numbers, *own = _HOW[words["name"]]
+    return Claim(**words, about=about, numbers=numbers, own=own[0] if own else None)
+
+
+CLAIMS = tuple(map(_read, json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))))

@@ -7,11 +7,13 @@ what is measured: neither is passed on. Of the rest a row records what can chang
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import translate
+from pathlib import Path
 
 from vramsweep.harness.files import redaction
 
@@ -37,38 +39,10 @@ class Rule:
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 SECRET = "may be a secret"
-# The first rule that matches decides; what none matches is passed on and not recorded.
-# fmt: off
-RULES: tuple[Rule, ...] = (
-    # torch.distributed's env://, torchrun's, what accelerate, DeepSpeed and Lightning take a world size or rank from
-    Rule(Fate.DROP, "the ranks of an outer launcher", (
-        "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "NODE_RANK",
-        "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_*", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_*", "TORCH_ELASTIC_*",
-        "OMPI_*", "PMI_*", "PMIX_*", "MV2_COMM_WORLD_*", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "SMDATAPARALLEL_*",
-        "SM_HP_MP_PARAMETERS", "SM_FRAMEWORK_PARAMS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID",
-        "SLURM_NTASKS*")),
-    Rule(Fate.DROP, "`accelerate launch` would decide device, precision and sharding",  # USE_CPU=true drops DeepSpeed
-         ("ACCELERATE_*", "FSDP_*", "PARALLELISM_CONFIG_*", "FORK_LAUNCHED")),
-    Rule(Fate.DROP, "the allocator's settings are the axis `allocator`", ALLOCATOR),
-    Rule(Fate.DROP, "it would make the host wait for every kernel", ("CUDA_LAUNCH_BLOCKING",)),
-    Rule(Fate.DROP, "it would turn the caching allocator off",
-         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")),
-    Rule(Fate.DROP, "TF32 is decided by the axis `precision`",
-         ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE")),
-    Rule(Fate.DROP, "it would turn compiled code off behind our back",
-         ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE", "TRITON_INTERPRET", "PYTORCH_JIT")),
-    Rule(Fate.HIDE, SECRET, ()),  # by names that redaction.py knows
-    Rule(Fate.RECORD, "a profiler or another allocator in the process", ("CUDA_INJECTION*_PATH", "LD_PRELOAD")),
-    Rule(Fate.HIDE, "a place, or what an image needs; changes no measurement",
-         ("*_DIR", "*_HOME", "*_CACHE", "*_FILE", "*_PATH", "*_URL", "*_ROOT", "NVIDIA_REQUIRE_*")),
-    Rule(Fate.RECORD, "can change memory or speed", (
-        "CUDA_*", "CUDNN_*", "CUBLAS*", "NVIDIA_*", "NCCL_*", "GLOO_*", "UCX_*", "FI_*", "NVTE_*",
-        "TORCH_*", "TORCHINDUCTOR_*", "TORCHDYNAMO_*", "PYTORCH_*", "ATEN_*", "TRITON_*", "FLASH_ATTENTION_*",
-        "OMP_*", "GOMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "ONEDNN_*", "DNNL_*", "MALLOC_*",
-        "DS_*", "DEEPSPEED_*", "TRANSFORMERS_*", "USE_HUB_KERNELS", "BNB_*", "XFORMERS_*", "LIGER_*",
-        "PYTHONMALLOC", "PYTHONTRACEMALLOC", "PYTHONOPTIMIZE")),
-)
-# fmt: on
+# The first rule that matches decides; what none matches is passed on and not recorded. Secrets are known by names that
+# redaction.py has, too.
+_WORDS = json.loads(Path(__file__).with_name("worker_environment.json").read_text("utf-8"))
+RULES = tuple(Rule(Fate(one["fate"]), one["why"], tuple(one["names"])) for one in _WORDS)
 
 # compiled when a template imports this: its workers would each do it again
 _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RULES)
