@@ -17,7 +17,7 @@ from scipy import stats
 from vramsweep.analysis.data.metrics import Metric
 from vramsweep.analysis.model.alignment import Unaligned
 from vramsweep.analysis.model.curves import FEWEST, KINDS, NAMES, STEP, Array, Curve, powers
-from vramsweep.analysis.model.estimate import SEED, Component, Data, Posterior, estimate
+from vramsweep.analysis.model.estimate import DRAWS, SEED, Component, Data, Posterior, estimate
 from vramsweep.analysis.model.observations import Mask, Model, Points, members
 from vramsweep.analysis.model.times import CLOCK
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
@@ -59,15 +59,10 @@ class OfPoints:
     def draws(self, x: Array) -> tuple[Array, Array]:
         """Of all kinds, as probable as they are."""
         random = np.random.default_rng(SEED)
-        found: list[tuple[Mask, Array, Array]] = []
+        curves, news = np.empty((2, DRAWS, len(x)))
         for key, at in members(x, self.modulus).items():
-            if at.any():
-                curve, noise = self.posteriors[key].draws(x[at], powers(x[at]))
-                found.append((at, curve, curve + noise * random.standard_normal(curve.shape)))
-        curves = np.empty((len(found[0][1]), len(x)))
-        news = np.empty_like(curves)
-        for at, curve, new in found:
-            curves[:, at], news[:, at] = curve, new
+            curves[:, at], noise = self.posteriors[key].draws(x[at], powers(x[at]))
+            news[:, at] = curves[:, at] + noise * random.standard_normal(noise.shape)
         return curves, news
 
 
