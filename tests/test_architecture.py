@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cases
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import structure
@@ -23,56 +23,9 @@ MOST_FILES, MOST_LINES = 25, 500
 
 # A room, its one idea, and the rooms that it may import. The code fits the table; the table is not fitted to the code.
 # What `harness` starts as a process, by name, is a room of the runners. Anyone may import the version.
-_TABLE = """
-harness | a name that custom targets import | h/spec
-harness/messages | what a user reads and types | -
-harness/files | files read and written with care | h/messages
-harness/hardware | published facts of GPUs and links | -
-harness/allocator | PyTorch's allocator, simulated | h/messages h/files
-harness/spec | what a trial is, and which are valid | h/messages h/files h/hardware h/allocator
-harness/rows | one row per attempt, and the journal | h/messages h/files h/hardware h/allocator h/spec
-harness/machine | this machine as it is now | h/messages h/spec h/rows
-harness/process | one attempt as an isolated process | h/messages h/files h/rows h/machine r/worker
-harness/sweep | planned trials to journalled rows | h/messages h/files h/hardware h/spec h/rows h/machine h/process
-    h/search
-harness/config | Hydra in and out | h/messages h/files h/hardware h/spec h/rows h/machine h/process h/sweep
-harness/search | pure searches | -
-harness/questions | what is asked of predictions | h/messages h/files h/hardware h/spec h/rows h/machine h/process
-    h/search h/sweep h/config
-harness/verbs | a module for each verb | h/messages h/files h/hardware h/allocator h/spec h/rows h/machine h/process
-    h/sweep h/config h/search h/questions
-runners/rank | one rank's process | h/files h/process h/rows h/spec
-runners/measure | what a rank is read with | h/messages h/hardware h/spec h/rows h/machine h/process r/rank
-runners/trace | a step on fake tensors | h/hardware h/spec r/measure
-runners/model | model, optimizer and data of a trial | h/messages h/files h/spec r/rank r/trace
-runners/shardings | how ranks divide the work | h/messages h/spec r/rank r/measure r/trace r/model
-runners/techniques | techniques, applied | h/messages h/hardware h/spec r/measure r/trace
-runners/loops | who drives the training loop | h/spec r/rank r/measure r/model r/shardings
-runners/predict | a trace through the allocator to a row | h/messages h/files h/hardware h/allocator h/spec h/machine
-    h/process r/rank r/measure r/trace r/model
-runners/symbolic | few traces for many lengths and batches | h/messages h/files h/hardware h/allocator h/spec
-    h/machine h/process r/rank r/measure r/trace r/model r/predict
-runners/scripts | a user's own script, watched or traced | h/messages h/files h/hardware h/allocator h/spec h/rows
-    h/machine h/process h/sweep r/rank r/measure r/trace
-runners/worker | the child process, spec in and result out | h/messages h/hardware h/allocator h/spec h/rows h/machine
-    h/process h/search r/rank r/measure r/trace r/model r/predict r/symbolic
-analysis/data | rows in, rows out | h/messages h/files h/hardware h/spec h/rows
-analysis/model | curves over rows | h/messages h/hardware h/search a/data
-analysis/compare | two sides of one thing, with verdicts | h/messages h/files a/data a/model
-analysis/answers | what a preset was run for | h/messages h/files h/hardware h/allocator h/spec h/rows a/data
-analysis/figures | figures by plotly | h/messages h/files h/hardware h/process h/rows a/data a/model a/compare
-analysis/report | what people read | h/messages h/files h/hardware h/spec h/rows h/sweep h/config a/data a/model
-    a/compare a/answers a/figures
-analysis | verbs that read rows, and notebooks | h/messages h/files h/process h/rows h/config a/data a/model a/compare
-    a/answers a/figures a/report
-hydra_plugins/vramsweep | Hydra's launcher and sweepers | h/messages h/files h/hardware h/spec h/rows h/sweep h/config
-    h/search h/questions a/model
-vramsweep | the front door, which alone knows both sides | h/messages h/files h/spec h/config r/scripts analysis
-"""
 _SHORT = {"h": "harness", "r": "runners", "a": "analysis"}
 ROOMS: dict[str, tuple[str, str]] = {}
-for _line in _TABLE.strip().replace("\n    ", " ").split("\n"):
-    _room, _idea, _imports = _line.split(" | ")
+for _room, _idea, _imports in cases("rooms"):
     ROOMS[_room] = _idea, re.sub(r"\b([hra])/", lambda m: f"{_SHORT[m[1]]}/", _imports.strip("-"))
 FILES = sorted(MODULES.values())
 

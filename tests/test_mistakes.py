@@ -44,40 +44,7 @@ def understood(*words: str, verb: str = "sweep") -> list[str]:
     return typed_words.understand(verb, words, settings_parser("sweep"))[0]
 
 
-@pytest.mark.parametrize(
-    ("typed", "read"),
-    [
-        ("-m --exclusive --runner.options.lr 3 x/y", "-m exclusive=true runner.options.lr=3 x/y"),
-        ("--breaker -1 --config-dir own +a=b ~c -c job", "breaker=-1 --config-dir own +a=b ~c -c job"),
-        ("model=./own/config.json,gpt2-folder", "model=hub model.path='./own',gpt2-folder"),
-        ("bf16=true zero=3 gradient_checkpointing=true", "precision=bf16 sharding=zero3 checkpointing=full"),
-        ("data='a,b' +GPU=x model.config.Gpu=1", "data='a,b' +GPU=x model.config.Gpu=1"),
-        ("gpu=null seq_len='8' results='a..b' model@x=y", "device.gpu=null seq_len='8' results='a..b' model@x=y"),
-        ("--config-path own model=mine x=1 optimizer=mine", "--config-path own model=mine x=1 optimizer=mine"),
-        ("hydra.searchpath=[file://own] model=mine", "hydra.searchpath=[file://own] model=mine"),
-        ("optimizer=adamw,AdaFactor predict=False", "optimizer=adamw_torch,adafactor predict=False"),
-        ("model=https://huggingface.co/Qwen/Qwen3-8B", "model=qwen3-8b"),
-        ("model=hf.co/Qwen/Qwen3-8B/blob/main/config.json?x=1", "model=qwen3-8b"),
-        ("model=https://huggingface.co/gpt2/", "model=gpt2"),
-        ("model=some/model/", "model=hub model.path=some/model"),
-        ("--bf16 True --fp16 False --tf32 false --gradient_checkpointing", "precision=bf16 checkpointing=full"),
-        ("fp16=no bf16=0", "precision=fp32"),
-        ("bf16=true precision=bf16 batch_size=8 micro_batch=8", "precision=bf16 micro_batch=8"),
-        ("load_in_8bit=false load_in_4bit=on", "quantization=nf4"),
-        (
-            "bf16=true,false --torch_compile --deepspeed ds.json",
-            "precision=bf16,fp32 compile=default ds_config=ds.json",
-        ),
-        ("lr=1e-4,1e-3 --do_eval -report-to none seq_len=8 --warmup_ratio=0.1 +lr=3", "seq_len=8 +lr=3"),
-        ("--config-dir own lr=3", "--config-dir own lr=3"),
-        ("zero=ZeRO-2,3 --fsdp_offload_params", "sharding=zero2,zero3 offload_param=true"),
-        ("--strategy deepspeed_stage_3 --use_flash_attention_2 False", "sharding=zero3 attention=sdpa"),
-        ("ds_config=null --sharding stage2 deepspeed=zero2", "ds_config=null sharding=zero2"),
-        ("seq_len=16,384 micro_batch=1,128,256", "seq_len=16,384 micro_batch=1,128,256"),
-        ("results= seq_len=8 gpus=range(1,3)", "results= seq_len=8 world_size=range(1,3)"),
-        ("world_size=1..4:3 device=CUDA gpu=a40-48gb", "world_size=range(1,5,3) device=cuda device.gpu=a40-48gb"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "read"), cases("words_read"))
 def test_what_words_are_read_as(typed: str, read: str, here: Path) -> None:
     (here / "ds.json").touch()
     for name in ("own", "gpt2-folder"):
@@ -87,20 +54,8 @@ def test_what_words_are_read_as(typed: str, read: str, here: Path) -> None:
 
 
 def test_what_a_command_calls_its_own_stays_as_it_is() -> None:
-    typed = [
-        "batch_size=8",
-        "max_length=4",
-        "lr=1e-4",
-        "--seq-len",
-        "3",
-        "--",
-        "t.py",
-        "{batch_size}",
-        "{max_length}",
-        "{lr}",
-        "--gpu",
-        "h100",
-    ]
+    words = "batch_size=8 max_length=4 lr=1e-4 --seq-len 3 -- t.py {batch_size} {max_length} {lr} --gpu h100"
+    typed = words.split()
     assert understood(*typed, verb="run") == ["batch_size=8", "max_length=4", "lr=1e-4", "seq_len=3", *typed[5:]]
 
 

@@ -336,9 +336,7 @@ _HOW: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _read(words: dict[str, Any]) -> Claim:
-    about, numbers, *own = _HOW[words["name"]]
-    return Claim(**words, about=about, numbers=numbers, own=own[0] if own else None)
-
-
-CLAIMS = tuple(map(_read, json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))))
+_WORDS = json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))
+CLAIMS = tuple(
+    Claim(**one, **dict(zip(("about", "numbers", "own"), _HOW[one["name"]], strict=False))) for one in _WORDS
+)

@@ -31,7 +31,6 @@ class Level:
 
     quantity: str
     settings: Mapping[str, Any]
-    pairs: int
     at: float
     low: float
     high: float
@@ -82,7 +81,7 @@ def find_level(
     if gain[best] / (2 * variance) < SURE:
         return None
     ends = float(x[k[near[0]] - 1]), float(x[k[near[-1]]])
-    found = _level(quantity, settings, len(logs), (float(x[k[best]]), *ends), y[: k[best]], y[k[best] :])
+    found = _level(quantity, settings, (float(x[k[best]]), *ends), y[: k[best]], y[k[best] :])
     return found if abs(found.after - found.before) >= least else None
 
 
@@ -96,15 +95,14 @@ def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array,
     if len(at) != 1 or not FEWEST_BESIDE <= at[0] <= len(x) - FEWEST_BESIDE or x[at[0] - 1] == x[at[0]]:
         return None
     low, high = float(x[at[0] - 1]), float(x[at[0]])
-    return replace(_level(quantity, settings, len(x), (high, low, high), logs[: at[0]], logs[at[0] :]), exact=True)
+    return replace(_level(quantity, settings, (high, low, high), logs[: at[0]], logs[at[0] :]), exact=True)
 
 
 def _level(
-    quantity: str, settings: Mapping[str, Any], pairs: int, place: tuple[float, float, float], before: Array,
-    after: Array,
-) -> Level:  # fmt: skip
+    quantity: str, settings: Mapping[str, Any], place: tuple[float, float, float], before: Array, after: Array
+) -> Level:
     low, middle, high = (float(np.expm1(one)) for one in np.percentile(after, [10, 50, 90]))
-    return Level(quantity, settings, pairs, *place, float(np.expm1(np.median(before))), middle, low, high)
+    return Level(quantity, settings, *place, float(np.expm1(np.median(before))), middle, low, high)
 
 
 def find_places(

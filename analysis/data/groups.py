@@ -165,13 +165,6 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
     return [group for group in groups if rest(group) == rest(groups[0])]
 
 
-def some_lengths(lengths: pd.Series[Any], most: int) -> pd.Series[bool]:
-    """Which of these are among at most so many of the different lengths, evenly spaced."""
-    different = np.sort(lengths.dropna().unique().astype(int))
-    kept = np.linspace(0, len(different) - 1, max(1, min(most, len(different)))).astype(int)
-    return lengths.isin(different[kept] if len(different) else []).fillna(False)
-
-
 LONG = 4
 _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {
     "sharding": "none",

@@ -5,7 +5,12 @@ Fits are made in the column's own unit (bytes, seconds); `scale` turns it into t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from vramsweep.harness.messages.units import format_size
 
@@ -71,3 +76,9 @@ UNITS = (Unit(GIB, "GiB", 2), Unit(MIB, "MiB", 1), Unit(1024, "KiB", 1), Unit(1,
 def unit_of(largest: float) -> Unit:
     """The unit for sizes up to so many bytes, either way."""
     return next((unit for unit in UNITS if abs(largest) >= unit.bytes), UNITS[-1])
+
+
+def highest_of(peaks: npt.NDArray[np.float64], phases: Sequence[str]) -> Any:
+    """The phase of the highest peak of each row, "" where no phase's is known. `peaks`: (rows, phases)."""
+    filled = np.where(np.isnan(peaks), -1.0, peaks)
+    return np.where(filled.max(axis=1) < 0, "", np.array(phases)[filled.argmax(axis=1)])

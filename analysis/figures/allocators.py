@@ -79,8 +79,7 @@ def _common(one: Side, other: Side) -> pd.Index[Any]:
 
 def _ratio(base: Side, side: Side, column: str) -> pd.Series[float]:
     """Of the side to the base, at each length that both have."""
-    at = _common(base, side)
-    found: pd.Series[float] = (side.middle.loc[at, column] / base.middle.loc[at, column]).dropna()
+    found: pd.Series[float] = (side.middle[column] / base.middle[column]).dropna()
     return found
 
 

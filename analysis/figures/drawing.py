@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import struct
 import tempfile
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from py_mini_racer import MiniRacer
 
 SIZE = (700, 500)  # px, as in plotly
-PNG = b"\x89PNG\r\n\x1a\n"  # what such a file begins with
 POINT = 72 / 96  # of a CSS pixel
 
 
@@ -104,27 +101,7 @@ def _formats() -> dict[str, Callable[[str], bytes]]:
     """Name what makes a file's content of an SVG, by the suffix. Raises ImportError."""
     import vl_convert as made
 
-    jpeg = made.svg_to_jpeg
-    return {
-        ".png": lambda svg: _pack(made.svg_to_png(svg)),
-        ".svg": str.encode,
-        ".pdf": made.svg_to_pdf,
-        ".jpg": jpeg,
-        ".jpeg": jpeg,
-    }
-
-
-def _pack(png: bytes) -> bytes:
-    """Pack the pixels of a PNG again, into a fifth of the bytes: it was made for speed."""
-    chunks, at = [], len(PNG)
-    while at < len(png):
-        (size,) = struct.unpack_from(">I", png, at)
-        chunks.append((png[at + 4 : at + 8], png[at + 8 : at + 8 + size]))
-        at += size + 12
-    pixels = zlib.compress(zlib.decompress(b"".join(data for kind, data in chunks if kind == b"IDAT")))
-    packed = [*(one for one in chunks[:-1] if one[0] != b"IDAT"), (b"IDAT", pixels), chunks[-1]]
-    checked = ((kind + data, len(data)) for kind, data in packed)
-    return PNG + b"".join(struct.pack(">I", size) + one + struct.pack(">I", zlib.crc32(one)) for one, size in checked)
+    return {".png": made.svg_to_png, ".svg": str.encode, ".pdf": made.svg_to_pdf, ".jpg": made.svg_to_jpeg}
 
 
 def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], picture: Picture) -> str:

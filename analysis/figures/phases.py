@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.data.fragmentation import highest_of
+from vramsweep.analysis.data.metrics import highest_of
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.line_chart import having

@@ -84,22 +84,15 @@ def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
     return rows.assign(over_fit=step / fitted.value[at] - 1, outside=outside)
 
 
-def _misses(rows: pd.DataFrame, most: int = 6) -> str:
-    """How many rows the fit misses, the worst of them and where they are."""
+def _misses(rows: pd.DataFrame) -> str:
+    """How many rows the fit misses, and the worst of them."""
     if (missed := rows[rows["outside"]]).empty:
         return "All lie inside the fit's 95 % interval for a new run."
     worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
-    others = [f"{x:,}" for x in sorted({int(x) for x in missed["seq_len"]}) if x != worst["seq_len"]]
-    also = f"; others at {', '.join(others[:most])}" if others else ""
-    also += f" and {len(others) - most:,} more lengths" if len(others) > most else ""
-    chance = round(0.05 * len(rows))
-    by_chance = f", of which about {chance:,} may by chance" if chance else ""
     way = "slower" if worst["over_fit"] > 0 else "faster"
-    who = f", {worst['name']}" if rows["name"].nunique() > 1 else ""
     return (
-        f"Open markers: {len(missed):,} of {len(rows):,} lie outside the fit's 95 % interval for a new run{by_chance}; "
-        f"worst: a step {100 * abs(worst['over_fit']):.1f} % {way} than fitted, at {int(worst['seq_len']):,} "
-        f"tokens{who}{also}."
+        f"Open markers: {len(missed):,} of {len(rows):,} lie outside the fit's 95 % interval for a new run; worst: a "
+        f"step {100 * abs(worst['over_fit']):.1f} % {way} than fitted, at {int(worst['seq_len']):,} tokens."
     )
 
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from vramsweep.analysis.data.fragmentation import highest_of
-from vramsweep.analysis.data.metrics import METRICS, Metric
+from vramsweep.analysis.data.metrics import METRICS, Metric, highest_of
 from vramsweep.analysis.model.curves import FEWEST, Array, Numbers
 from vramsweep.analysis.model.kriging import Places, between, spread_out
 from vramsweep.analysis.model.observations import Mask, Points, members

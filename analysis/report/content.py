@@ -115,7 +115,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         views.append((name, replace(view, curves=fitting.curves)))
         first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
         leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
-        said = [*first, *findings.findings(part, own, own_fits)]
+        said = [*first, *findings.findings(own, own_fits)]
         all_jobs += jobs
         found += [f"Predicted: {s}" for s in said] if predicted else said
         notes += own_notes
@@ -127,6 +127,8 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
+    found += [f"{one.title}. {one.caption}" for one in drawn if one.name.startswith("allocators") and one.caption
+              and "by_speed" not in one.name]  # fmt: skip
     found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
     apart = residuals(table)

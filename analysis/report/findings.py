@@ -12,10 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from vramsweep.analysis.compare import format_difference, trends, verdicts, verdicts_text
 from vramsweep.analysis.compare.calibrate import Calibration
-from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
-from vramsweep.analysis.data.groups import OPTIONS, Group, label, others_equal, some_lengths
+from vramsweep.analysis.data.groups import OPTIONS, Group
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
 from vramsweep.analysis.data.warnings_of_rows import NAMED, name_rows, records
 from vramsweep.analysis.model import fit_wording
@@ -29,7 +27,6 @@ from vramsweep.harness.spec.runner_table import STARTING
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 COMMAND = "command"  # in what was asked: shown as code
-COMPARED = 128  # lengths of two allocators: enough for a trend and for where speed turns
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (
     "gpu_name", "gpu_uuid", "driver_version", "cuda_version", "torch_version", "transformers_version",
@@ -90,104 +87,15 @@ def _in_use(frame: pd.DataFrame) -> set[str]:
     return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
 
 
-def findings(table: Table, groups: Sequence[Group], fits: Sequence[Fit], most: int = 10) -> list[str]:
-    """Key findings, the most important first; compare/lengths.py has those of lengths that vary."""
-    groups = [group for group in groups if not group.varies]
-    return [*_growth(groups, fits), *_allocators(table, groups), *_waste(groups), *_fastest(table)][:most]
-
-
-def _growth(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
+def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
+    """Say how memory grows, of a few groups; compare/lengths.py has what is found of lengths that vary."""
     found = []
-    for group in groups[:3]:
+    for group in [group for group in groups if not group.varies][:3]:
         if (fit := next((f for f in fits if f.group == group.id and f.metric.memory), None)) is not None:
             what = "; ".join(fit_wording.explain(fit)[:6])
             which = f" ({group.label})" if group.settings else ""
             found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
     return found
-
-
-def _allocators(table: Table, groups: Sequence[Group]) -> list[str]:
-    shown = others_equal(groups, ("allocator",))
-    shown.sort(key=lambda group: group.settings.get("allocator") != "default")  # what others are held against
-    found = []
-    for other in shown[1:]:
-        names = _apart(shown[0], other)
-        try:
-            result = verdicts.compare(_side(shown[0], table.source), _side(other, table.source), names)
-        except UserError:
-            continue
-        if (reserved := next((m for m in result.memory if m.metric == "peak_reserved_bytes"), None)) is None:
-            continue
-        along = trends.along(result)
-        changes = verdicts_text.sentences(along, reserved.metric)
-        trend = any(t.claimed and t.unit == "bytes" for t in along.trends if t.quantity == reserved.metric)
-        # a trend says the sizes itself
-        how = reserved.reason if trend else verdicts_text.over_all(reserved, result.tolerance).split(": ", 1)[1]
-        if not trend and reserved.least is not None and reserved.least == reserved.most:
-            how += f", {format_difference.in_bytes(reserved.least.difference)[0]}"
-        found.append("; ".join([f"Allocator {names[1]} against {names[0]}: peak reserved {reserved.verdict} ({how})",
-                                *changes]) + ".")  # fmt: skip
-        if result.speeds is not None:
-            turns = verdicts_text.sentences(along, trends.SPEED)
-            said = "; ".join([f"{result.speed.verdict} ({result.speed.reason})", *turns])
-            found[-1] += f" Its speed: {said}."
-    return found
-
-
-def _apart(one: Group, other: Group) -> tuple[str, str]:
-    """What each of two groups has that the other has not, in words."""
-    keys = [key for key, value in one.settings.items() if other.settings.get(key) != value]
-    first, second = (label({key: group.settings.get(key) for key in keys}) for group in (one, other))
-    return first, second
-
-
-def _side(group: Group, source: str) -> Table:
-    """The group as a table, with `COMPARED` evenly spaced lengths if it has more."""
-    kept = some_lengths(group.take("seq_len")["seq_len"], COMPARED)
-    return Table(group.source.iloc[group.rows[kept.to_numpy(bool)]], source)
-
-
-def _waste(groups: Sequence[Group]) -> list[str]:
-    """Where most was reserved beyond what was allocated at the peak."""
-    worst: tuple[float, str] | None = None
-    for group, rows in zip(groups[:50], beyond_peak(groups[:50]), strict=True):
-        if rows.empty or rows[BEYOND].max() <= (worst[0] if worst else 0):
-            continue
-        row = rows.iloc[int(np.argmax(rows[BEYOND]))]
-        worst = (float(row[BEYOND]), _wasted(row, group))
-    return [worst[1]] if worst else []
-
-
-def _wasted(row: pd.Series[Any], group: Group) -> str:
-    most, between = format_difference.in_bytes(float(row[BEYOND]), float(row["between_steps"]), signed=False)
-    rest = {key: value for key, value in group.settings.items() if key != "micro_batch"}
-    batch = "" if np.isnan(row["micro_batch"]) else f", batch {int(row['micro_batch'])}"
-    where = f"{int(row['seq_len']):,} tokens{batch}" + (f" ({label(rest)})" if rest else "")
-    unknown = "" if row["base"] == "allocated" else " (allocated is not known)"
-    share = 100 * row[BEYOND] / row["peak_reserved_bytes"]
-    text = f"Most reserved beyond {row['base']}{unknown} at the peak: {most}, {share:.0f} % of reserved, at {where}"
-    if row["phase"]:
-        text += f", in the {row['phase']} phase"
-    if not np.isnan(row["between_steps"]):
-        text += f". Between steps, when activations are freed, {between} are cached"
-    return f"{text}."
-
-
-def _fastest(table: Table) -> list[str]:
-    rows = table.ok("tokens_per_s", "seq_len", "micro_batch", "mfu", "data", "packing").dropna(subset=["tokens_per_s"])
-    if rows.empty:
-        return []
-    drawn = varying(rows)
-    rows = rows[~drawn] if not drawn.all() else rows
-    best = rows.iloc[int(np.argmax(rows["tokens_per_s"].astype(float)))]
-    batch = "" if pd.isna(best["micro_batch"]) else f", batch {int(best['micro_batch'])}"
-    length = "" if pd.isna(best["seq_len"]) else f"{int(best['seq_len']):,} tokens"
-    length = f"samples of at most {length}, padding counted" if drawn.all() else length
-    mfu = "" if pd.isna(best["mfu"]) else f", MFU {100 * float(best['mfu']):.1f} %"
-    return [
-        f"Highest throughput: {float(best['tokens_per_s']):,.0f} tokens/s at {length}{batch}{mfu} "
-        f"(trial {best['trial_id']})."
-    ]
 
 
 def estimates(table: Table, most: int = 3) -> list[str]:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pandas as pd
+import numpy as np
 
 from vramsweep.analysis.compare import verdicts
 from vramsweep.analysis.data import groups
-from vramsweep.analysis.data.fragmentation import BEYOND, beyond_peak
-from vramsweep.analysis.data.groups import label, some_lengths
+from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, join, kinds
@@ -94,14 +93,19 @@ def _some(side: Table) -> Table:
     """At most about `_COMPARED` rows, of evenly spaced lengths."""
     if len(side.frame) <= _COMPARED:
         return side
-    lengths = side.frame["seq_len"]
-    return side.where(some_lengths(lengths, _COMPARED * lengths.nunique() // len(lengths)))
+    different = np.sort(side.frame["seq_len"].dropna().unique())
+    kept = different[:: -(-len(side.frame) // _COMPARED)]
+    return side.where(side.frame["seq_len"].isin(kept).fillna(False))
 
 
 def _unused(of: Head | None) -> str:
-    """What was reserved beyond the peak, at most."""
-    if (rows := beyond_peak([of.group])[0] if of else pd.DataFrame()).empty:
+    """What was reserved beyond the peak of what was allocated, else active, at most."""
+    if of is None or of.group.resident:
         return ""
-    row = rows.iloc[int(rows[BEYOND].argmax())]
-    share = 100 * float(row[BEYOND]) / float(row["peak_reserved_bytes"]) if row["peak_reserved_bytes"] else 0.0
-    return f"it held at most {format_size(float(row[BEYOND]))} ({share:.0f}{NARROW}%) beyond {row['base']}"
+    base = next((one for one in ("allocated", "active") if of.frame[f"peak_{one}_bytes"].notna().any()), "allocated")
+    beyond = (of.frame["peak_reserved_bytes"] - of.frame[f"peak_{base}_bytes"]).dropna().astype(float)
+    if beyond.empty:
+        return ""
+    most: Any = beyond.idxmax()
+    share = 100 * beyond[most] / float(of.frame["peak_reserved_bytes"][most])
+    return f"it held at most {format_size(float(beyond[most]))} ({share:.0f}{NARROW}%) beyond {base}"

@@ -15,10 +15,12 @@ shared by several cards; host memory (offload).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 GB = 1e9
 US = 1e-6
@@ -37,41 +39,21 @@ class Link:
     source: str
 
 
-def _nvlink(name: str, meaning: str, total: float, source: str) -> Link:
-    """`total` GB/s are both directions together, as data sheets say it."""
-    return Link(name, meaning, total / 2 * GB, 0.47 * US, 0.52 * US, False, source)
+# Of a ring's step and a tree's, in microseconds.
+_LATENCIES = {"nvlink": (0.47, 0.52), "pcie": (1.0, 1.0), "network": (2.7, 5.0)}
+# Bytes/s that one of a unit is in one direction, as data sheets say it.
+_UNITS = {"gigabytes_per_s_both_ways": GB / 2, "gigabytes_per_s": GB, "gigabits_per_s": GB / 8}
 
 
-def _pcie(name: str, meaning: str, bandwidth: float) -> Link:
-    source = "PCI Express base specification: transfer rate x 16 lanes x 128/130"
-    return Link(name, meaning, bandwidth * GB, 1.0 * US, 1.0 * US, False, source)
+def _read(entry: dict[str, Any]) -> Link:
+    """Return the link of an entry of links.json."""
+    ring, tree = _LATENCIES[entry["kind"]]
+    (rate,) = (entry[unit] * size for unit, size in _UNITS.items() if unit in entry)
+    between = entry["kind"] == "network"
+    return Link(entry["name"], entry["meaning"], rate, ring * US, tree * US, between, entry["source"])
 
 
-def _network(name: str, meaning: str, gigabits: float, source: str) -> Link:
-    return Link(name, meaning, gigabits / 8 * GB, 2.7 * US, 5.0 * US, True, source)
-
-
-_INFINIBAND = "InfiniBand Trade Association's roadmap: a 4x port"
-_ETHERNET = "IEEE 802.3: a port's rate"
-LINKS: tuple[Link, ...] = (
-    _nvlink("nvlink2", "NVLink 2, 6 links (V100)", 300, "NVIDIA V100 Tensor Core GPU data sheet"),
-    _nvlink("nvlink3", "NVLink 3, 12 links (A100)", 600, "NVIDIA A100 Tensor Core GPU data sheet"),
-    _nvlink("nvlink3-400", "NVLink 3, 8 links (A800)", 400, "NVIDIA A800 Tensor Core GPU data sheet"),
-    _nvlink("nvlink4", "NVLink 4, 18 links (H100, H200, H20)", 900, "NVIDIA H100 Tensor Core GPU data sheet"),
-    _nvlink("nvlink4-400", "NVLink 4, 8 links (H800)", 400, "DeepSeek-V3 technical report, arXiv:2412.19437, 3.1"),
-    _nvlink("nvlink5", "NVLink 5, 18 links (B200, B300)", 1800, "NVIDIA Blackwell data sheet"),
-    _pcie("pcie3", "PCI Express 3.0, 16 lanes", 15.754),
-    _pcie("pcie4", "PCI Express 4.0, 16 lanes", 31.508),
-    _pcie("pcie5", "PCI Express 5.0, 16 lanes", 63.015),
-    _network("ib-edr100", "InfiniBand EDR, 100 Gb/s a card", 100, _INFINIBAND),
-    _network("ib-hdr200", "InfiniBand HDR, 200 Gb/s a card", 200, _INFINIBAND),
-    _network("ib-ndr400", "InfiniBand NDR, 400 Gb/s a card", 400, _INFINIBAND),
-    _network("ib-xdr800", "InfiniBand XDR, 800 Gb/s a card", 800, _INFINIBAND),
-    _network("ethernet-25", "Ethernet, 25 Gb/s a card", 25, _ETHERNET),
-    _network("ethernet-100", "Ethernet, 100 Gb/s a card", 100, _ETHERNET),
-    _network("ethernet-200", "Ethernet, 200 Gb/s a card", 200, _ETHERNET),
-    _network("ethernet-400", "Ethernet, 400 Gb/s a card", 400, _ETHERNET),
-)
+LINKS = tuple(map(_read, json.loads(Path(__file__).with_name("links.json").read_text("utf-8"))))
 _BY_NAME = {link.name: link for link in LINKS}
 
 BASE_RING_S, BASE_TREE_S = 3.6 * US, 4.4 * US  # baseLat of the low-latency protocol

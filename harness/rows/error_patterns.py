@@ -11,7 +11,6 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from vramsweep.harness.rows.schema import Outcome
 
@@ -26,15 +25,13 @@ class ErrorPattern:
     when_full: bool = False  # only where the card is known to have been nearly full; else it is another fault's
 
 
-def _read(entry: dict[str, Any]) -> ErrorPattern:
-    """Return the fault of an entry of error_patterns.json, whose spellings are alternatives."""
-    fault, outcome, full = entry["fault"], Outcome(entry["outcome"]), entry.get("when_full", False)
-    return ErrorPattern(fault, outcome, "|".join(entry["spellings"]), full)
-
-
 # The first that is found decides: a collective that runs out of memory also says NCCL, and a lost GPU CUDA error. Data
 # loaders' workers leave their batches in /dev/shm; torch asks NVML who holds the memory once it ran out.
-SYMPTOMS = tuple(map(_read, json.loads(Path(__file__).with_name("error_patterns.json").read_text("utf-8"))))
+_WORDS = json.loads(Path(__file__).with_name("error_patterns.json").read_text("utf-8"))
+SYMPTOMS = tuple(
+    ErrorPattern(one["fault"], Outcome(one["outcome"]), "|".join(one["spellings"]), one.get("when_full", False))
+    for one in _WORDS
+)
 _ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # how libstdc++ announces the end
 NEAR = 3  # lines from the last: a Python error is followed by what its streams and threads still say
 _PATTERNS = tuple((symptom, re.compile(symptom.spelling, re.IGNORECASE)) for symptom in SYMPTOMS)

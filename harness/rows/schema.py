@@ -73,7 +73,7 @@ def _read_columns() -> tuple[Column, ...]:
     _, *lines = Path(__file__).with_name("columns.tsv").read_text("utf-8").splitlines()
     for line in lines:
         group, name, *others = line.split("\t")
-        if name == TECHNIQUES:
+        if name == "*techniques":  # the place of their axes among the columns
             found += [Column(axis.name, axis.kind, "", axis.meaning, group) for axis in AXES]
         else:
             kind, unit, meaning = others
@@ -81,7 +81,6 @@ def _read_columns() -> tuple[Column, ...]:
     return tuple(found)
 
 
-TECHNIQUES = "*techniques"  # the place of their axes among the columns
 COLUMNS = _read_columns()
 
 # Every other list holds numbers.

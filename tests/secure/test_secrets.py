@@ -26,31 +26,7 @@ from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.runners.rank import result_file
 
 RANDOM = "q7Zk2Vx9Lm4Tn8Rp1Wc6Yb3Hd5Jf0Gs"
-PLANTED = {
-    "HF_TOKEN": f"hf_{RANDOM}a",
-    "HUGGING_FACE_HUB_TOKEN": f"hf_{RANDOM}b",
-    "AWS_SECRET_ACCESS_KEY": f"{RANDOM}/c+",
-    "AWS_ACCESS_KEY_ID": "AKIAQ7ZK2VX9LM4TN8RP",
-    "WANDB_API_KEY": f"{RANDOM}d",
-    "GITHUB_TOKEN": f"ghp_{RANDOM}e",
-    "OPENAI_API_KEY": f"sk-proj-{RANDOM}f",
-    "DATABASE_URL": f"postgres://me:{RANDOM}g@db.example/x",
-    "NCCL_SOCKET_URI": f"https://me:{RANDOM}h@proxy.example/",
-    "CUDA_MIRROR": f"https://mirror.example/?sig={RANDOM}i",
-    "TORCH_REMOTE": f"{RANDOM}j",
-    "TORCHINDUCTOR_REDIS": f"redis://{RANDOM}k@cache.example",
-    "NVIDIA_LICENSE": f"Bearer {RANDOM}l",
-    "TRANSFORMERS_EXTRA": f"--token {RANDOM}m",
-    "DS_LOGIN": f"password={RANDOM}n",
-    "PIP_INDEX_URL": f"https://me:{RANDOM}o@index.example/simple",
-    "http_proxy": f"http://me:{RANDOM}p@proxy.example:3128",
-    "SLACK_WEBHOOK": f"https://hooks.slack.com/services/T0/B0/{RANDOM}q",
-    "MY_PASSWORD": f"pass-{RANDOM}r",
-    "DS_PWD": "hunter-pwd",
-    "NCCL_PAT": "hunter-pat",
-    "OPENBLAS_PASSPHRASE": "hunter phrase",
-    "SSH_AUTH_SOCK": f"/tmp/ssh-{RANDOM}s/agent",
-}
+PLANTED = {name: value.format(random=RANDOM) for name, value in cases("planted_secrets")}
 REMOTE, HOME = f"{RANDOM}remote", f"home-{RANDOM}"
 FAILING = """
 import os, sys

@@ -23,36 +23,7 @@ from pathlib import Path
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel")
 STARTS_S = 30.0
 # Nodes are given more cores than they have, so that two jobs run at once anywhere.
-CONF = """
-ClusterName=vramsweep
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-SlurmUser=root
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock,cred_expire=5
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerParameters=batch_sched_delay=0,sched_interval=2
-JobRequeue=1
-KillWait=10
-MinJobAge=300
-ReturnToService=2
-SlurmdParameters=config_overrides
-NodeName={host} NodeAddr=127.0.0.1 CPUs=4 State=UNKNOWN
-PartitionName=night Nodes={host} Default=YES MaxTime=INFINITE State=UP
-"""
+CONF = Path(__file__).with_name("slurm.conf").read_text()
 
 
 def missing() -> str | None:

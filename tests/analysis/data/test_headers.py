@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from conftest import cases
 
 from vramsweep.analysis.data.headers import our_name
 from vramsweep.analysis.data.importers import open_rows
@@ -12,26 +13,7 @@ from vramsweep.analysis.data.importers import open_rows
 pytestmark = pytest.mark.deterministic
 
 
-@pytest.mark.parametrize(
-    ("name", "ours"),
-    [
-        ("Sequence length", "seq_len"),
-        ("seq", "seq_len"),
-        ("Allocated MiB", "peak_allocated_mib"),
-        ("Max memory allocated (GB)", "peak_allocated_gb"),
-        ("peak_reserved [GiB]", "peak_reserved_gib"),
-        ("max_memory_reserved_bytes", "peak_reserved_bytes"),
-        ("it/s", "iterations_per_s"),
-        ("tok/s", "tokens_per_s"),
-        ("Step time (ms)", "step_median_ms"),
-        ("step_time", "step_median_s"),
-        ("per_device_train_batch_size", "micro_batch"),
-        ("peak_reserved_bytes", "peak_reserved_bytes"),
-        ("loss", ""),
-        ("Allocated ms", ""),
-        ("sequence length (MiB)", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "ours"), cases("headers"))
 def test_names_of_others_are_ours(name: str, ours: str) -> None:
     assert our_name(name, ["1"])[0] == ours
 
