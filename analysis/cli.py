@@ -320,7 +320,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         names = tuple(str(path) for path in arguments.rows)
     if arguments.names:
         names = tuple(arguments.names.split(","))
-        if len(names) != 2:
+        if len(names) != 2 or not all(names):
             raise UserError(f"--names {arguments.names}: give two, of A and of B")
     found = verdicts.compare(a, b, (names[0], names[1]), arguments.tolerance)
     along = trends.along(found, arguments.axis)

@@ -11,16 +11,21 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+from scipy import ndimage
 
-from vramsweep.analysis.compare.series import FEWEST_SINGLE, inflation, once
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.steps import jumps
 
+FEWEST_SINGLE = 30  # pairs of single runs from which their own scatter tells what noise is
+FEWEST_ALIKE = 12  # values of the axis that tell how much neighbours are alike; fewer lie far apart as a rule
 FEWEST_SIDE = 8  # values of the axis on each side of a change, where their own scatter is the noise
 FEWEST_BESIDE = 2  # the same where the noise is known
 SURE = 12.0  # log likelihood that a change must add for each value that counts as its own: one place of thousands
 WITHIN = 3.68  # log likelihood below the best: 95 % of a place (Hansen 2000, table I: 7.35 of twice that)
 UNDONE = 0.5  # of a step's size: what may be left where the next one takes it back
+SMOOTH, BLOCK = 10, 10  # values that are smoothed over at least, and that are drawn together
+CLEAR = 3.0  # standard errors by which the mean of a side differs from 0
+DRAWS, SEED = 400, 20_240_917
 SHORT = 0.1  # of the axis's values: a step that is taken back within so many is a dip or a bump
 
 
@@ -85,6 +90,38 @@ def find_level(
     return found if abs(found.after - found.before) >= least else None
 
 
+def find_crossing(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, least: float) -> Level | None:
+    """Return the one place from which on ln(B/A), (n,) at x (n,), has the other sign, however it gets there; None where
+    a side is not clear, or both are less than `least` apart.
+
+    The split with most below 0 on one side and above it on the other; its interval is that of splits of what is smooth
+    with blocks of what is left (Künsch 1989).
+    """
+    x, y = once(x, logs)
+    n = len(x)
+    if n < FEWEST_SINGLE:
+        return None
+    smooth = ndimage.gaussian_filter1d(y, max(n / 60, SMOOTH), mode="nearest")
+    left, steps, random = y - smooth, np.arange(BLOCK), np.random.default_rng(SEED)
+    starts = random.integers(n, size=(DRAWS, n // BLOCK + 1, 1))
+    turns = [_split(smooth + left[(one + steps).ravel()[:n] % n]) for one in starts]
+    (low, high), at = np.percentile(turns, [2.5, 97.5]).astype(int), _split(y)
+    if not FEWEST_SIDE <= low <= at <= high <= n - FEWEST_SIDE:
+        return None
+    sides = y[:at], y[at:]
+    noise = float(left.std()) * np.sqrt(inflation(left))
+    clear = all(abs(side.mean()) > CLEAR * noise / np.sqrt(len(side)) for side in sides)
+    if not clear or sides[0].mean() * sides[1].mean() > 0 or abs(sides[1].mean() - sides[0].mean()) < least:
+        return None
+    return _level(quantity, settings, (float(x[at]), float(x[low - 1]), float(x[high])), *sides)
+
+
+def _split(y: Array) -> int:
+    """How many values come before the place at which they get the other sign."""
+    sums = np.cumsum(y)
+    return int(np.argmax(np.abs(2 * sums - sums[-1]))) + 1
+
+
 def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, differ: Any) -> Level | None:
     """Return the place where a difference that repeats exactly begins, or ends, to be more than the tolerance
     (`differ`, (n,)): once, with two values or more on each side. None where there is no such place."""
@@ -126,3 +163,28 @@ def find_places(
         for at, one in enumerate(found)
         if at not in back.values()
     ]
+
+
+def once(x: Array, y: Array) -> tuple[Array, Array]:
+    """The median of y at each x, sorted by x."""
+    values, codes = np.unique(x, return_inverse=True)
+    if len(values) == len(x):
+        order = np.argsort(x)
+        return x[order], y[order]
+    return values, np.array([np.median(y[codes == code]) for code in range(len(values))])
+
+
+def inflation(residuals: Array, parameters: int = 1) -> float:
+    """How many neighbours count as one: (1 + r) / (1 − r) of their autocorrelation r at lag 1, at least 1.
+
+    That of a first-order autoregression (Bayley and Hammersley 1946), with r corrected for its bias in short series
+    (Marriott and Pope 1954) and for the parameters taken out. Fewer than `FEWEST_ALIKE` do not tell.
+    """
+    n = len(residuals)
+    centred = residuals - residuals.mean()
+    total = float(centred @ centred)
+    if n < FEWEST_ALIKE or total == 0:
+        return 1.0
+    r = float(centred[1:] @ centred[:-1]) / total
+    r = min((n * r + 1) / (n - 3 - parameters), 0.95)
+    return (1 + r) / (1 - r) if r > 0 else 1.0

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from vramsweep.analysis.compare.changes import Level, Place, find_level, find_places, find_turn
-from vramsweep.analysis.compare.series import inflation, once
+from vramsweep.analysis.compare import changes
+from vramsweep.analysis.compare.changes import Level, Place, inflation, once
 from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, Pair, Single, allowed
 from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.model.curves import Array
@@ -86,15 +86,16 @@ def along(comparison: Comparison, axis: str | None = None) -> Along:
             trends += memory_trends(metric, settings, sizes, comparison.tolerance)
             x, a, b = sizes.T
             beyond = np.maximum([allowed(metric, size, comparison.tolerance) for size in a], 0.5)  # bytes are whole
-            levels += filter(None, [find_turn(metric, settings, x, np.log(b / a), np.abs(b - a) > beyond)])
-            places += find_places(metric, settings, x, b - a, a, "bytes")
+            levels += filter(None, [changes.find_turn(metric, settings, x, np.log(b / a), np.abs(b - a) > beyond)])
+            places += changes.find_places(metric, settings, x, b - a, a, "bytes")
         speeds = [(position(p, axis), np.log(p.speed.b / p.speed.a), p.speed.error or np.nan)
                   for p in pairs if p.speed.a and p.speed.b]  # fmt: skip
         found = np.array(speeds, dtype=float).reshape(-1, 3)
         trends += [t for t in [_trend(SPEED, "log_ratio", settings, found[:, 0], found[:, 1], MARGIN)] if t]
         x, logs, errors = found.T
-        levels += filter(None, [find_level(SPEED, settings, x, logs, errors, MARGIN)])
-        places += find_places(SPEED, settings, x, logs, np.ones(len(x)), "ratio")
+        crossing = changes.find_crossing(SPEED, settings, x, logs, MARGIN)
+        levels += filter(None, [crossing or changes.find_level(SPEED, settings, x, logs, errors, MARGIN)])
+        places += changes.find_places(SPEED, settings, x, logs, np.ones(len(x)), "ratio")
     return Along(axis, tuple(trends), tuple(levels), tuple(places))
 
 

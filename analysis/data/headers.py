@@ -15,8 +15,8 @@ _NAMES = {word: name for name, words in _WORDS.items() for word in words}
 _UNITS = {"b": "bytes", "sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms", "m": "mib", "g": "gib"}
 _UNIT = re.compile(r"^(.*?)[\s_([]+(bytes|[kmg]i?b|[bmg]|ms|us|s|secs?|seconds|milliseconds)[)\]]*$")
 _NUMBER = re.compile(r"-?\d+(\.\d*)?(e[-+]?\d+)?")
-# Largest value of a column from which on it is read as so much, where its name has no unit of memory.
-_SIZES = ((1 << 27, "bytes"), (500, "mib"), (0, "gib"))
+# Largest value of a column from which on it is read as so much, where its name has no unit: no GPU has 300 GiB.
+_SIZES = {"peak": ((1 << 27, "bytes"), (300, "mib"), (0, "gib")), "step": ((50, "ms"), (0, "s"))}
 
 
 def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
@@ -35,17 +35,27 @@ def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
     base, unit = (_NAMES.get(_plain(found[1])), _UNITS.get(found[2], found[2])) if found else (whole, "")
     if base is None:
         return "", ""
-    if not unit and base.startswith("peak_"):
+    if not unit and (sizes := _SIZES.get(base[:4])) is not None:
         largest = max((float(value) for value in values if _NUMBER.fullmatch(value)), default=0.0)
-        unit = next(unit for least, unit in _SIZES if largest >= least)
+        unit = next(unit for least, unit in sizes if largest >= least)
         shown = {"mib": "MiB", "gib": "GiB"}.get(unit, unit)
-        assumed = f"{name} has no unit; its values, up to {largest:,.6g}, were read as {shown}"
+        assumed = f"{name} has no unit; its values, up to {largest:,.6g}, were read as {shown}" * (largest > 0)
     else:
         decimal = unit in ("kb", "mb", "gb")
         powers = f"{name} was read in powers of 10, as {unit.upper()} says; if it was divided by powers of 1024"
         assumed = f"{powers}: --columns ...,{base}_{unit[0]}ib" if decimal else ""
     ours = f"{base}_{unit or 's'}"
     return (ours, assumed) if ours in TARGETS else ("", "")
+
+
+def one_each(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return pairs of their name and ours in which each column of ours is one of theirs: of several the one that says
+    it is a peak, else the first; the others are left out."""
+    best: dict[str, str] = {}
+    for theirs, ours in sorted(pairs, key=lambda pair: not re.search("max|peak", pair[0], re.IGNORECASE)):
+        if ours:
+            best.setdefault(TARGETS[ours].column, theirs)
+    return [(theirs, ours if ours and best[TARGETS[ours].column] == theirs else "") for theirs, ours in pairs]
 
 
 def _plain(name: str) -> str:

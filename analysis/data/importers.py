@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from vramsweep.analysis.data.headers import our_name
+from vramsweep.analysis.data.headers import one_each, our_name
 from vramsweep.analysis.data.imported_rows import OUT_OF_MEMORY, to_table
 from vramsweep.analysis.data.load import Table, from_frame, load
 from vramsweep.analysis.data.mapping import FileMapping, by_name, by_position, from_file, from_settings
@@ -60,11 +60,12 @@ def open_together(
     `names` sets foreign files apart: `default,expandable` are allocators, `precision=fp32,bf16` values of another
     column. Foreign rows of all files are of one sweep. Raises UserError.
     """
-    axis, _, listed = names.rpartition("=") if names else ("", "", "")
+    axis, _, listed = (names or "").partition("=")
+    axis, listed = (axis, listed) if "," not in axis and listed else ("", names or "")
     values = [value.strip() for value in listed.split(",")] if names else []
-    if names and (len(values) != len(paths) or not all(values)):
+    if names and (len(values) != len(paths) or not all(values) or len({*values}) < len(values)):
         raise UserError(
-            f"--names {names} are {len(values)} names of {len(paths)} files; give one for each, in their order"
+            f"--names {names} are {len(values)} names of {len(paths)} files; give each its own, in their order"
         )
     own = [[f"{axis or 'allocator'}={value}"] for value in values] or [[] for _ in paths]
     opened = [open_rows(path, columns, mapping, [*settings, *more]) for path, more in zip(paths, own, strict=True)]
@@ -74,6 +75,8 @@ def open_together(
     frame = pd.concat([table.frame for table, _ in opened], ignore_index=True)
     origins = list(dict.fromkeys(frame["foreign"].dropna()))
     frame["foreign"] = frame["foreign"].where(frame["foreign"].isna(), " and ".join(map(str, origins)))
+    if len(origins) > 1 and not names:
+        notes.append(f"{' and '.join(map(str, origins))} are read as one configuration; --names A,B sets them apart")
     warnings = list(dict.fromkeys(warning for table, _ in opened for warning in table.warnings))
     return from_frame(frame, " and ".join(map(str, paths)), warnings), notes
 
@@ -127,12 +130,12 @@ def _declared(
         return by_position(columns)
     if header:
         found = [our_name(name, [cells[at] for _, cells in lines if at < len(cells)]) for at, name in enumerate(header)]
-        pairs = [(theirs, ours) for theirs, (ours, _) in zip(header, found, strict=True)]
+        pairs = one_each([(theirs, ours) for theirs, (ours, _) in zip(header, found, strict=True)])
         if unknown := [theirs for theirs, ours in pairs if not ours]:
             notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
         if read := [f"{theirs} as {ours}" for theirs, ours in pairs if ours not in ("", theirs)]:
             notes.append(f"{path.name}: columns were read: {', '.join(read)} (name others with --columns)")
-        notes += [assumed for _, assumed in found if assumed]
+        notes += [assumed for (_, assumed), (_, ours) in zip(found, pairs, strict=True) if ours and assumed]
         return by_name([ours for _, ours in pairs])
     only_out = width < 4 and all(_ran_out(cells) for _, cells in lines)
     if width != (bare := by_position(_BARE)).width and not only_out:

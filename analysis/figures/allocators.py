@@ -86,10 +86,10 @@ def _ratio(base: Side, side: Side, column: str) -> pd.Series[float]:
 def _differs(base: Side, side: Side) -> str:
     """How much a side reserves and how fast it is, as ratios to the base: median and ends."""
     said = []
-    for column, verb in ((RESERVED, "reserves"), (SPEED, "has a speed of")):
+    for column, words in ((RESERVED, "reserves {} times as much{}"), (SPEED, "runs at {} times the speed{}")):
         if len(found := _ratio(base, side, column)):
             ends = f" ({found.min():.3f} to {found.max():.3f})" if found.min() < found.max() else ""
-            said.append(f"{verb} {found.median():.3f} times as much{ends}")
+            said.append(words.format(f"{found.median():.3f}", ends))
     return f"{side.name} {' and '.join(said)}, median of {len(_common(base, side)):,} lengths" if said else ""
 
 
@@ -108,7 +108,7 @@ def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
         for side in sides:
             end = _draw(plot, side, side.middle.index, RESERVED, unit)
             ends += [end] if number == 0 else []
-            if fast:
+            if side.middle[SPEED].notna().any():
                 _draw(plot, side, side.middle.index, SPEED, 1, yaxis="y2")
             for column, what, dash in RATIOS if side is not sides[0] else ():
                 if len(found := _ratio(sides[0], side, column)):
@@ -117,7 +117,7 @@ def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
                     plots.add_line(plot, x, y, side.look, f"{what}, {side.name}", {"dash": dash, "width": 1.5}, **more)
                     if side is sets[0][1]:
                         plot.add_annotation(x=x[-1], y=y[-1], yref="y3", text=f" {what}", xanchor="left",
-                                            showarrow=False, font={"size": 11})  # fmt: skip
+                                            showarrow=False, font={"size": 11}, name="beside")  # fmt: skip
     finish(plot, ends, [0.0, largest / unit], share=PANELS[0][1] - PANELS[0][0])
     return plot
 

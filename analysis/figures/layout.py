@@ -164,6 +164,8 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
     taken: list[tuple[float, float]] = []
     kept = []
     for note in plot.layout.annotations:
+        if note.name == "beside":  # there is no room
+            continue
         if note.name == "limit" and note.yref == "paper" and reach:
             low, high = reach
             end = (note.x - low) / (high - low) * across
@@ -188,10 +190,11 @@ def _ticks_of(plot: Any, axis: Any, most: int) -> dict[str, Any]:
     if axis.tickvals is not None or axis.type not in (None, "linear"):
         return {}
     if (ends := axis.range) is None:
-        found = [np.asarray(t[name[0]], dtype=float) for t in plot.data if (t[f"{name[0]}axis"] or name[0]) == name
-                 and t.visible is not False and t.type == "scatter" and t[name[0]] is not None
-                 and len(t[name[0]]) and not isinstance(t[name[0]][0], str)]  # fmt: skip
-        known = np.concatenate(found) if found else np.empty(0)
+        mine = [t for t in plot.data if t.type == "scatter" and (t[f"{name[0]}axis"] or name[0]) == name]
+        each = [np.asarray(t[name[0]]) for t in mine if t.visible is not False and t[name[0]] is not None]
+        known = np.concatenate(
+            [[0.0] * (axis.rangemode == "tozero"), *(one for one in each if one.dtype.kind in "fiu")]
+        )
         known = known[np.isfinite(known)]
         ends = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
     low, high = float(ends[0]), float(ends[1])

@@ -57,8 +57,10 @@ class Unaligned:
 
     def draws(self, x: Array) -> tuple[Array, Array]:
         """Of the curve and of a new run, (draws, n) each."""
-        kept, share, _ = self._learned
-        curve, new = (drawn[kept] for drawn in self.free.draws(self._with_longer(x)))
+        count = 2 * len(x)
+        curve, new = self.free.draws(np.concatenate([self._with_longer(x), self._with_longer(self.x)]))
+        kept, share, _ = self._learn(curve[:, count:], new[:, count:])  # of the same draws, whose number may vary
+        curve, new = curve[kept, :count], new[kept, :count]
         shift = np.where(self.of_other_class(x) == np.floor(x), share[:, None] * self._rise(x, curve), 0.0)
         wavers = WAVERS * self._rise(x, curve) * np.random.default_rng(SEED + 7).standard_normal(shift.shape)
         round_ones = np.isin(x % np.gcd.reduce(self.measured.astype(int)), 0)
@@ -85,17 +87,19 @@ class Unaligned:
 
     @cached_property
     def _learned(self) -> tuple[Numbers, Array, float]:
-        """Which draws of `free` to take, by number, the share of each in standard deviations, and `alike`.
+        return self._learn(*self.free.draws(self._with_longer(self.x)))
+
+    def _learn(self, curve: Array, new: Array) -> tuple[Numbers, Array, float]:
+        """Which draws of `free` at the own x to take, by number, each one's share in standard deviations, and `alike`.
 
         Given a draw of the curve the few observations are normal about it plus a share of its rise; the posterior of
         that share is 0, or a normal distribution cut off at 0, with odds in closed form.
         """
         random = np.random.default_rng(SEED + 6)
-        x, y, count = (self.x, self.y, 1.0) if len(self.x) else (np.ones(1), np.ones(1), 0.0)
-        curve, new = self.free.draws(self._with_longer(x))
+        x, y = self.x, self.y
         rise, over = self._rise(x, curve), y - curve[:, : len(x)]
         noise = np.maximum(1.4826 * np.median(np.abs(new - curve), axis=0)[: len(x)], 1e-9 * np.abs(y))
-        precise = count / (noise**2 + (WAVERS * rise) ** 2)
+        precise = 1 / (noise**2 + (WAVERS * rise) ** 2)
         known = 1 + np.sum(rise**2 * precise, axis=1)
         mean = np.sum(rise * over * precise, axis=1) / known
         same = -0.5 * np.sum(over**2 * precise + np.log(noise**2 + (WAVERS * rise) ** 2), axis=1)

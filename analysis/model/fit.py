@@ -258,7 +258,8 @@ def fit_table(
                 fits.append(fit)
         if not any_points:
             outcomes = ", ".join(f"{n} {o}" for o, n in frame["outcome"].value_counts().items())
-            notes.append(f"{group.label}: no measured values to fit ({outcomes})")
+            within = "" if start is stop is None else f" from {start or 0:,g} to {stop or np.inf:,g}"
+            notes.append(f"{group.label}: no measured values to fit{within} ({outcomes})")
     if short:
         of = "lengths" if axis == "seq_len" else f"values of {axis}"
         notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different {of} not fitted")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -179,7 +178,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         methods=findings.methods(table, fits),
         card=card,
         picker=picker(table, by_world),
-        again=fitting.command or shlex.join(["vramsweep", "report", table.source]),
+        again=fitting.command,
         then=_ask_next(fits, limits),
         answer=answered,
     )

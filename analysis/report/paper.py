@@ -128,7 +128,7 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
         return ["rows", *words]
     if not source.is_file():  # a folder whose journals are links out of it
         write_parquet(table.frame, folder / "rows.parquet")
-        return ["rows/rows.parquet"]
+        return ["rows/rows.parquet", *(word for word in words if word.startswith(("--from", "--to", "--curves")))]
     _copy(source, folder, Path(source.name))
     if "--mapping" in words:
         at = words.index("--mapping") + 1

@@ -45,7 +45,8 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
     peaks = {phase: float(v) for phase in PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = memory_fit(of, found)
-    grows = _growing(fit, float(of.longest)) if fit is not None else None
+    whole = fit is not None and fit.range[0] <= of.frame["seq_len"].min()  # else its fixed part is none
+    grows = _growing(fit, float(of.longest)) if fit is not None and whole else None
     if fit is not None and grows is not None:
         value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
         told = f"activations and the like; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"

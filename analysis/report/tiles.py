@@ -262,7 +262,8 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     if of.kind == PREDICTED:  # how well a curve goes through predictions is not how far these are off
         interval = f"real GPUs were {ERRORS[fit.metric.column]} off (median)" if fit.metric.column in ERRORS else ""
-    base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 else ""
+    whole = low <= of.frame["seq_len"].min()  # what a curve from a longer one on says of none is no part of any
+    base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 and whole else ""
     where = f"so from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))

@@ -24,6 +24,7 @@ from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal
 
 NOTES = 3  # that the end of a sweep shows; the report has all
 
@@ -56,7 +57,9 @@ class Written:
         places = {name: str(path) for name, path in self.places.items()}
         if "report" in places:
             places = {"report": places["report"]} | places
-            places |= {"fits": f"vramsweep fit {self.places['report'].parent}"} if self.summary else {}
+            folder = self.places["report"].parent
+            rows = folder if any(one.is_file() for one in journal.files(folder)) else self.places["rows"]
+            places |= {"fits": f"vramsweep fit {rows}"} if self.summary else {}
         return "\n".join(f"{name:<9} {place}" for name, place in places.items())
 
     def as_json(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, reduce
+from pathlib import Path
 from typing import Any, Literal
 
 SHORTEST = 8  # letters of a secret that is looked for by itself: a shorter one would be found in anything
@@ -93,24 +94,8 @@ _PLACE = re.compile(
 )
 
 # The forms of secrets that need no name, and what to call them.
-_FORMS = {
-    HUB: r"\b(?:hf_|api_org_)[A-Za-z0-9]{16,}",
-    "a token": r"\b(?:gh[oprsu]_|github_pat_|glpat-|xox[abeprs]-|npm_|dckr_pat_|nvapi-|gsk_|wandb_v1_)[\w-]{16,}|"
-    r"\bsk-(?:proj-|ant-|svcacct-|or-v1-)[\w-]{20,}|\bsk-(?=[A-Za-z]*\d)(?=[a-z0-9]*[A-Z])[A-Za-z0-9]{20,}|"
-    r"\b[rs]k_(?:live|test)_[A-Za-z0-9]{16,}|\bAIza[\w-]{35}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}+\.[\w-]{16,}|"
-    r"(?<![\w-])eyJ[\w-]{8,}+\.[\w-]{8,}+\.[\w-]*|\b(?:pypi|xapp|glrt)-[\w-]{16,}|\bhvs\.[\w-]{16,}|"
-    r"\b(?:dop_v1|r8|rpa|lsv2_pt)_[\w-]{16,}|(?<!\w)\d{8,10}:AA[\w-]{12,}",
-    "an AWS key": r"\b(?:AKIA|ASIA)[0-9A-Z]{16}(?:[^\w/+]{1,20}[A-Za-z0-9/+]{40}(?![\w/+=]))?|"
-    r"(?<![A-Za-z0-9])(?i:aws)[\w \t.:=\"'-]{0,40}?(?<![\w/+=])(?P<value>(?=[a-z0-9/+]*[A-Z])(?=[A-Z0-9/+]*[a-z])"
-    r"(?=[A-Za-z/+]*\d)[A-Za-z0-9/+]{40})(?![\w/+=])",
-    "a private key": r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY(?: BLOCK)?-----(?P<key>(?!\*).*?)(?:-----END|\Z)",
-    "a webhook": r"(?<![\w.])(?:hooks\.slack\.com/(?:services|workflows|triggers)|discord(?:app)?\.com/api/webhooks)/"
-    r"(?P<path>[\w/-]{8,})",
-    "the user:password@ of an address": r"""://(?P<user>[^/\s:@"']*:[^/\s"'?#]+|[^/\s:@]{16,})@""",  # or a token there
-    "the user:password of curl": r"\bcurl\b[^\n|;]{0,200}?\s(?:-u|--user)[ =]?(?P<login>[^\s:]+:\S+)",
-    "a bearer token": r"(?i:\bbearer[ \t:]{1,5})(?P<bearer>[\w.~+/=-]{8,})",
-}
-_FORM = {name: re.compile(pattern, re.DOTALL) for name, pattern in _FORMS.items()}
+_LINES = Path(__file__).with_name("secret_forms.tsv").read_text("utf-8").splitlines()[1:]
+_FORM = {kind: re.compile(form, re.DOTALL) for kind, form in (line.split("\t") for line in _LINES)}
 _ANYONE = re.compile(r"://[^/\s]*@|\b[\w.-]{1,64}:[^\s:@/]{3,64}@\w")
 _RUN = re.compile(r"[A-Za-z0-9+=]{20,}")
 _LONG_RUN = re.compile(r"[\w+=-]{32,}", re.ASCII)

@@ -7,8 +7,10 @@ workers import what they name. Not covered: what a runner cannot do with a setti
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.files import plain_json
@@ -80,25 +82,7 @@ _MODELS = (
     ".worker.batch_server",
 )
 # The Trainer's arguments by the axis that says the same; of a node that holds several, the first of them counts.
-_TRAINER_AXES = {
-    "grad_accum": "gradient_accumulation_steps accelerator_config.gradient_accumulation_kwargs.num_steps",
-    "micro_batch": "per_device_train_batch_size per_gpu_train_batch_size auto_find_batch_size "
-    "accelerator_config.split_batches",
-    "precision": "bf16 fp16 tf32 half_precision_backend",
-    "sharding": "fsdp fsdp_config.version fsdp_config.fsdp_version",
-    "sharding (zero0 to zero3), or to ds_config, the path of a file": "deepspeed",
-    "offload_param": "fsdp_config.cpu_offload fsdp_config.fsdp_cpu_offload fsdp_config.fsdp_offload_params",
-    "no_sync": "accelerator_config.gradient_accumulation_kwargs.sync_each_batch",
-    "checkpointing": "gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing "
-    "activation_checkpointing_kwargs fsdp_config.activation_checkpointing fsdp_config.fsdp_activation_checkpointing",
-    "kernels": "use_liger_kernel",
-    "kernels and loss": "liger_kernel_config",
-    "compile": "torch_compile torch_compile_backend torch_compile_mode",
-    "protocol (warmup_steps and measured_steps)": "max_steps num_train_epochs",
-    "seed": "seed",
-    "use_cache": "use_cache",
-    "device": "use_cpu no_cuda",
-}
+_TRAINER_AXES = json.loads(Path(__file__).with_name("trainer_arguments.json").read_text("utf-8"))
 
 
 SIMULATED = "simulated"  # the template of predictions
@@ -111,7 +95,7 @@ RUNNERS = (
            module=".loops.hf_trainer", shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, host_bytes=294 * MIB,
            # accelerate imports deepspeed, where it is installed, to unwrap any model
            preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
-           owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names.split()}, options=None,
+           owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names}, options=None,
            rules=runner_rules.TRAINER),
     Runner("deepspeed", "DeepSpeed's engine; options are merged over the generated ds_config",
            module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,

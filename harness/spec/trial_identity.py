@@ -18,31 +18,10 @@ SIMULATION = 14  # raise it when what a simulated run predicts changes
 
 
 # What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
-# changes in conf/ does not change a line here, and a new axis adds one. Techniques bring theirs along.
-ID_DEFAULTS: dict[tuple[str, ...], Any] = {
-    **{("model", name): None for name in ("model_type", "path")},
-    ("model", "trust_remote_code"): False,
-    ("allocator", "conf"): "",
-    **{("runner", name): None for name in ("target", "command")},
-    ("runner", "stop"): True,
-    ("protocol", "job"): False,
-    ("sharding",): "none",
-    **{(name,): 1 for name in ("grad_accum", "world_size")},
-    **{(name,): False for name in ("offload_optimizer", "offload_param", "record")},
-    ("zero_init",): True,
-    ("ds_config",): None,
-    ("versions",): {},
-    ("device", "gpus_per_node"): 8,
-    **{
-        ("device", name): None
-        for name in ("gpu", "link", "interconnect", "node_memory_gib", "memory_gib", "capability")
-    },
-    ("device", "headroom_gib"): 0.0,
-    **{(name,): default for name, default in catalog.DEFAULTS.items()},
-    ("weights",): "random",
-    ("data",): "synthetic",
-    **{(name,): 0 for name in ("seed", "repeat")},
-}
+# changes in conf/ does not change a line of id_defaults.json, and a new axis adds one. Techniques bring theirs along.
+_OWN: dict[str, Any] = json.loads(Path(__file__).with_name("id_defaults.json").read_text("utf-8"))
+ID_DEFAULTS: dict[tuple[str, ...], Any] = {tuple(name.split(".")): value for name, value in _OWN.items()}
+ID_DEFAULTS |= {(name,): default for name, default in catalog.DEFAULTS.items()}
 
 
 # Names and remarks, which change nothing; a custom target may well choose its model by the name.

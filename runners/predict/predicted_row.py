@@ -151,19 +151,16 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 
 
 def upper_bounds(trace: Trace, config: allocator_config.AllocatorConfig, limit: int | None) -> dict[str, Any]:
-    """The row's columns on a host that runs ahead as far as it may, and of an allocator that is estimated; nothing
-    where no other stream uses what is freed.
+    """The row's columns on a host that runs ahead as far as it may; nothing where no other stream uses what is freed.
 
     Reserved goes no further than the card's memory: there the allocator waits.
     """
-    estimated = config.backend != "native"
-    if not estimated and not any(kind == "use" for _, kind, _, _ in trace.notes):
+    if not any(kind == "use" for _, kind, _, _ in trace.notes):
         return {}
     most = replay(trace, replace(config, per_process_memory_fraction=1.0), None, ahead=True).peak
-    reserved = round(most["reserved"] * (1 + allocator_config.ASYNC_RESERVED[1] * estimated))
     return {
         "peak_active_most_bytes": most["active"],
-        "peak_reserved_most_bytes": reserved if limit is None else min(reserved, limit),
+        "peak_reserved_most_bytes": most["reserved"] if limit is None else min(most["reserved"], limit),
     }
 
 

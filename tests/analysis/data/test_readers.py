@@ -136,7 +136,7 @@ def test_what_readers_concluded_of_the_public_sweep_comes_out_of_one_command(tmp
     low, high = (float(v.replace(",", "")) for v in slope[1].split(")")[0].split(" to "))
     assert low <= 900_000 <= high
     assert 0.98 < float(slope[0].replace(",", "")) / 900_000 < 1.02
-    interval = said.split("FASTER from about ")[1].split("(95 % interval ")[1].split(")")[0]
+    interval = said.split("  speed: FASTER")[1].split(" up to about ")[1].split("(95 % interval ")[1].split(")")[0]
     low, high = (float(v.replace(",", "")) for v in interval.split(" to "))
     assert low <= 200 <= high
     assert high - low < 250

@@ -99,9 +99,10 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ("default", "--names default are 1 names of 2 files; give one for each, in their order"),
+        ("default", "--names default are 1 names of 2 files; give each its own, in their order"),
         ("a,b,c", "are 3 names of 2 files"),
         ("a,", "are 2 names of 2 files"),
+        ("a,a", "are 2 names of 2 files; give each its own"),
         ("wings=a,b", "columns not known: wings"),
         ("micro_batch=1,x", 'micro_batch is a whole number, not "x"'),
     ],
