@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.config import hydra_values
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_estimate, format_gib
@@ -97,6 +98,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         return
     if (speed := _speed(trial, row)) is not None:
         yield f"  {speed}"
+    yield from (f"  {text}" for text in allocator_config.estimates(allocator_config.parse(trial.allocator.conf)))
     yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, _find_free(item, row)))
     if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
         yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N says what it has"
