@@ -125,15 +125,16 @@ def _smaller(trace: Any, beside: Sequence[str]) -> dict[str, Any]:
 def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[tuple[Any, str]]) -> dict[str, Any]:
     """The axes of a plot so wide and high, with the names of its rows."""
     x: dict[str, Any] = {"title": {"font": {"size": text}, "standoff": 4}}
+    if (reach := _reach(plot, across, text)) is not None:
+        x["range"] = [plot.layout.xaxis.range[0], reach]
     if plot.layout.xaxis.type == "category":
         told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
         x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
     else:
-        x |= {"tickangle": 0} | _ticks_of(plot, plot.layout.xaxis, (most := max(4, min(5, int(across / (5 * text))))))
+        most = max(4, min(5, int(across / (5 * text))))
+        x |= {"tickangle": 0} | _ticks_of(plot, plot.layout.xaxis, most, x.get("range"))
         lengths = plot.layout.xaxis.tickformat == ",~d"
         x |= {"tickformat": "~s"} if lengths and across < 5 * text * most else {}  # 5k
-    if (reach := _reach(plot, across, text)) is not None:
-        x["range"] = [plot.layout.xaxis.range[0], reach]
     found = {"xaxis": x, "yaxis": _wrapped(plot, plot.layout.yaxis, inner, text)}
     if ticks:
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
@@ -180,21 +181,20 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
 def tick_step(low: float, high: float) -> float:
     """Return the largest round step of which an axis from `low` to `high` has three ticks."""
     power = 10.0 ** math.floor(math.log10(high - low))
-    steps = [power * factor for factor in (2, 1, 0.5, 0.2, 0.1)]
+    steps = [power * factor for factor in (5, 2, 1, 0.5, 0.2, 0.1)]
     return next(step for step in steps if math.floor(high / step + 1e-9) - math.ceil(low / step - 1e-9) >= 2)
 
 
-def _ticks_of(plot: Any, axis: Any, most: int) -> dict[str, Any]:
+def _ticks_of(plot: Any, axis: Any, most: int, ends: Sequence[float] | None = None) -> dict[str, Any]:
     """Three ticks at least on an axis of numbers whose ends are known, else at most so many."""
     name = axis.plotly_name.replace("axis", "")
     if axis.tickvals is not None or axis.type not in (None, "linear"):
         return {}
-    if (ends := axis.range) is None:
+    if (ends := ends or axis.range) is None:
         mine = [t for t in plot.data if t.type == "scatter" and (t[f"{name[0]}axis"] or name[0]) == name]
         each = [np.asarray(t[name[0]]) for t in mine if t.visible is not False and t[name[0]] is not None]
-        known = np.concatenate(
-            [[0.0] * (axis.rangemode == "tozero"), *(one for one in each if one.dtype.kind in "fiu")]
-        )
+        numbers = [one for one in each if one.dtype.kind in "fiu"]
+        known = np.concatenate([[0.0] * (axis.rangemode == "tozero"), *numbers])
         known = known[np.isfinite(known)]
         ends = (float(known.min()), float(known.max())) if len(known) else (0.0, 0.0)
     low, high = float(ends[0]), float(ends[1])

@@ -66,7 +66,7 @@ def test_a_prediction_is_never_shown_as_measured() -> None:
     speeds = {"tokens_per_s": None, "estimated_tokens_per_s": 9000.0, "simulated_gpu": "l4-24gb", "unproven": ["x"]}
     card = of(*few(device="simulated", gpu_name=None, **parts, **speeds))
     assert card.dominates.value == f"Activations, 75{PERCENT}"
-    assert card.dominates.about.startswith(f"Then weights 25{PERCENT}")
+    assert card.dominates.about.startswith(f"Then parameters 25{PERCENT}")
     assert card.fits.basis == "predicted, unproven"
     assert card.speed.value == "≤ 9,000 tokens/s" and card.speed.basis == "estimated"
     assert card.trust.value == "A prediction" and "8 unproven" in card.trust.interval
@@ -94,7 +94,7 @@ def test_where_nothing_fits_it_says_so_and_what_it_would_take() -> None:
     assert card.fits.about == "Already 256 tokens at batch 1 ran out of memory; all 8 trials did."
     assert card.dominates.value == "Backward"
     held = json.dumps({"parameters": 3 << 30, "activations": 1 << 30})
-    assert of(*(row | {"oom_parts_bytes": held} for row in rows)).dominates.value == f"Weights, 75{PERCENT}"
+    assert of(*(row | {"oom_parts_bytes": held} for row in rows)).dominates.value == f"Parameters, 75{PERCENT}"
     assert [tile.value for tile in (card.cost, card.speed)] == [UNKNOWN, UNKNOWN]
 
 

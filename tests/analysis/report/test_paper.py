@@ -168,8 +168,8 @@ def test_the_folder_is_made_again_byte_for_byte_and_digests_tell_what_differs(
         return done.returncode, done.stdout
 
     assert check() == (0, "")
-    (moved / "tables" / "fits_predicted.md").write_text("| other |\n")
-    assert check() == (1, "tables/fits_predicted.md: FAILED\n")
+    (moved / "tables" / "fits_allocated_predicted.md").write_text("| other |\n")
+    assert check() == (1, "tables/fits_allocated_predicted.md: FAILED\n")
 
 
 @pytest.mark.slow
