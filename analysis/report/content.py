@@ -126,9 +126,8 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     notes += [*replay_notes, *step_notes]
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
-    for one in drawn:
-        if one.name.startswith("allocators") and "by_speed" not in one.name and one.caption:
-            found.append(f"{'Predicted: ' * one.title.endswith(PREDICTED)}{one.caption}")
+    told = [one for one in drawn if one.caption and one.name.startswith("allocators") and "by_speed" not in one.name]
+    found += [f"{'Predicted: ' * one.title.endswith(PREDICTED)}{one.caption}" for one in told]
     found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
     apart = residuals(table)

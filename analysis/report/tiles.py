@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label
-from vramsweep.analysis.data.load import is_
+from vramsweep.analysis.data.load import is_, varying
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
@@ -310,6 +310,7 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
+    timed = timed if varying(timed).all() else timed[~varying(timed)]  # of lengths that vary, padding is counted
     best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
     group = _group(best, groups)
     runs = ended(group.frame, "ok") if group else timed.loc[[best.name]]
