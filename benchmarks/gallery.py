@@ -63,8 +63,7 @@ class Picture:
 PICTURES = (
     Picture("composition", "Memory by what it is", QWEN, "results/qwen/figures/composition.svg",
             "What the peak is made of, to the byte: weights, gradients, optimizer state, activations and what is "
-            "short-lived; on top what the allocator reserves beyond. Lines: other cards; the strip: which phase "
-            "makes the peak.", "results/qwen"),
+            "short-lived; on top what the allocator reserves beyond. Lines: this card and others.", "results/qwen"),
     Picture("measured", "Measured peaks over the predicted stack", H100, "h100/figures/composition_predicted.svg",
             "What a card reserved and allocated, as points, over what was predicted for the same settings.", made=CARD),
     Picture("residuals", "Predicted against measured", H100, "h100/figures/residuals.svg",
@@ -76,7 +75,8 @@ PICTURES = (
     Picture("memory_by_phase", "Memory by phase", GPT2, "results/reference/gpt2-cpu/figures/memory_by_phase.svg",
             "Which phase of a step makes the peak, at each length.", "results/reference/gpt2-cpu"),
     Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
-            "What is reserved under each allocator setting: of one length alone they differ by little.",
+            "What is reserved under each allocator setting, and its ratio to the default's: of one length alone they "
+            "differ by little.",
             "results/qwen"),
     Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
             "How long one can go with each setting, on a card of each size: hatched is predicted to fit, the tick is "
