@@ -55,6 +55,8 @@ def draw(pictures: Sequence[Picture]) -> None:
             formats, engine = _formats(), thread.submit(_engine).result()
         except ImportError as error:
             raise NotDrawn(missing_package(error.name or str(error))) from None
+        except Exception as error:  # whatever its library raises where a system cannot load it
+            raise NotDrawn(f"V8, which draws them, did not start: {' '.join(str(error).split())[:150]}") from None
         try:
             problems = list(filter(None, thread.map(partial(_write, engine, formats), pictures)))
         finally:
@@ -109,9 +111,8 @@ def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], pic
     try:
         if picture.file.suffix not in formats:
             return f"{picture.file.name}: allowed are {', '.join(formats)}"
-        content = formats[picture.file.suffix](_svg(engine, picture))
         with replaced(picture.file) as part:
-            part.write_bytes(content)
+            part.write_bytes(formats[picture.file.suffix](_svg(engine, picture)))
     except OSError as error:
         return f"{picture.file}: {error_reason(error)}"
     except Exception as error:  # of plotly's script, or of its SVG: it costs no other picture

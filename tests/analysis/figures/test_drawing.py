@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import html
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -120,6 +122,9 @@ def test_what_is_not_written_is_said_and_costs_no_other(tmp_path: Path, monkeypa
     said = refusal(UserError, draw_one, Picture(plot, tmp_path / "c.png"))
     assert said.startswith(f"{tmp_path / 'c.png'} was not drawn: vl_convert is not installed; ")
     assert not (tmp_path / "c.png").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr("py_mini_racer.MiniRacer", partial(ctypes.CDLL, str(tmp_path / "b.png")))  # no library
+    assert "V8, which draws them, did not start: " in refusal(NotDrawn, draw, [Picture(plot, tmp_path / "d.png")])
 
 
 def test_any_text_is_text_of_the_picture(tmp_path: Path) -> None:
