@@ -49,7 +49,7 @@ class Written:
         notes = [note for note in self.notes if note not in said]
         shown = [textwrap.shorten(f"note: {note}", max(wide, 40), placeholder=" …") for note in notes[:NOTES]]
         whole = "the report" if "report" in self.places else self.places.get("machine", "")
-        more = [f"and {len(notes) - NOTES} more notes in {whole}"] if len(notes) > NOTES else []
+        more = [f"and {len(notes) - NOTES} more in {whole}"] if len(notes) > NOTES else []
         return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), self.list_places()]))
 
     def list_places(self) -> str:
@@ -100,7 +100,7 @@ def write_report(
             notes = files.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
         raise unwritable(error, folder) from None
-    return Written(places, content.summary, (*kept, *content.warnings, *notes), content.answer, content.screen)
+    return Written(places, content.summary, (*kept, *notes, *content.warnings), content.answer, content.screen)
 
 
 def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
