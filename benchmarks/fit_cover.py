@@ -359,7 +359,8 @@ class Grid:
     def known(self) -> Array:
         """The multiples that the sweep knows."""
         at = self.sweep.index.to_numpy(float)
-        return at[(at % self.step == 0) & (at >= self.first) & (at <= self.last)]
+        known: Array = at[(at % self.step == 0) & (at >= self.first) & (at <= self.last)]
+        return known
 
 
 def grids() -> Iterator[Grid]:
