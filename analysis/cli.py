@@ -20,10 +20,12 @@ from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.data.ranks import HOW, LISTS, over_ranks
 from vramsweep.analysis.model.curves import PLAIN
 from vramsweep.harness.files import outputs
+from vramsweep.harness.files.sweep_folder import sweep_of
 from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.argument_parser import FIGURE, PAGE, OutFile, Parser
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.rows import journal
 
 IMAGES = ("png", "svg", "pdf")
 
@@ -253,6 +255,9 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    first: Path = arguments.rows[0]
+    if len(arguments.rows) == 1 and first.is_dir() and not any(file.exists() for file in journal.files(first)):
+        return _index(first, arguments)
     with Activity("reading rows") as activity:
         from vramsweep.analysis.report.content import Fitting
         from vramsweep.analysis.report.write import write_report
@@ -261,10 +266,25 @@ def _report(arguments: argparse.Namespace) -> int:
         folder = arguments.out or _place(arguments)
         activity.update(f"fitting and drawing {len(table.frame):,} rows")
         answer = arguments.answer or read_question(arguments.rows[0])
-        command = shlex.join(["vramsweep", *arguments.words])
+        command = shlex.join(["vramsweep", *(word for word in arguments.words if word != "--brief")])
         fitting = Fitting(arguments.start, arguments.stop, arguments.curves, command)
         written = write_report(table, folder, arguments.images, answer, activity.update, fitting)
     _print_written(written, arguments.json, table, arguments.brief)
+    return 0
+
+
+def _index(place: Path, arguments: argparse.Namespace) -> int:
+    """A report of a folder with sweeps below it: which there are."""
+    with Activity("reading rows") as activity:
+        from vramsweep.analysis.report import index_page
+
+        folder = arguments.out or place
+        found = index_page.write(place, folder, activity.update)
+    if arguments.json:
+        _print_json([asdict(one) for one in found])
+    else:
+        print("\n\n".join(map(index_page.text, found)))
+        print(f"\nindex     {folder / index_page.NAME}")
     return 0
 
 
@@ -290,8 +310,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 
 def _place(arguments: argparse.Namespace) -> Path:
     """Where a verb writes unless told: the results folder, or beside the first file."""
-    first: Path = arguments.rows[0]
-    return first if first.is_dir() else first.parent
+    return sweep_of(arguments.rows[0])
 
 
 def _print_written(written: Any, as_json: bool, table: Table, brief: bool = False) -> None:

@@ -96,7 +96,7 @@ def measured(name: str, lengths: int, points: int) -> dict[str, Any]:
         )  # fmt: skip
         seconds = time.monotonic() - began
         curve = rows(Path(folder) / "curve")
-        traces = len(list((Path(folder) / "curve" / "traces").iterdir()))
+        traces = len(list((Path(folder) / "curve" / "trials" / "traces").iterdir()))
         chosen = random.Random(name).sample(sorted(curve), min(points, len(curve)))
         own = directly(words, [curve[one]["trial"] for one in chosen], Path(folder) / "own")
         wrong = {one: different(curve[one], own[one]) if one in own else ["no row"] for one in chosen}

@@ -181,7 +181,7 @@ def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
 
 def made(rows: Path) -> str:
     """Of the last finished row: measured or predicted, on which machine, with which versions."""
-    lines = [json.loads(line) for line in (rows / "journal.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in journal.files(rows)[0].read_text().splitlines()]
     row: dict[str, Any] = next(row for row in reversed(lines) if row["outcome"] == "ok")
     if row["device"] == "simulated":
         what = f"Predicted for {row['simulated_gpu']}, not measured"

@@ -138,7 +138,7 @@ class Check:
 
 def swept(folder: Path) -> list[Row]:
     """The terminal rows of a sweep's folder, none where there is none."""
-    return list(journal.terminal(journal.read(folder)[0]).values()) if (folder / journal.NAME).exists() else []
+    return list(journal.terminal(journal.read(folder)[0]).values()) if journal.files(folder)[0].exists() else []
 
 
 def last_line(text: str) -> str:

@@ -36,7 +36,7 @@ def main() -> None:
     for i, (name, settings) in enumerate(SWEEPS.items()):
         more = ["allocator=default,expandable", "report=false", f"results={folder}", f"name=lengths{i}"]
         subprocess.run([sys.executable, "-m", "vramsweep", "predict", *settings.split(), *more], check=True)
-        for line in (folder / f"lengths{i}" / "journal.jsonl").read_text(encoding="utf-8").splitlines():
+        for line in (folder / f"lengths{i}" / "trials" / "journal.jsonl").read_text(encoding="utf-8").splitlines():
             row = json.loads(line)
             if row.get("outcome") == "ok":
                 peaks = row["peak_allocated_bytes"], row["peak_reserved_bytes"]

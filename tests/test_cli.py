@@ -131,8 +131,10 @@ def test_one_sweep_from_command_to_report(here: Path, cli: Cli) -> None:
     assert "MiB per" in done.stdout and "longest" in done.stdout and "tiny · torch · fp32" in done.stdout
     assert "1. All that was tried fits: up to 64 tokens." in done.stdout and "64 or more (longest tried)" in done.stdout
     assert f"fits      vramsweep fit {folder}" in done.stdout
-    for name in ("journal.jsonl", "rows.csv", "report.html"):
-        assert (folder / name).is_file()
+    parts = {"README.txt", "report.html", "rows.csv", "figures", "trials", ".vramsweep.json"}
+    assert {one.name for one in folder.iterdir()} == parts
+    read_me = (folder / "README.txt").read_text().splitlines()
+    assert len(read_me) == 10 and f"vramsweep sweep {' '.join(words)}" in read_me[8]
     for suffix in ("html", "png", "svg"):
         assert list((folder / "figures").glob(f"*.{suffix}"))
     assert "4 trials, 4 finished before, 0 to do" in cli.run("sweep", *words, "report=false").out
@@ -142,6 +144,15 @@ def test_one_sweep_from_command_to_report(here: Path, cli: Cli) -> None:
     assert "1 trial, 1 finished before" in cli.run("sweep", *some).out
     assert "finished  4/4: 4 ok; the last command: 1/1" in cli.run("status", folder).out
     assert not list(here.glob("multirun*"))
+    assert "results/one  finished" in cli.run("report", "results").out
+    assert '<a href="one/report.html">results/one</a>' in Path("results/index.html").read_text()
+    for one in list((folder / "trials").iterdir()):  # as 0.1 left it
+        one.rename(folder / one.name)
+    (folder / "trials").rmdir()
+    more = [word.replace("64", "64,80") for word in words]
+    assert "5 trials, 4 finished before, 1 to do" in cli.run("sweep", *more).out
+    assert not (folder / "trials").exists() and len(list((folder / "attempts").iterdir())) == 5
+    assert "straight line" in cli.run("fit", folder).out
 
 
 @pytest.mark.slow

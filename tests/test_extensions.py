@@ -165,7 +165,7 @@ def test_each_new_thing_is_one_entry_and_one_module(tmp_path: Path) -> None:
     assert [one["reason"] for one in planned] == [None] * len(CASES)
     assert {one["trial"]["runner"]["name"] for one in planned} == {"torch", "mine"}
     said = call(root, "-m", "vramsweep", "sweep", *words)
-    lines = (root / "results" / "new" / "journal.jsonl").read_text().splitlines()
+    lines = (root / "results" / "new" / "trials" / "journal.jsonl").read_text().splitlines()
     every = [json.loads(line) for line in lines]
     assert len(every) == len(CASES) and all(row["outcome"] == "ok" for row in every), said
 

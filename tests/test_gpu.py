@@ -53,7 +53,7 @@ def test_cold_and_warm_agree_to_the_byte(run_sweep: Run, tmp_path: Path) -> None
         (row,) = run_sweep(cuda(), isolation=isolation)
         assert row["outcome"] == "ok", row["reason"]
         memory.append({k: v for k, v in row.items() if k.startswith(("peak_", "load_", "forward_", "backward_"))})
-        (tmp_path / "t" / "journal.jsonl").unlink()
+        (tmp_path / "t" / "trials" / "journal.jsonl").unlink()
     assert memory[0] == memory[1]
 
 

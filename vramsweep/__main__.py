@@ -87,7 +87,7 @@ def _main(words: list[str]) -> int:
 
             typed_words.refuse_bare_model(own)
         if verb is not None and verb.reads_rows and (not verb.settings or len(rest) == 1):
-            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS)
+            missing_rows.refuse_missing(rest, verb.side == verbs.ANALYSIS, verb.name == "report")
         if verb is not None and verb.settings:
             parser = verb.parser()
             rest, notes = typed_words.understand(name, rest, parser)

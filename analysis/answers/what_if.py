@@ -14,6 +14,7 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.harness.allocator.replay import Row, what_if
 from vramsweep.harness.allocator.settings_grid import grid, rank
 from vramsweep.harness.files import file_names
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_gib
 
@@ -26,7 +27,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
     tables, notes = [], []
     recorded = table.frame[table.frame["recording"].notna()]
     for _, row in recorded.head(MOST).iterrows():
-        path = file_names.is_inside(Path(table.source), str(row["recording"]))
+        path = file_names.is_inside(own_files(Path(table.source)), str(row["recording"]))
         if path is None:
             notes.append(f"recording of trial {row['trial_id']}: {row['recording']} is not in {table.source}; left out")
             continue

@@ -21,6 +21,7 @@ from vramsweep.analysis.figures.composition import PARTS
 from vramsweep.analysis.figures.composition import called as of_part
 from vramsweep.analysis.figures.plots import GREY, Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness.files.file_names import make_safe
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.process.interpreter import build_command
 
@@ -191,10 +192,10 @@ SECONDS = 120  # replays take a second, the first ones the time to start torch
 def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFrame]], list[str]]:
     """Figures, the tables of what holds their peaks (title, file name, text cells) and notes; nothing where the rows
     are not predicted or their traces are gone."""
-    folder = Path(table.source)
+    folder = own_files(Path(table.source))
     if not (folder / "traces").is_dir() or not (table.frame["device"] == "simulated").any():
         return [], [], []
-    records, notes = _request_timelines(folder)
+    records, notes = _request_timelines(Path(table.source))
     try:
         drawn = of_timelines(records)
         peaks = [

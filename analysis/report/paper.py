@@ -25,6 +25,7 @@ from vramsweep.analysis.report import findings, latex, paper_tables, requirement
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect, split_worlds
 from vramsweep.analysis.report.write import Written, unwritable, write_residuals
 from vramsweep.harness.files import file_names, inferred_points, outputs
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.rows import journal
 from vramsweep.version import __version__
 
@@ -114,6 +115,7 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
     What is a link out of the sweep's folder is not copied: it may have come from elsewhere, and this is to be shared.
     """
     source, words = Path(table.source), list(given)
+    source = own_files(source) if source.is_dir() else source
     journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
     if journals and all(file_names.is_inside(source, file.name) for file in journals):
         for file in (*journals, *_other_files(table, source)):

@@ -1,10 +1,11 @@
-"""What a finished sweep leaves behind: rows.csv, figures and report.html. The folder for a paper: paper.py.
+"""What a finished sweep leaves behind: report.html, rows.csv, figures and README.txt. The folder for a paper: paper.py.
 
 Which files of a folder may be replaced or deleted: harness/files/outputs.py.
 """
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import textwrap
 from collections.abc import Callable, Collection, Sequence
@@ -22,6 +23,7 @@ from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collec
 from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason
+from vramsweep.harness.files.sweep_folder import OWN, sweep_of
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
@@ -47,7 +49,7 @@ class Written:
         wide = width or (Console().width if Console().is_terminal else summary.WIDTH)
         parts = [self.answer.text() if self.answer else summary.text(self.screen, wide) if self.screen else ""]
         notes = [note for note in self.notes if note not in said]
-        shown = [textwrap.shorten(f"note: {note}", max(wide, 40), placeholder=" …") for note in notes[:NOTES]]
+        shown = [_wrap(f"note: {note}", wide) for note in notes[:NOTES]]
         whole = "the report" if "report" in self.places else self.places.get("machine", "")
         more = [f"and {len(notes) - NOTES} more in {whole}"] if len(notes) > NOTES else []
         return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), self.list_places()]))
@@ -71,6 +73,10 @@ class Written:
         return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
 
 
+def _wrap(text: str, width: int) -> str:
+    return textwrap.fill(text, max(width, 40), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
 def write_report(
     table: Table,
     folder: Path,
@@ -79,12 +85,13 @@ def write_report(
     say: Callable[[str], None] | None = None,
     fitting: Fitting = ALL_ROWS,
 ) -> Written:
-    """Write rows.csv, figures/, report.html and the answer of that name into `folder`; `say` hears how far it is.
+    """Write report.html, rows.csv, figures/, README.txt and the answer of that name into `folder`; `say` hears how far
+    it is.
 
     Raises UserError when it cannot be written, or there is no such answer.
     """
     content, source = collect(table, answer, fitting), Path(table.source)
-    beside = folder.resolve() in (source.resolve(), source.resolve().parent)
+    beside = folder.resolve() in (source.resolve(), source.resolve().parent, sweep_of(source.resolve()))
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
         with outputs.into_folder(folder, "report", beside) as (draft, kept):
@@ -92,11 +99,13 @@ def write_report(
                 shutil.copyfile(source, draft / "rows.csv")
             else:
                 write_csv(table.frame, draft / "rows.csv")
+            (draft / "figures").mkdir()
             if content.fits:
-                guarded_frame(fit_wording.frame(content.fits)).to_csv(draft / "fits.csv", index=False)
-            others = write_residuals(content, draft) | _write_answer(content.answer, draft)
-            places |= {name: folder / file.name for name, file in others.items()}
+                guarded_frame(fit_wording.frame(content.fits)).to_csv(draft / "figures" / "fits.csv", index=False)
+            others = write_residuals(content, draft / "figures") | _write_answer(content.answer, draft / "figures")
+            places |= {name: folder / "figures" / file.name for name, file in others.items()}
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")
+            (draft / "README.txt").write_text(_read_me(content, folder), encoding="utf-8")
             notes = files.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
         raise unwritable(error, folder) from None
@@ -120,6 +129,28 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
     guarded_frame(answer.frame).to_csv(files[0], index=False)
     files[1].write_text(answer.markdown(), encoding="utf-8")
     return {"answer": files[1]}
+
+
+def _read_me(content: Content, folder: Path) -> str:
+    """README.txt: what lies in a folder, and the commands that go on with it."""
+    planned = [one["command"] for one in journal.plans(folder)[-1:] if isinstance(one.get("command"), list)]
+    words = [str(word) for one in planned for word in one]
+    verb = [] if words and words[0].isalpha() else ["sweep"]  # plans of earlier versions do not name it
+    made = shlex.join(["vramsweep", *verb, *words])
+    own = f"{OWN}/       vramsweep's own: the journal, of which all else is made, and each trial's logs"
+    lines = [
+        content.title,
+        content.subtitle,
+        "",
+        "report.html   what came out, with its figures; any browser shows it, without a network",
+        "rows.csv      a line a trial, every column, nothing rounded",
+        "figures/      each figure as a page and as pictures, its numbers, and the fitted curves, as CSV",
+        *([own] if (folder / OWN).is_dir() else []),
+        "",
+        *([f"Go on with it, or do it again: {made}"] if words else []),
+        f"This report, once there are more rows: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def unwritable(error: OSError, folder: Path) -> UserError:

@@ -172,7 +172,7 @@ def resolve(argv: Sequence[str], verb: str = "sweep", action: str = "resolve", s
 
     The session has none where the words only ask for help. `suffix` ends the folder's name. Raises UserError.
     """
-    session = Session(argv, suffix)
+    session = Session(argv, suffix, verb=verb)
     if configs := compose(argv, verb, action, session):
         session.add(configs)
     return session

@@ -15,6 +15,7 @@ from typing import Any
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import read_content, replaced
+from vramsweep.harness.files.sweep_folder import own_files
 
 NAME = "inferred.jsonl"
 
@@ -23,12 +24,12 @@ def write(folder: Path, lines: Iterable[Mapping[str, Any]], asked: Collection[st
     """Replace what was inferred before of the trials that were `asked` for, by id, as it rests on fewer points; what
     another command has inferred of others stays."""
     others = [line for line in read(folder) if line.get("trial_id") not in asked]
-    with replaced(folder / NAME) as aside:
+    with replaced(own_files(folder) / NAME) as aside:
         aside.write_text("".join(json.dumps(line) + "\n" for line in (*others, *lines)), encoding="utf-8")
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The lines; none where nothing was inferred. A line that is none is left out."""
     with contextlib.suppress(OSError):
-        return list(plain_json.read_objects(read_content(folder / NAME)))
+        return list(plain_json.read_objects(read_content(own_files(folder) / NAME)))
     return []

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vramsweep.harness.files.sweep_folder import find_sweeps, own_files
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
@@ -15,8 +16,9 @@ FOREIGN = "; a CSV or a Parquet file can be read, too"
 _NAME_ONE = "name a folder under results/, as `vramsweep status` lists them"
 
 
-def refuse_missing(words: Sequence[str], foreign: bool) -> None:
-    """Raise UserError where the first of a verb's words names no file or folder; `foreign`: it may be another tool's.
+def refuse_missing(words: Sequence[str], foreign: bool, several: bool = False) -> None:
+    """Raise UserError where the first of a verb's words names no file or folder; `foreign`: it may be another tool's,
+    `several`: a folder with sweeps below it.
 
     What begins with a dash, or is a setting, is left to whoever knows the verb.
     """
@@ -29,7 +31,8 @@ def refuse_missing(words: Sequence[str], foreign: bool) -> None:
         return
     if not there:
         raise UserError(describe_missing(place) + (FOREIGN if foreign else ""))
-    if foreign and place.is_dir() and not any(place.glob("journal*.jsonl")):
+    sweep = not place.is_dir() or any(own_files(place).glob("journal*.jsonl"))
+    if foreign and not sweep and not (several and find_sweeps(place)):
         raise UserError(describe_missing(place) + FOREIGN)
     if foreign and place.suffix == ".json" and place.is_file():
         raise UserError(
@@ -42,9 +45,7 @@ def describe_missing(place: Path) -> str:
     """Say that no sweep lies there: what sweeps lie below it, the newest first, or what to name instead."""
     if not place.exists():
         return f"there is no file or folder {place}; {_NAME_ONE}{suggestions.did_you_mean_path(place)}"
-    found = [file for level in ("*", "*/*") for file in place.glob(f"{level}/journal*.jsonl") if file.is_file()]
-    newest = sorted(found, key=lambda file: file.stat().st_mtime, reverse=True)
-    if not (names := list(dict.fromkeys(str(file.parent.relative_to(place)) for file in newest))):
+    if not (names := [str(folder.relative_to(place)) for folder in find_sweeps(place)]):
         return f"{place} holds no sweep; {_NAME_ONE}"
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     listed = f"{', '.join(names[:MOST_LISTED])}{more}"

@@ -25,7 +25,10 @@ LIST = ".vramsweep.json"
 DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
 MOST = 16 << 20  # bytes of a list
 MAKES = {
-    "report": ("rows.csv", "fits.csv", "report.html", "residuals.csv", "answer.csv", "answer.md", "figures/*"),
+    "report": (
+        *("README.txt", "rows.csv", "report.html", "figures/*", "index.html"),
+        *("fits.csv", "residuals.csv", "answer.csv", "answer.md"),  # where earlier versions wrote them
+    ),
     "paper": (
         *("rows/*", "rows.csv", "residuals.csv", "figures/*", "tables/*", "methods.t*", "environment.json", "lock.txt"),
         *("SHA256SUMS", "reproduce.py", "README.md", "example.tex"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from vramsweep.harness.files import file_names, plain_json
 from vramsweep.harness.files.bounded_reads import replaced
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import Row
@@ -36,6 +37,7 @@ def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record
     A trial without a kept trace is left out, or with `trace` traced. Raises UserError.
     """
     own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
+    folder = own_files(folder)
     found = [_read_kept(folder, row) for row, _ in own]
     if missing := [i for i, one in enumerate(found) if one is None]:
         answers = trace_query.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
 from vramsweep.harness.process.worker_files import LOGS
@@ -81,7 +82,7 @@ def _attempted(
     spec: dict[str, Any], name: str, folder: Path, launcher: Launcher, axis: str, longest: float
 ) -> dict[str, Answer]:
     """What an attempt says of the trials of a template, by id. Raises UserError where it says nothing."""
-    root = folder / "attempts" / FOLDER
+    root = own_files(folder) / "attempts" / FOLDER
     place = root / str(row_builder.count_attempts(root) + 1)
     environ = attempt_environment("", "simulated", os.environ)
     try:

@@ -1,4 +1,4 @@
-"""The journal: `results/<sweep>/journal.jsonl`, one row a line, only ever appended to.
+"""The journal: `results/<sweep>/trials/journal.jsonl`, one row a line, only ever appended to.
 
 One process writes a file, under an exclusive lock held as long as it is open (journal_lock.py); each row, or several
 that are ready together, are one write and one fsync, so a row that `append` returned from survives a power cut. A
@@ -30,6 +30,7 @@ from typing import Any
 
 from vramsweep.harness.files import missing_rows, plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, open_descriptor, open_regular
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.journal_lock import Lock
@@ -174,7 +175,8 @@ def plan_name(writer: str | None) -> str:
 
 def plans(folder: Path) -> list[dict[str, Any]]:
     """What the writers' last commands in this folder planned, the latest last; those that can be read."""
-    found = map(plain_json.read_object, (folder / PLAN, *sorted(folder.glob("plan-*.json"))))
+    own = own_files(folder)
+    found = map(plain_json.read_object, (own / PLAN, *sorted(own.glob("plan-*.json"))))
     return sorted((one for one in found if one is not None), key=lambda one: str(one.get("started_at")))
 
 
@@ -182,8 +184,9 @@ def files(place: Path) -> list[Path]:
     """The journals of a sweep's folder, every writer's; of a file, that file."""
     if not place.is_dir():
         return [place]
-    own = place / NAME
-    return [*([own] if own.exists() else []), *sorted(place.glob("journal-*.jsonl"))] or [own]
+    folder = own_files(place)
+    own = folder / NAME
+    return [*([own] if own.exists() else []), *sorted(folder.glob("journal-*.jsonl"))] or [place / NAME]
 
 
 def read(place: Path) -> tuple[list[Row], int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import gpu_lock, machine
 from vramsweep.harness.machine.gpu_occupancy import GpuTaken
 from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_progress, read_steps
@@ -49,8 +50,9 @@ def run_trial(
     environ = attempt_environment(trial.allocator_variable(), trial.device.name, os.environ, machine.uuids(slot.cards))
     if tries:
         slot.sleep(settings.backoff_s * 2 ** (tries - 1))
-    number = max(tried, row_builder.count_attempts(folder / "attempts" / item.trial_id)) + 1
-    place = folder / "attempts" / item.trial_id / str(number)
+    own = own_files(folder)
+    number = max(tried, row_builder.count_attempts(own / "attempts" / item.trial_id)) + 1
+    place = own / "attempts" / item.trial_id / str(number)
 
     def look() -> None:
         slot.check()
@@ -72,7 +74,7 @@ def run_trial(
                 slot.check()
             row |= row_builder.process_columns(done, environ, base["gpu_name"])
     if (place / RECORDING).exists():
-        row["recording"] = str((place / RECORDING).relative_to(folder))
+        row["recording"] = str((place / RECORDING).relative_to(own))
     row["node_trials"] = sorted(slot.beside)
     final = tries == settings.retries
     return journal.append(row_builder.classified_row(row, trial, evidence, row_builder.phase(read_steps(place)), final))

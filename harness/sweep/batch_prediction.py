@@ -17,6 +17,7 @@ from typing import Any
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.files.bounded_reads import LIMIT, open_regular
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.process.attempt import AttemptResult, Launcher, attempt_environment, check_result, read_progress
 from vramsweep.harness.process.worker_files import LOGS, PREDICTIONS
 from vramsweep.harness.rows import outcome
@@ -69,7 +70,7 @@ def run(
     assert items[0].trial is not None
     name = runner_table.fork_server_name(items[0].trial)
     writer = shards.parse(settings.shard).writer
-    root = folder / "attempts" / (f"{FOLDER}-{writer}" if writer else FOLDER)
+    root = own_files(folder) / "attempts" / (f"{FOLDER}-{writer}" if writer else FOLDER)
     place = root / str(row_builder.count_attempts(root) + 1)
     environ = attempt_environment("", "simulated", os.environ)
     left = {item.trial_id: item for item in items}

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import replaced
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import orphans
@@ -98,11 +99,10 @@ def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
 
 def refuse_links(folder: Path) -> None:
     """Raise UserError where a sweep's folder would lead its attempts elsewhere."""
-    for name in ("attempts", "templates"):
-        if (folder / name).is_symlink():
-            raise UserError(
-                f"{folder / name} is a link, which a sweep does not write through; choose another results=DIR"
-            )
+    own = own_files(folder)
+    for place in (own, own / "attempts", own / "templates"):
+        if place.is_symlink():
+            raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
 
 
 def end_leftovers(folder: Path, run: str) -> None:
@@ -148,6 +148,6 @@ def write_plan(
         "run": run,
         "shard": settings.shard,
     }
-    place = folder / plan_name(shards.parse(settings.shard).writer)
+    place = own_files(folder) / plan_name(shards.parse(settings.shard).writer)
     with replaced(place) as aside:
         aside.write_text(json.dumps(record))

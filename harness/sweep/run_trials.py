@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import error_reason
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import worker_environment
@@ -59,13 +60,13 @@ def run(
     the words that the folder's plan keeps. `interrupts` says when to stop; without it, the user does. The status of a
     sweep that its budget has stopped is that of the trials which ran. Raises Interrupted and UserError.
     """
-    budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(folder / LOG)
+    budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(own_files(folder) / LOG)
     resume.refuse_links(folder)
     shard = shards.parse(settings.shard)
     try:
-        with Journal(folder, shard.writer) as journal, interrupts.heard(), contextlib.ExitStack() as stack:
+        with Journal(own_files(folder), shard.writer) as journal, interrupts.heard(), contextlib.ExitStack() as stack:
             if launcher is None:
-                launcher = stack.enter_context(Launcher(settings.isolation, folder / "templates"))
+                launcher = stack.enter_context(Launcher(settings.isolation, own_files(folder) / "templates"))
             shards.refuse_other_division(folder, shard)
             whole = [*earlier, *planned]
             share, mine = _resumed(planned, settings, folder, journal, whole, launcher, interrupts, budget, command)
@@ -84,7 +85,8 @@ def run(
     faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
     if failed := len(unanswered) - faults:
         print(
-            f"{failed} trial(s) failed; their logs are under {folder / 'attempts'}; retry_failed=true runs them again"
+            f"{failed} trial(s) failed; their logs are under {own_files(folder) / 'attempts'}; "
+            "retry_failed=true runs them again"
         )
     if faults:
         print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 from vramsweep.harness.files import file_names
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.activity import Activity
 from vramsweep.harness.messages.errors import UserError
@@ -36,7 +37,7 @@ Answer = Row | float | None
 class Session(contextlib.AbstractContextManager["Session"]):
     """What the batches of one command share. Use it as a context manager, which ends its launcher.
 
-    `words` are the command line's, without the verb. `suffix` ends the folder's name (None: the device); `divisible`:
+    `words` are the command line's, after the `verb`. `suffix` ends the folder's name (None: the device); `divisible`:
     the verb's sweep may be divided into shards. `folder` is the first batch's: all are one sweep. `preset` names a
     preset of cases, `detected` the device that `auto` stood for, if it was asked; `auto`: it is the sweep's. `launcher`
     outlives a batch, as its fork servers are what takes time to start. `notes` are lines for who reads the plan.
@@ -45,6 +46,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
     words: Sequence[str] = ()
     suffix: str | None = None
     divisible: bool = False
+    verb: str = "sweep"
     preset: str | None = None
     detected: str | None = None
     settings: Settings | None = None
@@ -67,6 +69,11 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return list(self.planned.values())
 
     @property
+    def command(self) -> list[str]:
+        """The verb and its words."""
+        return [self.verb, *self.words]
+
+    @property
     def slurm(self) -> shards.Slurm | None:
         """What Slurm is asked for where jobs of it are to run the sweep; None where this command runs it."""
         settings = self.settings
@@ -87,7 +94,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)
         if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
             refuse_invalid(p.reason for p in (batch if self.slurm else resume.reject_too_many_ranks(batch)))
-            if devices == {"cuda"} and not self.slurm and not (self.folder / journal.NAME).exists():
+            if devices == {"cuda"} and not self.slurm and not journal.files(self.folder)[0].exists():
                 _refuse_without_cuda()
         if self.auto and devices == {"simulated"} and not earlier and not self.slurm:
             _refuse_blind_node(settings)
@@ -116,7 +123,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         assert self.settings is not None
         if self.launcher is None:
             signals.on_sigterm()
-            logs = self.folder / "templates" / (shards.parse(self.settings.shard).writer or "")
+            logs = own_files(self.folder) / "templates" / (shards.parse(self.settings.shard).writer or "")
             self.launcher = Launcher(self.settings.isolation, logs)
         return self.launcher
 
@@ -134,7 +141,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         own = {p.trial_id for p in batch}
         earlier = [p for p in self.trials if p.trial_id not in own]
         once = dataclasses.replace(settings, report=False)
-        rows, status = run_trials.run(batch, once, self.folder, earlier, self.start(), self.began_s, self.words)
+        rows, status = run_trials.run(batch, once, self.folder, earlier, self.start(), self.began_s, self.command)
         self.rows |= rows
         self.status = max(self.status, status)
         return [answer_of([rows.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
@@ -151,7 +158,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         signals.on_sigterm()
         alone = dataclasses.replace(self.settings, report=False, others=False, skip_dominated=False)
         place = self.folder.with_name(f"{self.folder.name}-{suffix}")
-        return run_trials.run(planned, alone, place, command=self.words)[0]
+        return run_trials.run(planned, alone, place, command=self.command)[0]
 
     def _refuse_parts(self, whole: bool) -> None:
         """Raise UserError where a command cannot be divided, because its next step depends on rows of all trials."""

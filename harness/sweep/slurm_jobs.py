@@ -25,6 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from vramsweep.harness.files.bounded_reads import read_content, replaced
+from vramsweep.harness.files.sweep_folder import CLUSTER, own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows import journal
@@ -32,7 +33,7 @@ from vramsweep.harness.sweep import plan, provenance, resume, row_builder, shard
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.shards import Shard, Slurm
 
-FOLDER = "cluster"  # in the sweep's: submitit's scripts and pickles, the jobs' logs, and
+FOLDER = CLUSTER  # in the sweep's: submitit's scripts and pickles, the jobs' logs, and
 JOBS = "jobs.json"  # which shard each job that was ever submitted runs
 WARNING_S = 90  # before the end of its time a job hears SIGUSR2; Slurm may be up to a minute early
 RunSweep = Callable[[Sequence[str]], int]  # from words to an exit status; found again by its name in a job
@@ -78,7 +79,8 @@ def submit(
     names = _submitted(slurm, wanted, [*words, f"name={folder.name}"], folder, _parameters(planned, slurm, auto), sweep)
     print(
         f"{trials}; {len(wanted)} of {settings.shards} shard(s) submitted as {_array(names[0])} → {folder}\n"
-        f"`vramsweep status {folder}` follows them, `scancel {_array(names[0])}` ends them; logs: {folder / FOLDER}"
+        f"`vramsweep status {folder}` follows them, `scancel {_array(names[0])}` ends them; "
+        f"logs: {own_files(folder) / FOLDER}"
     )
 
 
@@ -115,14 +117,14 @@ def _submitted(
     """Submit the shards as one array; the names of the jobs. Raises UserError."""
     import submitit  # here: a second, which only those wait for who submit
 
-    place = folder / FOLDER
+    place = own_files(folder) / FOLDER
     if place.is_symlink():
         raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
     python = shlex.join(build_command("submitit")[:-2])  # it adds `-u -m submitit.core._submit`, which start.py reads
     executor = submitit.SlurmExecutor(folder=place, python=python)
     executor.update_parameters(**parameters)
     lines = [[*words, f"shard={shard.number}/{shard.count}"] for shard in wanted]
-    own = [str((folder / journal.name(shard.writer)).absolute()) for shard in wanted]
+    own = [str((own_files(folder) / journal.name(shard.writer)).absolute()) for shard in wanted]
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # it repeats sbatch's errors there
             jobs = executor.map_array(functools.partial(run_job, sweep), lines, own)
@@ -151,15 +153,15 @@ def _tidy(place: Path) -> None:
     for file in (*place.glob("*.pkl"), *place.glob(".submission_file_*.sh")):
         file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        place.rmdir()
-        place.parent.rmdir()
+        for one in (place, *place.parents[:2]):
+            one.rmdir()
 
 
 def submitted_jobs(folder: Path) -> dict[str, Shard]:
     """The jobs that were ever submitted for the sweep in this folder, by name, and the shard of each."""
     found: dict[str, Shard] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, RecursionError):
-        for name, text in json.loads(read_content(folder / FOLDER / JOBS))["jobs"].items():
+        for name, text in json.loads(read_content(own_files(folder) / FOLDER / JOBS))["jobs"].items():
             with contextlib.suppress(UserError):
                 found[name] = shards.parse(text)
     return found

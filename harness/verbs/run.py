@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from vramsweep.harness.config import compose, overrides
 from vramsweep.harness.config.hydra_values import QUOTED, split_values, value
 from vramsweep.harness.files import redaction
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.trial import Trial
@@ -116,6 +117,6 @@ def _show(asked: Session) -> int:
             continue
         conf = item.trial.allocator_variable()
         variable = f"PYTORCH_CUDA_ALLOC_CONF={shlex.quote(conf)} " if conf else ""
-        place = folder / "attempts" / item.trial_id / "1" / command_template.OUTPUT
+        place = own_files(folder) / "attempts" / item.trial_id / "1" / command_template.OUTPUT
         print(f"{variable}{shlex.join(command_template.command_words(item.trial, str(place)))}")
     return 2 if planned and all(item.trial is None for item in planned) else 0

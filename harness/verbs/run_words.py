@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.journal_lock import Lock
 from vramsweep.harness.sweep import run_trials, slurm_jobs, sweep_status
@@ -41,7 +42,7 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
     from vramsweep.harness.config.compose import compose  # and Hydra, which no refusal needs
     from vramsweep.harness.config.overrides import FULL_ERROR, variable
 
-    session = Session(argv, suffix, divisible)
+    session = Session(argv, suffix, divisible, verb)
     with session:
         try:
             if configs := compose(argv, verb, "run", session):
@@ -93,7 +94,7 @@ def _report_once(folder: Path) -> int:
     if found.done != found.total:
         print(f"{found.done} of {found.total} trials have rows; the report comes with the last, or vramsweep report")
         return 0
-    status, place = 0, folder / REPORTING
+    status, place = 0, own_files(folder) / REPORTING
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
     try:
         with contextlib.suppress(UserError):  # another shard saw the last row too, and reports

@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.text import Text
 
 from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.files.sweep_folder import find_sweeps, own_files
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import duration
 from vramsweep.harness.messages.argument_parser import Parser
@@ -31,7 +32,7 @@ from vramsweep.harness.rows.outcome import is_answer
 from vramsweep.harness.rows.schema import SYSTEM, Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.sweep import row_builder
+from vramsweep.harness.sweep import row_builder, slurm_jobs
 from vramsweep.harness.sweep.batch_prediction import together
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows
 
@@ -58,9 +59,8 @@ def parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """`status`; returns the exit status. Raises UserError for what is no sweep."""
     arguments = parser().parse_args(argv)
-    begun = {p.parent for p in Path("results").glob("*/journal*.jsonl")}
-    submitted = {p.parent.parent for p in Path("results").glob("*/cluster/jobs.json")}
-    if not (folders := arguments.folder or sorted(begun | submitted)):
+    named = [one for folder in arguments.folder for one in _sweeps(folder)]
+    if not (folders := named or sorted(find_sweeps(Path("results"), 1))):
         raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
     if arguments.watch is not None:
         return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)
@@ -73,6 +73,12 @@ def main(argv: Sequence[str]) -> int:
         if one.last_row_at:
             print(f"  last attempt began {one.last_row_at}")
     return 0
+
+
+def _sweeps(folder: Path) -> list[Path]:
+    """The folder, if it is a sweep's; else the sweeps below it, where there are any."""
+    begun = any(file.exists() for file in journal.files(folder)) or slurm_jobs.submitted_jobs(folder)
+    return [folder] if begun else sorted(find_sweeps(folder)) or [folder]
 
 
 def head(of: Status) -> str:
@@ -202,7 +208,7 @@ def running_attempts(folder: Path, rows: Sequence[Row], now: datetime) -> tuple[
     done = {row["trial_id"] for row in rows if row["terminal"] and row["attempt"] and is_answer(row["outcome"])}
     tried = {row["trial_id"]: row["attempt"] or 0 for row in rows}
     found = []
-    for place in _subfolders(folder / "attempts"):
+    for place in _subfolders(own_files(folder) / "attempts"):
         number, trial_id = row_builder.count_attempts(place), place.name
         attempt = place / str(number)
         if number == 0 or trial_id in done or number <= tried.get(trial_id, 0):

@@ -69,7 +69,7 @@ def test_shards_that_are_told_to_end_go_on_and_no_row_is_lost_or_doubled(
     assert {row["outcome"] for row in found} == {"ok"}
     assert len(found) == len(LENGTHS)
     assert "finished  6/6" in vramsweep("status")
-    logs = [file.read_text() for file in (folder / "cluster").glob("*_log.*")]
+    logs = [file.read_text() for file in (folder / "trials" / "cluster").glob("*_log.*")]
     assert sum(text.count("back in the queue") for text in logs) == 1  # Slurm puts the other back itself
     assert sum("report.html" in text for text in logs) == 1
     assert "nothing to submit: all have rows" in vramsweep(*SWEEP, "shards=5")

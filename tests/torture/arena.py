@@ -96,7 +96,7 @@ class Sweep:
     def journal(self) -> bytes:
         """The journal's bytes; none where there is none yet."""
         try:
-            return (self.place / journal.NAME).read_bytes()
+            return journal.files(self.place)[0].read_bytes()
         except OSError:
             return b""
 

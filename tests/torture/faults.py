@@ -170,7 +170,7 @@ def misbehaving(*names: str) -> Callable[[Arena, int], Count]:
             targets = ",".join(f"{TARGETS}:{name}" for name in (*names, "good"))
             sweep = arena.sweep(count, f"runner.target={targets}", "timeout_s=8", "retries=0", trials=len(names) + 1)
             _answered(sweep, {name: MISBEHAVIOUR[name] for name in names} | {"good": "ok"})
-            logs = [path.stat().st_size for path in sweep.place.glob("attempts/**/*.log")]
+            logs = [path.stat().st_size for path in sweep.place.glob("trials/attempts/**/*.log")]
             if max(logs, default=0) > 80 << 20:
                 count.lose(f"a log of {max(logs)} bytes stayed")
         return count
@@ -390,7 +390,7 @@ def appended_to(arena: Arena, sweep: Sweep) -> None:
     at = arena.random.randrange(1, 5)
     while len(sweep.rows()) < at and not sweep.ended():
         time.sleep(0.01)
-    with (sweep.place / journal.NAME).open("ab") as file:
+    with journal.files(sweep.place)[0].open("ab") as file:
         file.write(arena.random.choice(FOREIGN))
     sweep.inject()
 

@@ -50,12 +50,12 @@ def same_but_for_times(together: list[Row], alone: list[Row]) -> None:
 def both(run_sweep: Run, tmp_path: Path, *values: dict[str, Any]) -> list[Row]:
     """The rows of these trials, predicted together; they are as those of attempts of their own."""
     together = run_sweep(*values, isolation="warm")
-    traces = {path.name: path.read_bytes() for path in (tmp_path / "t" / "traces").iterdir()}
+    traces = {path.name: path.read_bytes() for path in (tmp_path / "t" / "trials" / "traces").iterdir()}
     (tmp_path / "t").rename(tmp_path / "together")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_prediction, "batches", lambda todo: {})
         same_but_for_times(together, run_sweep(*values, isolation="warm"))
-    assert {path.name: path.read_bytes() for path in (tmp_path / "t" / "traces").iterdir()} == traces
+    assert {path.name: path.read_bytes() for path in (tmp_path / "t" / "trials" / "traces").iterdir()} == traces
     return together
 
 
@@ -81,8 +81,8 @@ def test_rows_are_those_of_attempts_of_their_own(run_sweep: Run, tmp_path: Path)
     assert [row["trace_basis"] for row in rows] == ["traced"] * 6 + [None, "traced", None, "traced"]
     assert rows[4]["phase"] == "step 0, forward"
     assert rows[8]["phase"] == "start"
-    assert len(list((tmp_path / "t" / "traces").iterdir())) == 5  # 8, 32, 4096 x 512, bf16, the target's
-    attempts = tmp_path / "together" / "attempts"
+    assert len(list((tmp_path / "t" / "trials" / "traces").iterdir())) == 5  # 8, 32, 4096 x 512, bf16, the target's
+    attempts = tmp_path / "together" / "trials" / "attempts"
     assert sorted(path.name for path in attempts.iterdir()) == ["shared"]
     assert sorted(path.name for path in (attempts / "shared").iterdir()) == ["1", "2"]  # torch and custom
 
@@ -99,7 +99,7 @@ def test_rows_of_several_ranks_are_those_of_attempts_of_their_own(run_sweep: Run
 def test_one_trial_is_an_attempt_of_its_own_and_says_that_it_was_traced(run_sweep: Run, tmp_path: Path) -> None:
     (row,) = run_sweep(simulated(), isolation="warm")
     assert (row["isolation"], row["exit_code"], row["trace_basis"]) == ("warm", 0, "traced")
-    assert (tmp_path / "t" / "attempts" / row["trial_id"] / "1" / "result.json").is_file()
+    assert (tmp_path / "t" / "trials" / "attempts" / row["trial_id"] / "1" / "result.json").is_file()
 
 
 @pytest.mark.slow
@@ -112,9 +112,9 @@ def test_what_a_crash_leaves_unanswered_is_run_alone_and_has_its_evidence(
     assert [row["isolation"] for row in rows] == ["shared", "warm", "shared"]
     assert (rows[1]["exit_code"], rows[1]["attempt"]) == (-signal.SIGKILL, 1)
     assert "1 of 3 predictions could not be made together" in capsys.readouterr().err
-    before = (tmp_path / "t" / journal.NAME).read_bytes()
+    before = (tmp_path / "t" / "trials" / journal.NAME).read_bytes()
     run_sweep(*(target("killed_at_48", seq_len=n) for n in lengths), isolation="warm")
-    assert (tmp_path / "t" / journal.NAME).read_bytes() == before
+    assert (tmp_path / "t" / "trials" / journal.NAME).read_bytes() == before
 
 
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[subprocess.Popen[bytes], int]:
@@ -155,13 +155,13 @@ def test_a_stopped_sweep_leaves_no_process_and_goes_on_where_it_was(
     parent.send_signal(number)
     assert parent.wait(60) == (-number if number == signal.SIGKILL else 130)
     wait_for(lambda: all(map(gone, family)))
-    before = (tmp_path / "t" / journal.NAME).read_bytes()
+    before = (tmp_path / "t" / "trials" / journal.NAME).read_bytes()
     assert [length for length, *_ in found(tmp_path)] == [64, 8]
     assert sweep_status.read_status(tmp_path / "t").state == "stopped"
     names = {64: "fine", 8: "fine", 48: "waits_once", 40: "waits_once"}
     rows = run_sweep(*(target(name, seq_len=n) for n, name in names.items()), isolation="warm")
     assert [row["isolation"] for row in rows] == ["shared"] * 4
-    assert (tmp_path / "t" / journal.NAME).read_bytes().startswith(before)
+    assert (tmp_path / "t" / "trials" / journal.NAME).read_bytes().startswith(before)
     assert len(found(tmp_path)) == 4
 
 

@@ -255,7 +255,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     resume.write_plan(tmp_path / "t", planned, plan.Settings(**SETTINGS), "a run", set(), [])
     now = sweep_status.read_status(tmp_path / "t")
     assert (now.done, now.state) == (0, "stopped")
-    file = tmp_path / "t" / journal.NAME
+    file = tmp_path / "t" / "trials" / journal.NAME
     file.write_bytes(b"".join(file.read_bytes().splitlines(True)[:2]))
     monkeypatch.setattr(machine, "machine_facts", lambda: {"cpu_name": "two", "torch_version": "2.13.0"})
     capsys.readouterr()
@@ -382,7 +382,7 @@ def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
     run_sweep(tiny(seq_len=0), tiny(micro_batch=0))
     found = sweep_status.read_status(tmp_path / "t")
     assert (found.state, found.done, found.total, found.invalid) == ("finished", 2, 2, 2)
-    with (tmp_path / "t" / journal.NAME).open("a") as file:
+    with (tmp_path / "t" / "trials" / journal.NAME).open("a") as file:
         file.write('{"torn')
     assert sweep_status.read_status(tmp_path / "t").unreadable == 1
     assert json.loads((tmp_path / "t" / journal.PLAN).read_text())["trials"]

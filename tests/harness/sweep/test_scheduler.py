@@ -239,7 +239,7 @@ def test_one_that_is_ended_leaves_its_neighbour_alone(tmp_path: Path, monkeypatc
     assert first["node_trials"] == [second["trial_id"]] and second["node_trials"] == [first["trial_id"]]
     assert "not_alone" in second["flags"]
     assert all(gone(int((tmp_path / name).read_text())) for name in "12")
-    assert len(list((tmp_path / "t" / "templates").iterdir())) == 1
+    assert len(list((tmp_path / "t" / "trials" / "templates").iterdir())) == 1
 
 
 def test_plan_expects_less_time_where_trials_run_beside_each_other() -> None:

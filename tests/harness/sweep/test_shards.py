@@ -192,10 +192,10 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     said = {line.removeprefix("#SBATCH --") for line in script if line.startswith("#SBATCH")}
     assert {"array=0-1%2", "partition=gpu", "time=90", "mem=2048M", "qos=night", "requeue", "signal=USR2@90"} <= said
     assert not any(line.startswith("gpus") for line in said)  # device=cpu
-    job = DelayedSubmission.load(folder / "cluster" / "7_1_submitted.pkl")
+    job = DelayedSubmission.load(folder / "trials" / "cluster" / "7_1_submitted.pkl")
     assert job.function.func is slurm_jobs.run_job and job.function.args == (run_words.run_sweep,)
     assert job.args[0] == [*words, "name=tiny-torch-cpu", "shard=2/2"]
-    assert job.args[1] == str(folder.absolute() / "journal-2of2.jsonl")
+    assert job.args[1] == str(folder.absolute() / "trials" / "journal-2of2.jsonl")
     assert not list(folder.glob("journal*"))  # what is written, and the report, are the jobs'
     assert not (folder / "report.html").exists()
 

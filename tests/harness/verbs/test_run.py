@@ -129,7 +129,7 @@ def test_a_quoted_sign_of_the_shells_is_text(capsys: pytest.CaptureFixture[str])
 def test_a_dry_run_shows_the_place_and_makes_none(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (line,) = dry(["name=n", "--", "true", "{output_dir}"], capsys)
     place = Path(line.split()[1])
-    assert place.relative_to(here / "results" / "n" / "attempts").parts[1:] == ("1", "output")
+    assert place.relative_to(here / "results" / "n" / "trials" / "attempts").parts[1:] == ("1", "output")
     assert not list(here.iterdir())
 
 

@@ -200,7 +200,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
     with Journal(tmp_path / "t") as book:
         book.extend(rows[:2])
         written_plan(tmp_path / "t", rows, launcher=process_identity.own_identity())
-        with (tmp_path / "t" / journal.NAME).open("ab") as other:
+        with (tmp_path / "t" / "trials" / journal.NAME).open("ab") as other:
             other.write(journal.line(rows[2])[:99])
         yield tmp_path / "t"
 

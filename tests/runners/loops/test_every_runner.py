@@ -169,7 +169,7 @@ def test_what_fails_after_the_measured_steps_leaves_the_measurement(run_sweep: R
     assert whole["model_flops_per_token"] is not None and whole["notes"] is None
     assert oom["model_flops_per_token"] is None
     assert "the step that counts FLOPs failed" in oom["notes"][0] and "CUDA out of memory" in oom["notes"][0]
-    result, _ = attempt.read_result(tmp_path / "t" / "attempts" / killed["trial_id"] / "1")
+    result, _ = attempt.read_result(tmp_path / "t" / "trials" / "attempts" / killed["trial_id"] / "1")
     assert result is not None and result["complete"] is False
     for values in (whole, oom, result["values"]):
         assert values["tokens_per_s"] > 0 and values["peak_reserved_bytes"] > 0
@@ -200,7 +200,7 @@ def test_what_targets_and_options_say_reaches_the_row(run_sweep: Run, tmp_path: 
     rows = run_sweep(*(values for values, _, _ in said))
     for row, (_, outcome, reason) in zip(rows, said, strict=True):
         assert row["outcome"] == outcome and reason in row["reason"], row["reason"]
-    folder = tmp_path / "t" / "attempts" / rows[-1]["trial_id"] / "1"
+    folder = tmp_path / "t" / "trials" / "attempts" / rows[-1]["trial_id"] / "1"
     assert "this target is broken" in (folder / "stderr.log").read_text()
     assert json.loads((folder / "spec.json").read_text())["trial"] == rows[-1]["trial"]
     assert {row["trial_id"]: row for row in journal.read(tmp_path / "t")[0]} == {row["trial_id"]: row for row in rows}

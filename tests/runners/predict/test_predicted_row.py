@@ -46,7 +46,7 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
         small,
     )
     assert [row["outcome"] for row in rows] == ["ok", "ok", "ok", "invalid", "oom"]
-    assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2
+    assert len(list((tmp_path / "t" / "trials" / "traces").glob("*.json"))) == 2
     for row in rows[:3]:
         assert row["memory_source"] == "simulator"
         assert sum(row[f"peak_{part}_bytes"] for part in PARTS) == row["peak_allocated_bytes"]

@@ -148,7 +148,7 @@ def test_rows_of_kept_traces_are_the_same(kept: Path, run_sweep: Run, tmp_path: 
     assert count >= 3
     shutil.rmtree(tmp_path / "t")
     again = run_sweep(*wanted)
-    assert not (tmp_path / "t" / "traces").exists()  # nothing was traced
+    assert not (tmp_path / "t" / "trials" / "traces").exists()  # nothing was traced
     assert len(list(kept.iterdir())) == count
     for one, other in zip(first, again, strict=True):
         assert {k: v for k, v in one.items() if k not in DIFFERENT} == {

@@ -273,7 +273,7 @@ def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(run_sweep: Run
     Path("t.py").write_text(f"import os, sys; os.chdir('/'); open(sys.argv[1] + '/x', 'w').close()\n{LOOP}")
     (row,) = run_sweep(command("PYTHON t.py {output_dir}"))
     assert row["outcome"] == "ok", row["reason"]
-    assert len(list(here.glob("t/attempts/*/1/output/x"))) == 1
+    assert len(list(here.glob("t/trials/attempts/*/1/output/x"))) == 1
 
 
 HYDRA = f"""
@@ -311,4 +311,4 @@ def test_a_failing_command_says_its_own_cause(
     (row,) = run_sweep(command(words))
     assert (row["outcome"], row["reason"][: len(reason)]) == (kind, reason), row["reason"]
     if kind == "oom":
-        assert json.loads(next(here.glob("t/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1
+        assert json.loads(next(here.glob("t/trials/attempts/*/1/seen-*.json")).read_text())["forwards"] == 1

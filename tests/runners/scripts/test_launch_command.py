@@ -188,7 +188,7 @@ def test_the_script_notices_nothing(run_sweep: Run, here: Path, monkeypatch: pyt
     before = {path.name for path in here.iterdir()}
     (row,) = run_sweep(command("PYTHON peek.py", runner={"stop": False}))
     assert row["outcome"] == "ok"
-    (place,) = here.glob("t/attempts/*/1")
+    (place,) = here.glob("t/trials/attempts/*/1")
     assert (place / "stderr.log").read_text() == bare.stderr
     told, alone = (text.splitlines() for text in ((place / "stdout.log").read_text(), bare.stdout))
     assert told[1:] == alone[1:]
@@ -241,7 +241,7 @@ def test_steps_are_seen_however_they_are_made(run_sweep: Run, tmp_path: Path, ki
     assert (row["load_peak_reserved_bytes"] is None) == (kind in ("functional", "in_place"))
     if kind != "compiled" and kind != "in_place":
         assert row["backward_peak_allocated_bytes"] >= 2 * 4 * 32 * 32  # weights and their gradients
-    (place,) = tmp_path.glob("t/attempts/*/1")
+    (place,) = tmp_path.glob("t/trials/attempts/*/1")
     assert not (place / "stderr.log").read_text()
     seen = [json.loads(path.read_text()) for path in place.glob("seen-*.json")]
     assert {one["problem"] for one in seen} == {None}

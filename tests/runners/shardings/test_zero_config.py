@@ -129,7 +129,9 @@ def test_what_each_storage_of_the_engine_is_for(run_sweep: Run, tmp_path: Path, 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
     """The traces of the sweep."""
-    return [asdict(trace_cache.read(file.read_bytes())[0]) for file in (folder / "t" / "traces").glob("*.json")]
+    return [
+        asdict(trace_cache.read(file.read_bytes())[0]) for file in (folder / "t" / "trials" / "traces").glob("*.json")
+    ]
 
 
 @pytest.mark.slow

@@ -169,7 +169,7 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
         runner = {"name": "custom", "target": f"{TARGETS / 'simulated_faults.py'}:{name}"}
         return tiny(device=SIMULATED, runner=runner, **over)
 
-    folder = tmp_path / "t" / "attempts" / "shared" / "1"
+    folder = tmp_path / "t" / "trials" / "attempts" / "shared" / "1"
     killed = [fault("killed_at_48", seq_len=length) for length in (32, 48)]
     expandable = {"name": "expandable", "conf": "expandable_segments:True"}
     fine = [fault("fine"), fault("fine", allocator=expandable)]
@@ -181,7 +181,7 @@ def test_a_trace_that_crashes_or_hangs_leaves_only_its_own_trials_unanswered(
         assert found[number]["result"]["values"]["peak_allocated_bytes"] > 0
         assert found[number]["result"]["values"]["trace_basis"] == "traced"
         assert found[number]["duration_s"] > 0
-    assert len(list((tmp_path / "t" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
+    assert len(list((tmp_path / "t" / "trials" / "traces").glob("*.json"))) == 2  # 32, and one for both allocators
     told = [json.loads(line) for line in (folder / PROGRESS).read_text().splitlines()]
     assert told[-1] == {"text": "predicting", "done": 4, "total": 4}  # families, of which three have one length
     assert [one["done"] for one in told if one["text"] == "predicting"] == [3, 4]

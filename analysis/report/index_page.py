@@ -1,0 +1,84 @@
+"""index.html: the sweeps below a folder, each with what it comes to, how far it is, and its report.
+
+Not covered: comparing them (`vramsweep compare`); sweeps more than two folders down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from vramsweep.analysis.data.load import load
+from vramsweep.analysis.report import page, summary
+from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.write import unwritable
+from vramsweep.harness.files import outputs
+from vramsweep.harness.files.missing_rows import describe_missing
+from vramsweep.harness.files.sweep_folder import find_sweeps
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.sweep import sweep_status
+
+NAME = "index.html"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A sweep. `about` says of what it is, `state` how far it is (running, waiting, stopped, finished), `last` when its
+    last attempt began; null where it has no rows that can be read, and `about` says why then. `report` is the address
+    of its page, from the index; null where there is none yet."""
+
+    folder: str
+    about: str
+    state: str | None = None
+    last: str | None = None
+    findings: tuple[str, ...] = ()
+    report: str | None = None
+
+
+def write(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
+    """Write the index of the sweeps below `place` into `folder`; return its entries, the last sweep first.
+
+    `say` hears which one is read. Raises UserError where there is none, or it cannot be written.
+    """
+    if not (sweeps := find_sweeps(place)):
+        raise UserError(describe_missing(place))
+    found = []
+    for number, sweep in enumerate(sweeps, 1):
+        say(f"reading {sweep} ({number} of {len(sweeps)})")
+        found.append(_read(sweep, folder))
+    title = f"Sweeps in {place}"
+    try:
+        with outputs.into_folder(folder, "report", beside=True) as (draft, _):
+            text = page.page("index", [], title=title, entries=found, drawn=False, choices=page.NO_CHOICES)
+            (draft / NAME).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise unwritable(error, folder) from None
+    return found
+
+
+def text(of: Entry) -> str:
+    """An entry for a terminal."""
+    return "\n".join([f"{of.folder}  {_state(of)}".rstrip(), *(f"  {line}" for line in (of.about, *of.findings))])
+
+
+def _state(of: Entry) -> str:
+    return ", ".join(filter(None, [of.state, of.last and of.last[:10]]))
+
+
+def _read(sweep: Path, index: Path) -> Entry:
+    report = sweep / "report.html"
+    link = quote(os.path.relpath(report, index)) if report.is_file() else None
+    try:
+        status = sweep_status.read_status(sweep)
+        if not status.done:
+            return Entry(str(sweep), sweep_status.progress(status), status.state, status.last_row_at, report=link)
+        table = load(sweep)
+        found = summary.summary(table)
+    except UserError as error:
+        return Entry(str(sweep), str(error), report=link)
+    of = [f"{name} {told}" for name in ("model", "seq_len", "precision") if (told := values(table.frame, name, 3))]
+    about = "; ".join([*found.title.partition(": ")[2].splitlines(), ", ".join(of).replace("seq_len", "lengths")])
+    return Entry(str(sweep), about, status.state, status.last_row_at, found.findings[:2], link)
