@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vramsweep.harness.rows import journal
+
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES, PAGE = ROOT / "docs" / "images" / "gallery", ROOT / "docs" / "gallery.md"
 WIDTH, LARGEST = 800, 150_000  # pixels of a column of the site; bytes of a file
