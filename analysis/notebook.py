@@ -30,6 +30,7 @@ from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.data.ranks import HOW, over_ranks
 from vramsweep.analysis.display import Compared, Fits, Limits, Report, Rows
 from vramsweep.harness.config import hydra_values
+from vramsweep.harness.files.sweep_folder import sweep_of
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
@@ -221,7 +222,7 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
     source = Path(table.source)
     if folder is None and not source.is_dir():
         raise UserError(f"say where the report is to be written: report(rows, folder); the rows are from {source}")
-    place = source if folder is None else Path(folder)
+    place = sweep_of(source) if folder is None else Path(folder)
     return Report(write_report(table, place, list(images), read_question(source)))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from vramsweep.harness.files.sweep_folder import find_sweeps, own_files
+from vramsweep.harness.files.sweep_folder import OWN, find_sweeps
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
@@ -31,7 +31,7 @@ def refuse_missing(words: Sequence[str], foreign: bool, several: bool = False) -
         return
     if not there:
         raise UserError(describe_missing(place) + (FOREIGN if foreign else ""))
-    sweep = not place.is_dir() or any(own_files(place).glob("journal*.jsonl"))
+    sweep = not place.is_dir() or any(one for own in (place, place / OWN) for one in own.glob("journal*.jsonl"))
     if foreign and not sweep and not (several and find_sweeps(place)):
         raise UserError(describe_missing(place) + FOREIGN)
     if foreign and place.suffix == ".json" and place.is_file():

@@ -30,7 +30,7 @@ from typing import Any
 
 from vramsweep.harness.files import missing_rows, plain_json
 from vramsweep.harness.files.bounded_reads import error_reason, open_descriptor, open_regular
-from vramsweep.harness.files.sweep_folder import own_files
+from vramsweep.harness.files.sweep_folder import OWN
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.journal_lock import Lock
@@ -175,18 +175,18 @@ def plan_name(writer: str | None) -> str:
 
 def plans(folder: Path) -> list[dict[str, Any]]:
     """What the writers' last commands in this folder planned, the latest last; those that can be read."""
-    own = own_files(folder)
-    found = map(plain_json.read_object, (own / PLAN, *sorted(own.glob("plan-*.json"))))
+    files = [file for own in (folder, folder / OWN) for file in (own / PLAN, *sorted(own.glob("plan-*.json")))]
+    found = map(plain_json.read_object, files)
     return sorted((one for one in found if one is not None), key=lambda one: str(one.get("started_at")))
 
 
 def files(place: Path) -> list[Path]:
-    """The journals of a sweep's folder, every writer's; of a file, that file."""
+    """The journals of a sweep's folder, every writer's, those that an earlier version began first; of a file, that
+    file. One that is not there where there is none."""
     if not place.is_dir():
         return [place]
-    folder = own_files(place)
-    own = folder / NAME
-    return [*([own] if own.exists() else []), *sorted(folder.glob("journal-*.jsonl"))] or [place / NAME]
+    found = [file for own in (place, place / OWN) for file in ((own / NAME), *sorted(own.glob("journal-*.jsonl")))]
+    return [file for file in found if file.exists()] or [place / NAME]
 
 
 def read(place: Path) -> tuple[list[Row], int]:
