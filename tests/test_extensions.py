@@ -51,8 +51,8 @@ SHARDING = (
     "from vramsweep.runners.shardings.ddp import checked, on_cpu, sharded, traced\n",
 )  # fmt: skip
 TECHNIQUE = (
-    "harness/spec/techniques/layers.py", "\nTECHNIQUES: tuple[Technique, ...] = (",
-    'Technique("kernels", "ballast", "a buffer that nobody needs", module=".techniques.ballast"),',
+    "harness/spec/techniques/layers.json", "techniques",
+    '{"axis": "kernels", "name": "ballast", "meaning": "a buffer that nobody needs", "module": ".techniques.ballast"}',
     "runners/techniques/ballast",
     f'''
 import torch
@@ -112,18 +112,20 @@ CASES = {
 
 
 def add(root: Path, table: str, begin: str, entry: str, module: str = "", code: str = "") -> None:
-    """Insert the entry at the end of the table that begins so, and write the module."""
+    """Insert the entry at the end of the table that begins so, or is the value of that key, and write the module."""
     text = (root / table).read_text()
     if table.endswith(".json"):
-        (root / table).write_text(json.dumps([*json.loads(text), json.loads(entry)]))
-        return
-    if table.endswith(".tsv"):
-        (root / table).write_text(f"{text}{entry}\n")
-        return
-    start = text.index(begin)
-    indent = begin[1 : len(begin) - len(begin.lstrip())]  # of the table itself
-    end = text.index(f"\n{indent[4:]})", start)
-    (root / table).write_text(f"{text[:end]}\n{indent}    {entry}{text[end:]}")
+        read = json.loads(text)
+        (read[begin] if begin else read).append(json.loads(entry))
+        text = json.dumps(read)
+    elif table.endswith(".tsv"):
+        text = f"{text}{entry}\n"
+    else:
+        start = text.index(begin)
+        indent = begin[1 : len(begin) - len(begin.lstrip())]  # of the table itself
+        end = text.index(f"\n{indent[4:]})", start)
+        text = f"{text[:end]}\n{indent}    {entry}{text[end:]}"
+    (root / table).write_text(text)
     if module:
         with (root / f"{module}.py").open("x") as file:
             file.write(f'"""New."""\n{code}')

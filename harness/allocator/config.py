@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 from vramsweep.harness.messages import suggestions
@@ -51,21 +52,6 @@ class Option:
     alias: str | None
 
 
-def _option(
-    default: Any,
-    meaning: str,
-    allowed: str = "True or False",
-    accepts: Callable[[Any], bool] = lambda _value: True,
-    *,
-    since: str = OLDEST_TORCH,
-    scope: Scope = "device",
-    alias: str | None = None,
-) -> Any:
-    """Make the field of an option, which has all that `Option` says of it but name and kind."""
-    about = {"allowed": allowed, "since": since, "scope": scope, "meaning": meaning, "accepts": accepts, "alias": alias}
-    return field(default=default, metadata=about)
-
-
 def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
@@ -79,74 +65,24 @@ class AllocatorConfig:
     Raises AllocatorConfigError when a value is out of range.
     """
 
-    backend: str = _option(
-        "native", "PyTorch's own caching allocator, or the CUDA driver's stream-ordered one",
-        "native or cudaMallocAsync", lambda v: v in ("native", "cudaMallocAsync"), scope="backend",
-    )  # fmt: skip
-    expandable_segments: bool = _option(
-        False, "one growing virtual range per pool and stream instead of many fixed segments (not on Windows)"
-    )
-    large_segment_size_mb: int = _option(
-        20, "size of a segment shared by requests between 1 and 10 MiB; page size of expandable segments (default 20)",
-        "more than 10", lambda v: v > 10, since="2.11",
-    )  # fmt: skip
-    max_split_size_mb: int | None = _option(
-        None, "blocks of this size or more are never split (default: no limit)", "at least large_segment_size_mb (20)"
-    )
-    max_non_split_rounding_mb: int | None = _option(
-        None,
-        "how much larger than the request an unsplittable cached block may be (default: large_segment_size_mb)",
-        "at least large_segment_size_mb (20)",
-    )
-    roundup_power2_divisions: tuple[int, ...] = _option(
-        NO_ROUNDUP,
-        "rounds requests up to a fraction of the power of two below them, so that more of them share a size",
-        "a power of two, or [MiB:divisions,...,>:divisions] with powers of two (divisions may be 0: off)",
-        lambda v: len(v) == INTERVALS and all(d == 0 or _power_of_two(d) for d in v),
-    )
-    garbage_collection_threshold: float | None = _option(
-        None, "share of the memory limit above which old cached blocks are freed before a new segment is made",
-        "more than 0 and less than 1", lambda v: 0 < v < 1,
-    )  # fmt: skip
-    per_process_memory_fraction: float = _option(
-        1.0, "memory limit as a share of the device's memory (default 1: no limit)", "0 to 1", lambda v: 0 <= v <= 1,
-        since="2.10",
-    )  # fmt: skip
-    throw_on_cudamalloc_oom: bool = _option(
-        False, "refuse a request that would pass the memory limit before calling cudaMalloc", since="2.12"
-    )
-    release_lock_on_cudamalloc: bool = _option(
-        False, "let other threads use the allocator while cudaMalloc runs", alias="release_lock_on_hipmalloc"
-    )
-    graph_capture_record_stream_reuse: bool = _option(
-        False, "reuse blocks other streams used while a CUDA graph is being captured", since="2.9"
-    )
-    pinned_use_cuda_host_register: bool = _option(
-        False, "pin host memory with cudaHostRegister instead of cudaHostAlloc", scope="host",
-        alias="pinned_use_hip_host_register",
-    )  # fmt: skip
-    pinned_num_register_threads: int = _option(
-        1, "threads that touch pages before cudaHostRegister (default 1)", "a power of two up to 128",
-        lambda v: _power_of_two(v) and v <= 128, scope="host",
-    )  # fmt: skip
-    pinned_use_background_threads: bool = _option(
-        False, "watch for the end of copies from pinned memory in a background thread", scope="host"
-    )
-    pinned_reserve_segment_size_mb: int | None = _option(
-        None, "pin one segment of this size up front and serve small requests from it (default: none)",
-        "more than 0", lambda v: v > 0, since="2.10", scope="host",
-    )  # fmt: skip
-    pinned_max_round_threshold_mb: int | None = _option(
-        None, "pinned requests above this are not rounded up to a power of two (default: no limit)", "0 or more",
-        since="2.12", scope="host",
-    )  # fmt: skip
-    pinned_max_cached_size_mb: int | None = _option(
-        None, "pinned blocks above this are given back instead of cached (default: no limit)", "0 or more",
-        since="2.12", scope="host",
-    )  # fmt: skip
-    pinned_free_catch_all: bool = _option(
-        False, "warn instead of raising when freeing pinned memory fails", since="2.12", scope="host"
-    )
+    backend: str = "native"
+    expandable_segments: bool = False
+    large_segment_size_mb: int = 20
+    max_split_size_mb: int | None = None
+    max_non_split_rounding_mb: int | None = None
+    roundup_power2_divisions: tuple[int, ...] = NO_ROUNDUP
+    garbage_collection_threshold: float | None = None
+    per_process_memory_fraction: float = 1.0
+    throw_on_cudamalloc_oom: bool = False
+    release_lock_on_cudamalloc: bool = False
+    graph_capture_record_stream_reuse: bool = False
+    pinned_use_cuda_host_register: bool = False
+    pinned_num_register_threads: int = 1
+    pinned_use_background_threads: bool = False
+    pinned_reserve_segment_size_mb: int | None = None
+    pinned_max_round_threshold_mb: int | None = None
+    pinned_max_cached_size_mb: int | None = None
+    pinned_free_catch_all: bool = False
 
     def __post_init__(self) -> None:
         divisions = tuple(0 if d == 1 else d for d in self.roundup_power2_divisions)
@@ -180,7 +116,31 @@ _KINDS: dict[Any, Kind] = {
     str: "name", bool: "bool", int: "whole number", int | None: "whole number", float: "number",
     float | None: "number", tuple[int, ...]: "divisions",
 }  # fmt: skip
-OPTIONS = tuple(Option(name=f.name, kind=_KINDS[f.type], **f.metadata) for f in fields(AllocatorConfig))
+# Which values of its type torch takes for an option, where not all.
+_ACCEPTS: dict[str, Callable[[Any], bool]] = {
+    "backend": lambda v: v in ("native", "cudaMallocAsync"),
+    "large_segment_size_mb": lambda v: v > 10,
+    "roundup_power2_divisions": lambda v: len(v) == INTERVALS and all(d == 0 or _power_of_two(d) for d in v),
+    "garbage_collection_threshold": lambda v: 0 < v < 1,
+    "per_process_memory_fraction": lambda v: 0 <= v <= 1,
+    "pinned_num_register_threads": lambda v: _power_of_two(v) and v <= 128,
+    "pinned_reserve_segment_size_mb": lambda v: v > 0,
+}
+
+
+def _read_options() -> tuple[Option, ...]:
+    """Return the option of each field of AllocatorConfig, described by its line of options.tsv."""
+    _, *lines = Path(__file__).with_name("options.tsv").read_text("utf-8").splitlines()
+    about: dict[str, list[Any]] = {name: others for name, *others in (line.split("\t") for line in lines)}
+    found = []
+    for one in fields(AllocatorConfig):
+        since, scope, alias, allowed, meaning = about[one.name]
+        accepts = _ACCEPTS.get(one.name, lambda _value: True)
+        found.append(Option(one.name, _KINDS[one.type], allowed, since, scope, meaning, accepts, alias or None))
+    return tuple(found)
+
+
+OPTIONS = _read_options()
 _BY_NAME = {o.name: o for o in OPTIONS} | {o.alias: o for o in OPTIONS if o.alias}
 _GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_power2_divisions takes a size per interval"}
 _DEFAULT = AllocatorConfig()

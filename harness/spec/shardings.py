@@ -70,4 +70,5 @@ NAMES = tuple(s.name for s in SHARDINGS)
 DDP, FSDP, ZERO = (tuple(s.name for s in SHARDINGS if s.library == name) for name in ("ddp", "fsdp", "deepspeed"))
 WHOLE = tuple(s.name for s in SHARDINGS if s.whole)
 READABLE = tuple(s.name for s in SHARDINGS if s.readable)
+OF_TORCH = tuple(name for name in NAMES if name not in ("none", *ZERO))  # of several ranks, without DeepSpeed
 PLAIN = tuple(name for name in WHOLE if name not in ZERO)  # whole weights, of torch's own dtypes and optimizer

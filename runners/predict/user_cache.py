@@ -70,7 +70,7 @@ def _folder() -> Path | None:
 
 @cache
 def _installed_state() -> str | None:
-    """A hash of our code and of what is installed; None where a library's code may change under one version."""
+    """A hash of our code and tables, and of what is installed; None where a library may change under one version."""
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
             origin = json.loads(metadata.distribution(name).read_text("direct_url.json") or "{}")
@@ -82,7 +82,7 @@ def _installed_state() -> str | None:
             found.update(repr(sorted(one.name for one in Path(place or ".").glob("*.*-info"))).encode())
     root = Path(__file__).parents[2]  # not resolved: its folders may be links
     for part in ("harness", "runners"):
-        for file in sorted((root / part).rglob("*.py")):
+        for file in sorted(file for kind in ("py", "json", "tsv") for file in (root / part).rglob(f"*.{kind}")):
             found.update(f"{file.relative_to(root)} ".encode() + file.read_bytes())
     return found.hexdigest()
 

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TARGETS
+from conftest import ROOT, TARGETS, cases
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
@@ -31,19 +31,6 @@ for _ in range(8):
     torch.optim.SGD(net.parameters(), lr=0.1).step()
 """
 PREDICTED = ("model=tiny", "seq_len=32,64,96", "device.gpu=t4-16gb", "precision=fp32")
-LINES = (  # in a sweep's own folder; {out} is another
-    "status .", "check .", "fit .", "frontier .", "compare . . --figure {out}/c.html", "calibrate . .",
-    "report . --out {out}/report --images png", "paper . --out {out}/paper", "export . {out}/rows.parquet",
-    "explain .", "explain model=tiny seq_len=32", "timeline . --out {out}/t.html",
-    "timeline . --json", "draw {out}/t.json {out}/d.html", "replay {snapshot} --figure {out}/r.html",
-    "validate {out}/case.yaml results={out}",
-    "errors {out}/validation/readings.json", "advise model=tiny seq_len=32 --most 1",
-    "predict model=tiny seq_len=32 results={out} name=p", "plan model=tiny device=cpu",
-    "sweep model=tiny seq_len=32 name=s device=cpu protocol=brief results=. report=false",
-    "sweep runner=custom runner.target={out}/mine.py:good name=c device=cpu results=. report=false isolation=cold",
-    "run name=r results=. report=false device=simulated -- {python} {out}/train.py",
-    "doctor", "gpus", "techniques", "columns", "help",
-)  # fmt: skip
 
 
 def trap(folder: Path) -> Path:
@@ -71,7 +58,10 @@ def test_no_verb_imports_anything_from_the_current_folder(
         (out / name).write_text(text)
     marker = trap(folder)
     monkeypatch.chdir(folder)
-    every = [line.format(out=out, snapshot=SNAPSHOT, python=sys.executable).split() for line in LINES]
+    every = [
+        line.format(out=out, snapshot=SNAPSHOT, python=sys.executable).split()
+        for (line,) in cases("lines_of_every_verb")
+    ]
     assert {line[0] for line in every} == {*verbs.BY_NAME, *verbs.INTERNAL}
     capsys.readouterr()
     for line in every:

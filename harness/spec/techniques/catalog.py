@@ -1,11 +1,11 @@
 """Settings that trade memory, time or exactness: an axis each, and an entry for every value that an axis can take.
 
-A new technique is an entry in one of the modules here, a module under runners/techniques/ that applies it, and a test.
-A new axis is an entry in `AXES`, a field of harness.spec.trial.Trial and a line in conf/config.yaml; its column, its
+A new technique is an entry in one of the tables here, a module under runners/techniques/ that applies it, and a test.
+A new axis is an entry in one too, a field of harness.spec.trial.Trial and a line in conf/config.yaml; its column, its
 place in figures and its default in ids follow. Trials are checked here, workers import what the entries name.
 
 Not covered: who drives the loop and how ranks divide the work (runner_table.py), the allocator (allocator/config.py),
-how the techniques are shown (tables.py).
+how the techniques are shown (wording.py).
 """
 
 from __future__ import annotations

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from vramsweep.harness.spec import shardings
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -44,8 +48,7 @@ class Package:
 
 
 # What `proven` says: within 0.2 % of the predicted peak allocated there, and of reserved within 1 % or as it says.
-H100 = "H100, torch 2.11 (docs/h100.md)"
-H200 = "H200, torch 2.11 (docs/h200.md)"
+_PROVEN = {"H100": "H100, torch 2.11 (docs/h100.md)", "H200": "H200, torch 2.11 (docs/h200.md)"}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,39 @@ class Technique:
 
     def __str__(self) -> str:
         return f"{self.axis}={text(self.name)}"
+
+
+def read_table(name: str, *rules: Rule) -> tuple[tuple[Axis, ...], tuple[Technique, ...]]:
+    """Return the axes and the techniques of a JSON file of this folder, whose entries name rules as the functions are.
+
+    An exclusion that several techniques have is named there, and stands in `shared`; so a text is such a name. Where
+    names of ways of sharding are expected, a text is a constant of shardings.py.
+    """
+    read = json.loads(Path(__file__).with_name(name).read_text("utf-8"))
+    kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
+    axes = (Axis(**axis | {"kind": kinds[axis["kind"]], "of": _tuples(axis.get("of"))}) for axis in read["axes"])
+    named = {rule.__name__.removeprefix("_"): rule for rule in rules}
+    return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), named) for entry in read["techniques"])
+
+
+def _read_technique(entry: dict[str, Any], shared: dict[str, Any], rules: dict[str, Rule]) -> Technique:
+    excludes = (shared[one] if isinstance(one, str) else one for one in entry.pop("excludes", ()))
+    return Technique(
+        packages=tuple(Package(*package.split(">=")) for package in entry.pop("packages", ())),
+        shardings=_constant(entry.pop("shardings", None)),
+        excludes=tuple((setting, _constant(values), why) for setting, values, why in excludes),
+        rules=tuple(rules[rule] for rule in entry.pop("rules", ())),
+        proven=_PROVEN[entry.pop("proven")] if "proven" in entry else None,
+        **{field: _tuples(value) for field, value in entry.items()},
+    )
+
+
+def _constant(values: Any) -> Any:
+    return getattr(shardings, values) if isinstance(values, str) else _tuples(values)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def text(value: Any) -> str:

@@ -205,17 +205,3 @@ def test_one_trial_by_its_settings(tmp_path: Path, cli: Cli) -> None:
     words = ("model=tiny", "seq_len=32", "device=simulated", "device.gpu=t4-16gb", "precision=fp32")
     assert cli.run("timeline", *words, "--out", out).out == f"{out}\n"
     assert "tiny, 32 tokens" in out.read_text()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model=tiny", "seq_len=32", "device=cpu"], "timeline is of a predicted step"),
-        (["-m", "model=tiny", "seq_len=32,64", "device=simulated"], "these are 2"),
-        (["no-such-folder"], "there is no file or folder no-such-folder"),
-        ([], "timeline of what?"),
-    ],
-)
-def test_mistakes_are_explained(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        timeline.main(words)

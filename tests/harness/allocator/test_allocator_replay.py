@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from allocator_recorder import record
-from conftest import ROOT
+from conftest import ROOT, cases
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_allocator_simulator import OPERATIONS
@@ -23,18 +23,7 @@ pytestmark = pytest.mark.deterministic
 TESTS = ROOT / "tests"
 SHARED = TESTS.parents[1] / "shared" / "data" / "snapshots"
 SMALL = TESTS / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
-PEAK_MIB = {
-    "results_medium_128_training_memory_snapshot.pickle": 6900,
-    "results_medium_256_training_memory_snapshot.pickle": 8836,
-    "results_medium_512_training_memory_snapshot.pickle": 12074,
-    "results_medium_1024_training_memory_snapshot.pickle": 24012,
-    "results_medium_512_inference_memory_snapshot.pickle": 1890,
-    "silmont2000__b61be4_mem_snapshot.pickle": 3606,
-    "silmont2000__769df2_memory_forward_fp32_128.pickle": 582,
-    "silmont2000__d9ecf8_memory_forward_bf16_128.pickle": 822,
-    "MAGMA27__a80ccc_memory_snapshot.pickle": 13524,
-    "bcrafton__06f51a_memory_snapshot.pickle": 4042,
-}
+PEAK_MIB = {file: int(peak) for file, peak in cases("recorded_peaks")}
 
 
 def check_exact(path: Path) -> None:

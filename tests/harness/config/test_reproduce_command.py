@@ -6,7 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
-from conftest import TARGETS, custom, refusal, tiny
+from conftest import TARGETS, cases, custom, refusal, tiny
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
@@ -18,23 +18,6 @@ from vramsweep.harness.config.hydra_values import value
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import plan
-
-CONF_CUSTOM = "allocator.conf='roundup_power2_divisions:[256:1,512:2,>:8],garbage_collection_threshold:0.6'"
-COMMANDS: list[list[str]] = [
-    ["seq_len=96"],
-    ["model=tiny", "device=cpu", "precision=fp32", "protocol=brief", "repeats=3", "seed=7", "optimizer=sgd"],
-    ["device=simulated", "device.gpu=h200", "allocator=expandable", "attention=eager"],
-    ["allocator=custom", CONF_CUSTOM, "record=true", "checkpointing=full"],
-    ["model=hub", "model.path=\"an org/a model's name\"", "weights=pretrained",
-     "data='C:\\a, b=\\${c}: {d}.txt'"],
-    ["model=tiny", "model.config.hidden_size=128", "+model.config.rope={theta:1e4,on:[true,null,'x y']}"],
-    ["model=tiny", "model.name=mine", "~model.config.tie_word_embeddings", "protocol.warmup_steps=9"],
-    ["runner=deepspeed", "sharding=zero3", "offload_param=true", "world_size=2",
-     "+runner.options.zero_optimization.stage3_prefetch_bucket_size=5e7", "+runner.options.note='1'"],
-    ["runner=trainer", "+runner.options.optim=adafactor", "grad_accum=4"],
-    ["runner=custom", f"runner.target={TARGETS / 'faults.py'}:good", "device=cpu", "micro_batch=2"],
-    ["seq_len=0", "precision=fp16"],  # impossible, and a row all the same
-]  # fmt: skip
 
 
 def planned(overrides: list[str]) -> plan.Planned:
@@ -48,7 +31,8 @@ def planned(overrides: list[str]) -> plan.Planned:
 @pytest.mark.slow
 def test_the_command_of_a_trial_gives_the_same_trial() -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        for overrides in COMMANDS:
+        for words in cases("reproduced_commands"):  # the last is impossible, and a row all the same
+            overrides = [word.replace("TARGETS", str(TARGETS)) for word in words]
             trial = planned(overrides)
             again = shlex.split(command(trial.resolved, trial.trial_id), comments=True)
             assert again[:4] == ["python", "-m", "vramsweep", "sweep"]

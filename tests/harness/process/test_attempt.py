@@ -21,7 +21,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Run, custom, refusal, tiny, wait_for
+from conftest import ROOT, TARGETS, Run, cases, custom, refusal, tiny, wait_for
 from launchers import FINE, Still, error, swept
 
 from vramsweep.harness.machine import machine
@@ -66,31 +66,11 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         one.launcher.__exit__(None, None, None)
 
 
-MISBEHAVIOURS = [
-    ("good", "ok", "", 1),
-    ("stopped_at_start", "crash", "was not ready within", 2),
-    ("stopped_at_fork", "crash", "forked no worker within", 2),
-    ("stopped_at_reap", "ok", "", 2),  # the worker's result and status are whole
-    ("garbage_at_start", "crash", "no message", 2),
-    ("garbage_at_fork", "crash", "no message", 2),
-    ("garbage_at_end", "ok", "", 2),
-    ("odd_status", "ok", "", 2),
-    ("endless", "crash", "bytes that are no message", 2),
-    ("dies_at_start", "crash", "ImportError: libcudart.so.12: no such file", 2),
-    ("killed_at_start", "crash", "killed by SIGKILL", 2),
-    ("refuses", "crash", "Resource temporarily unavailable", 1),
-    ("pid 0", "crash", "as its worker", 2),
-    ("pid 1", "crash", "not its child", 2),
-    ("pid -7", "crash", "gave -7 as pid", 2),
-    ("pid true", "crash", "gave True as pid", 2),
-    ('pid "9"', "crash", "gave '9' as pid", 2),
-]
-
-
-@pytest.mark.parametrize(("mode", "outcome", "reason", "starts"), MISBEHAVIOURS)
+@pytest.mark.parametrize(("mode", "outcome", "reason", "starts"), cases("misbehaving_templates"))
 def test_a_template_that_misbehaves_costs_one_attempt_at_most(
-    fakes: Any, mode: str, outcome: str, reason: str, starts: int
+    fakes: Any, mode: str, outcome: str, reason: str, starts: str
 ) -> None:
+    """None where it does so once the worker has ended, whose result and status are whole."""
     made = fakes(mode, start_s=1 if mode == "stopped_at_start" else 20)
     began = time.monotonic()
     found = [made.attempt().evidence for _ in range(3)]
@@ -100,7 +80,7 @@ def test_a_template_that_misbehaves_costs_one_attempt_at_most(
     assert is_retryable(kind, found[0]) is (kind == "crash")
     assert [classify(evidence)[0] for evidence in found[1:]] == ["ok", "ok"]
     assert [evidence.exit_code for evidence in found[1:]] == [0, 0]
-    assert made.starts() == starts
+    assert made.starts() == int(starts)
     assert not [p for p in psutil.Process().children(recursive=True) if p.pid not in _kept(made)]
 
 
@@ -338,21 +318,7 @@ def test_what_a_worker_says_that_it_does(tmp_path: Path) -> None:
     result_file.progress(tmp_path / "gone", "x")  # that there is no room for it is nobody's concern
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "cannot be read"),
-        ("[]", "holds neither"),
-        ('{"x": 1}', "holds neither"),
-        ('{"values": {"loss_last": NaN}}', "loss_last"),
-        ('{"values": {"step_times_s": [1.0, Infinity]}}', "step_times_s"),
-        ('{"values": {"mfu": 1e999}}', "mfu"),
-        ('{"values": {"runner_config": {"a": [{"b": -Infinity}]}}}', "runner_config"),
-        ('{"values": {"peak_reserved_bytes": 1.5}}', "peak_reserved_bytes"),
-        ('{"values": {"made_up": 1}}', "made_up"),
-        ('{"values": {"step_times_s": [null, null]}}', "step_times_s"),
-    ],
-)
+@pytest.mark.parametrize(("text", "said"), cases("results_that_are_none"))
 def test_a_result_that_is_none_says_why_and_one_that_fits_no_row_its_column(
     tmp_path: Path, text: str, said: str
 ) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import cases, tiny
 
 from vramsweep.harness.search import advice_search, memory_savings
 from vramsweep.harness.search.advice_search import Option, front, search
@@ -208,30 +209,12 @@ def test_what_a_card_is_too_old_for_says_so() -> None:
     assert "allocator=expandable" not in [one.words for one in applicable(asked)]
 
 
-@pytest.mark.parametrize(
-    ("over", "levels"),
-    [
-        ({"optimizer": "adamw_torch_loop"}, {"adamw_torch_fused": ROUNDING, "adamw_bnb_8bit": PRECISION,
-         "paged_adamw_8bit": PRECISION, "adafactor": METHOD, "lion_8bit": METHOD, "sgd": METHOD}),
-        ({"optimizer": "sgd"}, {"adafactor": METHOD, "lion_8bit": METHOD}),
-        ({"optimizer": "adafactor"}, {"lion_8bit": METHOD, "sgd": METHOD}),
-        ({"optimizer": "lion_32bit"}, {"lion_8bit": PRECISION, "adafactor": METHOD, "sgd": METHOD}),
-        ({"optimizer": "lion_8bit"}, {"adafactor": METHOD, "sgd": METHOD}),
-        ({"optimizer": "adamw_bnb_8bit"}, {"paged_adamw_8bit": SAME, "adafactor": METHOD, "lion_8bit": METHOD,
-         "sgd": METHOD}),
-        ({"precision": "fp32"}, {"fp16": PRECISION, "bf16": PRECISION, "bf16_pure": PRECISION}),
-        ({"precision": "fp16"}, {"bf16": PRECISION, "bf16_pure": PRECISION}),
-        ({"precision": "bf16_master"}, {"bf16_pure": PRECISION}),
-        ({"precision": "bf16_pure"}, {}),
-        ({"adapter": "none"}, {"lora": METHOD, "lora quantization=nf4_double": METHOD}),
-        ({"adapter": "lora", "lora_r": 64}, {}),
-        ({"adapter": "lora", "quantization": "nf4"}, {}),
-    ],
-)  # fmt: skip
-def test_a_level_is_how_much_changes_of_this_trial(over: dict[str, Any], levels: dict[str, int]) -> None:
+@pytest.mark.parametrize(("settings", "levels"), cases("levels_of_changes"))
+def test_a_level_is_how_much_changes_of_this_trial(settings: str, levels: str) -> None:
+    over = json.loads(settings)
     axis = next(iter(over))
     found = [one for one in applicable({**resolved(), **over}) if one.group == axis]
-    assert {one.words.partition("=")[2]: one.level for one in found} == levels
+    assert {one.words.partition("=")[2]: memory_savings.ACCEPTED[one.level] for one in found} == json.loads(levels)
     assert not any("AdamW" in one.result or "16" in one.result.replace("bf16", "").replace("fp16", "") for one in found)
 
 

@@ -155,20 +155,6 @@ def test_the_host_and_the_allocator_s_share_decide_too() -> None:
     assert half.memory_limit() == plain.memory_limit() // 2 > 10 << 30
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "explain what?"),
-        (["model=tiny", "seq_len=32", "device=cpu"], "explain is of a predicted step: leave device=cpu out"),
-        (["-m", "model=tiny", "seq_len=32,64"], "explain takes one trial, and these are 2"),
-        (["no-such-folder"], "there is no file or folder no-such-folder"),
-    ],
-)
-def test_mistakes_are_explained(words: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message.replace("?", r"\?")):
-        explain.main(words)
-
-
 def test_a_folder_without_predictions_has_nothing_to_explain(tmp_path: Path) -> None:
     row = {"trial_id": "a", "terminal": True, "device": "cuda", "outcome": "ok", "model": "m", "runner": "torch",
            "peak_reserved_bytes": 5, "trial": {}}  # fmt: skip

@@ -149,17 +149,7 @@ def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
     assert "Sequential is no DistributedDataParallel and holds none" in whole["reason"]
 
 
-@pytest.mark.parametrize(
-    ("function", "sharding", "reason"),
-    [
-        ("joined_again", "ddp", "the process group is there already; call init_process_group only"),
-        ("too_late", "fsdp2", "the optimizer has none of the model's parameters"),
-        ("ddp", "fsdp2", "a DistributedDataParallel is made; use sharding=ddp"),
-        ("alone", "fsdp1", "Sequential is no FullyShardedDataParallel"),
-        ("too_late", "fsdp1", "FSDPSequential is no FullyShardedDataParallel"),
-        ("alone", "fsdp2", "Sequential was not passed to fully_shard, nor anything in it"),
-    ],
-)
+@pytest.mark.parametrize(("function", "sharding", "reason"), cases("target_mistakes"))
 def test_what_a_target_does_wrong_is_said_in_a_line(tmp_path: Path, function: str, sharding: str, reason: str) -> None:
     with pytest.raises(trial.InvalidTrial, match=reason):
         trace_trial(divided(function, sharding=sharding, device=SIMULATED), tmp_path)

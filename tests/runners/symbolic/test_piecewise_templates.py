@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import cases
 from traces import small, trace_trial
 
 from vramsweep.harness.hardware.interconnects import Collective
@@ -277,30 +279,16 @@ def really(
     return found
 
 
-GPT2 = {"model_type": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 4096}}
-SLOW: dict[str, dict[str, Any]] = {
-    "half precision": {"precision": "bf16"},
-    "fp32, padded": {"padding": 0.25},
-    "eager": {"attention": "eager"},
-    "flash, padded": {"attention": "flash_attention_2", "precision": "bf16", "padding": 0.3},
-    "documents": {"packing": "documents", "precision": "bf16"},
-    "trainer": {"runner": {"name": "trainer"}, "precision": "bf16", "grad_accum": 2},
-    "checkpointing": {"checkpointing": "full"},
-    "chunked": {"loss": "chunked", "precision": "bf16"},
-    "lora": {"adapter": "lora", "precision": "bf16"},
-    "gpt2": {"model": GPT2, "precision": "fp16"},
-}
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("values", SLOW.values(), ids=SLOW)
-def test_real_traces_of_techniques(values: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("case", "settings"), cases("piecewise_trials"))
+def test_real_traces_of_techniques(case: str, settings: str, tmp_path: Path) -> None:
+    values = json.loads(settings)
     points = [point(values, length, batch) for length in range(16, 1700, 4) for batch in (1, 2, 3)]
     found = really(
         values, points, lambda asked: {p: one for p in asked if (one := direct(values, tmp_path, p)) is not None}
     )
-    assert not found.left and len(found.traced) <= MOST
+    assert not found.left and len(found.traced) <= MOST, case
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import sympy
-from conftest import TARGETS, refusal, tiny
+from conftest import TARGETS, cases, refusal, tiny
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Mod
 from traces import A100, small
 
@@ -212,24 +213,9 @@ def test_formulas_are_worked_out_as_expressions_are() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "over",
-    [
-        {"runner": {"name": "trainer"}, "grad_accum": 2},
-        {"runner": {"name": "trainer"}, "precision": "fp16"},
-        {"runner": {"name": "deepspeed"}, "sharding": "zero3", "precision": "fp16", "world_size": 2},
-        {"runner": {"name": "deepspeed"}, "sharding": "zero2", "precision": "bf16", "offload_optimizer": True},
-        {"sharding": "ddp", "world_size": 2},
-        {"sharding": "fsdp1", "world_size": 2, "precision": "bf16"},
-        {"sharding": "fsdp2", "world_size": 2, "precision": "bf16"},
-        {"precision": "bf16", "attention": "eager", "checkpointing": "full"},
-        {"precision": "bf16", "attention": "flash_attention_2"},
-        {"precision": "bf16", "adapter": "lora", "quantization": "nf4"},
-        {"precision": "bf16", "packing": "documents"},
-    ],
-    ids=str,
-)
-def test_so_are_other_runners_and_techniques(tmp_path: Path, over: dict[str, Any]) -> None:
+@pytest.mark.parametrize("settings", [text for (text,) in cases("symbolic_trials")])
+def test_so_are_other_runners_and_techniques(tmp_path: Path, settings: str) -> None:
+    over = json.loads(settings)
     module(over)  # imported once for four processes
     found = apart(symbolic, tmp_path, Point(77, 3), **over)
     assert isinstance(found, Candidate), found

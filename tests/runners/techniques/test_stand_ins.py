@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections import Counter
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from conftest import Run, merged, refusal, tiny
+from conftest import Run, cases, merged, refusal, tiny
 from traces import on_this_gpu, sizes
 
 from vramsweep.harness.hardware import gpu_lookup
@@ -92,20 +93,6 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 PLAIN = {"kernels": "liger"}
-CASES = {
-    "fp32": {},
-    "bf16_pure": {"precision": "bf16_pure"},
-    "fp16 on a T4": {"precision": "fp16", "gpu": "t4-16gb"},
-    "its norms alone": {"precision": "bf16", "loss": "plain"},
-    "its loss alone": {"precision": "bf16", "kernels": "none", "loss": "fused_linear"},
-    "accumulated": {"precision": "bf16", "grad_accum": 2},
-    "an output layer of its own": {"precision": "bf16", "model": {"config": {"tie_word_embeddings": False}}},
-    "sharded": {"precision": "bf16", "sharding": "fsdp2", "world_size": 4},
-    "recomputed": {"precision": "bf16", "checkpointing": "full"},
-    "qwen3": {"precision": "bf16", "model": {"model_type": "qwen3", "config": {"head_dim": 16}}},
-    "llama": {"precision": "bf16", "model": {"model_type": "llama"}},
-    "mistral": {"precision": "bf16", "model": {"model_type": "mistral"}},
-}
 FP8 = {"precision": "fp8", "gpu": "h100-80gb"}
 FP8_CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"grad_accum": 2},
@@ -117,9 +104,9 @@ FP8_CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_the_stand_ins_allocate_what_liger_does(tmp_path: Path, with_liger: Any, case: str) -> None:
-    over = merged(PLAIN, CASES[case])
+@pytest.mark.parametrize(("case", "settings"), cases("trials_of_liger"))
+def test_the_stand_ins_allocate_what_liger_does(tmp_path: Path, with_liger: Any, case: str, settings: str) -> None:
+    over = merged(PLAIN, json.loads(settings))
     ours, predicted = traced(tmp_path, **over)
     with_liger(gpu_lookup.gpu_named(over.get("gpu", "a100-80gb")))
     theirs, expected = traced(tmp_path, **over)

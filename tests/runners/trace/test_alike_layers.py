@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny
+from conftest import cases, tiny
 from traces import A100, SIMULATED
 
 from vramsweep.harness.hardware.roofline import Work, merge_work
@@ -45,40 +46,14 @@ def described(trace: Trace) -> dict[str, Any]:
 
 
 LORA = {"adapter": "lora", "lora_r": 8}
-TRAINER = {"runner": {"name": "trainer"}}
-FSDP2 = {"sharding": "fsdp2", "world_size": 2}
 
 
 @pytest.mark.parametrize(
-    "over",
-    [
-        {},
-        *(
-            pytest.param(over, marks=pytest.mark.slow)
-            for over in (
-                {"precision": "fp16"},
-                {"precision": "bf16", "checkpointing": "full"},
-                {"precision": "bf16", "grad_accum": 4},
-                {"optimizer": "adafactor"},
-                {"optimizer": "adamw_bnb_8bit"},
-                {"optimizer": "sgd"},
-                {"activation_offload": True},
-                LORA,
-                LORA | {"quantization": "nf4"},
-                LORA | {"quantization": "nf4_double"},
-                LORA | {"checkpointing": "full", "grad_accum": 3} | TRAINER,
-                TRAINER | {"precision": "bf16"},
-                LORA | {"kernels": "liger", "precision": "bf16"},
-                FSDP2,
-                FSDP2 | LORA,
-                FSDP2 | {"precision": "bf16", "checkpointing": "full"},
-            )
-        ),
-    ],
-    ids=str,
+    "settings",
+    ["{}", *(pytest.param(text, marks=pytest.mark.slow) for (text,) in cases("traces_of_alike_layers"))],
 )
-def test_the_trace_is_that_of_every_layer(over: dict[str, Any], tmp_path: Path) -> None:
-    asked = trial(**over)
+def test_the_trace_is_that_of_every_layer(settings: str, tmp_path: Path) -> None:
+    asked = trial(**json.loads(settings))
     whole, details = make_trace.trace_trial(asked, A100, tmp_path)
     found = make_trace.trace_alike(asked, lambda few: layered(few, tmp_path))
     assert isinstance(found, Lengthened)
@@ -105,26 +80,9 @@ def test_a_symbolic_trace_is_lengthened_too(tmp_path: Path, capsys: pytest.Captu
     assert isinstance(verified(replace(found, symbolic=own), direct), SymbolicTrace)
 
 
-@pytest.mark.parametrize(
-    ("over", "layers"),
-    [
-        ({}, LAYERS),
-        ({"lora_target_modules": "q_proj+fc1", **LORA}, LAYERS),
-        ({"lora_target_modules": r".*layers\.[0-3]\..*", **LORA}, None),
-        ({"runner": {"name": "trainer", "options": {"optim_target_modules": ["q_proj", "mlp"]}}}, LAYERS),
-        ({"runner": {"name": "trainer", "options": {"optim_target_modules": ["layers.8.mlp"]}}}, None),
-        ({"checkpointing": "full", "checkpointing_every": 2}, None),
-        ({"sharding": "ddp", "world_size": 2}, None),
-        ({"sharding": "fsdp2", "world_size": 2}, LAYERS),
-        ({"sharding": "fsdp2", "world_size": 2, "offload_param": True}, None),
-        ({"sharding": "fsdp2", "world_size": 2, "runner": {"name": "trainer"}}, None),
-        ({"sharding": "zero3", "world_size": 2, "runner": {"name": "deepspeed"}}, None),
-        ({"model": {"config": {"num_hidden_layers": 4}}}, None),
-    ],
-    ids=str,
-)
-def test_which_trials_have_alike_layers(over: dict[str, Any], layers: int | None) -> None:
-    assert make_trace.count_alike_layers(trial(**over)) == layers
+@pytest.mark.parametrize(("settings", "layers"), cases("trials_of_alike_layers"))
+def test_which_trials_have_alike_layers(settings: str, layers: str) -> None:
+    assert make_trace.count_alike_layers(trial(**json.loads(settings))) == json.loads(layers)
 
 
 def test_a_row_says_of_how_many_layers_its_trace_was_made(tmp_path: Path) -> None:
@@ -137,39 +95,19 @@ def test_a_row_says_of_how_many_layers_its_trace_was_made(tmp_path: Path) -> Non
             assert predicted.columns["layers_traced"] == said and (predicted.error is not None) == bool(over)
 
 
-@pytest.mark.parametrize(
-    ("model_type", "config", "layers"),
-    [
-        ("gpt2", {"n_layer": 10, "n_embd": 32, "n_head": 2}, 10),
-        ("gemma2", {"num_hidden_layers": 10}, None),  # every other layer looks at a window
-        ("qwen2", {"num_hidden_layers": 10}, 10),
-        ("qwen2", {"num_hidden_layers": 10, "use_sliding_window": True, "max_window_layers": 4}, None),
-        ("qwen2_moe", {"num_hidden_layers": 10, "mlp_only_layers": [7], "num_experts": 4}, None),
-        ("gpt_neox", {"num_hidden_layers": 10}, 10),
-        ("granite_swa", {"num_hidden_layers": 10, "layer_types": ["full_attention"] * 10}, 10),
-        (
-            "granite_swa",  # whose layers do not know it
-            {
-                "num_hidden_layers": 10,
-                "layer_types": ["full_attention"] * 10,
-                "layer_rope_theta": [10_000.0] * 5 + [0.0] * 5,
-            },
-            None,
-        ),
-    ],
-)
-def test_models_whose_layers_are_not_alike(model_type: str, config: dict[str, Any], layers: int | None) -> None:
+@pytest.mark.parametrize(("model_type", "config", "layers", "why"), cases("models_of_alike_layers"))
+def test_models_whose_layers_are_not_alike(model_type: str, config: str, layers: str, why: str) -> None:
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     asked = trial()
     model = asked.model.model_copy(
         update={
             "model_type": model_type,
-            "config": {"vocab_size": 64} | (small if model_type != "gpt2" else {}) | config,
+            "config": {"vocab_size": 64} | (small if model_type != "gpt2" else {}) | json.loads(config),
         }
     )
     one = asked.model_copy(update={"model": model})
-    assert make_trace.count_alike_layers(one) == layers
-    if layers is not None:
+    assert make_trace.count_alike_layers(one) == json.loads(layers), why
+    if layers != "null":
         few = make_trace.build.read_config(make_trace.with_layers(one, 3))
         assert few.num_hidden_layers == 3
 
