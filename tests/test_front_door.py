@@ -39,6 +39,10 @@ VERBS_OF_A_FOLDER = ("report", "fit", "frontier", "paper", "check", "status", "e
 @pytest.mark.parametrize("verb", VERBS_OF_A_FOLDER)
 def test_a_folder_of_sweeps_lists_them(verb: str, here: Path, cli: Cli) -> None:
     sweeps(here / "results", "gpt2-torch-cuda", "reference/h100", "night")
+    if verb in ("report", "status"):  # which are of all of them
+        said = cli.run(verb, "results").out
+        assert all(f"results/{name}  " in said for name in ("gpt2-torch-cuda", "reference/h100", "night"))
+        return
     name, *words = verb.split()
     said = cli.refuse(name, *(["results"] if not words else ["results", "results/night"]))
     assert "results is no sweep, and has 3 sweeps below it, the newest first: night, reference/h100, gpt2-torch" in said

@@ -90,16 +90,22 @@ def test_the_command_line_takes_none_and_writes_nothing(
 def test_a_recording_is_in_the_sweep_s_folder(tmp_path: Path) -> None:
     """The column is read from a journal that may be anyone's."""
     folder = tmp_path / "sweep"
-    (folder / "attempts").mkdir(parents=True)
+    own = folder / "trials"
+    (own / "attempts").mkdir(parents=True)
     (tmp_path / "secret.pickle").write_bytes(b"")
-    (folder / "link.pickle").symlink_to(tmp_path / "secret.pickle")
+    (own / "link.pickle").symlink_to(tmp_path / "secret.pickle")
     row = {"trial_id": "t", "model": "m", "seq_len": 1, "precision": "fp32"}
-    for name in ("../secret.pickle", str(tmp_path / "secret.pickle"), "link.pickle", "attempts/../../secret.pickle"):
-        assert file_names.is_inside(folder, name) is None
+    for name in (
+        "../../secret.pickle",
+        str(tmp_path / "secret.pickle"),
+        "link.pickle",
+        "attempts/../../../secret.pickle",
+    ):
+        assert file_names.is_inside(own, name) is None
         found, notes = what_if.what_if_tables(Table(pd.DataFrame([row | {"recording": name}]), str(folder)))
         assert found == []
         assert "is not in" in notes[0]
-    assert file_names.is_inside(folder, "attempts/t/1/recording.pickle") == folder / "attempts/t/1/recording.pickle"
+    assert file_names.is_inside(own, "attempts/t/1/recording.pickle") == own / "attempts/t/1/recording.pickle"
 
 
 def test_files_that_are_called_after_a_trial_stay_in_the_folder(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, cli: Cl
     ]  # fmt: skip
     assert "<h3>Gradient checkpointing costs 20 to 33 % of time</h3><p><strong>confirmed (predicted)</strong>" in page
     assert '<a href="https://arxiv.org/abs/2205.14135">' in page
-    assert len(pd.read_csv(folder / "answer.csv")) == len(answers.claims.CLAIMS)
-    assert (folder / "answer.md").read_text().startswith("# Are the guides right?")
+    assert len(pd.read_csv(folder / "figures" / "answer.csv")) == len(answers.claims.CLAIMS)
+    assert (folder / "figures" / "answer.md").read_text().startswith("# Are the guides right?")
     told = cli.json("report", folder, "--images", "none")
     assert told["answer_table"][1]["verdict"] == "confirmed (predicted)"
     cli.run("paper", folder, "--json")
@@ -54,9 +54,9 @@ def test_the_report_of_a_question_begins_with_its_answer(tmp_path: Path, cli: Cl
 def test_no_question_no_answer(tmp_path: Path, cli: Cli) -> None:
     folder = written(timed(0.3), tmp_path / "sweep", None)
     cli.run("report", folder, "--images", "none", "--answer", "claims")
-    assert (folder / "answer.md").exists()
+    assert (folder / "figures" / "answer.md").exists()
     cli.run("report", folder, "--images", "none")  # without it, the earlier one is no part of it
-    assert not (folder / "answer.md").exists()
+    assert not (folder / "figures" / "answer.md").exists()
     assert '<section id="answer"' not in (folder / "report.html").read_text()
     for content in ("{", "[]", '{"answer": 3}'):
         (folder / PLAN).write_text(content)

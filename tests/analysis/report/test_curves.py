@@ -91,7 +91,7 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
     assert set(written["foreign"]) == {"a.csv and b.csv"}
     drawn = pd.read_csv(tmp_path / "r" / "figures" / "allocators.csv")
     assert set(drawn["group"]) == {"default", "expandable"}
-    fits = pd.read_csv(tmp_path / "r" / "fits.csv")
+    fits = pd.read_csv(tmp_path / "r" / "figures" / "fits.csv")
     at_last = fits[fits["chosen"] & fits["metric"].eq("peak_active_bytes")].set_index("settings")["at_last"]
     assert at_last["expandable"] / at_last["default"] == pytest.approx(HALF, rel=0.01)
 

@@ -103,7 +103,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.touch()
     (tmp_path / "t").mkdir()
-    (tmp_path / "t" / "trials" / journal.NAME).symlink_to(elsewhere)
+    (tmp_path / "t" / journal.NAME).symlink_to(elsewhere)
     assert "is a link" in refusal(UserError, Journal, tmp_path / "t")
     assert elsewhere.read_bytes() == b""
 

@@ -63,9 +63,10 @@ def test_a_sweep_leaves_them_out_until_that_is_no_longer_asked_for(tmp_path: Pat
     assert (rows[1]["attempt"], rows[1]["terminal"], rows[1]["reason"]) == (0, True, why)
     told = sweep_status.read_status(tmp_path)
     assert (told.state, told.done, told.total, told.ok, told.oom, told.skipped) == ("finished", 6, 6, 3, 2, 1)
-    before = (tmp_path / journal.NAME).read_bytes()
+    (file,) = journal.files(tmp_path)
+    before = file.read_bytes()
     again, rows, _ = swept(tmp_path, 200, points, skip=True)
-    assert not again.tried and rows[1]["outcome"] == "skipped" and (tmp_path / journal.NAME).read_bytes() == before
+    assert not again.tried and rows[1]["outcome"] == "skipped" and file.read_bytes() == before
     unasked, rows, _ = swept(tmp_path, 200, points, skip=False)
     assert unasked.tried == [(256, 4)] and rows[1]["outcome"] == "oom" and rows[1]["attempt"] == 1
     assert sweep_status.read_status(tmp_path).skipped == 0

@@ -385,7 +385,7 @@ def test_status_of_a_finished_sweep(run_sweep: Run, tmp_path: Path) -> None:
     with (tmp_path / "t" / "trials" / journal.NAME).open("a") as file:
         file.write('{"torn')
     assert sweep_status.read_status(tmp_path / "t").unreadable == 1
-    assert json.loads((tmp_path / "t" / journal.PLAN).read_text())["trials"]
+    assert json.loads((tmp_path / "t" / "trials" / journal.PLAN).read_text())["trials"]
 
 
 def test_status_of_a_sweep_that_the_machine_stopped(run_scripted: Run, tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ def test_shards_together_equal_the_whole(tmp_path: Path) -> None:
             ran += rows
     assert sorted(ran) == sorted(p.trial_id for p in planned)
     assert told(tmp_path / "parts") == told(tmp_path / "whole")
-    names = sorted(file.name for file in (tmp_path / "parts").glob("*of3.*"))
+    names = sorted(file.name for file in (tmp_path / "parts" / "trials").glob("*of3.*"))
     assert names == [f"{kind}-{n}of3.json{end}" for kind, end in (("journal", "l"), ("plan", "")) for n in (1, 2, 3)]
     found = sweep_status.read_status(tmp_path / "parts")
     assert (found.state, found.done, found.total) == ("finished", 6, 6)
@@ -129,15 +129,15 @@ def test_nothing_is_written_beside_a_sweep_that_is_divided_otherwise(tmp_path: P
 def test_a_trial_s_system_is_what_the_node_of_its_shard_says(tmp_path: Path) -> None:
     planned = plan.order_trials(plan.expand_trials([tiny(seq_len=n) for n in (8, 16, 32)], 1))
     run([], tmp_path, shard="1/2")
-    base = json.loads((tmp_path / "plan-1of2.json").read_text()) | {"trials": [p.trial_id for p in planned]}
+    base = json.loads((tmp_path / "trials" / "plan-1of2.json").read_text()) | {"trials": [p.trial_id for p in planned]}
     for number, card in ((1, "A100"), (2, "H100")):
         own = [0, 2] if number == 1 else [1]
         one = base | {"own": own, "systems": [[card]], "system": [0, 0, 0], "started_at": f"2026-0{number}"}
-        (tmp_path / f"plan-{number}of2.json").write_text(json.dumps(one))
+        (tmp_path / "trials" / f"plan-{number}of2.json").write_text(json.dumps(one))
     wanted, _ = sweep_status._wanted(journal.plans(tmp_path))
     assert wanted is not None
     assert [wanted[p.trial_id] for p in planned] == [("A100",), ("H100",), ("A100",)]
-    (tmp_path / "plan-1of2.json").write_text("[]")
+    (tmp_path / "trials" / "plan-1of2.json").write_text("[]")
     assert set((sweep_status._wanted(journal.plans(tmp_path))[0] or {}).values()) == {("H100",)}
 
 
@@ -231,7 +231,7 @@ def test_the_device_is_for_the_node_to_decide(
     assert sweep_command.main(["model=tiny", "cluster=slurm", "world_size=2", "sharding=ddp"]) == 0
     assert "1 trial, as composed here: each job decides its device" in capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=2" in (slurm / "script").read_text()
-    job = DelayedSubmission.load(Path("results/tiny-torch-slurm/cluster/7_submitted.pkl"))
+    job = DelayedSubmission.load(Path("results/tiny-torch-slurm/trials/cluster/7_submitted.pkl"))
     assert job.args[0][-2:] == ["name=tiny-torch-slurm", "shard=1/1"]
     with pytest.raises(UserError, match="has no usable CUDA device, and this is a job for GPUs"):
         sweep_command.main(job.args[0])

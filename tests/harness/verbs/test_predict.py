@@ -69,9 +69,10 @@ def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
         assert peak == [format_gib(min(fits)), "to", format_gib(max(fits))]
         assert len(speed.replace(",", "").rstrip("0")) <= 2  # digits of an estimate
     assert len([line for line in said.out.splitlines() if line.startswith("[")]) <= 6
-    before = (folder / journal.NAME).read_bytes()
+    (file,) = journal.files(folder)
+    before = file.read_bytes()
     assert "6 finished before, 0 to do" in cli.run("predict", *words).out
-    assert (folder / journal.NAME).read_bytes() == before
+    assert file.read_bytes() == before
 
 
 @pytest.mark.slow
@@ -88,7 +89,7 @@ def test_lengths_that_cannot_be_traced_are_no_lengths_that_do_not_fit(tmp_path: 
 
 def test_the_largest_wants_a_folder_that_can_be_written(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "attempts").write_text("")
+    (tmp_path / "taken" / "trials").write_text("")
     words = ["--largest", "seq_len", "model=tiny", "seq_len=1..4", f"results={tmp_path}", "name=taken"]
     (line,) = cli.refuse("predict", *words).splitlines()
     assert line.startswith("vramsweep: cannot write under")
