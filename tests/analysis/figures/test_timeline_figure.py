@@ -212,10 +212,9 @@ def test_one_trial_by_its_settings(tmp_path: Path, cli: Cli) -> None:
     [
         (["model=tiny", "seq_len=32", "device=cpu"], "timeline is of a predicted step"),
         (["-m", "model=tiny", "seq_len=32,64", "device=simulated"], "these are 2"),
-        (["no-such-folder"], "there is no file or folder no-such-folder"),
-        ([], "timeline of what?"),
+        (["no-such-folder"], "there is no file or folder no-such-folder"), ([], "timeline of what?"),
     ],
-)
+)  # fmt: skip
 def test_mistakes_are_explained(words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         timeline.main(words)
