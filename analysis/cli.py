@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 
 IMAGES = ("png", "svg", "pdf")
+FIGURES = 12  # of fits, at most
 
 
 def main(argv: list[str]) -> int:
@@ -52,7 +54,13 @@ def _parsers() -> dict[str, Parser]:
         return made
 
     fit = verb("fit", _fit)
-    _fitting(fit)
+    _fitting(fit, figures=True)
+    fit.add_argument(
+        "--figure",
+        type=FIGURE,
+        metavar="FILE",
+        help="draw fits: HTML, PNG, SVG or PDF; each of several in its own: FILE, FILE_2, ...",
+    )
     fit.add_argument(
         "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
         help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
@@ -234,6 +242,10 @@ def _fit(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.model import fit_wording
     from vramsweep.analysis.model.fit import fit_table
 
+    if arguments.figure is not None:
+        _refuse_inputs(arguments, arguments.figure)
+    elif arguments.curves:
+        raise UserError("--curves says what --figure FILE draws, and there is no --figure; a fit's text has both kinds")
     table = _open(arguments)
     beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
@@ -246,12 +258,35 @@ def _fit(arguments: argparse.Namespace) -> int:
             print("\n\n".join(fit_wording.text(fit) for fit in fits))
         for note in notes:
             print(f"note: {note}")
+    if arguments.figure is not None:
+        _draw_fits(arguments, table, fits)
     if not fits:
         raise UserError(
             f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {arguments.axis} "
             "or more"
         )
     return 0
+
+
+def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> None:
+    """Draw fits, each to a file: the first to that which was named, the others to its name with _2, _3, ..."""
+    from vramsweep.analysis.figures import figure_table, files, memory
+
+    say = partial(print, file=sys.stderr if arguments.json else sys.stdout)
+    drawn = [memory.of_fit(fit, arguments.curves) for fit in fits[:FIGURES]]
+    for number, figure in enumerate(figure_table.with_source(drawn, table.frame), 1):
+        name: Path = arguments.figure
+        out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
+        _refuse_inputs(arguments, out)
+        files.write_one(figure, out)
+        say(f"{figure.title}: {out}")
+    if len(fits) > FIGURES:
+        say(f"note: the first {FIGURES} of {len(fits):,} fits are drawn; --metric takes those of one quantity")
+
+
+def _refuse_inputs(arguments: argparse.Namespace, out: Path) -> None:
+    for source in filter(None, (*arguments.rows, arguments.prediction, arguments.mapping)):
+        outputs.refuse_input(out, source)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -131,16 +131,8 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
             continue
         relative = mine["relative"].to_numpy(float)
         worst = mine.iloc[int(np.argmax(np.abs(relative)))]
-        lines.append(
-            {
-                "component": name,
-                "configurations": len(mine),
-                "median": float(np.median(relative)),
-                "median_size": float(np.median(np.abs(relative))),
-                "worst": float(worst["relative"]),
-                "worst_bytes": int(worst["residual_bytes"]),
-                "where": str(worst["settings"]),
-            }
-        )
+        middles = float(np.median(relative)), float(np.median(np.abs(relative)))
+        worst_of = float(worst["relative"]), int(worst["residual_bytes"]), str(worst["settings"])
+        lines.append((name, len(mine), *middles, *worst_of))
     columns = ["component", "configurations", "median", "median_size", "worst", "worst_bytes", "where"]
     return pd.DataFrame(lines, columns=columns)

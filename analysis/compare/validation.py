@@ -28,6 +28,10 @@ NEAR = 0.001  # beyond a bound by no more is between the bounds too
 GIB = 1 << 30
 MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: the optimizer's, loading, gradients
 FULL = "does not fit"  # memory that was measured, of a run that is predicted to run out
+OUTCOMES = {
+    "fitted, and predicted to": ("ok", "ok"), "ran out, and predicted to": ("oom", "oom"),
+    "fitted, predicted to run out": ("ok", "oom"), "ran out, predicted to fit": ("oom", "ok"),
+}  # fmt: skip
 RUN = ["place", "run"]  # file and line, and the name, which is unique in its file alone
 
 
@@ -92,22 +96,15 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     known = found[found["error"].notna()]
     for key, mine in known.groupby(list(by), sort=False, dropna=False):
         error, share = mine["error"].to_numpy(float), mine["share"].dropna().abs().to_numpy(float)
-        lines.append(
-            dict(zip(by, key, strict=True))
-            | {
-                "readings": len(mine),
-                "runs": int(mine.groupby(RUN).ngroups),
-                "sources": int(mine["title"].nunique()),
-                "median": float(np.median(error)),
-                "typical": float(np.median(np.abs(error))),
-                "p90": float(np.quantile(np.abs(error), 0.9)),
-                "worst": float(error[np.argmax(np.abs(error))]),
-                "bounded": int(mine["between"].notna().sum()),
-                "between": int(mine["between"].sum()),
-                "share": float(np.median(share)) if len(share) else np.nan,
-                "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
-            }
-        )
+        sizes = np.abs(error)
+        lines.append(dict(zip(by, key, strict=True)) | {
+            "readings": len(mine), "runs": int(mine.groupby(RUN).ngroups), "sources": int(mine["title"].nunique()),
+            "median": float(np.median(error)), "typical": float(np.median(sizes)),
+            "p90": float(np.quantile(sizes, 0.9)), "worst": float(error[np.argmax(sizes)]),
+            "bounded": int(mine["between"].notna().sum()), "between": int(mine["between"].sum()),
+            "share": float(np.median(share)) if len(share) else np.nan,
+            "share_p90": float(np.quantile(share, 0.9)) if len(share) else np.nan,
+        })  # fmt: skip
     return pd.DataFrame(lines)
 
 
@@ -153,19 +150,12 @@ def other_tools_errors(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.Da
             theirs = (said / mine["measured"].astype(float) - 1).dropna()
             own = mine.loc[theirs.index, "error"]
             if len(theirs):
-                lines.append(
-                    {
-                        "counter": kind,
-                        "peak": moving,
-                        "tool": name,
-                        "readings": str(len(theirs)),
-                        "median, signed": percent(theirs.median()),
-                        "median": size(float(theirs.abs().median())),
-                        "90th percentile": size(float(theirs.abs().quantile(0.9))),
-                        "vramsweep on the same: median": size(own.abs().median()),
-                        "90th": size(own.abs().quantile(0.9)),
-                    }
-                )
+                lines.append({
+                    "counter": kind, "peak": moving, "tool": name, "readings": str(len(theirs)),
+                    "median, signed": percent(theirs.median()), "median": size(float(theirs.abs().median())),
+                    "90th percentile": size(float(theirs.abs().quantile(0.9))),
+                    "vramsweep on the same: median": size(own.abs().median()), "90th": size(own.abs().quantile(0.9)),
+                })  # fmt: skip
     return pd.DataFrame(lines)
 
 
@@ -180,16 +170,8 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
     lines = []
     for title, mine in runs.groupby("title", sort=False):
         counts = Counter(zip(mine["was"], mine["is"], strict=True))
-        lines.append(
-            {
-                "source": title,
-                "fitted, and predicted to": str(counts["ok", "ok"]),
-                "ran out, and predicted to": str(counts["oom", "oom"]),
-                "fitted, predicted to run out": str(counts["ok", "oom"]),
-                "ran out, predicted to fit": str(counts["oom", "ok"]),
-                "which": "; ".join(mine.loc[mine["was"] != mine["is"], "run"]),
-            }
-        )
+        counted = {words: str(counts[ends]) for words, ends in OUTCOMES.items()}
+        lines.append({"source": title, **counted, "which": "; ".join(mine.loc[mine["was"] != mine["is"], "run"])})
     return pd.DataFrame(lines)
 
 

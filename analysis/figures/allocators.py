@@ -14,7 +14,7 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.plots import AXIS, LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import MOST, Look, View, names, shared
 
 FEW = 60  # lengths: through more, lines are thin
@@ -97,12 +97,10 @@ def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
     """Memory, speed and ratios to the first allocator over each other, along one axis of lengths."""
     largest = max(float(side.high[RESERVED].max()) for side in sets[0])
     unit, called = plots.axis_unit(largest)
-    plot = new_plot(LENGTH, f"reserved ({called})")
-    titles = {"yaxis": f"reserved ({called})", "yaxis2": "tokens/s", "yaxis3": f"× {plots.escape(sets[0][0].name)}"}
-    for (axis, title), domain in zip(titles.items(), PANELS if fast else (FEWER[0], None, FEWER[1]), strict=True):
-        own = {**AXIS, "domain": domain, "anchor": "x", "title": {"text": title}, "tickformat": ",~g", "nticks": 6}
-        plot.update_layout({axis: own} if domain else {})
-    plot.update_layout(height=560, xaxis={"anchor": "y3"}, yaxis2={"rangemode": "tozero"} if fast else None)
+    titles = (f"reserved ({called})", *["tokens/s"] * fast, f"× {plots.escape(sets[0][0].name)}")
+    domains, ratios = PANELS if fast else FEWER, f"y{len(titles)}"
+    plot = plots.new_panels(LENGTH, dict(zip(titles, domains, strict=True)), height=560)
+    plot.update_yaxes(nticks=6).update_layout({"yaxis2": {"rangemode": "tozero"}} if fast else {})
     ends = []
     for number, sides in enumerate(sets):
         for side in sides:
@@ -113,10 +111,10 @@ def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
             for column, what, dash in RATIOS if side is not sides[0] else ():
                 if len(found := _ratio(sides[0], side, column)):
                     x, y = np.asarray(found.index, dtype=float), np.asarray(found, dtype=float)
-                    more = {"yaxis": "y3", "showlegend": False}
+                    more = {"yaxis": ratios, "showlegend": False}
                     plots.add_line(plot, x, y, side.look, f"{what}, {side.name}", {"dash": dash, "width": 1.5}, **more)
                     if side is sets[0][1]:
-                        plot.add_annotation(x=x[-1], y=y[-1], yref="y3", text=f" {what}", xanchor="left",
+                        plot.add_annotation(x=x[-1], y=y[-1], yref=ratios, text=f" {what}", xanchor="left",
                                             showarrow=False, font={"size": 11}, name="beside")  # fmt: skip
     finish(plot, ends, [0.0, largest / unit], share=PANELS[0][1] - PANELS[0][0])
     return plot

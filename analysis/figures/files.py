@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vramsweep.analysis.data.export import guarded_frame
-from vramsweep.analysis.figures.drawing import NotDrawn, Picture, draw
+from vramsweep.analysis.figures.drawing import NotDrawn, Picture, draw, draw_one
 from vramsweep.analysis.figures.layout import column, page, static
 from vramsweep.analysis.figures.plots import Figure
 
@@ -54,6 +54,16 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     except NotDrawn as why:
         return [f"not all {'/'.join(formats)} figures were drawn: {str(why)[:300]}"]
     return []
+
+
+def write_one(figure: Figure, out: Path) -> None:
+    """Write a figure to a file that a user named: PDF for one column of a paper, the others for a page. Raises
+    UserError."""
+    if out.suffix == ".html":
+        draw_one(Picture(page(figure).update_layout(width=None), out))
+    else:
+        lay_out = column if out.suffix == ".pdf" else page
+        draw_one(Picture(lay_out(static(figure)), out, scale=2 if out.suffix == ".png" else 1))
 
 
 def plotly_script() -> str:

@@ -16,7 +16,7 @@ from vramsweep.analysis.data.groups import Group, label, others_equal
 from vramsweep.analysis.data.metrics import Unit, unit_of
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
-from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, sentence
 from vramsweep.analysis.figures.style import Look, View, names, shared
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.alignment import Unaligned
@@ -27,7 +27,8 @@ from vramsweep.analysis.model.predictors import BASES
 
 CONFIGURATIONS = 6  # of which the page's reader can choose; those beyond the first few are hidden until then
 TOGETHER = 3
-STRIP = 0.2  # of the height: the residuals below
+ABOVE, STRIP = (0.28, 1.0), (0.0, 0.2)  # of the height: the fits, and below them the residuals
+ZERO = {"zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1}
 FAINT = 0.45
 PLAIN_DASHES = {"linear": "dot", "quadratic": "dashdot"}
 
@@ -44,7 +45,7 @@ def by_length(view: View) -> list[Figure]:
     others = [group for group in known if all(group is not one for one in drawn)]
     fits = [fit for group in drawn for fit in _drawn_fits(view, group)]
     unit, called = plots.axis_unit(max(float(fit.points.y.max()) for fit in fits))
-    plot = _over_residuals(LENGTH, f"peak memory ({called})")
+    plot = plots.new_panels(LENGTH, {f"peak memory ({called})": ABOVE, "": STRIP}, yaxis2=ZERO)
     ends: list[End] = []
     data: list[pd.DataFrame] = []
     reach = [0.0]
@@ -65,7 +66,7 @@ def by_length(view: View) -> list[Figure]:
     if limit is not None and (limit.near or any(len(one) for one in out)):
         reach.append(limit.size / unit)
         add_card_limit(plot, limit, unit)
-    finish(plot, ends, reach, share=1 - STRIP - 0.08)
+    finish(plot, ends, reach, share=ABOVE[1] - ABOVE[0])
     _strip_range(plot)
     caption = sentence(
         _lines_are(fits), _kinds(drawn, fits), _crosses(out), "" if limit is None else limit.told(),
@@ -80,28 +81,19 @@ def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
     """Draw one fit with its line and parabola (`curves`): points, the chosen curve and its band, residuals below."""
     axis, metric = AXES[fit.axis], fit.metric
     unit, called = (1, metric.unit) if not metric.memory else plots.axis_unit(float(fit.points.y.max()))
-    plot = _over_residuals(f"{axis} ({UNITS[fit.axis]})", f"{metric.label} ({called})")
+    panels = {f"{metric.label} ({called})": ABOVE, "": STRIP}
+    plot = plots.new_panels(f"{axis} ({UNITS[fit.axis]})", panels, yaxis2=ZERO)
     ends: list[End] = []
-    data = _draw(plot, fit, Look(plots.COLOURS[0]), fit.chosen.model.name, unit, ends)
+    name = "chosen curve" if fit.modulus else fit.chosen.model.name  # a line's class follows it
+    data = _draw(plot, fit, Look(plots.COLOURS[0]), name, unit, ends)
     for trace in plot.data if fit.axis != "seq_len" else ():
         trace.hovertemplate = trace.hovertemplate and trace.hovertemplate.replace(" tokens", f" {UNITS[fit.axis]}")
     _add_plain(plot, fit, Look(plots.COLOURS[0]), unit, curves)
-    finish(plot, ends, [0.0, float(fit.points.y.max()) / unit], share=1 - STRIP - 0.08)
+    finish(plot, ends, [0.0, float(fit.points.y.max()) / unit], share=ABOVE[1] - ABOVE[0])
     _strip_range(plot, metric.memory)
     told = [fit_wording.equations(fit, one) for one in fit.shown if one is fit.chosen or one.model.kind in curves]
-    return Figure("fit", f"{metric.label.capitalize()} against {axis}", sentence(_lines_are([fit]), *told), plot, data)
-
-
-def _over_residuals(x: str, y: str) -> Any:
-    """An empty plot with a strip below for what the fit misses."""
-    plot = new_plot(x, y)
-    plot.update_layout(
-        yaxis={"domain": [STRIP + 0.08, 1.0]},
-        yaxis2={**plots.AXIS, "domain": [0.0, STRIP], "tickformat": ",~g",
-                "zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1, "anchor": "x"},
-        xaxis={"anchor": "y2"},
-    )  # fmt: skip
-    return plot
+    title = f"{metric.label.capitalize()} against {axis}{', ' * bool(fit.settings)}{fit.label * bool(fit.settings)}"
+    return Figure("fit", title, sentence(_lines_are([fit]), *told), plot, data)
 
 
 def _add_plain(plot: Any, fit: Fit, look: Look, unit: int, asked: Sequence[str]) -> None:
@@ -154,19 +146,11 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
         ends.append(End(float(part[-1]), float(new.value[-1]) / unit, f"{name}, {kind}" if kind else name, look))
     plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
     plain = {one.model.kind: one.model.predict(points.x) for one in fit.shown if one.model.kind in PLAIN}
-    return pd.DataFrame(  # of all points: those that are drawn are fewer
-        {
-            "group": fit.label,
-            "metric": fit.metric.column,
-            fit.axis: points.x,
-            "value": points.y,
-            "fitted": fit.value(points.x),
-            **plain,
-            "model": fit.chosen.model.name,
-            "rests_on": fit.basis,
-            "trial_id": points.ids,
-        }
-    )
+    return pd.DataFrame({  # of all points: those that are drawn are fewer
+        "group": fit.label, "metric": fit.metric.column, fit.axis: points.x, "value": points.y,
+        "fitted": fit.value(points.x), **plain, "model": fit.chosen.model.name, "rests_on": fit.basis,
+        "trial_id": points.ids,
+    })  # fmt: skip
 
 
 def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:

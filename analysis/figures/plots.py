@@ -168,6 +168,7 @@ def sentence(*parts: str) -> str:
 AXIS = {"showline": True, "linecolor": GREY, "gridcolor": "rgba(127,127,127,0.25)", "zeroline": False,
         "ticks": "outside", "tickcolor": GREY, "automargin": True}  # fmt: skip
 ABOVE = {"yref": "paper", "y": 1.02, "yanchor": "bottom"}  # a legend over the plot
+BELOW = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "tracegroupgap": 0}
 
 
 def new_plot(x_title: str, y_title: str) -> go.Figure:
@@ -180,17 +181,19 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
             "xaxis": {**AXIS, "title": {"text": x_title}, "tickformat": ",~d"},
             "yaxis": {**AXIS, "title": {"text": y_title}, "tickformat": ",~g"},
             "showlegend": False,
-            "legend": {
-                "orientation": "h",
-                "yref": "container",
-                "y": 0,
-                "yanchor": "bottom",
-                "x": 0,
-                "tracegroupgap": 0,
-            },
+            "legend": BELOW,
             "hovermode": "closest",
         }
     )
+
+
+def new_panels(x_title: str, panels: Mapping[str, tuple[float, float]], **layout: Any) -> Any:
+    """Return an empty plot with panels over each other along one axis: of each its title and part of the height."""
+    plot = new_plot(x_title, "")
+    for number, (title, domain) in enumerate(panels.items(), 1):
+        own = {**AXIS, "domain": domain, "anchor": "x", "title": {"text": title}, "tickformat": ",~g"}
+        plot.update_layout({f"yaxis{number}": own})
+    return plot.update_layout(xaxis={"anchor": f"y{len(panels)}"}, **layout)
 
 
 def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = False, share: float = 1.0) -> None:

@@ -1,4 +1,4 @@
-"""Speed against length: tokens per second as measured, as a share of the card's peak, and as estimated."""
+"""Speed against length: tokens, samples and steps per second as measured, a share of the card's peak, an estimate."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_pl
 from vramsweep.analysis.figures.style import Look, View, baseline, names
 from vramsweep.analysis.model.curves import FEWEST
 from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
+
+SPEEDS = ("samples_per_s", "tokens_per_s")
 
 
 def throughput(view: View) -> list[Figure]:
@@ -99,33 +101,38 @@ def _misses(rows: pd.DataFrame) -> str:
 def mfu(view: View) -> list[Figure]:
     """Model FLOP/s utilisation against length."""
     return lines(
-        view, groups_with(view.groups, "mfu"), "mfu", 0.01, "mfu", "Model FLOP/s utilisation", "MFU (% of dense peak)",
+        view, groups_with(view.groups, "mfu"), {"mfu": "MFU (% of dense peak)"}, 0.01, "mfu",
+        "Model FLOP/s utilisation",
         "Model FLOP/s over the published dense peak of this precision on this GPU; median of repeats.", ("precision",),
     )  # fmt: skip
 
 
 def iterations(view: View) -> list[Figure]:
-    """Optimizer steps per second against length, as scripts count them; samples per second are so many times that."""
-    found = [
-        (group, rows.assign(steps_per_s=1 / rows["step_median_s"]))
-        for group, rows in groups_with(view.groups, "step_median_s")
-        if not view.predicted
-    ]
-    steps = "Optimizer steps per second: one over the median step time; medians of repeats."
-    each = {fit.samples_per_step for fit in view.fits if not fit.metric.memory and fit.samples_per_step}
-    samples = f"Samples/s are {' or '.join(f'{one:g}' for one in sorted(each))} times as many." if each else ""
-    return lines(
-        view, found, "steps_per_s", 1.0, "iterations", "Iterations per second", "iterations/s",
-        sentence(steps, samples), ("precision", "micro_batch"),
-    )  # fmt: skip
+    """Optimizer steps per second against length, as scripts count them; below samples per second, unless a step has one
+    sample: then they are the same."""
+    found, each = [], set()
+    for group, rows in () if view.predicted else groups_with(view.groups, "step_median_s", *SPEEDS):
+        samples = rows["samples_per_s"].fillna(rows["tokens_per_s"] / rows["seq_len"])
+        found.append((group, rows.assign(steps_per_s=1 / rows["step_median_s"], samples_per_s=samples)))
+        each |= {round(one) for one in [(samples * rows["step_median_s"]).median()] if pd.notna(one)}
+    more, same = each - {1}, each == {1}
+    caption = sentence(
+        "Optimizer steps per second: one over the median step time; medians of repeats.",
+        f"Below: samples per second, {' or '.join(map(str, sorted(each)))} in a step." if more else "",
+        "A step counts as one sample: samples/s are the same." if same else "",
+    )
+    columns = {"steps_per_s": "iterations/s" + " = samples/s" * same, "samples_per_s": "samples/s" if more else ""}
+    title = f"Iterations {'and samples ' * bool(each)}per second"
+    return lines(view, found, columns, 1.0, "iterations", title, caption, ("precision", "micro_batch"))
 
 
 def estimated(view: View) -> list[Figure]:
     """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
     speed = "estimated_tokens_per_s"
     return lines(
-        view, groups_with(whatever(view.groups, "allocator"), speed), speed, 1.0, "estimated_throughput",
-        "Estimated throughput (roofline, not measured)", "estimated throughput (tokens/s, not measured)",
+        view, groups_with(whatever(view.groups, "allocator"), speed),
+        {speed: "estimated throughput (tokens/s, not measured)"}, 1.0, "estimated_throughput",
+        "Estimated throughput (roofline, not measured)",
         "Roofline estimate of simulated rows, each kernel at its GPU's peak: as a rule more than a real run reaches.",
         ("gpu_name", "precision", "micro_batch"),
     )  # fmt: skip

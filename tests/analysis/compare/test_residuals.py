@@ -42,9 +42,8 @@ def scaled(rows: list[Row], **factors: float) -> list[Row]:
 
 
 def test_each_configuration_and_component_has_one_residual() -> None:
-    found = residuals(
-        table(measured(), scaled(predicted(), peak_reserved_bytes=1.01, backward_peak_allocated_bytes=0.9))
-    )
+    off = scaled(predicted(), peak_reserved_bytes=1.01, backward_peak_allocated_bytes=0.9)
+    found = residuals(table(measured(), off))
     assert set(found.groupby("configuration")["component"].agg(tuple)) == {COMPONENTS}
     assert found["configuration"].nunique() == 2 * len(LENGTHS)
     relative = found.groupby("component")["relative"]
@@ -70,9 +69,8 @@ def test_the_order_of_the_rows_does_not_matter() -> None:
 
 @pytest.mark.parametrize(("why", "left", "right"), cases("rows_that_are_no_pair"))
 def test_what_is_not_a_pair(why: str, left: str, right: str) -> None:
-    mixed = table(
-        *(make(**json.loads(over)) for make, over in ((measured, left), (predicted, right)) if over != "null")
-    )
+    sides = ((measured, left), (predicted, right))
+    mixed = table(*(make(**json.loads(over)) for make, over in sides if over != "null"))
     found = residuals(mixed)
     assert found.empty, why
     assert len(pair(mixed)) == 0
@@ -131,9 +129,8 @@ def test_outcomes_that_differ_are_rows_and_sentences() -> None:
     assert set(ended.loc[4096, "outcome_measured"]) == {"oom"}  # its GPU is known from the host's other rows
     assert ended["residual_bytes"].isna().all()
     said = " ".join(sentences(found))
-    assert (
-        "Predicted to run out of memory, but ran: 2 configurations (256 tokens · default; 256 tokens · expand" in said
-    )
+    ran = "Predicted to run out of memory, but ran: 2 configurations (256 tokens · default; 256 tokens · expand"
+    assert ran in said
     assert "Predicted to fit, but ran out of memory: 2 configurations (4,096 tokens" in said
     worst = tables(found)[1][2]
     assert worst["ended"].iloc[0].startswith("predicted o") and worst["ended"].iloc[-1] == "ok"

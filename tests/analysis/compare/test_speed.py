@@ -24,13 +24,9 @@ TRUE = np.array([1.6, 2.5, 1.4, 2.0, 0.7, 9e-6])
 
 
 def published(
-    title: str,
-    gpu: str = "a100-80gb",
-    truth: np.ndarray[Any, Any] = TRUE,
-    count: int = 12,
-    noise: float = 0.0,
+    title: str, gpu: str = "a100-80gb", truth: np.ndarray[Any, Any] = TRUE, count: int = 12, noise: float = 0.0,
     **over: Any,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Readings whose seconds are the truth's; their parts vary independently."""
     random = np.random.default_rng(sum(map(ord, title)))
     found = []

@@ -61,9 +61,8 @@ def test_an_error_and_its_share_above_the_states() -> None:
 def test_statistics_are_of_one_counter_and_one_class() -> None:
     sizes = [-4.0, 1.0, 2.0, 3.0, 20.0]
     moving = [reading(run=str(n), predicted=(10 + size / 10) * GIB) for n, size in enumerate(sizes)]
-    found = errors(
-        *moving, reading(moves=False, predicted=10.0 * GIB), reading(quantity="reserved", predicted=20.0 * GIB)
-    )
+    others = reading(moves=False, predicted=10.0 * GIB), reading(quantity="reserved", predicted=20.0 * GIB)
+    found = errors(*moving, *others)
     lines = validation.summary(validation.of_class(found), ["kind", "class"]).set_index(["kind", "class"])
     line = lines.loc[("allocated", "moves")]
     assert line["median"] == pytest.approx(0.02) and line["typical"] == pytest.approx(0.03)
@@ -114,15 +113,11 @@ def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
 
 def test_the_same_reading_of_the_same_trial_counts_once() -> None:
     found = errors(
-        reading(run="fp32"),
-        reading(run="tf32"),
-        reading(run="other value", measured=12.0 * GIB),
-        reading(run="other counter", quantity="reserved"),
-        reading(run="other trial", trial_id="2"),
-        reading(run="other source", title="elsewhere"),
-        reading(run="not predicted", predicted=None),
+        reading(run="fp32"), reading(run="tf32"), reading(run="other value", measured=12.0 * GIB),
+        reading(run="other counter", quantity="reserved"), reading(run="other trial", trial_id="2"),
+        reading(run="other source", title="elsewhere"), reading(run="not predicted", predicted=None),
         reading(run="unknown", trial_id=None, outcome=None, predicted=None, reason="compile"),
-    )
+    )  # fmt: skip
     assert found[found["again"]]["run"].tolist() == ["tf32"]
     made = validation.Validation(found, {}, [], {})
     tables = {title: frame for title, _, frame in validation_page.all_tables(made)}

@@ -269,15 +269,13 @@ def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (b"", "is empty"),
-        (b"\n , \n", "is empty"),
+        (b"", "is empty"), (b"\n , \n", "is empty"),
         (b"seq_len,peak_active_mib\n", r"a header \(seq_len, peak_active_mib\) and no line below"),
-        (b"\x00\x01\x02", "not a text in UTF-8"),
-        (b"\xff\xfe1,2", "not a text in UTF-8"),
+        (b"\x00\x01\x02", "not a text in UTF-8"), (b"\xff\xfe1,2", "not a text in UTF-8"),
         (b"1,2,3,4\n1,2,3,4\n1,2,3,4,5\n", "line 3: 5 cells, but the file has 4 columns"),
         (b"seq_len,seq_len,peak_active_mib\n1,2,3\n", "seq_len comes from two columns"),
     ],
-)
+)  # fmt: skip
 def test_files_that_hold_no_rows_are_named(tmp_path: Path, content: bytes, text: str) -> None:
     (tmp_path / "x.csv").write_bytes(content)
     with pytest.raises(UserError, match=text):

@@ -75,9 +75,8 @@ def test_least_mean_and_largest_of_eight_gpus(cli: Cli) -> None:
     lines = [line.split(",") for line in (LLAMA / "lengths-zero3.csv").read_text().splitlines()]
     last = [float(v) for line in lines if line[0] == "2041" for v in line[1:17:2] if float(v)]
     assert len(last) == 8
-    sizes = ", ".join(
-        f"{v / 1024:,.1f} GiB {n}" for n, v in (("min", min(last)), ("mean", np.mean(last)), ("max", max(last)))
-    )
+    least, mean, most = (f"{size / 1024:,.1f} GiB" for size in (min(last), np.mean(last), max(last)))
+    sizes = f"{least} min, {mean} mean, {most} max"
     assert f"over 8 ranks at 2,041 tokens: {sizes}" in text
     of_mean = fits(cli, *words, "--metric", "peak_active_bytes", "--ranks", "mean")["peak_active_bytes"]
     of_worst = fits(cli, *words, "--metric", "peak_active_bytes")["peak_active_bytes"]
@@ -103,9 +102,8 @@ def test_the_largest_batch(cli: Cli) -> None:
     text = cli.run("frontier", LLAMA / "batches-zero3-checkpointing.csv", *words, "--batch", "--gib", "80").out
     assert "12 samples ran within; 13 did not" in text and "CUDA context" in text
     words = (*BATCHES, "--set", "device_total_gib=24", "--batch", "--gib", "24")
-    assert "2 samples ran within; 3 did not" in cli.run("frontier", QWEN / "batches.csv", *words).out.replace(
-        "none", ""
-    )
+    text = cli.run("frontier", QWEN / "batches.csv", *words).out
+    assert "2 samples ran within; 3 did not" in text
 
 
 def second(folder: Path, slope: float = -900_000.0, at: float = 200.0) -> Path:

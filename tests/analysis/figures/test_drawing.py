@@ -114,9 +114,8 @@ def test_what_is_not_written_is_said_and_costs_no_other(tmp_path: Path, monkeypa
     assert said == f"{tmp_path / 'none/a.png'}: No such file or directory; a.gif: allowed are .png, .svg, .pdf, .jpg"
     assert [one.name for one in tmp_path.rglob("*")] == ["b.png"]
     monkeypatch.setitem(sys.modules, "vl_convert", None)
-    assert re.search(
-        r"vl_convert is not installed; .*\[png\]", refusal(NotDrawn, draw, [Picture(plot, tmp_path / "c.png")])
-    )
+    said = refusal(NotDrawn, draw, [Picture(plot, tmp_path / "c.png")])
+    assert re.search(r"vl_convert is not installed; .*\[png\]", said)
     said = refusal(UserError, draw_one, Picture(plot, tmp_path / "c.png"))
     assert said.startswith(f"{tmp_path / 'c.png'} was not drawn: vl_convert is not installed; ")
     assert not (tmp_path / "c.png").exists()
@@ -191,10 +190,7 @@ def described(svg: str) -> list[tuple[str, str, dict[str, str], dict[str, list[f
     for element in ET.fromstring(svg).iter():
         own = {key.rpartition("}")[2]: value for key, value in element.attrib.items() if value}
         own = {key: value for key, value in own.items() if key not in ("id", "space", "href", "clip-path")}
-        own = {
-            key: re.sub(r"url\(.*?\)|(?<=trace)[0-9a-f]{6}|(?<=cb)[0-9a-f]{6}|['\"]", "", value)
-            for key, value in own.items()
-        }
+        own = {key: MADE_UP.sub("", value) for key, value in own.items()}
         texts = {key: re.sub(r"\s", "", NUMBER.sub("#", value)) for key, value in own.items()}
         numbers = {key: [float(one) for one in NUMBER.findall(value)] for key, value in own.items()}
         found.append((element.tag.rpartition("}")[2], element.text or "", texts, numbers))

@@ -20,6 +20,7 @@ from vramsweep.analysis.figures.memory import by_length
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.steps import steps
 from vramsweep.analysis.figures.style import View
+from vramsweep.analysis.figures.throughput import iterations
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.report.content import collect
 from vramsweep.harness.rows.schema import Row
@@ -153,6 +154,21 @@ def test_allocators_have_memory_speed_and_ratios_of_the_default() -> None:
     (line,) = (t for t in against_speed.plot.data if t.name == "default")
     assert np.asarray(line.x, dtype=float) == pytest.approx(middle["default"]["tokens_per_s"].to_numpy(float))
     assert list(line.customdata) == [f"{length:,}" for length in middle["default"].index]
+
+
+@pytest.mark.parametrize(("batches", "axes"), [((1, 4), "iterations/s, samples/s"), ((1,), "iterations/s = samples/s")])
+def test_samples_per_second_have_a_panel_unless_a_step_has_one(batches: tuple[int, ...], axes: str) -> None:
+    rows = synthetic.sweep(LENGTHS, batches, allocators=("default",), repeats=1)
+    expected = {row["trial_id"]: row.get("samples_per_s") for row in rows}
+    unknown = [row | {"samples_per_s": None} for row in rows]  # as of a file that has it/s alone
+    for known in (rows, unknown):
+        (figure,) = iterations(view(known))
+        for plot in (figure.plot, layout.column(layout.static(figure))):
+            assert ", ".join(axis.title.text.replace("<br>", " ") for axis in plot.select_yaxes()) == axes
+        data = figure.data.set_index("trial_id")["samples_per_s"]
+        assert data.to_dict() == pytest.approx({one: expected[one] for one in data.index})
+        below = [y for trace in seen(figure, yaxis="y2") for y in trace.y]
+        assert below == (pytest.approx(data.tolist()) if len(batches) > 1 else [])
 
 
 @pytest.mark.parametrize(("measured", "drawn"), [(4, False), (5, True)])

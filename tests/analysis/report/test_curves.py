@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import synthetic
 from conftest import Cli
 from scipy import stats
 
@@ -82,6 +83,27 @@ def test_what_nobody_asked_for_is_behind_the_legend_and_in_no_picture(rows: pd.D
         assert figure.data["seq_len"].min() == 500
 
 
+def test_fit_draws_into_the_files_that_are_named_and_over_no_input(tmp_path: Path, cli: Cli) -> None:
+    file, out = write(tmp_path / "a.csv"), tmp_path / "new" / "fit.svg"
+    words = ("fit", file, "--metric", "peak_active_bytes", "--from", 500, "--to", 1500, "--curves", "linear")
+    for suffix, begin in {".html": b"<!doctype html>", ".png": b"\x89PNG", ".svg": b"<svg", ".pdf": b"%PDF"}.items():
+        place = out.with_suffix(suffix)
+        assert f"Peak active against sequence length: {place}\n" in cli.run(*words, "--figure", place).out
+        assert place.read_bytes().startswith(begin)
+    drawn = out.read_text(encoding="utf-8")
+    there = [one in drawn for one in ("straight line", "row − fit", "1,400", "a.csv, 11 rows", "2,000", "quadratic")]
+    assert there == [True, True, True, True, False, False]
+    cli.json("fit", file, "--figure", out)  # all that the rows have: active, reserved, step time
+    assert {one.name for one in out.parent.glob("*.svg")} == {"fit.svg", "fit_2.svg", "fit_3.svg"}
+    journal = (synthetic.write(tmp_path, synthetic.curve((256, 512, 1024))) / "journal.jsonl").read_bytes()
+    for name in ("b.svg", "b_2.svg"):
+        (own := tmp_path / name).write_bytes(journal)
+        assert "is the file that is read" in cli.refuse("fit", own, "--figure", tmp_path / "b.svg")
+        assert own.read_bytes() == journal
+    assert "allowed suffixes are .html, .png, .svg, .pdf" in cli.refuse(*words, "--figure", "fit.gif")
+    assert "--figure FILE draws" in cli.refuse(*words)
+
+
 def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> None:
     files = write(tmp_path / "a.csv"), write(tmp_path / "b.csv", ACTIVE * HALF, 9900.0)
     done = cli.run("report", *files, "--names", "default,expandable", "--images", "none", "--out", tmp_path / "r")
@@ -100,13 +122,11 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
     ("names", "said"),
     [
         ("default", "--names default are 1 names of 2 files; give each its own, in their order"),
-        ("a,b,c", "are 3 names of 2 files"),
-        ("a,", "are 2 names of 2 files"),
-        ("a,a", "are 2 names of 2 files; give each its own"),
-        ("wings=a,b", "columns not known: wings"),
+        ("a,b,c", "are 3 names of 2 files"), ("a,", "are 2 names of 2 files"),
+        ("a,a", "are 2 names of 2 files; give each its own"), ("wings=a,b", "columns not known: wings"),
         ("micro_batch=1,x", 'micro_batch is a whole number, not "x"'),
     ],
-)
+)  # fmt: skip
 def test_names_that_do_not_fit_are_refused(tmp_path: Path, names: str, said: str) -> None:
     files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
     with pytest.raises(UserError, match=said):

@@ -66,9 +66,8 @@ def test_axes_have_units_and_lines_have_markers() -> None:
 @pytest.mark.slow
 def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> None:
     measured = synthetic.curve(LENGTHS, gpu_name="NVIDIA L4")
-    content = collect(
-        table([*measured, *synthetic.curve(LENGTHS, device="simulated", simulated_gpu="l4-24gb", seed=1)])
-    )
+    predicted = synthetic.curve(LENGTHS, device="simulated", simulated_gpu="l4-24gb", seed=1)
+    content = collect(table([*measured, *predicted]))
     names = {figure.name for figure in content.figures}
     assert {"memory_by_length_measured_on_cuda", "memory_by_length_predicted", "predicted_against_measured"} <= names
     assert any("peak allocated exact to the byte" in finding for finding in content.findings)
