@@ -166,11 +166,16 @@ def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:
         errors.append(abs(seconds[left_out] @ _fit(seconds[rest], step[rest]) / step[left_out] - 1))
     totals = seconds.sum(axis=1)
     return Calibration(
-        gpu=gpu, precision=precision, rows=int(mine["rows"].sum()), configurations=len(mine),
-        factors=_of_parts(factors, known), margins=_of_parts(_margins(seconds, step, factors), known),
-        range=(float(totals.min()), float(totals.max())), median_error=float(np.median(errors)),
+        gpu=gpu,
+        precision=precision,
+        rows=int(mine["rows"].sum()),
+        configurations=len(mine),
+        factors=_of_parts(factors, known),
+        margins=_of_parts(_margins(seconds, step, factors), known),
+        range=(float(totals.min()), float(totals.max())),
+        median_error=float(np.median(errors)),
         worst_error=float(np.max(errors)),
-    )  # fmt: skip
+    )
 
 
 def _of_parts(values: Array, known: Iterable[bool]) -> tuple[float | None, ...]:

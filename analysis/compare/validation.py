@@ -150,12 +150,19 @@ def other_tools_errors(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.Da
             theirs = (said / mine["measured"].astype(float) - 1).dropna()
             own = mine.loc[theirs.index, "error"]
             if len(theirs):
-                lines.append({
-                    "counter": kind, "peak": moving, "tool": name, "readings": str(len(theirs)),
-                    "median, signed": percent(theirs.median()), "median": size(float(theirs.abs().median())),
-                    "90th percentile": size(float(theirs.abs().quantile(0.9))),
-                    "vramsweep on the same: median": size(own.abs().median()), "90th": size(own.abs().quantile(0.9)),
-                })  # fmt: skip
+                lines.append(
+                    {
+                        "counter": kind,
+                        "peak": moving,
+                        "tool": name,
+                        "readings": str(len(theirs)),
+                        "median, signed": percent(theirs.median()),
+                        "median": size(float(theirs.abs().median())),
+                        "90th percentile": size(float(theirs.abs().quantile(0.9))),
+                        "vramsweep on the same: median": size(own.abs().median()),
+                        "90th": size(own.abs().quantile(0.9)),
+                    }
+                )
     return pd.DataFrame(lines)
 
 

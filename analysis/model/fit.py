@@ -308,17 +308,31 @@ def fit_points(
     why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
-        metric=metric, settings=group.settings if group else {}, label=group.label if group else "all rows",
-        points=points, candidates=tuple(candidates), chosen=chosen, why=why, warnings=tuple(warnings),
-        predictor=predictor, posteriors=found.posteriors, basis=better.basis, because=better.because,
-        identified=identified, phases=_phases(chosen.model, group, axis) if group and metric.memory else (),
-        samples_per_step=samples if axis == "seq_len" else None, axis=axis, group=group.id if group else "",
-        positions=group.positions if group and axis == "seq_len" else None, residual=better.residual,
+        metric=metric,
+        settings=group.settings if group else {},
+        label=group.label if group else "all rows",
+        points=points,
+        candidates=tuple(candidates),
+        chosen=chosen,
+        why=why,
+        warnings=tuple(warnings),
+        predictor=predictor,
+        posteriors=found.posteriors,
+        basis=better.basis,
+        because=better.because,
+        identified=identified,
+        phases=_phases(chosen.model, group, axis) if group and metric.memory else (),
+        samples_per_step=samples if axis == "seq_len" else None,
+        axis=axis,
+        group=group.id if group else "",
+        positions=group.positions if group and axis == "seq_len" else None,
+        residual=better.residual,
         ranks=spread(group.frame, metric.column, along(group.frame, axis)) if group and metric.memory else None,
-        only=only, outliers=tuple(points.x[odd].tolist()),
+        only=only,
+        outliers=tuple(points.x[odd].tolist()),
         jumps=tuple(jumps(points.x, left, points.y)) if metric.limited else (),
         wavering=tuple(wavering(points.x, left, points.y)) if metric.limited else (),
-    )  # fmt: skip
+    )
 
 
 def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
