@@ -17,6 +17,7 @@ from vramsweep.analysis.model.curves import FEWEST
 from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
 
 SPEEDS = ("samples_per_s", "tokens_per_s")
+OF_A_STEP = ("micro_batch", "grad_accum", "world_size")  # whose product is its samples
 
 
 def throughput(view: View) -> list[Figure]:
@@ -111,13 +112,14 @@ def iterations(view: View) -> list[Figure]:
     """Optimizer steps per second against length, as scripts count them; below samples per second, unless a step has one
     sample: then they are the same."""
     found, each = [], set()
-    for group, rows in () if view.predicted else groups_with(view.groups, "step_median_s", *SPEEDS):
+    for group, rows in () if view.predicted else groups_with(view.groups, "step_median_s", *SPEEDS, *OF_A_STEP):
         samples = rows["samples_per_s"].fillna(rows["tokens_per_s"] / rows["seq_len"])
-        found.append((group, rows.assign(steps_per_s=1 / rows["step_median_s"], samples_per_s=samples)))
-        each |= {round(one) for one in [(samples * rows["step_median_s"]).median()] if pd.notna(one)}
+        steps = (samples / rows[[*OF_A_STEP]].prod(axis=1, skipna=False)).fillna(1 / rows["step_median_s"])
+        found.append((group, rows.assign(steps_per_s=steps, samples_per_s=samples)))
+        each |= {round(one) for one in [(samples / steps).median()] if pd.notna(one)}
     more, same = each - {1}, each == {1}
     caption = sentence(
-        "Optimizer steps per second: one over the median step time; medians of repeats.",
+        "Optimizer steps per second; medians of repeats.",
         f"Below: samples per second, {' or '.join(map(str, sorted(each)))} in a step." if more else "",
         "A step counts as one sample: samples/s are the same." if same else "",
     )
