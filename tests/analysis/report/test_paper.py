@@ -18,6 +18,7 @@ from conftest import Cli
 from vramsweep.analysis.cli import main
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import from_frame
+from vramsweep.analysis.figures.composition import OF_PEAK
 from vramsweep.analysis.report import latex, requirements_file
 
 NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
@@ -39,10 +40,13 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         *synthetic.sweep(lengths, (1, 2)),
         *synthetic.sweep(lengths, (1,), allocators=(EVIL,), flags=["wide_spread"]),
-        *synthetic.sweep(lengths, (1,), device="simulated", **predicted),
+        *synthetic.sweep(range(1024, 3584, 256), (1,), device="simulated", **predicted),  # too many for level labels
+        *synthetic.sweep((1152, 2048), (4,), device="simulated", **predicted),
     ]
     for number, row in enumerate(rows):
         row["trial_id"] = f"{row['trial_id']}-{number}"
+        if row["device"] == "simulated" and row["outcome"] == "ok":
+            row |= dict.fromkeys(OF_PEAK.values(), row["peak_allocated_bytes"] // len(OF_PEAK))
     folder = synthetic.write(tmp_path_factory.mktemp("paper") / "sweep", rows)
     assert main(["paper", str(folder)]) == 0
     return folder / "paper"
@@ -85,8 +89,15 @@ def test_every_word_of_a_figure_is_on_its_page_and_its_small_print_says_what_it_
         right, bottom = float(page[1]) + 0.5, float(page[2]) + 1
         assert [one for one in words if one[0] < 0 or one[1] < -1 or one[2] > right or one[3] > bottom] == [], figure
         assert overlapping(words) == [], figure.name
+        assert max(gaps([one for one in words if one[1] > bottom / 2])) < 30, f"{figure.name}: air"
         text = " ".join(word for *_, word in words)
         assert re.search(r"(Measured|Predicted|Measured and predicted) (on|for) .* · torch 0.0 · .* rows?\b", text)
+
+
+def gaps(words: Sequence[tuple[float, float, float, float, str]]) -> list[float]:
+    """The heights, in points, without a word, from above."""
+    ends = list(itertools.accumulate((one[3] for one in sorted(words, key=lambda one: one[1])), max))
+    return [below - above for above, below in zip(ends, sorted(one[1] for one in words)[1:], strict=False)]
 
 
 def overlapping(words: Sequence[tuple[float, float, float, float, str]]) -> list[str]:
