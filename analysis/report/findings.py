@@ -23,8 +23,8 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
-from vramsweep.harness.spec.runner_table import STARTING
-from vramsweep.harness.spec.techniques.catalog import AXES
+from vramsweep.harness.spec.runner_table import STARTING, USER_CODE
+from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
 COMMAND = "command"  # in what was asked: shown as code
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
@@ -83,8 +83,14 @@ def _script(table: Table, most: int = 3) -> dict[str, str]:
 
 def _in_use(frame: pd.DataFrame) -> set[str]:
     """Techniques that some row does not have at the default, and the settings of those."""
-    changed = {a.name for a in AXES if a.default is None or (frame[a.name].notna() & frame[a.name].ne(a.default)).any()}
+    changed = {axis.name for axis in AXES if axis.default is None or _in_effect(frame, axis).any()}
     return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
+
+
+def _in_effect(frame: pd.DataFrame, axis: Axis) -> pd.Series[bool]:
+    """Which rows have this technique otherwise than by default, and with what it belongs to."""
+    changed = frame[axis.name].notna() & frame[axis.name].ne(axis.default) & frame["outcome"].ne("invalid").fillna(True)
+    return changed & (axis.of is None or frame[axis.of[0]].isin(axis.of[1]) | frame["runner"].isin(USER_CODE))
 
 
 def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
@@ -92,10 +98,14 @@ def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     found = []
     for group in [group for group in groups if not group.varies][:3]:
         if (fit := next((f for f in fits if f.group == group.id and f.metric.memory), None)) is not None:
-            what = "; ".join(fit_wording.explain(fit)[:6])
-            which = f" ({group.label})" if group.settings else ""
-            found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
+            found.append(of_fit(fit))
     return found
+
+
+def of_fit(fit: Fit) -> str:
+    """How a quantity grows, in a sentence."""
+    which = f" ({fit.label})" if fit.settings else ""
+    return f"{fit.metric.label.capitalize()}{which}: {'; '.join(fit_wording.explain(fit)[:6])}."
 
 
 def estimates(table: Table, most: int = 3) -> list[str]:
@@ -226,9 +236,9 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
         parts.append(
             "Where data is lengths:..., samples are drawn from it, and sequence lengths are where they are cut."
         )
-    in_use = [f"{name} {text}" for name in sorted(_in_use(frame) - {"precision"}) if (text := values(frame, name))]
-    if in_use:
-        parts.append(f"Techniques: {'; '.join(in_use)}.")
+    techniques = {axis.name: frame[_in_effect(frame, axis)] for axis in AXES if axis.default is not None}
+    if used := [f"{name} {values(rows, name)} ({_rows(len(rows))})" for name, rows in techniques.items() if len(rows)]:
+        parts.append(f"Techniques that are not at their defaults: {'; '.join(used)}.")
     steps = values(frame, "measured_steps")
     if steps and frame["foreign"].isna().all():
         warm = values(frame, "warmup_steps") or "no"

@@ -51,9 +51,9 @@ def write_paper(
             write_csv(table.frame, draft / "rows.csv")
             captions = "\n".join(f"{figure.name}: {figure.title}. {figure.caption}" for figure in figures)
             (draft / "methods.txt").write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
-            said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn,
+            said = {"prefix": prefix, "tables": tables, "figures": drawn,
                     "methods": content.methods, "version": __version__, "title": content.title}  # fmt: skip
-            for name in ("methods.tex", "example.tex"):
+            for name in ("methods.tex", "results.tex", "example.tex"):
                 (draft / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
             line = shlex.join(["vramsweep", "paper", *command])
             readme = {"title": markup.prose(content.title),
@@ -169,7 +169,12 @@ def _write_environment(content: Content, folder: Path, command: Sequence[str]) -
 def _write_digests(folder: Path) -> None:
     """Digests of what comes out the same, byte for byte, when the folder is made again: not of PDFs, which hold their
     date. Of a foreign CSV the data of figures differ too, because its rows' ids come from its path."""
-    whole = [folder / "methods.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv")]
+    whole = [
+        folder / "methods.tex",
+        folder / "results.tex",
+        folder / "methods.txt",
+        *(folder / "figures").glob("*.csv"),
+    ]
     whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
     lines = (
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole
