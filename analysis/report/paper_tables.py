@@ -223,8 +223,8 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
     notes = [
         "Each line is a piece of a model, whose value is the largest of them, from the length given on: intercept "
         "+ slope × length + curvature × length². A slope is of a position, a token of every sample of the micro-batch. "
-        "–: none that can be told from 0. RMS, worst: of the points about the model. Probability: of the model among all "
-        "kinds that were fitted."
+        "–: none that can be told from 0. RMS, worst: of the points about the model. Probability: of the model among "
+        "all kinds that were fitted."
     ]
     notes += _brackets([line[3] for line in lines], "the slope")
     table = _table(
