@@ -156,13 +156,9 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
     """What the rows say of their machine, what made the folder, and the command that makes it again."""
     said = {
-        "vramsweep": __version__,
-        "command": ["paper", *command],
-        "machine": content.machine,
-        "asked": content.asked,
-        "coverage": content.coverage,
-        "warnings": content.warnings,
-    }
+        "vramsweep": __version__, "command": ["paper", *command], "machine": content.machine, "asked": content.asked,
+        "coverage": content.coverage, "warnings": content.warnings,
+    }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -170,11 +166,8 @@ def _write_digests(folder: Path) -> None:
     """Digests of what comes out the same, byte for byte, when the folder is made again: not of PDFs, which hold their
     date. Of a foreign CSV the data of figures differ too, because its rows' ids come from its path."""
     whole = [
-        folder / "methods.tex",
-        folder / "results.tex",
-        folder / "methods.txt",
-        *(folder / "figures").glob("*.csv"),
-    ]
+        folder / "methods.tex", folder / "results.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv"),
+    ]  # fmt: skip
     whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
     lines = (
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole

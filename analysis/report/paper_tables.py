@@ -304,12 +304,9 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
         notes.append(f"{BEYOND} beyond what was {'predicted' if predicted else 'measured'}.")
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
     table = _table(
-        "frontier",
-        sentence(f"The largest {axis} that fits in a GPU's memory", about),
-        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
-        lines,
-        notes,
-    )
+        "frontier", sentence(f"The largest {axis} that fits in a GPU's memory", about),
+        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))), lines, notes,
+    )  # fmt: skip
     breaks = tuple(at for at in range(1, len(firsts)) if firsts[at] != firsts[at - 1])
     return table and replace(table, groups=breaks, says=_of_limits(table.columns, [line[1] for line in lines]))
 
