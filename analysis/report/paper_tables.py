@@ -72,9 +72,8 @@ def tables(content: Content) -> list[Table]:
     for title, name, frame in others:
         if name not in OWN and len(frame):
             shown = tuple(columns(frame))
-            says = " ".join(
-                known.get(name, [])[:MOST_SAID]
-            ) or f"{title} ({len(frame):,} lines): {_ranges(shown)}.".replace(": .", ".")
+            ranges = f": {said}" if (said := _ranges(shown)) else ""
+            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"{title} ({len(frame):,} lines){ranges}."
             made.append(Table(slug(name), sentence(title, whole), shown, says=says, own=frame))
     return made
 
@@ -228,12 +227,10 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
     ]
     notes += _brackets([line[3] for line in lines], "the slope")
     table = _table(
-        "",
-        "",
+        "", "",
         ("model", "from (tokens)", f"intercept ({unit.name})", "slope (MiB/position)", "curvature (bytes/position²)",
          f"RMS ({misfit.name})", f"worst ({misfit.name})", "R²", "probability"),
-        lines,
-        notes,
+        lines, notes,
     )  # fmt: skip
     breaks = tuple(at for at in range(1, len(firsts)) if firsts[at][0] != firsts[at - 1][0])
     return table and replace(table, groups=breaks)
@@ -267,10 +264,11 @@ def _uncertain(value: float, ends: tuple[float, float]) -> str:
     the last digit. `12 [−1, 25]`: with the interval, where its half is no less than the value; – where all is 0."""
     half = max(ends[1] - value, value - ends[0])
     digits = min(max(1 - floor(log10(half)), 0), MOST_DIGITS) if half > 0 else MOST_DIGITS
+    spread = max(ceil(half * 10**digits - 1e-9), 1)
     if not any(round(one, digits) for one in (value, *ends)):
         return "–"
-    if half < abs(value) and round(value, digits):
-        return f"{value:.{digits}f}({max(ceil(half * 10**digits - 1e-9), 1)})"
+    if spread < abs(round(value, digits)) * 10**digits:
+        return f"{value:.{digits}f}({spread})"
     shown, low, high = (f"{round(one, digits) + 0.0:.{digits}f}".replace("-", "−") for one in (value, *ends))
     return f"{shown} [{low}, {high}]"
 
@@ -284,16 +282,11 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     for limit in _distinct_limits(limit for limit in known if limit.gib in of_use):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         firsts.append(f"{limit.group}{of}")
-        lines.append(
-            (
-                "" if firsts[-2:-1] == firsts[-1:] else limit.label + of,
-                f"{limit.gib:g}",
-                number(limit.largest_ok),
-                number(limit.low),
-                number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
-                number(limit.smallest_too_large),
-            )
-        )
+        lines.append((
+            "" if firsts[-2:-1] == firsts[-1:] else limit.label + of, f"{limit.gib:g}", number(limit.largest_ok),
+            number(limit.low), number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
+            number(limit.smallest_too_large),
+        ))  # fmt: skip
     predicted = all(limit.predicted for limit in known)
     ran, run = ("fits", "predicted") if predicted else ("ran", "run")
     notes = [
@@ -316,7 +309,7 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
     ends = dict.fromkeys((min(sizes, key=float), max(sizes, key=float)))
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
-    said = [f"In a GPU of {size} GiB ({len(at):,} lines): {_ranges(shown, at)}." for size, at in places.items()]
+    said = (f"In a GPU of {size} GiB ({len(at):,} lines): {_ranges(shown, at)}." for size, at in places.items())
     return " ".join(said)
 
 
