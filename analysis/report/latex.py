@@ -113,7 +113,7 @@ def markdown(template: str, **values: Any) -> str:
 
 
 # --- widths, in points of 8 pt Computer Modern ---
-_WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 3.4), **dict.fromkeys("mwMW@%&—", 7.3)}
+_WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 3.4), **dict.fromkeys("mwMW@%&—±−×", 7.3)}
 _SMALL, _CAPITAL = 4.4, 6.2
 ONE_COLUMN, TWO_COLUMNS = 252.0, 520.0  # 3.5 in and 7.25 in, less a little
 GAP = 6.0  # between columns: twice \tabcolsep
@@ -123,7 +123,8 @@ _NARROWEST = 44.0  # of a column whose text wraps
 
 def width(text: str) -> float:
     """How wide the text is set, in points, rather too wide."""
-    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in text)
+    shown = "".join(code if (code := _sign(sign)).startswith("[U+") else sign for sign in text)
+    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in shown)
 
 
 # --- columns ---
