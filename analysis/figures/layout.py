@@ -30,6 +30,7 @@ _PAPER, _DARK = "#fff", "#000"
 # wider than they are.
 _WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
 _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
+LINE = 19  # px of a line of a legend, in plotly
 LINES = 3  # of such a name
 ROWS = 0.56  # of a column's width is at most for names of rows
 BAR = 56  # px beside a plot for a colour bar
@@ -40,15 +41,18 @@ def page(figure: Figure) -> go.Figure:
     plot: Any = go.Figure(figure.plot)
     below = 8 + (plot.layout.margin.b or 52)
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
-        below += 26 * _legend_lines(plot, BLOG[0] - 80, text=13)
+        below += 26 * _legend(plot, BLOG[0] - 80, text=13)[0]
     height = (plot.layout.height or BLOG[1]) + 40
     return _by_itself(plot, figure, (BLOG[0], int(height)), 15, 11, below)
 
 
 def static(figure: Figure) -> Figure:
-    """The figure without what only a click on its legend would show."""
-    plot = go.Figure(figure.plot)
-    plot.data = [trace for trace in plot.data if trace["visible"] != "legendonly"]
+    """The figure without what only a click would show, and without places where nothing else stands."""
+    plot: Any = go.Figure(figure.plot)
+    plot.data = [trace for trace in plot.data if trace["visible"] in (None, True)]
+    if (places := plot.layout.xaxis.categoryarray) is not None:
+        told = {str(x) for trace in plot.data for x in trace.x}
+        plot.layout.xaxis.categoryarray = [place for place in places if place in told]
     return replace(figure, plot=plot)
 
 
@@ -90,16 +94,21 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
     left = max([60, *(8 + text * text_width(line) for _, name in ticks for line in name.split("<br>"))])
     across = width - left - right
     wanted = bool(plot.layout.showlegend) or (bool(labels) and not fit)
-    lines = _legend_lines(plot, across, beside, text) if wanted else 0
-    below = round((1.75 * text * lines + 12) * bool(lines))
+    small = text * SMALL / TEXT
+    lines, abreast = _legend(plot, across, beside, small) if wanted else (0, 1)
+    below = round((LINE * lines + 12) * bool(lines))
     world = any(a.name == WORLD for a in plot.layout.annotations)
     axes = _axes(plot, across, inner, text, ticks)
+    upright = axes["xaxis"].get("tickangle") == -90
+    down = math.ceil(text * (max(map(text_width, _places(plot))) - 1)) if upright else 0  # px that these labels add
     layout: dict[str, Any] = {
         "font": {"size": text},
         "showlegend": bool(lines),
         "legend": {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0.01, "xref": "container",
-                   "itemwidth": 30, "font": {"size": text}},
-        "margin": {"l": math.ceil(left) if ticks else 44, "r": round(right), "t": 22 if world else 8, "b": 42 + below},
+                   "itemwidth": 30, "font": {"size": small}, "entrywidthmode": "fraction",
+                   "entrywidth": 1 / abreast - 0.02},
+        "margin": {"l": math.ceil(left) if ticks else 44, "r": round(right), "t": 22 if world else 8,
+                   "b": 42 + down + below},
         **axes,
         "annotations": _notes(plot, axes["xaxis"].get("range") or plot.layout.xaxis.range, across, left, text),
     }  # fmt: skip
@@ -111,7 +120,7 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
             traces[i] = {"y": [y], "textposition": "middle right"}
     else:
         traces |= {i: {"visible": False} for i, _ in labels}
-    return {"layout": layout, "traces": traces, "height": inner + AROUND + below, "beside": fit}
+    return {"layout": layout, "traces": traces, "height": inner + AROUND + down + below, "beside": fit}
 
 
 def _smaller(trace: Any, beside: Sequence[str]) -> dict[str, Any]:
@@ -128,8 +137,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
     if (reach := _reach(plot, across, text)) is not None:
         x["range"] = [plot.layout.xaxis.range[0], reach]
     if plot.layout.xaxis.type == "category":
-        told = {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
-        x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in told) < across else -90
+        x["tickangle"] = 0 if text * sum(text_width(one) + 0.6 for one in _places(plot)) < across else -90
     else:
         most = max(4, min(5, int(across / (5 * text))))
         x |= {"tickangle": 0} | _ticks_of(plot, plot.layout.xaxis, most, x.get("range"))
@@ -144,6 +152,11 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         if name in plot.layout and plot.layout[name].title.text:
             found[name] = _wrapped(plot, plot.layout[name], inner, text)
     return found
+
+
+def _places(plot: Any) -> set[str]:
+    """What the x axis of a plot calls its places."""
+    return {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
 
 
 def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
@@ -246,7 +259,7 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     if legend:
         plot.layout.legend.y = ABOVE["y"]  # there is no note between
-    top = 8 + 1.25 * text * len(title) + (26 * _legend_lines(plot, width) if legend else 4)
+    top = 8 + 1.25 * text * len(title) + (26 * _legend(plot, width)[0] if legend else 4)
     bottom = 1.3 * small * len(told) + 4
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
         plot.update_layout(legend={"y": bottom / height})
@@ -266,18 +279,16 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     return drawn
 
 
-def _legend_lines(plot: Any, width: float, beside: Sequence[str] = (), text: float = TEXT) -> int:
-    """How many lines a legend takes below a plot so wide, by which plotly breaks it: its columns are as wide as its
+def _legend(plot: Any, room: float, beside: Sequence[str] = (), text: float = TEXT) -> tuple[int, int]:
+    """How many lines a legend takes in so many px, and how many entries stand abreast: its columns are as wide as its
     longest entry."""
-    named = dict.fromkeys(
+    named = {
         str(trace.legendgroup or trace.name)
         for trace in plot.data
         if trace.name and trace.showlegend is not False and trace.visible is not False and trace.name not in beside
-    )
-    if not named:
-        return 0
-    widest = 45 + text * max(map(text_width, named))
-    return math.ceil(len(named) / max(1, int(width // widest)))
+    }
+    abreast = max(1, int(room // (45 + 0.9 * text * max(map(text_width, named), default=0.0))))
+    return math.ceil(len(named) / abreast), abreast
 
 
 def text_width(text: str) -> float:

@@ -6,6 +6,7 @@ Every sentence is computed from rows and fits; nothing here draws or writes file
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
 from vramsweep.analysis.data.warnings_of_rows import NAMED, name_rows, records
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
+from vramsweep.analysis.report import latex
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
-from vramsweep.harness.spec.runner_table import STARTING
-from vramsweep.harness.spec.techniques.catalog import AXES
+from vramsweep.harness.spec.runner_table import STARTING, USER_CODE
+from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
 COMMAND = "command"  # in what was asked: shown as code
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
@@ -83,8 +85,14 @@ def _script(table: Table, most: int = 3) -> dict[str, str]:
 
 def _in_use(frame: pd.DataFrame) -> set[str]:
     """Techniques that some row does not have at the default, and the settings of those."""
-    changed = {a.name for a in AXES if a.default is None or (frame[a.name].notna() & frame[a.name].ne(a.default)).any()}
+    changed = {axis.name for axis in AXES if axis.default is None or _in_effect(frame, axis).any()}
     return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
+
+
+def _in_effect(frame: pd.DataFrame, axis: Axis) -> pd.Series[bool]:
+    """Which rows have this technique otherwise than by default, and with what it belongs to."""
+    changed = frame[axis.name].notna() & frame[axis.name].ne(axis.default) & frame["outcome"].ne("invalid").fillna(True)
+    return changed & (axis.of is None or frame[axis.of[0]].isin(axis.of[1]) | frame["runner"].isin(USER_CODE))
 
 
 def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
@@ -92,10 +100,14 @@ def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
     found = []
     for group in [group for group in groups if not group.varies][:3]:
         if (fit := next((f for f in fits if f.group == group.id and f.metric.memory), None)) is not None:
-            what = "; ".join(fit_wording.explain(fit)[:6])
-            which = f" ({group.label})" if group.settings else ""
-            found.append(f"{fit.metric.label.capitalize()}{which}: {what}.")
+            found.append(of_fit(fit))
     return found
+
+
+def of_fit(fit: Fit) -> str:
+    """How a quantity grows, in a sentence."""
+    which = f" ({fit.label})" if fit.settings else ""
+    return f"{fit.metric.label.capitalize()}{which}: {'; '.join(fit_wording.explain(fit)[:6])}."
 
 
 def estimates(table: Table, most: int = 3) -> list[str]:
@@ -221,91 +233,18 @@ def unproven(frame: pd.DataFrame) -> str:
 def methods(table: Table, fits: Sequence[Fit]) -> str:
     """A paragraph for the methods section of a paper: only what the rows say."""
     frame = table.frame
-    parts = [*_trained(frame), *_machines(frame)]
-    if varying(frame).any():
-        parts.append(
-            "Where data is lengths:..., samples are drawn from it, and sequence lengths are where they are cut."
-        )
-    in_use = [f"{name} {text}" for name in sorted(_in_use(frame) - {"precision"}) if (text := values(frame, name))]
-    if in_use:
-        parts.append(f"Techniques: {'; '.join(in_use)}.")
-    steps = values(frame, "measured_steps")
-    if steps and frame["foreign"].isna().all():
-        warm = values(frame, "warmup_steps") or "no"
-        warm_up, timed = (f"{count} {name}{'s' * (count != '1')}" for count, name in
-                          ((warm, "warm-up step"), (steps, "timed step")))  # fmt: skip
-        parts.append(
-            f"Every trial ran in a process of its own: {warm_up}, one probe step, then {timed}; throughput is tokens "
-            "over the time between the first and the last step boundary."
-        )
-        parts += _repeated(frame)
-    if (frame["memory_source"] == "cuda_allocator").any():
-        parts.append(
-            "Peak memory is the largest value of the caching allocator's own counters over load and all steps; "
-            "device memory is what NVML reports."
-        )
-    if frame["device"].eq("simulated").any():
-        parts.append(
-            "Rows with device=simulated are predictions. They enter no figure of measured rows, and no fit of them but "
-            "as the shape that a fitted residual corrects, where this is said."
-        )
-    if names := unproven(frame):
-        parts.append(f"Unproven, as no GPU has been seen to run it as predicted: {names}.")
-    if fits:
-        rest = {"prediction": "predictions of the same settings and a fitted residual",
-                "phases": "the peaks of a step's phases, fitted over batch and length together",
-                "points": "the points alone"}  # fmt: skip
-        bases = " or ".join(rest[basis] for basis in rest if any(fit.basis == basis for fit in fits))
-        parts.append(
-            "Curves are maxima of lines or parabolas, chosen by their posterior probability among lines, parabolas and "
-            "maxima of two or three pieces with closed-form evidence (conjugate linear regression on each run of "
-            "lengths, outliers left out), per alignment class where that is more probable. Values rest on "
-            f"{bases}. Intervals are 95 % posterior intervals over all kinds. Rows that ran out of memory count as "
-            "lower bounds."
-        )
-    return " ".join(parts)
-
-
-def _trained(frame: pd.DataFrame) -> list[str]:
-    """What was trained, how, and at which lengths and batches."""
-    told = {name: values(frame, name) for name in ("model", "parameters", "precision", "optimizer_effective",
-            "attention_effective", "runner", "seq_len", "micro_batch", "allocator")}  # fmt: skip
-    size = f" ({told['parameters']} parameters)" if told["parameters"] else ""
-    how = [f"in {told['precision']}"] * bool(told["precision"])
-    how += [f"with {told['optimizer_effective']}"] * bool(told["optimizer_effective"])
-    how += [f"with {told['attention_effective']} attention"] * bool(told["attention_effective"])
-    how += [f"by the runner {told['runner']}"] * bool(told["runner"])
-    found = [f"{told['model']}{size} was trained {', '.join(how)}."] if told["model"] and how else []
-    batch = f" at micro-batches of {told['micro_batch']}" if told["micro_batch"] else ""
-    found += [f"Sequences had {told['seq_len']} tokens{batch}."] if told["seq_len"] else []
-    return found + [f"Allocator configurations were {told['allocator']}."] * bool(told["allocator"])
-
-
-def _machines(frame: pd.DataFrame) -> list[str]:
-    """On which GPU, driver, processor and operating system, with which versions."""
     own = frame[frame["device"].ne("simulated").fillna(True)]
-    driver = values(own, "driver_version")
-    on = [text + (f" (driver {driver})" if driver else "") for text in [values(own, "gpu_name")] if text]
-    on += [f"a host with {text}" for text in [values(own, "cpu_name")] if text]
-    on += [text for text in [values(own, "operating_system")] if text]
-    versions = [f"{name} {text}" for column, name in (
-        ("torch_version", "PyTorch"), ("cuda_version", "CUDA"), ("transformers_version", "Transformers"),
-        ("deepspeed_version", "DeepSpeed"), ("python_version", "Python"), ("vramsweep_version", "vramsweep"),
-    ) if (text := values(frame, column))]  # fmt: skip
-    found = [f"Measurements ran on {', '.join(on)}."] if on else []
-    return found + [f"Software was {', '.join(versions)}."] * bool(versions)
-
-
-def _repeated(frame: pd.DataFrame) -> list[str]:
-    """How often each configuration was measured."""
-    ok = frame[frame["outcome"].eq("ok").fillna(False) & frame["device"].ne("simulated").fillna(False)]
+    techniques = {axis.name: frame[_in_effect(frame, axis)] for axis in AXES if axis.default is not None}
     axes = [column.name for column in BY_NAME.values() if column.group == "axes" and column.type not in (dict, list)]
-    counts = ok.groupby([name for name in axes if name not in ("repeat", "seed")], dropna=False).size()
-    if counts.empty:
-        return []
-    ends = sorted({int(counts.min()), int(counts.max())})
-    times = "once" if ends == [1] else f"{' to '.join(map(str, ends))} times"
-    return [f"Each point was measured {times}, in separate processes."]
+    ran = own[own["outcome"].eq("ok").fillna(False)]
+    text = latex.markdown(
+        "methods.txt.j2", all=partial(values, frame), own=partial(values, own), varying=varying(frame).any(),
+        used=[f"{name} {values(mine, name)} ({_rows(len(mine))})" for name, mine in techniques.items() if len(mine)],
+        timed=frame["foreign"].isna().all(), counted=(frame["memory_source"] == "cuda_allocator").any(),
+        repeated=sorted(set(ran.groupby([n for n in axes if n not in ("repeat", "seed")], dropna=False).size())),
+        predicted=frame["device"].eq("simulated").any(), unproven=unproven(frame), bases={fit.basis for fit in fits},
+    )  # fmt: skip
+    return " ".join(text.split())
 
 
 def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:

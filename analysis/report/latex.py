@@ -113,7 +113,7 @@ def markdown(template: str, **values: Any) -> str:
 
 
 # --- widths, in points of 8 pt Computer Modern ---
-_WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 3.4), **dict.fromkeys("mwMW@%&—", 7.3)}
+_WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 3.4), **dict.fromkeys("mwMW@%&—±−×", 7.3)}
 _SMALL, _CAPITAL = 4.4, 6.2
 ONE_COLUMN, TWO_COLUMNS = 252.0, 520.0  # 3.5 in and 7.25 in, less a little
 GAP = 6.0  # between columns: twice \tabcolsep
@@ -123,7 +123,8 @@ _NARROWEST = 44.0  # of a column whose text wraps
 
 def width(text: str) -> float:
     """How wide the text is set, in points, rather too wide."""
-    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in text)
+    shown = "".join(code if (code := _sign(sign)).startswith("[U+") else sign for sign in text)
+    return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in shown)
 
 
 # --- columns ---
@@ -139,7 +140,7 @@ _SPREAD = re.compile(rf"({_NUMBER}) ± ({_NUMBER})\Z")
 @dataclass(frozen=True)
 class Column:
     """One column: what its head says, its cells as text, its unit. Cells of `numbers` are `12.3`, `12.3(4)` as siunitx
-    writes an uncertainty, `12°` or –."""
+    writes an uncertainty, `12°`, or words: –, `12 [−1, 25]`."""
 
     head: str
     cells: tuple[str, ...]
@@ -156,10 +157,9 @@ class Column:
     @property
     def natural(self) -> float:
         """Its width where nothing wraps."""
-        cells = max(map(width, self.cells), default=0.0)
-        if self.kind == "numbers":
-            cells = _Shape.of(self.cells).width + NUMBER * any(cell.endswith(BEYOND) for cell in self.cells)
-        return max(cells, *map(width, self.heads), 0.0)
+        words = [cell for cell in self.cells if self.kind == "text" or not _CELL.fullmatch(cell)]
+        numbers = 0.0 if self.kind == "text" else _Shape.of(self.cells).width + NUMBER * (BEYOND in "".join(self.cells))
+        return max(numbers, *map(width, (*words, *self.heads)), 0.0)
 
     @property
     def narrowest(self) -> float:
@@ -182,7 +182,7 @@ class _Shape:
     @classmethod
     def of(cls, cells: Iterable[str]) -> _Shape:
         """The shape that holds every one of these."""
-        found = [match for cell in cells if (match := _CELL.match(cell))]
+        found = [match for cell in cells if (match := _CELL.fullmatch(cell))]
         return cls(
             any(match[1] for match in found),
             max([1, *(len(match[2]) for match in found)]),
@@ -202,7 +202,7 @@ class _Shape:
         return f"table-format={'+' * self.signed}{self.whole}{point}{spread}"
 
 
-_CELL = re.compile(r"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?")
+_CELL = re.compile(rf"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?{BEYOND}?")
 
 
 def number(value: float | None, digits: int = 0) -> str:
@@ -223,7 +223,7 @@ def _column(name: str, cells: Sequence[str]) -> Column:
     spreads = [_SPREAD.match(cell) for cell in known]
     if known and all(found) and len(units) == 1 and (not unit or units == {""}):
         numbers, unit = iter(_plain(match[1]) for match in found if match), unit or units.pop()
-    elif known and all(spreads):
+    elif known and all(pair and float(_plain(pair[2])) < abs(float(_plain(pair[1]))) for pair in spreads):
         numbers = iter(f"{_plain(pair[1])} +- {_plain(pair[2])}" for pair in spreads if pair)
     else:
         return Column(name, tuple(cells))
@@ -246,13 +246,15 @@ MOST = 44  # lines of a table, which a page holds
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper: `name` is its file's, `notes` stand below it; a little room is above the rows of `groups`."""
+    """A table of a paper: `name` is its file's, `notes` stand below it; a little room is above the rows of `groups`.
+    `says` is what its numbers come to, in sentences."""
 
     name: str
     caption: str
     columns: tuple[Column, ...]
     notes: tuple[str, ...] = ()
     groups: tuple[int, ...] = ()
+    says: str = ""
     own: pd.DataFrame | None = field(default=None, repr=False)
 
     @property
@@ -349,6 +351,6 @@ def _head(column: Column) -> list[Tex]:
 def _cell(column: Column, cell: str, wrap: float | None) -> Tex:
     if column.kind == "text":
         return _breakable(cell) if wrap else tex(cell)
-    if cell.endswith(BEYOND):
-        return Tex(rf"{cell.removesuffix(BEYOND)}{{$^{{\circ}}$}}")
-    return Tex("{--}" if cell == "–" else cell)
+    if not _CELL.fullmatch(cell):
+        return Tex(f"{{{tex(cell)}}}")
+    return Tex(cell.replace(BEYOND, r"{$^{\circ}$}"))

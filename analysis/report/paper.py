@@ -52,9 +52,9 @@ def write_paper(
             write_csv(table.frame, draft / "rows.csv")
             captions = "\n".join(f"{figure.name}: {figure.title}. {figure.caption}" for figure in figures)
             (draft / "methods.txt").write_text(f"{content.methods}\n\nFigures\n{captions}\n", encoding="utf-8")
-            said = {"prefix": prefix, "tables": [one.name for one in tables], "figures": drawn,
+            said = {"prefix": prefix, "tables": tables, "figures": drawn,
                     "methods": content.methods, "version": __version__, "title": content.title}  # fmt: skip
-            for name in ("methods.tex", "example.tex"):
+            for name in ("methods.tex", "results.tex", "example.tex"):
                 (draft / name).write_text(latex.render(f"{name}.j2", **said), encoding="utf-8")
             line = shlex.join(["vramsweep", "paper", *command])
             readme = {"title": markup.prose(content.title),
@@ -158,20 +158,18 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
     """What the rows say of their machine, what made the folder, and the command that makes it again."""
     said = {
-        "vramsweep": __version__,
-        "command": ["paper", *command],
-        "machine": content.machine,
-        "asked": content.asked,
-        "coverage": content.coverage,
-        "warnings": content.warnings,
-    }
+        "vramsweep": __version__, "command": ["paper", *command], "machine": content.machine, "asked": content.asked,
+        "coverage": content.coverage, "warnings": content.warnings,
+    }  # fmt: skip
     (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_digests(folder: Path) -> None:
     """Digests of what comes out the same, byte for byte, when the folder is made again: not of PDFs, which hold their
     date. Of a foreign CSV the data of figures differ too, because its rows' ids come from its path."""
-    whole = [folder / "methods.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv")]
+    whole = [
+        folder / "methods.tex", folder / "results.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv"),
+    ]  # fmt: skip
     whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
     lines = (
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole

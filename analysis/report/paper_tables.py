@@ -5,6 +5,7 @@ Measured, predicted and foreign rows never share one of the first; every caption
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, floor, log10
@@ -12,13 +13,16 @@ from math import ceil, floor, log10
 import numpy as np
 import pandas as pd
 
+from vramsweep.analysis.compare import residuals_text
 from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table as Rows
-from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, UNITS, Unit, unit_of
+from vramsweep.analysis.data.metrics import GIB, MIB, UNITS, Unit, unit_of
 from vramsweep.analysis.model.curves import NAMES
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.fit_wording import format_r2
+from vramsweep.analysis.model.fit_wording import number as format_number
 from vramsweep.analysis.model.memory_frontier import FEW, Limit
+from vramsweep.analysis.report import findings
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
 from vramsweep.analysis.report.findings import unproven, values
 from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug, split_unit
@@ -28,9 +32,12 @@ from vramsweep.version import __version__
 CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of which a paper shows up to SIZES
 SIZES = 5
 OWN = ("settings", "frontier", "fits")  # of the report's tables: here laid out anew, or apart
-BRACKETS = "In brackets, in units of the last digit: half of the 95 % interval of {}."
+BRACKETS = {"(": "In brackets, in units of the last digit: half of the 95 % interval of {}.",
+            "[": "In square brackets: the 95 % interval of {}, where half of it is as large."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
+MOST_SAID = 3  # sentences of a table
+_VALUE = re.compile(r"[+-]?\d+(?:\.\d+)?")  # at the beginning of a cell
 MOST_DIGITS = 6  # of MiB: a millionth is a byte
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 FITTED = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
@@ -47,25 +54,48 @@ def tables(content: Content) -> list[Table]:
         about = context(world, rows)
         own = [
             _settings([group for group in found if not group.varies], about, world == PREDICTED),
-            *(_models(name, fits, about) for name in FITTED),
+            *_models(fits, about),
             _frontier([limit for limit in content.limits if limit.group in ids], about),
         ]
         ending = f"_{slug(world).replace('-', '_')}" if len(worlds) > 1 else ""
-        made += [replace(table, name=table.name + ending) for table in own if table is not None]
+        made += [
+            replace(table, name=table.name + ending, says=f"{world[0].upper()}{world[1:]}: {table.says}")
+            for table in own
+            if table is not None
+        ]
     whole = " ".join(context(world, rows) for world, rows in worlds[:2])
     answer = content.answer
     others = [*([(answer.title, "answer", answer.frame)] if answer else []), *content.tables]
-    made += [
-        table
-        for title, name, frame in others
-        if name not in OWN and (table := _of_frame(slug(name), title, frame, whole)) is not None
-    ]
+    known = {"residuals": residuals_text.sentences(content.residuals),
+             "estimated_throughput": findings.estimates(content.table),
+             "answer": [f"{title}: {verdict}." for title, verdict, _ in answer.cards()] if answer else []}  # fmt: skip
+    for title, name, frame in others:
+        if name not in OWN and len(frame):
+            shown = tuple(columns(frame))
+            ranges = f": {said}" if (said := _ranges(shown)) else ""
+            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"{title} ({len(frame):,} lines){ranges}."
+            made.append(Table(slug(name), sentence(title, whole), shown, says=says, own=frame))
     return made
 
 
-def _of_frame(name: str, title: str, frame: pd.DataFrame, about: str) -> Table | None:
-    """A table of the report as it is there, a frame of text cells."""
-    return Table(name, sentence(title, about), tuple(columns(frame)), own=frame) if len(frame) else None
+def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: Sequence[str] = ()) -> str:
+    """The least and the largest number of each column, of the lines `at` some places or of all; of columns whose heads
+    are `named`, with the line that has the largest."""
+    said = []
+    for column in columns[1:]:
+        cells = [(place, column.cells[place]) for place in at or range(len(column.cells))]
+        known = [(float(match[0]), match[0], place) for place, cell in cells if (match := _VALUE.match(cell))]
+        if column.kind == "numbers" and known:
+            ends = dict.fromkeys(_grouped(text) for _, text, _ in (min(known), max(known)))
+            whose = f" (the largest: {columns[0].cells[max(known)[2]].split(' [')[0]})" if column.head in named else ""
+            beyond = " (in part extrapolated)" if any(BEYOND in cell for _, cell in cells) else ""
+            said.append(f"{column.head} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond)
+    return "; ".join(said)
+
+
+def _grouped(text: str) -> str:
+    """A number with its thousands apart."""
+    return f"{float(text):{'+' * (text[0] == '+')},.{len(text.partition('.')[2])}f}".replace("-", "−")
 
 
 def sentence(title: str, more: str) -> str:
@@ -117,17 +147,24 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
     at_which = f"Peak memory{fast} at the longest sequence that {'fits' if predicted else 'ran'}"
     title = at_which if any(longest != "–" for longest, _ in spans) else "No sequence that was tried fits"
     notes = [f"[{letter}] flagged: {flags.replace('_', ' ')}." for flags, letter in remarks.items()]
-    notes += [BRACKETS.format("the mean between processes")] if any("(" in speed for speed in speeds) else []
+    notes += _brackets(speeds, "the mean between processes")
     sizes = f"peak allocated ({unit.name})", f"peak reserved ({unit.name})"
     heads = ("setting", "longest (tokens)", "first out of memory (tokens)", *sizes, "speed (tokens/s)")
-    return _table("settings", sentence(title, about), heads, lines, notes)
+    table = _table("settings", sentence(title, about), heads, lines, notes)
+    ranges = _ranges(table.columns, named=("peak reserved", "speed")) if table else ""
+    return table and replace(table, says=f"{title} ({len(lines):,} lines): {ranges}.")
 
 
 def _speed(found: pd.Series[float]) -> str:
     """The mean with its interval where that is known, else the median."""
     if (sure := repeats.interval(list(found)) if len(found) else None) is None:
         return number(found.median() if len(found) else None)
-    return _uncertain(sure.mean, (sure.low, sure.high), 0)
+    return _uncertain(sure.mean, (sure.low, sure.high))
+
+
+def _brackets(cells: Sequence[str], what: str) -> list[str]:
+    """What the brackets in these cells say of `what`."""
+    return [note.format(what) for sign, note in BRACKETS.items() if any(sign in cell for cell in cells)]
 
 
 def _unit(sizes: Iterable[float | None]) -> Unit:
@@ -139,9 +176,24 @@ def _in(unit: Unit, size: float | None) -> str:
     return number(None if size is None else size / unit.bytes, unit.digits)
 
 
-def _models(column: str, fits: Sequence[Fit], about: str) -> Table | None:
-    """The line, the parabola and the chosen model of each fit of this column, a line for each of their pieces."""
-    mine = [fit for fit in fits if fit.metric.column == column]
+def _models(fits: Sequence[Fit], about: str) -> list[Table]:
+    """A table of fits for each fitted quantity; one for those of which it is the same."""
+    found: dict[Table, list[list[Fit]]] = {}
+    for column in FITTED:
+        mine = [fit for fit in fits if fit.metric.column == column]
+        if (table := _models_of(mine)) is not None:
+            found.setdefault(table, []).append(mine)
+    made = []
+    for table, same in found.items():
+        labels = [mine[0].metric.label.removeprefix("peak ") for mine in same]
+        alike = f" The same numbers hold for {' and '.join(labels)} memory." if len(labels) > 1 else ""
+        caption = sentence(f"Fitted peak {' and '.join(labels)} memory against sequence length", about)
+        made.append(replace(table, name=f"fits_{labels[0]}", caption=caption, says=_of_fits(same[0]) + alike))
+    return made
+
+
+def _models_of(mine: Sequence[Fit]) -> Table | None:
+    """The line, the parabola and the chosen model of each fit, a line for each of their pieces; no name and caption."""
     found = [
         (fit, one, key, number_of, piece)
         for fit in mine
@@ -170,20 +222,31 @@ def _models(column: str, fits: Sequence[Fit], about: str) -> Table | None:
     notes = [
         "Each line is a piece of a model, whose value is the largest of them, from the length given on: intercept "
         "+ slope × length + curvature × length². A slope is of a position, a token of every sample of the micro-batch. "
-        "RMS, worst: of the points about the model. Probability: of the model among all kinds that were fitted."
+        "–: none that can be told from 0. RMS, worst: of the points about the model. Probability: of the model among "
+        "all kinds that were fitted."
     ]
-    notes += [BRACKETS.format("the slope")] if any("(" in line[3] for line in lines) else []
-    label = METRICS[column].label
+    notes += _brackets([line[3] for line in lines], "the slope")
     table = _table(
-        f"fits_{label.removeprefix('peak ')}",
-        sentence(f"Fitted {label} memory against sequence length", about),
+        "", "",
         ("model", "from (tokens)", f"intercept ({unit.name})", "slope (MiB/position)", "curvature (bytes/position²)",
          f"RMS ({misfit.name})", f"worst ({misfit.name})", "R²", "probability"),
-        lines,
-        notes,
+        lines, notes,
     )  # fmt: skip
     breaks = tuple(at for at in range(1, len(firsts)) if firsts[at][0] != firsts[at - 1][0])
     return table and replace(table, groups=breaks)
+
+
+def _of_fits(fits: Sequence[Fit]) -> str:
+    """What the first fit says and rests on; how often which kind of curve was chosen, and how far it is off."""
+    first, names = fits[0], [NAMES[fit.chosen.model.kind] for fit in fits]
+    (low, high), worst = first.range, max(fits, key=lambda fit: fit.chosen.worst)
+    kinds = ", ".join(f"{names.count(name):,} × {name}" for name in dict.fromkeys(names))
+    rms, most = (format_number(*one) for one in ((first.chosen.rms, first.metric), (worst.chosen.worst, worst.metric)))
+    return (
+        f"{findings.of_fit(first)} This rests on {len(first.points.x):,} rows at {first.lengths:,} lengths from "
+        f"{low:,.0f} to {high:,.0f} tokens (R² {format_r2(first.chosen.r2)}, RMS {rms}). Chosen for "
+        f"{len(fits):,} configurations: {kinds}; no point is more than {most} off its curve ({worst.label})."
+    )
 
 
 def _digits(value: float) -> str:
@@ -192,18 +255,22 @@ def _digits(value: float) -> str:
 
 
 def _slope(slope: float, ends: tuple[float, float] | None) -> str:
-    """Four digits; with its interval where that is known, whose half then has two digits, down to a byte a token."""
-    if ends is None:
-        return _digits(slope)
-    half = (ends[1] - ends[0]) / 2
+    """Four digits; with its interval where that is known. A level has none, as far as can be told."""
+    return (_digits(slope) if ends is None else _uncertain(slope, ends)) if slope or ends else "–"
+
+
+def _uncertain(value: float, ends: tuple[float, float]) -> str:
+    """`12.3(4)`: the value with the longer half of its interval, of which two digits are told, rounded up, in units of
+    the last digit. `12 [−1, 25]`: with the interval, where its half is no less than the value; – where all is 0."""
+    half = max(ends[1] - value, value - ends[0])
     digits = min(max(1 - floor(log10(half)), 0), MOST_DIGITS) if half > 0 else MOST_DIGITS
-    return _uncertain(slope, ends, digits)
-
-
-def _uncertain(value: float, ends: tuple[float, float], digits: int) -> str:
-    """`12.3(4)`: the value with the longer half of its interval, rounded up, in units of the last digit."""
-    half = max(ends[1] - value, value - ends[0]) * 10**digits
-    return f"{value:.{digits}f}({max(ceil(half - 1e-9), 1)})"
+    spread = max(ceil(half * 10**digits - 1e-9), 1)
+    if not any(round(one, digits) for one in (value, *ends)):
+        return "–"
+    if spread < abs(round(value, digits)) * 10**digits:
+        return f"{value:.{digits}f}({spread})"
+    shown, low, high = (f"{round(one, digits) + 0.0:.{digits}f}".replace("-", "−") for one in (value, *ends))
+    return f"{shown} [{low}, {high}]"
 
 
 def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
@@ -215,16 +282,11 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     for limit in _distinct_limits(limit for limit in known if limit.gib in of_use):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         firsts.append(f"{limit.group}{of}")
-        lines.append(
-            (
-                "" if firsts[-2:-1] == firsts[-1:] else limit.label + of,
-                f"{limit.gib:g}",
-                number(limit.largest_ok),
-                number(limit.low),
-                number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
-                number(limit.smallest_too_large),
-            )
-        )
+        lines.append((
+            "" if firsts[-2:-1] == firsts[-1:] else limit.label + of, f"{limit.gib:g}", number(limit.largest_ok),
+            number(limit.low), number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
+            number(limit.smallest_too_large),
+        ))  # fmt: skip
     predicted = all(limit.predicted for limit in known)
     ran, run = ("fits", "predicted") if predicted else ("ran", "run")
     notes = [
@@ -235,13 +297,20 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
         notes.append(f"{BEYOND} beyond what was {'predicted' if predicted else 'measured'}.")
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
     table = _table(
-        "frontier",
-        sentence(f"The largest {axis} that fits in a GPU's memory", about),
-        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
-        lines,
-        notes,
-    )
-    return table and replace(table, groups=tuple(at for at in range(1, len(firsts)) if firsts[at] != firsts[at - 1]))
+        "frontier", sentence(f"The largest {axis} that fits in a GPU's memory", about),
+        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))), lines, notes,
+    )  # fmt: skip
+    breaks = tuple(at for at in range(1, len(firsts)) if firsts[at] != firsts[at - 1])
+    return table and replace(table, groups=breaks, says=_of_limits(table.columns, [line[1] for line in lines]))
+
+
+def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
+    """What fits in the smallest and in the largest of the GPUs that are shown."""
+    ends = dict.fromkeys((min(sizes, key=float), max(sizes, key=float)))
+    places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
+    shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
+    said = (f"In a GPU of {size} GiB ({len(at):,} lines): {_ranges(shown, at)}." for size, at in places.items())
+    return " ".join(said)
 
 
 def _distinct_limits(limits: Iterable[Limit]) -> Iterator[Limit]:

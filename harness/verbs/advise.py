@@ -51,7 +51,9 @@ def main(argv: Sequence[str]) -> int:
         if len(session.trials) != 1:
             raise UserError(f"advise takes one trial, and these are {len(session.trials)}; give each setting one value")
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            asked = AdviceRequest(session.trials[0], session.settings, session.folder, session.start(), axis, session.command)
+            asked = AdviceRequest(
+                session.trials[0], session.settings, session.folder, session.start(), axis, session.command
+            )
             found, reached = advice.ask_predictions(asked, level, options.most)
     said = [word for word in given if word.partition("=")[0] != "device"]
     if options.json:

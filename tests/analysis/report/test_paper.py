@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 import synthetic
@@ -18,7 +19,9 @@ from conftest import Cli
 from vramsweep.analysis.cli import main
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import from_frame
-from vramsweep.analysis.report import latex, requirements_file
+from vramsweep.analysis.figures.composition import OF_PEAK
+from vramsweep.analysis.report import latex, paper_tables, requirements_file
+from vramsweep.analysis.report.findings import methods
 
 NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
 EVIL = r"[5] * 50 % & $x$_\input{y} #1 {~^} 语言"
@@ -39,10 +42,13 @@ def paper(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [
         *synthetic.sweep(lengths, (1, 2)),
         *synthetic.sweep(lengths, (1,), allocators=(EVIL,), flags=["wide_spread"]),
-        *synthetic.sweep(lengths, (1,), device="simulated", **predicted),
+        *synthetic.sweep(range(1024, 3584, 256), (1,), device="simulated", **predicted),  # too many for level labels
+        *synthetic.sweep((1152, 2048), (4,), device="simulated", **predicted),
     ]
     for number, row in enumerate(rows):
         row["trial_id"] = f"{row['trial_id']}-{number}"
+        if row["device"] == "simulated" and row["outcome"] == "ok":
+            row |= dict.fromkeys(OF_PEAK.values(), row["peak_allocated_bytes"] // len(OF_PEAK))
     folder = synthetic.write(tmp_path_factory.mktemp("paper") / "sweep", rows)
     assert main(["paper", str(folder)]) == 0
     return folder / "paper"
@@ -85,8 +91,15 @@ def test_every_word_of_a_figure_is_on_its_page_and_its_small_print_says_what_it_
         right, bottom = float(page[1]) + 0.5, float(page[2]) + 1
         assert [one for one in words if one[0] < 0 or one[1] < -1 or one[2] > right or one[3] > bottom] == [], figure
         assert overlapping(words) == [], figure.name
+        assert max(gaps([one for one in words if one[1] > bottom / 2])) < 30, f"{figure.name}: air"
         text = " ".join(word for *_, word in words)
         assert re.search(r"(Measured|Predicted|Measured and predicted) (on|for) .* · torch 0.0 · .* rows?\b", text)
+
+
+def gaps(words: Sequence[tuple[float, float, float, float, str]]) -> list[float]:
+    """The heights, in points, without a word, from above."""
+    ends = list(itertools.accumulate((one[3] for one in sorted(words, key=lambda one: one[1])), max))
+    return [below - above for above, below in zip(ends, sorted(one[1] for one in words)[1:], strict=False)]
 
 
 def overlapping(words: Sequence[tuple[float, float, float, float, str]]) -> list[str]:
@@ -117,7 +130,7 @@ def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_sa
     assert "more lines are in numbers.csv" in made["numbers"]
     assert r"(\unit{\gibi\byte})" in made["numbers"] and "88000 +- 89" not in made["numbers"]
     example = latex.render("example.tex.j2", prefix="x", tables=[], figures=[], methods="")
-    own = example.replace(r"\input{\vramsweeppath/methods}", r"\input{wide}\input{numbers}")
+    own = example.replace(r"\vramsweeppath/methods", "wide").replace(r"\vramsweeppath/results", "numbers")
     (tmp_path / "own.tex").write_text(own, encoding="utf-8")
     assert complaints(compiled(tmp_path, "own.tex")) == []
 
@@ -135,6 +148,7 @@ def test_tables_escape_what_their_language_reads() -> None:
         (["1,024", "–", "-3.5"], "", "numbers", ("1024", "–", "-3.5")),
         (["1.5 GiB", "20.25 GiB"], "GiB", "numbers", ("1.5", "20.25")),
         (["12 ± 3", "–"], "", "numbers", ("12 +- 3", "–")),
+        (["12 ± 3", "2 ± 3"], "", "text", ("12 ± 3", "2 ± 3")),
         (["1 to 2,000"], "", "text", ("1 to 2,000",)),
         (["1 GiB", "2 MiB"], "", "text", ("1 GiB", "2 MiB")),
         (["12 ran", "x"], "", "text", ("12 ran", "x")),
@@ -145,6 +159,29 @@ def test_a_column_of_numbers_in_one_unit_is_set_as_numbers(
 ) -> None:
     (found,) = latex.columns(pd.DataFrame({"size": cells}))
     assert (found.unit, found.kind, found.cells) == (unit, kind, made)
+
+
+@pytest.mark.parametrize(
+    ("value", "ends", "cell"),
+    [
+        (12.34, (12.0, 12.7), "12.34(36)"),
+        (55583.0, (54400.0, 56848.0), "55583(1265)"),
+        (12.0, (0.0, 24.0), "12 [0, 24]"),
+        (0.0, (-46.2, 0.0), "0 [−46, 0]"),
+        (4e-8, (0.0, 1e-7), "–"),
+    ],
+)
+def test_a_bracket_is_less_than_its_value(value: float, ends: tuple[float, float], cell: str) -> None:
+    assert paper_tables._uncertain(value, ends) == cell
+    for half in 10.0 ** np.linspace(-9, 3, 200):  # of any width
+        made = re.fullmatch(r"(\d+(?:\.(\d+))?)\((\d+)\)", paper_tables._uncertain(value, (value - half, value + half)))
+        assert made is None or half <= int(made[3]) / 10 ** len(made[2] or "") * (1 + 1e-9) < float(made[1])
+
+
+def test_methods_name_techniques_in_effect_that_are_not_defaults() -> None:
+    own = {"checkpointing": "full", "checkpointing_every": 2, "attention": "sdpa", "adapter": "none", "lora_r": 8}
+    told = methods(synthetic.table(synthetic.curve((128, 256), **own)), [])
+    assert "Techniques that are not at their defaults: checkpointing full (2 rows); checkpointing_every 2 (2 r" in told
 
 
 @pytest.mark.slow
@@ -159,7 +196,7 @@ def test_the_folder_is_made_again_byte_for_byte_and_digests_tell_what_differs(
     tables = {str(file.relative_to(paper)) for file in (paper / "tables").iterdir()}
     figures = {str(file.relative_to(paper)) for file in (paper / "figures").glob("*.csv")}
     named = {line.split(maxsplit=1)[1] for line in (paper / "SHA256SUMS").read_text().splitlines()}
-    assert {*tables, *figures, "methods.tex", "rows/journal.jsonl"} <= named
+    assert {*tables, *figures, "methods.tex", "results.tex", "rows/journal.jsonl"} <= named
 
     def check() -> tuple[int, str]:
         done = subprocess.run(
@@ -174,6 +211,14 @@ def test_the_folder_is_made_again_byte_for_byte_and_digests_tell_what_differs(
 
 @pytest.mark.slow
 def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
+    results, rows = (paper / "results.tex").read_text(), pd.read_csv(paper / "rows.csv")
+    assert results.count(r"(Table~\ref{tab:") == len(list((paper / "tables").glob("*.tex")))
+    ran = rows[rows["device"].eq("simulated") & rows["outcome"].eq("ok")]
+    ends = ran[ran["micro_batch"].eq(1)]["seq_len"].agg(["min", "max"])
+    assert f"lengths from {ends['min']:,} to {ends['max']:,} tokens" in results
+    assert f"to {ran['peak_allocated_bytes'].max() / 2**30:.2f} GiB" in results
+    assert "The same numbers hold for allocated and active memory" in results  # which are in one table
+    assert not list((paper / "tables").glob("fits_active*"))
     predicted = (paper / "tables" / "settings_predicted.tex").read_text()
     assert r"Predicted, not measured, for l4-24gb" in predicted and "unproven: adapter=lora" in predicted
     measured = next((paper / "tables").glob("settings_measured*.tex")).read_text()
