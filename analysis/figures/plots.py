@@ -289,6 +289,8 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
         height = (plot.layout.height or BLOG[1]) - 80
         plot.update_layout(legend={"y": max(plot.layout.legend.y, 1 + 20 / height)}, margin={"t": 48})
     return replace(
-        figure, name=figure.name if alone else name,
-        title=f"{figure.title} ({world})" if figure.title.endswith("?") else f"{figure.title}, {world}", plot=plot,
-    )  # fmt: skip
+        figure,
+        name=figure.name if alone else name,
+        title=f"{figure.title} ({world})" if figure.title.endswith("?") else f"{figure.title}, {world}",
+        plot=plot,
+    )

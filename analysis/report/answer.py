@@ -70,11 +70,17 @@ def card(
     number = counts(table)
     kinds = " and ".join(kind for kind in (MEASURED, PREDICTED, IMPORTED) if number[kind])
     return Card(
-        asked=what, varied=varied, of=head.name if head else "", fits=tiles.fits(table.frame, head, found, limits),
-        cost=tiles.cost(head, fits), speed=tiles.speed(table.frame, head, found),
-        dominates=dominates(table.frame, head, fits, beside), allocator=allocator(table, head),
-        trust=_trust(number, kinds, judged), counts=number,
-    )  # fmt: skip
+        asked=what,
+        varied=varied,
+        of=head.name if head else "",
+        fits=tiles.fits(table.frame, head, found, limits),
+        cost=tiles.cost(head, fits),
+        speed=tiles.speed(table.frame, head, found),
+        dominates=dominates(table.frame, head, fits, beside),
+        allocator=allocator(table, head),
+        trust=_trust(number, kinds, judged),
+        counts=number,
+    )
 
 
 def brief(table: Table) -> Card:

@@ -167,13 +167,21 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
             *peaks,
             *replays,
         ],
-        fits=fits, limits=limits, residuals=apart,
+        fits=fits,
+        limits=limits,
+        residuals=apart,
         fit_text="\n\n".join(fit_wording.text(fit) for fit in fits),
         summary="\n".join(filter(None, [*leading, fit_wording.summary(fits)])),
         screen=summary.summary(table, _beyond(card)),
-        asked=findings.swept_axes(table), machine=findings.machine(table), methods=findings.methods(table, fits),
-        card=card, picker=picker(table, by_world), again=fitting.command, then=_ask_next(fits, limits), answer=answered,
-    )  # fmt: skip
+        asked=findings.swept_axes(table),
+        machine=findings.machine(table),
+        methods=findings.methods(table, fits),
+        card=card,
+        picker=picker(table, by_world),
+        again=fitting.command,
+        then=_ask_next(fits, limits),
+        answer=answered,
+    )
 
 
 def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:

@@ -158,9 +158,13 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
     """What the rows say of their machine, what made the folder, and the command that makes it again."""
     said = {
-        "vramsweep": __version__, "command": ["paper", *command], "machine": content.machine, "asked": content.asked,
-        "coverage": content.coverage, "warnings": content.warnings,
-    }  # fmt: skip
+        "vramsweep": __version__,
+        "command": ["paper", *command],
+        "machine": content.machine,
+        "asked": content.asked,
+        "coverage": content.coverage,
+        "warnings": content.warnings,
+    }
     (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

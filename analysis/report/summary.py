@@ -109,9 +109,14 @@ def _title(table: Table) -> str:
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
     predicted = bool(group.take("device")["device"].eq("simulated").fillna(False).all())
     return result_table.summarize_rows(
-        group.label, records(frame), axis, predicted=predicted, resident=group.resident, varies=group.varies,
+        group.label,
+        records(frame),
+        axis,
+        predicted=predicted,
+        resident=group.resident,
+        varies=group.varies,
         most=group.positions,
-    )  # fmt: skip
+    )
 
 
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:

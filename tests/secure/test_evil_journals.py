@@ -24,15 +24,21 @@ from vramsweep.harness.sweep import publication_check as check
 from vramsweep.harness.sweep import slurm_jobs
 
 FITTING: dict[type, tuple[Any, ...]] = {
-    int: (0, -1, 10**39, 2**63, 3.0), float: (0.0, -1e39, 5e-324, 7),
+    int: (0, -1, 10**39, 2**63, 3.0),
+    float: (0.0, -1e39, 5e-324, 7),
     str: ("", "x" * 10_000, "=cmd()", "../../etc/passwd", "/etc/passwd", "\x1b[2J\n", "a\0b", "\u202e"),
-    bool: (True,), list: ([],), dict: ({}, {"a": {"b": [1, "x", None]}}, {"name": "../x"}),
-}  # fmt: skip
+    bool: (True,),
+    list: ([],),
+    dict: ({}, {"a": {"b": [1, "x", None]}}, {"name": "../x"}),
+}
 WRONG: dict[type, tuple[Any, ...]] = {
-    int: ("1", True, [], {}, 10**400, -(10**50), 1e308), float: ("1.5", False, [], {}, 1e300, -1e41),
-    str: (1, 1.5, True, [], {}), bool: (1, 0, "true", []), list: ({}, "x", 7, [[]], [{}], [1e300]),
+    int: ("1", True, [], {}, 10**400, -(10**50), 1e308),
+    float: ("1.5", False, [], {}, 1e300, -1e41),
+    str: (1, 1.5, True, [], {}),
+    bool: (1, 0, "true", []),
+    list: ({}, "x", 7, [[]], [{}], [1e300]),
     dict: ([], "x", 7),
-}  # fmt: skip
+}
 
 
 def row(**values: Any) -> dict[str, Any]:
@@ -153,10 +159,12 @@ def test_a_plan_that_is_none_leaves_the_rows(plan: bytes, tmp_path: Path, cli: C
 
 
 SPECIAL: dict[str, Callable[[Path], Any]] = {
-    "a pipe": os.mkfifo, "a link to a device without end": lambda place: place.symlink_to("/dev/zero"),
+    "a pipe": os.mkfifo,
+    "a link to a device without end": lambda place: place.symlink_to("/dev/zero"),
     "a link to a pipe": lambda place: (os.mkfifo(f"{place}.pipe"), place.symlink_to(f"{place}.pipe")),
-    "a folder": Path.mkdir, "a file of a terabyte": lambda place: (place.touch(), os.truncate(place, 1 << 40)),
-}  # fmt: skip
+    "a folder": Path.mkdir,
+    "a file of a terabyte": lambda place: (place.touch(), os.truncate(place, 1 << 40)),
+}
 READ = (journal.NAME, "journal-b.jsonl", journal.PLAN, "plan-b.json", "inferred.jsonl")
 READ += ("cluster/jobs.json", "timelines/a.json", "traces/a.json")
 
@@ -212,8 +220,11 @@ def test_no_verb_waits_for_what_is_no_file(kind: str, tmp_path: Path, capsys: py
 
 def test_a_row_that_does_not_say_how_it_ended_is_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
-        {"trial_id": "a"}, {"outcome": "ok"}, {"trial_id": "a", "outcome": None}, {"trial_id": "b", "outcome": "?"},
-    ]  # fmt: skip
+        {"trial_id": "a"},
+        {"outcome": "ok"},
+        {"trial_id": "a", "outcome": None},
+        {"trial_id": "b", "outcome": "?"},
+    ]
     for number, few in enumerate((lines[:1], lines)):
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -15,8 +15,10 @@ from vramsweep.harness.spec.trial_parser import parse
 from vramsweep.runners.model import build
 
 SAYS = {
-    "num_hidden_layers": (10**12, -1, 0, "many", 2.5, True), "hidden_size": (1 << 62, -64), "vocab_size": (10**18, 0),
-}  # fmt: skip
+    "num_hidden_layers": (10**12, -1, 0, "many", 2.5, True),
+    "hidden_size": (1 << 62, -64),
+    "vocab_size": (10**18, 0),
+}
 
 
 OWN = TINY["model"]["config"] | {"model_type": "qwen2"}

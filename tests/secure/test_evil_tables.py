@@ -17,20 +17,24 @@ from vramsweep.harness.rows.schema import LARGEST
 NAMES = b"seq_len,peak_allocated_mib,peak_reserved_mib,iterations_per_s\n"
 OURS = "trial_id,outcome,terminal,seq_len,micro_batch,peak_allocated_bytes,tokens_per_s,step_times_s\n"
 FILES: dict[str, bytes] = {
-    "empty": b"", "nothing but NUL": b"\0" * 4096, "NUL in a cell": NAMES + b"128,1\0,2,3\n",
+    "empty": b"",
+    "nothing but NUL": b"\0" * 4096,
+    "NUL in a cell": NAMES + b"128,1\0,2,3\n",
     "utf-16": (NAMES + b"128,1,2,3\n").decode().encode("utf-16"),
     "two encodings": NAMES + b"128,1,2,3 \xe9\n256,\xc3\xa9,2,3\n",
     "a gigantic cell": NAMES + b"128," + b"9" * 5_000_000 + b",2,3\n",
     "a gigantic name": b"seq_len," + b"x" * 5_000_000 + b"\n128,1\n",
     "many columns": b",".join(b"c%d" % n for n in range(50_000)) + b"\n" + b",".join([b"1"] * 50_000) + b"\n",
     "an open quote": NAMES + b'128,"1,2,3\n' + b"256,1,2,3\n" * 1000,
-    "formulas": NAMES + b"=cmd(),@SUM(1),+1+1,-2+3\n", "formulas as names": b"=cmd(),@SUM(1)\n1,2\n",
+    "formulas": NAMES + b"=cmd(),@SUM(1),+1+1,-2+3\n",
+    "formulas as names": b"=cmd(),@SUM(1)\n1,2\n",
     "too large": NAMES + b"1e400,1e400,-1e400,1e308\n128,1e308,1e300,1e-320\n",
     "less than nothing": NAMES + b"-128,-1,-2,-3\n0,0,0,0\n",
     "no numbers": NAMES + b"nan,inf,-inf,none\ntrue,[],{},x\n",
     "digits of another script": NAMES + "١٢٨,²,½,３\n".encode(),
-    "returns": NAMES.replace(b"\n", b"\r") + b"128,1,2,3\r", "ragged": NAMES + b"128\n128,1,2,3,4,5,6\n,,,,,,,\n",
-}  # fmt: skip
+    "returns": NAMES.replace(b"\n", b"\r") + b"128,1,2,3\r",
+    "ragged": NAMES + b"128\n128,1,2,3,4,5,6\n,,,,,,,\n",
+}
 
 
 @pytest.mark.parametrize("content", FILES.values(), ids=FILES.keys())

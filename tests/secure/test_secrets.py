@@ -155,9 +155,11 @@ def test_what_an_error_quotes_is_masked(name: str, before: str, after: str) -> N
 
 TABLE = [line.split("\t", 1) for line in Path(__file__).with_name("secrets.tsv").read_text().splitlines()[1:]]
 VALUES = {
-    "SHORT": "hunter-x", "RANDOM": RANDOM, "HEX": "0f1e2d3c4b5a69788796a5b4c3d2e1f001122334",
+    "SHORT": "hunter-x",
+    "RANDOM": RANDOM,
+    "HEX": "0f1e2d3c4b5a69788796a5b4c3d2e1f001122334",
     "AWS": "wJalrXUtnFEMI/K7MDENG/bPxRfiCYzz2VaLUEk1",
-}  # fmt: skip
+}
 
 
 def test_secrets_are_seen_and_masked_and_nothing_else_is() -> None:

@@ -123,16 +123,18 @@ PAPER = {"quantization": "nf4_double", "checkpointing": "full"}
 CASES = [
     ("checkpointing-saves", checkpointed(0.65), 65, checkpointed(0.85), 85),
     ("checkpointing-costs", timed(0.3), 30, timed(0.1), 10),
-    ("flash-attention", attention(12), 12, attention(1.8), 1.8), ("adam-8bit", optimizers(6), 6, optimizers(3), 3),
+    ("flash-attention", attention(12), 12, attention(1.8), 1.8),
+    ("adam-8bit", optimizers(6), 6, optimizers(3), 3),
     ("autocast-weights", loaded(1.0), 100, loaded(0.5), 50),
     ("linear-in-batch", batches(6, 7, 9), 0, batches(6, 6, 9), 100 / 3),
     ("eager-quadratic", lengths("eager", 1, 3), 75, lengths("eager", 3, 1), 25),
-    ("sdpa-linear", lengths("sdpa", 4, 0), 0, lengths("sdpa", 3, 1), 25), ("lora-7b", held(14.3), 14.3, held(19), 19),
+    ("sdpa-linear", lengths("sdpa", 4, 0), 0, lengths("sdpa", 3, 1), 25),
+    ("lora-7b", held(14.3), 14.3, held(19), 19),
     ("qlora-7b", adapted(6, quantization="nf4"), 6, adapted(9, **PAPER), 9),
     ("accumulation", accumulated(0), 0, accumulated(4), 4),
     ("70b-on-8", eight("oom", "ok"), 100 * 78 / 79, eight("oom", "oom"), 200),
     ("expandable-segments", allocators(0.9), -10, allocators(1.1), 10),
-]  # fmt: skip
+]
 
 
 def test_every_claim_is_tested_here() -> None:

@@ -113,11 +113,15 @@ def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
 
 def test_the_same_reading_of_the_same_trial_counts_once() -> None:
     found = errors(
-        reading(run="fp32"), reading(run="tf32"), reading(run="other value", measured=12.0 * GIB),
-        reading(run="other counter", quantity="reserved"), reading(run="other trial", trial_id="2"),
-        reading(run="other source", title="elsewhere"), reading(run="not predicted", predicted=None),
+        reading(run="fp32"),
+        reading(run="tf32"),
+        reading(run="other value", measured=12.0 * GIB),
+        reading(run="other counter", quantity="reserved"),
+        reading(run="other trial", trial_id="2"),
+        reading(run="other source", title="elsewhere"),
+        reading(run="not predicted", predicted=None),
         reading(run="unknown", trial_id=None, outcome=None, predicted=None, reason="compile"),
-    )  # fmt: skip
+    )
     assert found[found["again"]]["run"].tolist() == ["tf32"]
     made = validation.Validation(found, {}, [], {})
     tables = {title: frame for title, _, frame in validation_page.all_tables(made)}
@@ -169,9 +173,11 @@ def test_text_page_and_figure(
     lost = reading(run="lost", predicted=None, outcome=None, reason="compile")
     wrong = reading(run="wrong", predicted=None, outcome=None, reason="allowed: a, b, c", mistake=True)
     record = {
-        "made": {"torch": "2.13.0", "deepspeed": None}, "mistakes": ["f.yaml:3: unit"], "others": {},
+        "made": {"torch": "2.13.0", "deepspeed": None},
+        "mistakes": ["f.yaml:3: unit"],
+        "others": {},
         "readings": [reading(), far, lost, wrong],
-    }  # fmt: skip
+    }
     path = tmp_path / "readings.json"
     path.write_text(json.dumps(record))
     made = validation.load(path)

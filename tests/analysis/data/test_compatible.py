@@ -78,11 +78,16 @@ def test_the_names_of_the_notebook_s_surface_and_their_arguments() -> None:
     import inspect
 
     names = {
-        "load": "source columns mapping settings ranks", "predict": "folder settings",
-        "fit": "rows metric axis start stop prediction", "frontier": "rows gib axis",
-        "compare": "a b by names axis tolerance", "figure": "rows name", "report": "rows folder images",
-        "gib": "frame", "units": "frame",
-    }  # fmt: skip
+        "load": "source columns mapping settings ranks",
+        "predict": "folder settings",
+        "fit": "rows metric axis start stop prediction",
+        "frontier": "rows gib axis",
+        "compare": "a b by names axis tolerance",
+        "figure": "rows name",
+        "report": "rows folder images",
+        "gib": "frame",
+        "units": "frame",
+    }
     for name, words in names.items():
         assert list(inspect.signature(getattr(vramsweep, name)).parameters) == words.split(), name
 

@@ -113,9 +113,11 @@ def second(folder: Path, slope: float = -900_000.0, at: float = 200.0) -> Path:
     x, active, peak, speed = np.loadtxt(SWEEP, delimiter=",").T
     lower = 300 - slope / MIB * x + random.normal(0, 40, len(x))
     columns = (
-        x, np.round(active * (1 + random.uniform(-0.0004, 0.0004, len(x)))), 2 * np.round((peak - lower) / 2),
+        x,
+        np.round(active * (1 + random.uniform(-0.0004, 0.0004, len(x)))),
+        2 * np.round((peak - lower) / 2),
         speed * np.exp(0.05 * np.log(x / at) + random.normal(0, 0.03, len(x))),
-    )  # fmt: skip
+    )
     file = folder / "with.csv"
     np.savetxt(file, np.array(columns).T, delimiter=", ", fmt=["%d", "%d", "%d", "%.6f"])
     return file

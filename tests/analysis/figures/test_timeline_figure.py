@@ -27,9 +27,11 @@ def record(unit: int = MIB, **over: Any) -> dict[str, Any]:
     """A step of five events whose peak, 60 units, is after the third; 80 are reserved."""
     parts: dict[str, list[int]] = {name: [0] * 6 for name in PARTS}
     parts |= {
-        "parameters": [20 * unit] * 6, "activations": [0, 10 * unit, 20 * unit, 30 * unit, 10 * unit, 0],
-        "temporaries": [0, 0, 5 * unit, 9 * unit, 0, 0], "rounding": [0, 0, 0, unit, 0, 0],
-    }  # fmt: skip
+        "parameters": [20 * unit] * 6,
+        "activations": [0, 10 * unit, 20 * unit, 30 * unit, 10 * unit, 0],
+        "temporaries": [0, 0, 5 * unit, 9 * unit, 0, 0],
+        "rounding": [0, 0, 0, unit, 0, 0],
+    }
     allocated = [sum(values) for values in zip(*parts.values(), strict=True)]
     storages = [
         {"bytes": size * unit, "category": category, "module": module, "operator": "aten.mm", "step": step, "phase": at}
