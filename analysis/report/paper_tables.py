@@ -152,7 +152,7 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
     heads = ("setting", "longest (tokens)", "first out of memory (tokens)", *sizes, "speed (tokens/s)")
     table = _table("settings", sentence(title, about), heads, lines, notes)
     ranges = _ranges(table.columns, named=("peak reserved", "speed")) if table else ""
-    return table and replace(table, says=f"{title} ({len(lines):,} lines): {ranges}.")
+    return table and replace(table, says=f"{title} ({len(lines):,} configurations): {ranges}.")
 
 
 def _speed(found: pd.Series[float]) -> str:
@@ -317,7 +317,9 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
     ends = dict.fromkeys((min(sizes, key=float), max(sizes, key=float)))
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
-    said = (f"In a GPU of {size} GiB ({len(at):,} lines): {_ranges(shown, at)}." for size, at in places.items())
+    said = (
+        f"In a GPU of {size} GiB ({len(at):,} configurations): {_ranges(shown, at)}." for size, at in places.items()
+    )
     return " ".join(said)
 
 
