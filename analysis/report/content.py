@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pandas as pd
 
@@ -138,7 +137,6 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     notes += [beyond_steps] if beyond_steps else []
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
     kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
-    sweep = findings.values(table.frame, "sweep") or table.source
     card = answers.card(table, all_groups, head, fits, limits, beside, answers.verdict(table))
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
@@ -149,7 +147,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     roofline = f"Estimated throughput (roofline, not measured{beyond})"
     return Content(
         table=table,
-        title=f"Memory and throughput: {Path(sweep).name}",
+        title=f"Memory and throughput: {findings.values(table.frame, 'sweep') or findings.name_source(table)}",
         subtitle=f"{len(table.frame):,} trial{'s' * (len(table.frame) != 1)} ({ended}) from {table.source}{when}",
         coverage=findings.coverage(table),
         findings=found,

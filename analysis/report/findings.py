@@ -51,6 +51,11 @@ def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
     return shown + (f" and {len(unique) - most:,} more" if len(unique) > most else "")
 
 
+def name_source(table: Table) -> str:
+    """The files or the folder that the rows are from, without the folders that these are in."""
+    return " and ".join(Path(one).name for one in table.source.split(" and "))
+
+
 def machine(table: Table) -> dict[str, str]:
     """Machine and versions: what is known, each column with its different values."""
     return {name: text for name in _MACHINE if (text := values(table.frame, name))}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -18,7 +17,7 @@ from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
 from vramsweep.analysis.data.warnings_of_rows import records
-from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.findings import name_source, values
 from vramsweep.analysis.report.picker import order
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_size
@@ -94,7 +93,7 @@ def _title(table: Table) -> str:
     """Which sweep, how its trials ended, where it ran or what it is predicted for."""
     frame = table.frame
     sweeps = frame["sweep"].dropna().unique()
-    name = Path(str(sweeps[0] if len(sweeps) == 1 else table.source)).name
+    name = str(sweeps[0]) if len(sweeps) == 1 else name_source(table)
     ended = frame["outcome"].fillna("unknown").value_counts()
     came = " · ".join(f"{count:,} {kind}" for kind, count in ended.items())
     predicted = frame["device"].eq("simulated").fillna(False)
