@@ -277,6 +277,8 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
     for number, figure in enumerate(figure_table.with_source(drawn, table.frame), 1):
         name: Path = arguments.figure
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
+        if number > 1 and out.exists():  # nobody named it
+            raise UserError(f"{out} is there, and would be the figure of fit {number}; move it, or name one --metric")
         _refuse_inputs(arguments, out)
         files.write_one(figure, out)
         say(f"{figure.title}: {out}")
@@ -310,15 +312,24 @@ def _report(arguments: argparse.Namespace) -> int:
 
 def _index(place: Path, arguments: argparse.Namespace) -> int:
     """A report of a folder with sweeps below it: which there are."""
+    own = parser("report").parse_args([str(place)])
+    others = {name for name, value in vars(arguments).items() if value != getattr(own, name, value)}
+    if named := sorted(others - {"out", "json", "images"}):
+        raise UserError(
+            f"{place} is no sweep but has sweeps below it, of which a report is an index: it takes --out and --json, "
+            f"not {', '.join('--' + {'start': 'from', 'stop': 'to', 'settings': 'set'}.get(one, one) for one in named)}"
+        )
     with Activity("reading rows") as activity:
         from vramsweep.analysis.report import index_page
 
         folder = arguments.out or place
-        found = index_page.write(place, folder, activity.update)
+        found = index_page.read(place, folder, activity.update)
     if arguments.json:
         _print_json([asdict(one) for one in found])
     else:
         print("\n\n".join(map(index_page.text, found)))
+    index_page.write(found, place, folder)
+    if not arguments.json:
         print(f"\nindex     {folder / index_page.NAME}")
     return 0
 

@@ -57,6 +57,7 @@ from vramsweep.analysis.compare.verdicts import compare  # noqa: E402
 from vramsweep.analysis.data.export import write_csv  # noqa: E402
 from vramsweep.analysis.data.load import load  # noqa: E402
 from vramsweep.harness.allocator.replay import what_if  # noqa: E402
+from vramsweep.harness.files.sweep_folder import own_files  # noqa: E402
 from vramsweep.harness.hardware.gpu_lookup import find_gpu  # noqa: E402
 from vramsweep.harness.machine import machine  # noqa: E402
 from vramsweep.harness.messages.errors import UserError  # noqa: E402
@@ -324,7 +325,7 @@ def sweep(check: Check) -> dict[str, Any]:
     asked = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
     if asked not in check.asked:
         check.asked.append(asked)
-    plan = folder / journal.PLAN
+    plan = own_files(folder) / journal.PLAN
     if status and not plan.exists():
         raise RuntimeError(f"make sweep did not begin: {last_line(log.read_text())}")
     if len(rows) < len(json.loads(plan.read_text())["trials"]):  # the budget did not last

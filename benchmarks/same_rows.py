@@ -127,7 +127,7 @@ def sweep_words(preset: str, folder: str | None = None) -> list[str]:
 def read_rows(folder: Path) -> list[dict[str, Any]]:
     """Read the rows of a sweep's journals, without empty lines and those that a killed launcher did not finish."""
     rows = []
-    for path in sorted(folder.glob("journal*.jsonl")):
+    for path in sorted([*folder.glob("journal*.jsonl"), *folder.glob("trials/journal*.jsonl")]):  # of older code, too
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 rows.append(json.loads(line))

@@ -49,6 +49,23 @@ def test_a_folder_of_sweeps_lists_them(verb: str, here: Path, cli: Cli) -> None:
     assert "name one, as results/night" in said and len(said.splitlines()) <= 2
 
 
+def test_what_cannot_be_read_hides_no_sweep(here: Path, cli: Cli) -> None:
+    results = here / "results"
+    sweeps(results, "good", "fifo", "link", "submitted")
+    for name in ("fifo", "link", "submitted"):
+        (results / name / "journal.jsonl").unlink()
+    os.mkfifo(results / "fifo" / "journal.jsonl")
+    (results / "link" / "journal.jsonl").symlink_to("/nowhere")
+    (results / "submitted" / "trials" / "cluster").mkdir(parents=True)
+    (results / "submitted" / "trials" / "cluster" / "jobs.json").write_text('{"jobs": {"7_0": "1/2"}}')
+    told = cli.run("status")
+    assert [line.split()[0] for line in told.out.splitlines()] == ["results/good", "results/submitted"]
+    assert "results/fifo: cannot read" in told.err
+    told = cli.run("report", "results", "--out", "page")
+    assert all(f"results/{name}" in told.out for name in ("good", "submitted", "fifo")) and not told.err
+    assert "takes --out and --json, not --from" in cli.refuse("report", "results", "--from", "5")
+
+
 @pytest.mark.parametrize("verb", VERBS_OF_A_FOLDER[:-1])
 def test_a_folder_without_sweeps_says_what_to_name(verb: str, here: Path, cli: Cli) -> None:
     (here / "docs").mkdir()

@@ -24,10 +24,11 @@ BEST = 8  # settings shown of those tried
 
 def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], list[str]]:
     """(title, file name, frame of text cells) for each recording of the sweep, and notes on what could not be read."""
-    tables, notes = [], []
+    tables, notes, folder = [], [], Path(table.source)
+    own = own_files(folder).relative_to(folder)
     recorded = table.frame[table.frame["recording"].notna()]
     for _, row in recorded.head(MOST).iterrows():
-        path = file_names.is_inside(own_files(Path(table.source)), str(row["recording"]))
+        path = file_names.is_inside(folder, str(own / str(row["recording"])))
         if path is None:
             notes.append(f"recording of trial {row['trial_id']}: {row['recording']} is not in {table.source}; left out")
             continue

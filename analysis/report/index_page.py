@@ -6,7 +6,8 @@ Not covered: comparing them (`vramsweep compare`); sweeps more than two folders 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
@@ -14,8 +15,8 @@ from urllib.parse import quote
 from vramsweep.analysis.data.load import load
 from vramsweep.analysis.report import page, summary
 from vramsweep.analysis.report.findings import values
-from vramsweep.analysis.report.write import unwritable
 from vramsweep.harness.files import outputs
+from vramsweep.harness.files.bounded_reads import error_reason
 from vramsweep.harness.files.missing_rows import describe_missing
 from vramsweep.harness.files.sweep_folder import find_sweeps
 from vramsweep.harness.messages.errors import UserError
@@ -37,11 +38,16 @@ class Entry:
     findings: tuple[str, ...] = ()
     report: str | None = None
 
+    @property
+    def command(self) -> str:
+        """What makes its report."""
+        return shlex.join(["vramsweep", "report", self.folder])
 
-def write(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
-    """Write the index of the sweeps below `place` into `folder`; return its entries, the last sweep first.
 
-    `say` hears which one is read. Raises UserError where there is none, or it cannot be written.
+def read(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
+    """Return the sweeps below `place`, the last one first, for an index in `folder`; `say` hears which one is read.
+
+    Raises UserError where there is none.
     """
     if not (sweeps := find_sweeps(place)):
         raise UserError(describe_missing(place))
@@ -49,14 +55,17 @@ def write(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
     for number, sweep in enumerate(sweeps, 1):
         say(f"reading {sweep} ({number} of {len(sweeps)})")
         found.append(_read(sweep, folder))
-    title = f"Sweeps in {place}"
-    try:
-        with outputs.into_folder(folder, "report", beside=True) as (draft, _):
-            text = page.page("index", [], title=title, entries=found, drawn=False, choices=page.NO_CHOICES)
-            (draft / NAME).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise unwritable(error, folder) from None
     return found
+
+
+def write(found: Sequence[Entry], place: Path, folder: Path) -> None:
+    """Write the index of sweeps below `place` into `folder`. Raises UserError where that cannot be written."""
+    values = {"title": f"Sweeps in {place}", "entries": found, "drawn": False, "choices": page.NO_CHOICES}
+    try:
+        with outputs.into_folder(folder, "index", folder.resolve() == place.resolve()) as (draft, _):
+            (draft / NAME).write_text(page.page("index", [], **values), "utf-8", "backslashreplace")
+    except OSError as error:
+        raise UserError(f"cannot write {folder / NAME}: {error_reason(error)}; choose a folder with --out") from None
 
 
 def text(of: Entry) -> str:
@@ -70,7 +79,7 @@ def _state(of: Entry) -> str:
 
 def _read(sweep: Path, index: Path) -> Entry:
     report = sweep / "report.html"
-    link = quote(os.path.relpath(report, index)) if report.is_file() else None
+    link = quote(os.fsencode(os.path.relpath(report, index))) if report.is_file() else None
     try:
         status = sweep_status.read_status(sweep)
         if not status.done:

@@ -25,7 +25,7 @@ from vramsweep.analysis.report import findings, latex, paper_tables, requirement
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect, split_worlds
 from vramsweep.analysis.report.write import Written, unwritable, write_residuals
 from vramsweep.harness.files import file_names, inferred_points, outputs
-from vramsweep.harness.files.sweep_folder import own_files
+from vramsweep.harness.files.sweep_folder import OWN, own_files
 from vramsweep.harness.rows import journal
 from vramsweep.version import __version__
 
@@ -115,18 +115,16 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
     What is a link out of the sweep's folder is not copied: it may have come from elsewhere, and this is to be shared.
     """
     source, words = Path(table.source), list(given)
-    source = own_files(source) if source.is_dir() else source
     journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
-    if journals and all(file_names.is_inside(source, file.name) for file in journals):
+    if journals and all(file_names.is_inside(source, os.path.relpath(file, source)) for file in journals):
         for file in (*journals, *_other_files(table, source)):
             name = os.path.relpath(file, source)  # a row may name any place
             if file_names.is_inside(source, name) and file.is_file():
                 _copy(file, folder, Path(name))
-        if (folder / "timelines").is_dir():
-            (folder / "traces").mkdir(exist_ok=True)
-            (folder / "traces" / "README").write_text(
-                "Left out for their size; timelines/ has what was read from them.\n"
-            )
+        own = folder / own_files(source).relative_to(source)
+        if (own / "timelines").is_dir():
+            (own / "traces").mkdir(exist_ok=True)
+            (own / "traces" / "README").write_text("Left out for their size; timelines/ has what was read from them.\n")
         return ["rows", *words]
     if not source.is_file():  # a folder whose journals are links out of it
         write_parquet(table.frame, folder / "rows.parquet")
@@ -142,11 +140,12 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
 
 def _other_files(table: Table, source: Path) -> Iterator[Path]:
     """What a report of the sweep in this folder reads besides its journals."""
-    yield from sorted(source.glob("plan*.json"))
-    yield source / inferred_points.NAME
-    yield from (source / str(name) for name in table.frame["recording"].dropna().head(RECORDINGS))
-    if (source / "traces").is_dir():
-        yield from sorted((source / "timelines").glob("*.json"))
+    own = own_files(source)
+    yield from sorted((*source.glob("plan*.json"), *source.glob(f"{OWN}/plan*.json")))
+    yield own / inferred_points.NAME
+    yield from (own / str(name) for name in table.frame["recording"].dropna().head(RECORDINGS))
+    if (own / "traces").is_dir():
+        yield from sorted((own / "timelines").glob("*.json"))
 
 
 def _copy(file: Path, folder: Path, name: Path) -> None:

@@ -32,6 +32,13 @@ from vramsweep.version import __version__
 CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of which a paper shows up to SIZES
 SIZES = 5
 OWN = ("settings", "frontier", "fits")  # of the report's tables: here laid out anew, or apart
+SAID = {
+    "ran": "ran with",
+    "fits": "fits with",
+    "safe": "a new run is safe with",
+    "curve": "the curve ends at",
+    "too long": "too long is",
+}
 BRACKETS = {"(": "In brackets, in units of the last digit: half of the 95 % interval of {}.",
             "[": "In square brackets: the 95 % interval of {}, where half of it is as large."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
@@ -73,9 +80,13 @@ def tables(content: Content) -> list[Table]:
         if name not in OWN and len(frame):
             shown = tuple(columns(frame))
             ranges = f": {said}" if (said := _ranges(shown)) else ""
-            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"{title} ({len(frame):,} lines){ranges}."
+            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"A table of its own gives: {title}{ranges}."
             made.append(Table(slug(name), sentence(title, whole), shown, says=says, own=frame))
     return made
+
+
+def _configurations(count: int) -> str:
+    return f"{count:,} configuration{'s' * (count != 1)}"
 
 
 def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: Sequence[str] = ()) -> str:
@@ -87,9 +98,12 @@ def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: S
         known = [(float(match[0]), match[0], place) for place, cell in cells if (match := _VALUE.match(cell))]
         if column.kind == "numbers" and known:
             ends = dict.fromkeys(_grouped(text) for _, text, _ in (min(known), max(known)))
-            whose = f" (the largest: {columns[0].cells[max(known)[2]].split(' [')[0]})" if column.head in named else ""
+            several = column.head in named and len(known) > 1
+            whose = f" (the largest: {columns[0].cells[max(known)[2]].split(' [')[0]})" if several else ""
             beyond = " (in part extrapolated)" if any(BEYOND in cell for _, cell in cells) else ""
-            said.append(f"{column.head} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond)
+            said.append(
+                f"{SAID.get(column.head, column.head)} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond
+            )
     return "; ".join(said)
 
 
@@ -152,7 +166,7 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
     heads = ("setting", "longest (tokens)", "first out of memory (tokens)", *sizes, "speed (tokens/s)")
     table = _table("settings", sentence(title, about), heads, lines, notes)
     ranges = _ranges(table.columns, named=("peak reserved", "speed")) if table else ""
-    return table and replace(table, says=f"{title} ({len(lines):,} configurations): {ranges}.")
+    return table and replace(table, says=f"{title}, over {_configurations(len(lines))}: {ranges}.")
 
 
 def _speed(found: pd.Series[float]) -> str:
@@ -242,10 +256,14 @@ def _of_fits(fits: Sequence[Fit]) -> str:
     (low, high), worst = first.range, max(fits, key=lambda fit: fit.chosen.worst)
     kinds = ", ".join(f"{names.count(name):,} × {name}" for name in dict.fromkeys(names))
     rms, most = (format_number(*one) for one in ((first.chosen.rms, first.metric), (worst.chosen.worst, worst.metric)))
+    several = (
+        f"Of {len(fits):,} configurations the chosen kinds are {kinds}; no point is more than {most} off its curve "
+        f"({worst.label})."
+    )
     return (
         f"{findings.of_fit(first)} This rests on {len(first.points.x):,} rows at {first.lengths:,} lengths from "
-        f"{low:,.0f} to {high:,.0f} tokens (R² {format_r2(first.chosen.r2)}, RMS {rms}). Chosen for "
-        f"{len(fits):,} configurations: {kinds}; no point is more than {most} off its curve ({worst.label})."
+        f"{low:,.0f} to {high:,.0f} tokens (R² {format_r2(first.chosen.r2)}, RMS {rms}). "
+        + (several if len(fits) > 1 else f"No point is more than {most} off the curve.")
     )
 
 
@@ -318,7 +336,7 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
     said = (
-        f"In a GPU of {size} GiB ({len(at):,} configurations): {_ranges(shown, at)}." for size, at in places.items()
+        f"In a GPU of {size} GiB, of {_configurations(len(at))}: {_ranges(shown, at)}." for size, at in places.items()
     )
     return " ".join(said)
 

@@ -6,7 +6,6 @@ Which files of a folder may be replaced or deleted: harness/files/outputs.py.
 from __future__ import annotations
 
 import shlex
-import shutil
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
@@ -26,6 +25,7 @@ from vramsweep.harness.files.bounded_reads import error_reason
 from vramsweep.harness.files.sweep_folder import OWN, sweep_of
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.rows import journal
 
 NOTES = 3  # that the end of a sweep shows; the report has all
@@ -61,7 +61,7 @@ class Written:
             places = {"report": places["report"]} | places
             folder = self.places["report"].parent
             rows = folder if any(one.is_file() for one in journal.files(folder)) else self.places["rows"]
-            places |= {"fits": f"vramsweep fit {rows}"} if self.summary else {}
+            places |= {"fits": shlex.join(["vramsweep", "fit", str(rows)])} if self.summary else {}
         return "\n".join(f"{name:<9} {place}" for name, place in places.items())
 
     def as_json(self) -> dict[str, Any]:
@@ -94,10 +94,9 @@ def write_report(
     beside = folder.resolve() in (source.resolve(), source.resolve().parent, sweep_of(source.resolve()))
     places = {"rows": folder / "rows.csv", "figures": folder / "figures", "report": folder / "report.html"}
     try:
-        with outputs.into_folder(folder, "report", beside) as (draft, kept):
-            if places["rows"].resolve() == source.resolve():
-                shutil.copyfile(source, draft / "rows.csv")
-            else:
+        same = "rows.csv" if places["rows"].resolve() == source.resolve() else ""
+        with outputs.into_folder(folder, "report", beside, same) as (draft, kept):
+            if not same:
                 write_csv(table.frame, draft / "rows.csv")
             (draft / "figures").mkdir()
             if content.fits:
@@ -105,7 +104,8 @@ def write_report(
             others = write_residuals(content, draft / "figures") | _write_answer(content.answer, draft / "figures")
             places |= {name: folder / "figures" / file.name for name, file in others.items()}
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")
-            (draft / "README.txt").write_text(_read_me(content, folder), encoding="utf-8")
+            if not beside or any(one.exists() for one in journal.files(folder)):  # else it is somebody's folder
+                (draft / "README.txt").write_text(_read_me(content, folder), "utf-8", "backslashreplace")
             notes = files.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
         raise unwritable(error, folder) from None
@@ -150,7 +150,7 @@ def _read_me(content: Content, folder: Path) -> str:
         *([f"Go on with it, or do it again: {made}"] if words else []),
         f"This report, once there are more rows: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
     ]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(escape_text(line).replace("\n", "\\n") + "\n" for line in lines)
 
 
 def unwritable(error: OSError, folder: Path) -> UserError:

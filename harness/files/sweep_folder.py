@@ -1,19 +1,22 @@
 """A sweep's folder: report.html, rows.csv, figures/ and README.txt for a person, and `trials` with what is the tool's
-own: journals, plans, logs, recordings, traces. Not covered: what these files say.
+own: journals, plans, logs, recordings, traces. Not covered: what these files say; a sweep that version 0.1 began, that
+is called `trials` and has no report yet, which is taken for the tool's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
 OWN = "trials"
-CLUSTER = "cluster"  # in it: jobs.json, and what submitit keeps
+CLUSTER = "cluster"  # among its own: submitit's scripts and pickles, the jobs' logs, and `JOBS`
+JOBS = "jobs.json"  # which shard each job that was ever submitted runs
 
 
 def own_files(folder: Path) -> Path:
     """Find where a sweep's own files lie: in `trials`, or in the folder itself where an earlier version began it."""
-    return folder if any(_marks(folder)) else folder / OWN
+    return folder if any(_marks(folder)) and not any(_marks(folder / OWN)) else folder / OWN
 
 
 def sweep_of(place: Path) -> Path:
@@ -28,13 +31,14 @@ def find_sweeps(place: Path, levels: int = 2) -> list[Path]:
     newest: dict[Path, float] = {}
     for level in range(1, levels + 2):
         for mark in _marks(place, "*/" * level):
-            folder = sweep_of(mark)
+            folder = sweep_of(mark.parent.parent if mark.name == JOBS else mark.parent)
             if len(folder.relative_to(place).parts) in range(1, levels + 1):
-                newest[folder] = max(newest.get(folder, 0.0), mark.stat().st_mtime)
+                with contextlib.suppress(OSError):  # a link to nowhere
+                    newest[folder] = max(newest.get(folder, 0.0), mark.stat().st_mtime)
     return sorted(newest, key=lambda folder: (-newest[folder], folder))
 
 
 def _marks(place: Path, below: str = "") -> Iterator[Path]:
     """What only a sweep's own folder has, in a folder or those `below` it."""
-    for pattern in ("journal*.jsonl", CLUSTER):
+    for pattern in ("journal*.jsonl", f"{CLUSTER}/{JOBS}"):
         yield from place.glob(below + pattern)

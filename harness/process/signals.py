@@ -22,7 +22,7 @@ from types import FrameType
 from vramsweep.harness.files.bounded_reads import open_to_append
 from vramsweep.harness.messages.terminal import discard
 
-LOG = "interrupted.log"  # in the sweep's folder
+LOG = "interrupted.log"  # among the sweep's own files
 ASKED = "finishing what runs, then the report; Ctrl-C again stops now"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from vramsweep.harness.files import file_names, plain_json
 from vramsweep.harness.files.bounded_reads import replaced
-from vramsweep.harness.files.sweep_folder import own_files
+from vramsweep.harness.files.sweep_folder import OWN, own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import Row
@@ -73,8 +73,8 @@ def _read_kept(folder: Path, row: Row) -> dict[str, Any] | None:
 
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
-    place = _timeline_path(folder, row)
-    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
+    place, whole = _timeline_path(folder, row), folder.parent if folder.name == OWN else folder
+    if file_names.is_inside(whole, str(place.relative_to(whole))) is None:  # a link leads out of it
         return
     try:
         place.parent.mkdir(exist_ok=True)

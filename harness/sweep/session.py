@@ -71,7 +71,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
     @property
     def command(self) -> list[str]:
         """The verb and its words."""
-        return [self.verb, *self.words]
+        return ["sweep" if self.verb == "run" else self.verb, *self.words]  # of which words `run` has made its own
 
     @property
     def slurm(self) -> shards.Slurm | None:

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 
 from vramsweep.harness.files.bounded_reads import read_content, replaced
-from vramsweep.harness.files.sweep_folder import CLUSTER, own_files
+from vramsweep.harness.files.sweep_folder import CLUSTER, JOBS, OWN, own_files
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows import journal
@@ -33,8 +33,6 @@ from vramsweep.harness.sweep import plan, provenance, resume, row_builder, shard
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.shards import Shard, Slurm
 
-FOLDER = CLUSTER  # in the sweep's: submitit's scripts and pickles, the jobs' logs, and
-JOBS = "jobs.json"  # which shard each job that was ever submitted runs
 WARNING_S = 90  # before the end of its time a job hears SIGUSR2; Slurm may be up to a minute early
 RunSweep = Callable[[Sequence[str]], int]  # from words to an exit status; found again by its name in a job
 ASKED_S = 20.0  # for an answer of Slurm's own commands
@@ -53,6 +51,7 @@ def submit(
     """
     if gone := next((name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None), None):
         raise UserError(f"cluster=slurm: there is no {gone} here; submit where Slurm's commands are, on the login node")
+    resume.refuse_links(folder)
     there = in_queue()
     queued = {name: shard for name, shard in submitted_jobs(folder).items() if name in there}
     if other := [name for name, shard in queued.items() if shard.count != settings.shards]:
@@ -80,7 +79,7 @@ def submit(
     print(
         f"{trials}; {len(wanted)} of {settings.shards} shard(s) submitted as {_array(names[0])} → {folder}\n"
         f"`vramsweep status {folder}` follows them, `scancel {_array(names[0])}` ends them; "
-        f"logs: {own_files(folder) / FOLDER}"
+        f"logs: {own_files(folder) / CLUSTER}"
     )
 
 
@@ -117,7 +116,7 @@ def _submitted(
     """Submit the shards as one array; the names of the jobs. Raises UserError."""
     import submitit  # here: a second, which only those wait for who submit
 
-    place = own_files(folder) / FOLDER
+    place = own_files(folder) / CLUSTER
     if place.is_symlink():
         raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
     python = shlex.join(build_command("submitit")[:-2])  # it adds `-u -m submitit.core._submit`, which start.py reads
@@ -153,7 +152,7 @@ def _tidy(place: Path) -> None:
     for file in (*place.glob("*.pkl"), *place.glob(".submission_file_*.sh")):
         file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        for one in (place, *place.parents[:2]):
+        for one in (place, place.parent, *([place.parent.parent] if place.parent.name == OWN else [])):
             one.rmdir()
 
 
@@ -161,7 +160,7 @@ def submitted_jobs(folder: Path) -> dict[str, Shard]:
     """The jobs that were ever submitted for the sweep in this folder, by name, and the shard of each."""
     found: dict[str, Shard] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, RecursionError):
-        for name, text in json.loads(read_content(own_files(folder) / FOLDER / JOBS))["jobs"].items():
+        for name, text in json.loads(read_content(own_files(folder) / CLUSTER / JOBS))["jobs"].items():
             with contextlib.suppress(UserError):
                 found[name] = shards.parse(text)
     return found

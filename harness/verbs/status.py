@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -64,7 +65,14 @@ def main(argv: Sequence[str]) -> int:
         raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")
     if arguments.watch is not None:
         return _watch(folders, bool(arguments.folder), arguments.watch, arguments.json)
-    found = [read_status(folder) for folder in folders]
+    found = list[Status]()
+    for folder in folders:
+        try:
+            found.append(read_status(folder))
+        except UserError as error:
+            if folder in arguments.folder:
+                raise
+            print(f"{folder}: {error}", file=sys.stderr)  # the others are shown all the same
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0

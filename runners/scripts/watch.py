@@ -34,6 +34,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.files import file_names, redaction
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError, describe
@@ -208,10 +209,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 def _append(place: Path, row: Row) -> Row:
     """Add the row to the journal, which another training may be writing to at this moment. Raises UserError."""
     for _ in range(TRIES):
-        with contextlib.suppress(UserError), Journal(place) as journal:
+        with contextlib.suppress(UserError), Journal(own_files(place)) as journal:
             return journal.append(row)
         time.sleep(0.1)
-    with Journal(place) as journal:
+    with Journal(own_files(place)) as journal:
         return journal.append(row)
 
 

@@ -188,6 +188,17 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
     assert held(folder)["rows.csv"] == "2"
 
 
+def test_what_was_read_and_what_others_made_stays(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("read")
+    for verb in ("report", "index", "report"):
+        with outputs.into_folder(tmp_path, verb, beside=True, source="rows.csv") as (draft, notes):
+            (draft / ("index.html" if verb == "index" else "report.html")).write_text(verb)
+        assert notes == []
+    assert held(tmp_path) | {"rows.csv": "read", "index.html": "index", "report.html": "report"} == held(tmp_path)
+    put(tmp_path, rows_csv="2")  # of other rows
+    assert held(tmp_path)["rows.csv.kept"] == "read" and "report.html" not in held(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"verb": "report"}', '{"verb": "report", "made": {"a": 1}}'])
 def test_a_list_that_is_none_makes_no_folder_the_verbs_own(tmp_path: Path, text: str) -> None:
     (tmp_path / outputs.LIST).write_text(text)
