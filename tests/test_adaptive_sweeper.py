@@ -174,7 +174,7 @@ class OnACard(Measuring):
         return int(row[name] * 1.03) + (150 << 20)
 
     def answer(self, spec: Any, folder: Path, *_: Any) -> Evidence:
-        rows = journal.terminal(journal.read(folder.parents[2].with_name("t-predicted"))[0]).values()
+        rows = journal.terminal(journal.read(folder.parents[3].with_name("t-predicted"))[0]).values()
         (row,) = (row for row in rows if row["seq_len"] == spec["trial"]["seq_len"])
         peaks = {name: self.need(row, name) for name in ("peak_allocated_bytes", "peak_reserved_bytes")}
         total = {"device_total_bytes": self.LIMIT + gpu_lookup.CONTEXT_BYTES}

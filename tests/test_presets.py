@@ -58,7 +58,7 @@ def test_a_preset_of_cases_is_one_sweep(preset: Path, cli: Cli) -> None:
     assert "4 trials, 0 finished before, 4 to do" in said.out
     folder = preset.parents[2] / "results" / "mine-simulated"
     assert len(journal.terminal(journal.read(folder)[0])) == 4
-    kept = json.loads((folder / journal.PLAN).read_text())
+    kept = json.loads((folder / "trials" / journal.PLAN).read_text())
     assert len(kept["trials"]) == 4
     assert kept["answer"] == "claims"
     said = cli.run("sweep", *of_preset(preset), "report=false")

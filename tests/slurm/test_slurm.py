@@ -39,7 +39,7 @@ def test_shards_that_are_told_to_end_go_on_and_no_row_is_lost_or_doubled(
         return said(sys.executable, "-m", "vramsweep", *words)
 
     def rows(writer: str) -> int:
-        file = folder / f"journal-{writer}.jsonl"
+        file = folder / "trials" / f"journal-{writer}.jsonl"
         return len(file.read_bytes().splitlines()) if file.exists() else 0
 
     def running() -> list[str]:

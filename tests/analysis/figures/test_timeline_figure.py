@@ -189,7 +189,7 @@ def test_a_sweep_s_timelines_are_in_its_report_and_kept(
     assert f'id="timeline_{rows[1]["trial_id"]}"' in page
     assert f'id="timeline_{rows[0]["trial_id"]}"' not in page
     assert "What holds the peak of a step" in page
-    assert [file.stem for file in (folder / "timelines").iterdir()] == [rows[1]["trial_id"]]
+    assert [file.stem for file in (folder / "trials" / "timelines").iterdir()] == [rows[1]["trial_id"]]
     monkeypatch.setattr(trace_query, "ask", Mock(side_effect=AssertionError("what is kept is asked for again")))
     (found,) = cli.json("timeline", folder)
     assert found["trial_id"] == rows[1]["trial_id"]

@@ -200,7 +200,7 @@ def running(tmp_path: Path) -> Iterator[Path]:
     with Journal(tmp_path / "t") as book:
         book.extend(rows[:2])
         written_plan(tmp_path / "t", rows, launcher=process_identity.own_identity())
-        with (tmp_path / "t" / "trials" / journal.NAME).open("ab") as other:
+        with (tmp_path / "t" / journal.NAME).open("ab") as other:
             other.write(journal.line(rows[2])[:99])
         yield tmp_path / "t"
 
@@ -251,7 +251,7 @@ def test_a_sweep_is_watched_to_its_end(tmp_path: Path, cli: Cli) -> None:
     words = ["model=tiny", "device=cpu", "protocol=brief", "seq_len=32,64", f"results={tmp_path}", "name=w"]
     sweep = [sys.executable, "-m", "vramsweep", "sweep", "-m", *words, "report=false"]
     with subprocess.Popen(sweep, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        wait_for((tmp_path / "w" / journal.PLAN).exists)
+        wait_for((tmp_path / "w" / "trials" / journal.PLAN).exists)
         said = cli.run("status", tmp_path / "w", "--watch", "0.2")
         assert process.wait(60) == 0
     assert not said.err
