@@ -277,9 +277,9 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
     for number, figure in enumerate(figure_table.with_source(drawn, table.frame), 1):
         name: Path = arguments.figure
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
+        _refuse_inputs(arguments, out)
         if number > 1 and out.exists():  # nobody named it
             raise UserError(f"{out} is there, and would be the figure of fit {number}; move it, or name one --metric")
-        _refuse_inputs(arguments, out)
         files.write_one(figure, out)
         say(f"{figure.title}: {out}")
     if len(fits) > FIGURES:
