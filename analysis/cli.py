@@ -245,7 +245,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         _refuse_inputs(arguments, arguments.figure)
     elif arguments.curves:
-        raise UserError("--curves says what --figure FILE draws, and there is no --figure; a fit's text has both kinds")
+        raise UserError("--curves chooses what --figure draws; add --figure FILE (the text has both anyway)")
     table = _open(arguments)
     beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
@@ -279,7 +279,9 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
         _refuse_inputs(arguments, out)
         if number > 1 and out.exists():  # nobody named it
-            raise UserError(f"{out} is there, and would be the figure of fit {number}; move it, or name one --metric")
+            raise UserError(
+                f"{out} exists, and the figure of fit {number} would replace it; move it, or name a --metric"
+            )
         files.write_one(figure, out)
         say(f"{figure.title}: {out}")
     if len(fits) > FIGURES:
@@ -316,7 +318,7 @@ def _index(place: Path, arguments: argparse.Namespace) -> int:
     others = {name for name, value in vars(arguments).items() if value != getattr(own, name, value)}
     if named := sorted(others - {"out", "json", "images"}):
         raise UserError(
-            f"{place} is no sweep but has sweeps below it, of which a report is an index: it takes --out and --json, "
+            f"{place} holds sweeps, so report makes an index of them, which takes --out and --json, "
             f"not {', '.join('--' + {'start': 'from', 'stop': 'to', 'settings': 'set'}.get(one, one) for one in named)}"
         )
     with Activity("reading rows") as activity:

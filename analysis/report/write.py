@@ -137,18 +137,18 @@ def _read_me(content: Content, folder: Path) -> str:
     words = [str(word) for one in planned for word in one]
     verb = [] if words and words[0].isalpha() else ["sweep"]  # plans of earlier versions do not name it
     made = shlex.join(["vramsweep", *verb, *words])
-    own = f"{OWN}/       vramsweep's own: the journal, of which all else is made, and each trial's logs"
+    own = f"{OWN}/       vramsweep's own files: the journal, from which everything else is made, and logs"
     lines = [
         content.title,
         content.subtitle,
         "",
-        "report.html   what came out, with its figures; any browser shows it, without a network",
-        "rows.csv      a line a trial, every column, nothing rounded",
-        "figures/      each figure as a page and as pictures, its numbers, and the fitted curves, as CSV",
+        "report.html   the findings, with figures and tables; opens in any browser, without a network",
+        "rows.csv      one line per trial, with every column; nothing is rounded",
+        "figures/      each figure as a page, as pictures and as CSV; fits.csv has the fitted curves",
         *([own] if (folder / OWN).is_dir() else []),
         "",
-        *([f"Go on with it, or do it again: {made}"] if words else []),
-        f"This report, once there are more rows: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
+        *([f"To continue or repeat the sweep: {made}"] if words else []),
+        f"To draw the report again: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
     ]
     return "".join(escape_text(line).replace("\n", "\\n") + "\n" for line in lines)
 

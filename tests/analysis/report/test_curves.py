@@ -95,14 +95,14 @@ def test_fit_draws_into_the_files_that_are_named_and_over_no_input(tmp_path: Pat
     assert there == [True, True, True, True, False, False]
     cli.json("fit", file, "--figure", out)  # all that the rows have: active, reserved, step time
     assert {one.name for one in out.parent.glob("*.svg")} == {"fit.svg", "fit_2.svg", "fit_3.svg"}
-    assert "fit_2.svg is there, and would be the figure of fit 2" in cli.refuse("fit", file, "--figure", out)
+    assert "fit_2.svg exists, and the figure of fit 2 would replace it" in cli.refuse("fit", file, "--figure", out)
     journal = (synthetic.write(tmp_path, synthetic.curve((256, 512, 1024))) / "journal.jsonl").read_bytes()
     for name in ("b.svg", "b_2.svg"):
         (own := tmp_path / name).write_bytes(journal)
         assert "is the file that is read" in cli.refuse("fit", own, "--figure", tmp_path / "b.svg")
         assert own.read_bytes() == journal
     assert "allowed suffixes are .html, .png, .svg, .pdf" in cli.refuse(*words, "--figure", "fit.gif")
-    assert "--figure FILE draws" in cli.refuse(*words)
+    assert "add --figure FILE" in cli.refuse(*words)
 
 
 def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> None:
