@@ -40,7 +40,7 @@ SAID = {
     "too long": "too long is",
 }
 BRACKETS = {"(": "In brackets, in units of the last digit: half of the 95 % interval of {}.",
-            "[": "In square brackets: the 95 % interval of {}, where half of it is as large."}  # fmt: skip
+            "[": "In square brackets: the 95 % interval of {}, where its half is no less than the value."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
 MOST_SAID = 3  # sentences of a table
