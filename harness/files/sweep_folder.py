@@ -9,6 +9,9 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from vramsweep.harness.files import file_names
+from vramsweep.harness.messages.errors import UserError
+
 OWN = "trials"
 CLUSTER = "cluster"  # among its own: submitit's scripts and pickles, the jobs' logs, and `JOBS`
 JOBS = "jobs.json"  # which shard each job that was ever submitted runs
@@ -17,6 +20,14 @@ JOBS = "jobs.json"  # which shard each job that was ever submitted runs
 def own_files(folder: Path) -> Path:
     """Find where a sweep's own files lie: in `trials`, or in the folder itself where an earlier version began it."""
     return folder if any(_marks(folder)) and not any(_marks(folder / OWN)) else folder / OWN
+
+
+def kept_traces(folder: Path) -> Path:
+    """Return the folder of a sweep's traces. Raises UserError where a link would lead what is written out of it."""
+    traces = own_files(folder) / "traces"
+    if file_names.is_inside(folder, str(traces.relative_to(folder))) is None:
+        raise UserError(f"{traces} leads out of {folder} by a link; remove the link, or name the trial in words")
+    return traces
 
 
 def sweep_of(place: Path) -> Path:

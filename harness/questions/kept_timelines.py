@@ -13,7 +13,7 @@ from typing import Any
 
 from vramsweep.harness.files import file_names, plain_json
 from vramsweep.harness.files.bounded_reads import replaced
-from vramsweep.harness.files.sweep_folder import OWN, own_files
+from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.rows.schema import Row
@@ -37,15 +37,14 @@ def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record
     A trial without a kept trace is left out, or with `trace` traced. Raises UserError.
     """
     own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
-    folder = own_files(folder)
+    traces = kept_traces(folder)
+    folder = traces.parent
     found = [_read_kept(folder, row) for row, _ in own]
     if missing := [i for i, one in enumerate(found) if one is None]:
-        answers = trace_query.ask("timeline", [own[i][1] for i in missing], folder / "traces", trace=False)
+        answers = trace_query.ask("timeline", [own[i][1] for i in missing], traces, trace=False)
         for i, answer in zip(missing, answers, strict=True):
             if answer is None and trace:
-                answer = trace_query.of_trial(
-                    "timeline", "timeline", own[i][0]["trial_id"], own[i][1], folder / "traces"
-                )
+                answer = trace_query.of_trial("timeline", "timeline", own[i][0]["trial_id"], own[i][1], traces)
             if answer is not None:
                 _keep(folder, own[i][0], answer)
             found[i] = answer
@@ -73,8 +72,8 @@ def _read_kept(folder: Path, row: Row) -> dict[str, Any] | None:
 
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
-    place, whole = _timeline_path(folder, row), folder.parent if folder.name == OWN else folder
-    if file_names.is_inside(whole, str(place.relative_to(whole))) is None:  # a link leads out of it
+    place = _timeline_path(folder, row)
+    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
         return
     try:
         place.parent.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.files.sweep_folder import own_files
+from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.console import Console, make_table
@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         asked, traces = [found], None
     else:
-        traces = own_files(Path(words[0])) / "traces"
+        traces = kept_traces(Path(words[0]))
         rows = trace_query.finished(Path(words[0]), words[1:])
         asked = [(str(row["trial_id"]), trace_query.read_trial("explain", row)) for row in rows]
         if not asked:

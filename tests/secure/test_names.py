@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from vramsweep.analysis.answers import what_if
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import timeline as figure
-from vramsweep.harness.files import file_names, outputs
+from vramsweep.harness.files import file_names, outputs, sweep_folder
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import kept_timelines, trace_query
 from vramsweep.harness.rows.schema import complete_row
@@ -186,6 +186,16 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
         (draft / "rows.csv").write_text("3")
         raise OSError(28, "full", str(draft / "rows.csv"))
     assert held(folder)["rows.csv"] == "2"
+
+
+def test_traces_are_not_kept_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("trials", "trials/traces"):
+        folder = tmp_path / name.replace("/", "-")
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+        assert "by a link" in refusal(UserError, sweep_folder.kept_traces, folder)
+    assert sweep_folder.kept_traces(tmp_path) == tmp_path / "trials" / "traces"
 
 
 def test_what_was_read_and_what_others_made_stays(tmp_path: Path) -> None:
