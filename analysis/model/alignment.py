@@ -18,7 +18,7 @@ from scipy import special
 
 from vramsweep.analysis.model.curves import Array, Numbers
 from vramsweep.analysis.model.estimate import SEED
-from vramsweep.analysis.model.observations import members
+from vramsweep.analysis.model.observations import Mask, members
 from vramsweep.analysis.model.residual_model import Predictor
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
@@ -29,6 +29,12 @@ WAVERS = 0.2  # of that: how far single lengths stray that are less round than a
 def classes(x: Array) -> set[bool]:
     """Which there are: True of lengths that `PADDED_TO` divides, False of the others."""
     return {key for key, at in members(x, PADDED_TO).items() if at.any()}
+
+
+def as_round(x: Array, measured: Array) -> Mask:
+    """Whether what divides all measured lengths that `PADDED_TO` divides, or all if there are none, divides x, (n,)."""
+    even = measured % PADDED_TO == 0
+    return np.asarray(x % np.gcd.reduce(measured[even if even.any() else ~even].astype(int)) == 0)
 
 
 @dataclass(frozen=True)
@@ -63,8 +69,7 @@ class Unaligned:
         curve, new = curve[kept, :count], new[kept, :count]
         shift = np.where(self.of_other_class(x) == np.floor(x), share[:, None] * self._rise(x, curve), 0.0)
         wavers = WAVERS * self._rise(x, curve) * np.random.default_rng(SEED + 7).standard_normal(shift.shape)
-        round_ones = np.isin(x % np.gcd.reduce(self.measured.astype(int)), 0)
-        return curve[:, : len(x)] + shift, new[:, : len(x)] + shift + np.where(round_ones, 0.0, wavers)
+        return curve[:, : len(x)] + shift, new[:, : len(x)] + shift + np.where(as_round(x, self.measured), 0.0, wavers)
 
     @property
     def share(self) -> float:

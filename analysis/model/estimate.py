@@ -45,9 +45,9 @@ class Data:
     """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and how small a difference means anything.
 
     `given_scales` (m,) replace the prior's own, `given_sizes` (SIZES,) the noise's; `size_odds` (SIZES,) are the log
-    of the prior odds of those, if they are not equal; `expected` is the size that is the likeliest before anything is
-    seen, if one is. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the
-    value was not seen but is at least that. each observation counts as `share` of one.
+    of the prior odds of those, if they are not equal. Before anything is seen, noise is near `expected` with the
+    probability `surely`, and of any size otherwise. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the value
+    was not seen but is at least that. Each observation counts as `share` of one.
     """
 
     axis: Array
@@ -63,6 +63,7 @@ class Data:
     given_sizes: Array | None = None
     size_odds: Array | None = None
     expected: float | None = None
+    surely: float = 1.0
 
     @functools.cached_property
     def ahead(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -95,7 +96,8 @@ class Data:
         if self.size_odds is not None or self.expected is None:
             return np.zeros(SIZES) if self.size_odds is None else self.size_odds
         logs = -0.5 * (np.log(self.sizes(noise) / self.expected) / UNSURE) ** 2
-        return np.asarray(logs - _log_sum(logs) + np.log(SIZES))
+        logs += np.log(self.surely * SIZES) - _log_sum(logs)
+        return np.logaddexp(logs, np.log(max(1 - self.surely, 1e-300)))
 
     def shape(self, noise: str) -> Array:
         """How the noise of each observation relates to its size, (n,)."""

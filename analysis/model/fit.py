@@ -26,7 +26,7 @@ from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
-from vramsweep.analysis.model.alignment import Unaligned, classes
+from vramsweep.analysis.model.alignment import Unaligned, as_round, classes
 from vramsweep.analysis.model.curves import FEWEST, PLAIN, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
 from vramsweep.analysis.model.observations import UNITS, Mask, Model, Points, along, observations
@@ -48,6 +48,7 @@ from vramsweep.harness.search.fit_knowledge import PADDED_TO
 LEVEL = 0.95
 CUT = "seq_len is only where their samples are cut"
 FEWEST_TIMES = 5  # lengths: through fewer, two lines (four numbers) go whatever was timed
+ROUNDED = 32 * 1024  # bytes that rounding to blocks of 512 may add at lengths less round than the measured: 1 to 28 KiB
 HIDDEN = 0.1  # of the peak: a smaller rise over all points is not yet what activations make
 
 
@@ -171,6 +172,8 @@ class Fit:
             np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
         )  # fmt: skip
         low, new_low = np.maximum(low, 0), np.maximum(new_low, 0)
+        if self.metric.memory and not self.metric.limited and self.axis == "seq_len" and self.basis != "prediction":
+            new_high = new_high + np.where(as_round(x, self.points.x), 0, ROUNDED)
         if self.one_sided:
             high, new_high = (np.where(x > last, np.inf, edge) for edge in (high, new_high))
         return Prediction(x, value, low, high, new_low, new_high, (x < first) | (x > last))

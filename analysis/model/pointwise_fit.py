@@ -28,6 +28,8 @@ MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neig
 ODD = 0.01  # chance that a point tells nothing of the curve: anything up to twice the largest value
 FAR = 0.02  # of the largest value, below which no point is taken for one
 BLOCKS = 0.013  # of the value: RMS of reserved about a hinge, median of 18 public sweeps and replays (0.3 to 4 %)
+UNSPLIT = 0.001  # of the value: RMS of allocated where not all blocks are split, median of 7 replays (0.03 to 0.2 %)
+OFTEN = 0.9  # probability of that before anything is seen, else any: where segments expand there is none
 ALIKE = 0.75  # probability that two classes do not differ, above which they have one curve
 FARTHEST = 4.0  # standard deviations of what is missing, above which it is not alignment that lifts a length
 FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
@@ -200,7 +202,8 @@ def estimate_classes(
         resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
         data = Data(
             x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, share, noises,
-            expected=BLOCKS * float(np.abs(y).max()) if metric.limited else None,
+            expected=(BLOCKS if metric.limited else UNSPLIT) * float(np.abs(y).max()) if metric.memory else None,
+            surely=1.0 if metric.limited else OFTEN,
         )  # fmt: skip
         found[key] = estimate(data, kinds, every=True)
     return found

@@ -391,6 +391,32 @@ def test_a_row_that_did_not_fit_among_others_says_nothing_of_a_rise_beyond_them(
     assert both.value(at) == pytest.approx(alone.value(at), rel=0.02)
 
 
+def test_lengths_less_round_than_those_measured_may_need_more_as_blocks_go_in_512_bytes() -> None:
+    """Activations of 12 layers x 9 sizes, each in a block of its own, under bf16: to the byte at multiples of 64."""
+    x, asked = np.array([128.0, 256, 512, 1024, 1152, 1536, 2048]), np.array([131.0, 500, 777, 1001, 1999, 2047])
+
+    def needs(x: Array) -> Array:
+        each = [np.ceil(2 * width * x / 512) * 512 for width in (12, 52, 68, 76, 100, 180, 324, 500, 772)]
+        return 4e9 + 12 * np.sum(each, axis=0)
+
+    odd = np.array([1151.0])
+    for known in (x, np.sort([*x, *odd])):
+        found = fitted(known, needs(known)).predict(asked)
+        assert ((found.new_low <= needs(asked)) & (needs(asked) <= found.new_high)).all()
+    assert needs(asked).max() - fitted(x, needs(x)).value(asked)[-1] > 0  # more than the line has
+
+
+def test_four_lengths_whose_blocks_are_not_split_tell_more_than_nothing() -> None:
+    """A replay of Qwen1.5-0.5B: 23 MiB between two lengths of one level once made the interval 11 % wide."""
+    sweep = next(grid.sweep for grid in fit_cover.grids() if (grid.name, grid.metric) == REPLAY)
+    at = np.array([128.0, 768, 1408, 2048])
+    asked = sweep[(sweep.index > 128) & (sweep.index < 2048) & ~sweep.index.isin(at)]
+    found = fitted(at, sweep[at].to_numpy(float)).predict(asked.index.to_numpy(float))
+    inside = (found.new_low <= asked.to_numpy()) & (asked.to_numpy() <= found.new_high)
+    assert inside.mean() >= 0.92 and np.median((found.new_high - found.new_low) / found.value) < 0.06
+
+
+REPLAY = ("qwen0.5b, default", "peak_allocated_bytes")
 GRIDS = [grid for grid in fit_cover.grids() if not grid.others]
 
 
@@ -399,7 +425,7 @@ GRIDS = [grid for grid in fit_cover.grids() if not grid.others]
 def test_a_public_sweep_s_usual_grid_tells_of_all_other_lengths(public: Table, metric: str) -> None:
     """4 to 12 multiples of 64 or 128; without what other lengths may need more, 0.4 to 0.6 of them lay inside."""
     mine = [grid for grid in GRIDS if grid.metric == metric and "segments" in grid.name]
-    found = [fit_cover.on_grid(grid, 2, seed=3) for grid in mine]
+    found = [fit_cover.on_grid(grid, 6, seed=3) for grid in mine]  # of two draws a mean strays by 0.01
     assert len(mine) > 15 and 0.92 <= np.mean([one["cover"] for one in found]) <= 0.99
     assert np.mean([one["of others"] for one in found]) >= 0.92
     whole = [one for grid, one in zip(mine, found, strict=True) if grid.count >= 6]
@@ -409,8 +435,11 @@ def test_a_public_sweep_s_usual_grid_tells_of_all_other_lengths(public: Table, m
 
 @pytest.mark.slow
 def test_replays_of_every_kind_of_length_lie_inside_the_intervals_of_the_usual_grid() -> None:
-    found = [fit_cover.on_grid(grid, 2, seed=3)["cover"] for grid in GRIDS if ", " in grid.name]
-    assert len(found) > 50 and np.mean(found) > 0.92
+    for metric, before in (("peak_allocated_bytes", 550), ("peak_reserved_bytes", 3062)):
+        mine = [grid for grid in fit_cover.grids() if ", " in grid.name and grid.metric == metric]
+        found = [fit_cover.on_grid(grid, 2, seed=3) for grid in mine]
+        assert len(found) > 50 and 0.92 <= np.mean([one["cover"] for one in found]) <= 0.99
+        assert np.mean([one["score"] for one in found]) < before  # of the fits that did not know of other classes
 
 
 def test_a_few_lengths_of_the_other_class_tell_what_it_needs_more() -> None:
