@@ -3,9 +3,9 @@
     python benchmarks/versions.py --torch 2.13.0 --transformers 4.57.6 5.0.0 5.23.0
     python benchmarks/versions.py --python python3.12 --light
 
-writes docs/versions.md; what it found before stays there until it is found again. `--light` installs no extras and runs
-the tests that read rows. Everything but torch, transformers and what transformers asks for itself is as constraints.txt
-says. It needs the network, and about five minutes for each combination.
+writes the table of tested versions in docs/compatibility.md; what it found before stays there until it is found again.
+`--light` installs no extras and runs the tests that read rows. Everything but torch, transformers and what transformers
+asks for itself is as constraints.txt says. It needs the network, and about five minutes for each combination.
 
 Not covered: GPUs, DeepSpeed, builds of torch for CUDA; what no row of the table says was not tried.
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import re
 import subprocess
 import sys
@@ -41,6 +40,7 @@ CORE = (
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
 FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers asks for the last two by version
 BEGIN, END = "<!-- found by benchmarks/versions.py: ", " -->"
+PART, END_OF_PART = "<!-- tested versions -->", "<!-- end of tested versions -->"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def main() -> int:
     parser.add_argument("--torch", help="its version, as pip takes it")
     parser.add_argument("--transformers", nargs="+", default=[])
     parser.add_argument("--light", action="store_true", help="without extras")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "versions.md")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "compatibility.md")
     arguments = parser.parse_args()
     if arguments.light == bool(arguments.torch and arguments.transformers):
         parser.error("give --torch and --transformers, or --light")
@@ -84,7 +84,7 @@ def main() -> int:
                 print(json.dumps(asdict(one)), f"{time.monotonic() - began:.0f} s", flush=True)
                 known[one.key] = one
                 worst |= bool(one.failed or one.problem)
-                arguments.out.write_text(page(list(known.values())), encoding="utf-8")
+                write(arguments.out, list(known.values()))
     return worst
 
 
@@ -159,17 +159,19 @@ def read(path: Path) -> list[Found]:
     return [Found(**{**one, "failed": tuple(one["failed"])}) for one in told]
 
 
-def page(results: list[Found]) -> str:
-    """The page, whose table and numbers are those of the runs."""
+def write(path: Path, results: list[Found]) -> None:
+    """Write the results between their two marks in a page. Raises ValueError for a page without them."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(PART)
+    _, end, after = rest.partition(END_OF_PART)
+    if not end:
+        raise ValueError(f"{path} has no {PART} ... {END_OF_PART}")
+    path.write_text(f"{before}{PART}\n\n{table(results)}\n\n{end}{after}", encoding="utf-8")
+
+
+def table(results: list[Found]) -> str:
+    """Return the results as a table, the tests that failed as a list, and all of it as data in a comment."""
     results = sorted(results, key=lambda one: (one.torch is None, _numbers(one.python), _numbers(one.transformers)))
     lines = [
-        "# Tested versions",
-        "",
-        "Each row is an environment of its own in which the core tests ran (`python benchmarks/versions.py --help`), "
-        f"on {platform.system()} {platform.machine()} without a GPU. Core tests: models are built, traced and "
-        "predicted, one short measured run for each runner, and rows are read, fitted and compared. Without torch: "
-        "the last alone.",
-        "",
         "| Python | torch | transformers | passed | failed | skipped | day |",
         "|---|---|---|---:|---:|---:|---|",
     ]
@@ -183,23 +185,9 @@ def page(results: list[Found]) -> str:
         for one in results
         if one.problem or one.failed
     ]
-    lines += ["", "What failed:", "", *troubles] if troubles else []
-    lines += [
-        "",
-        "**Not tried**: any other combination; in particular torch other than those above, builds of torch for CUDA, "
-        "torch on Python 3.12, and DeepSpeed beside each of these (the whole test suite runs with the versions of "
-        "`constraints.txt`, DeepSpeed's among them, on Python 3.11). `pyproject.toml` allows more than was tried: what "
-        "it allows is expected to work, and what is not in this table is not known to.",
-        "",
-        "macOS and Windows: reading, fitting, drawing and comparing rows is tested with stand-ins (POSIX modules and "
-        "functions taken away, a locale of cp1252), not run on these systems. Sweeping and predicting need Linux.",
-        "",
-        "What stays the same from version to version of vramsweep: [compatibility](compatibility.md).",
-        "",
-        BEGIN + json.dumps([asdict(one) for one in results]).replace(">", "\\u003e") + END,
-        "",
-    ]
-    return "\n".join(lines)
+    lines += ["", "Failed tests:", "", *troubles] if troubles else []
+    data = json.dumps([asdict(one) for one in results]).replace(">", "\\u003e")
+    return "\n".join([*lines, "", BEGIN + data + END])
 
 
 def _version(python: str) -> str:

@@ -4,7 +4,8 @@ A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in some page; w
 Pages are kept in git whole, so that they can be read where no site is built; tests/test_docs.py holds them to the code.
 To add a part is a line in PARTS and its two marks in a page.
 
-Not covered: docs/validation.md, which takes an hour (`make validate`), and docs/gallery.md (benchmarks/gallery.py).
+Not covered: docs/published_runs.md, which takes an hour (`make validate`), docs/gallery.md (benchmarks/gallery.py) and
+the table of tested versions (benchmarks/versions.py).
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 HERE = Path(__file__).parent
 CONF = HERE.parent / "conf"
@@ -48,23 +47,37 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-def every_verb() -> str:
-    """The verbs by the sections of `vramsweep --help`, each with what its exit status 1 says."""
+# The page that says how a command is used; one that is not here needs no more than its line and its --help.
+GUIDES = {
+    "sweep": "start", "run": "own_script", "status": "start", "predict": "will_it_fit", "advise": "explain",
+    "explain": "explain", "timeline": "explain", "replay": "allocator_settings", "validate": "published_runs",
+    "report": "start", "fit": "fits", "frontier": "longest_on_a_gpu", "compare": "publish", "check": "publish",
+    "calibrate": "how_prediction_works", "paper": "publish", "export": "import_results", "gpus": "gpus",
+    "techniques": "techniques", "columns": "columns",
+}  # fmt: skip
+
+
+def commands() -> str:
+    """Write the commands by the sections of `vramsweep --help`, each with the meaning of its exit status 1."""
     parts = []
     for section in verbs.SECTIONS:
         here = [verb for verb in verbs.VERBS if verb.section == section]
-        rows = [(f"`vramsweep {verb.name}`", verb.line, verb.no or "") for verb in here]
-        parts.append(f"### {section}\n\n" + table(("verb", "what it does", "status 1 says"), rows))
+        rows = [(f"`vramsweep {verb.name}`", verb.line, verb.no or "", _guide(verb.name)) for verb in here]
+        parts.append(f"### {section}\n\n" + table(("command", "what it does", "exit status 1 means", "guide"), rows))
     return "\n\n".join(parts)
+
+
+def _guide(command: str) -> str:
+    return f"[{page}]({page}.md)" if (page := GUIDES.get(command)) else ""
 
 
 def statuses() -> str:
     return table(("exit status", "meaning"), [(str(number), meaning) for number, meaning in verbs.STATUSES.items()])
 
 
-def _head(name: str, more: str) -> str:
-    """A heading and, where there is more to say, a sentence below it."""
-    return f"## {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
+def _head(name: str, more: str, level: int = 2) -> str:
+    """Write a heading and, where there is more to say, a sentence below it."""
+    return f"{'#' * level} {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
 
 
 def _headings(text: str) -> str:
@@ -89,13 +102,13 @@ def promised() -> str:
              for name in groups}  # fmt: skip
     may = [f"`{one.name}`" for one in schema.COLUMNS if not schema.is_stable(one)]
     kept = [(name, ", ".join(names)) for name, names in lines.items() if names]
-    return f"{table(('group', 'columns that stay'), kept)}\n\nThe others may change: {', '.join(may)}."
+    return f"{table(('group', 'columns that stay'), kept)}\n\nColumns that may change: {', '.join(may)}."
 
 
 def techniques() -> str:
     """A table for each axis of techniques, and one of the settings that take any value."""
     parts = []
-    head = ("value", "what it does", "needs", "not with", "checked", "on a card")
+    head = ("value", "what it does", "needs", "not with", "tested", "proven on a GPU")
     for axis in catalog.AXES:
         rows = [(f"`{catalog.text(one.name)}`", one.meaning, wording.needs(one), ", ".join(_without(one)),
                  ", ".join(one.checked), "" if one.name == axis.default else one.proven or "unproven")
@@ -129,7 +142,7 @@ def _number(value: float | None) -> str:
 
 
 def gpus() -> str:
-    head = ("`device.gpu`", "nominal GiB", "torch reports GiB", "limit GiB", "GB/s", "fp32", "tf32", "fp16", "bf16",
+    head = ("`device.gpu`", "nominal GiB", "reported GiB", "limit GiB", "memory GB/s", "fp32", "tf32", "fp16", "bf16",
             "link", "source")  # fmt: skip
     rows = []
     for gpu in gpu_lookup.GPUS:
@@ -144,7 +157,7 @@ def gpus() -> str:
 def links() -> str:
     rows = [(f"`{one.name}`", one.meaning, _number(one.bandwidth / interconnects.GB), one.source)
             for one in interconnects.LINKS]  # fmt: skip
-    return table(("link", "", "GB/s a card, one direction", "source"), rows)
+    return table(("link", "what it is", "GB/s per GPU, one direction", "source"), rows)
 
 
 def allocator_options() -> str:
@@ -181,37 +194,37 @@ def settings() -> str:
     parts = []
     for heading, rows in found.items():
         name, _, more = heading.partition(": ")
-        parts.append(f"{_head(name, more)}\n\n" + table(("setting", "default", "meaning"), map(tuple, rows)))
+        parts.append(f"{_head(name, more, 3)}\n\n" + table(("setting", "default", "meaning"), map(tuple, rows)))
     return "\n\n".join(parts)
+
+
+_STEPS = {"protocol.warmup_steps": "warm-up steps", "protocol.measured_steps": "measured steps"}
 
 
 def groups() -> str:
-    """Each group of conf/ with its options."""
+    """Write each group of conf/: its options, a protocol's with its numbers of steps, and the settings below it."""
     parts = []
     for group in sorted(settings_reference.groups(), key=lambda group: group.name):
-        folder = CONF / group.name
-        rows = [(f"`{one.name}`", one.meaning) for one in group.options]
-        parts.append(f"## `{folder.name}`\n\n" + table((f"`{folder.name}=`", "what it is"), rows))
-        keys = [key for key in _keys(folder) if key != "name"]
-        if keys and folder.name in ("device", "protocol", "cluster"):
-            parts.append(f"Beside it: {', '.join(f'`{folder.name}.{key}=`' for key in keys)}.")
+        steps = _STEPS if group.name == "protocol" else {}
+        head, rows = (f"`{group.name}=`", "what it is", *steps.values()), []
+        for one in group.options:
+            own = settings_reference.of_option(group.name, one.name) if steps else {}
+            rows.append((f"`{one.name}`", one.meaning, *(own.get(key, "") for key in steps)))
+        parts.append(f"### `{group.name}`\n\n" + table(head, rows))
+        if further := [(f"`{one.key}`", f"`{one.default}`", one.meaning) for one in group.settings]:
+            parts.append("Also:\n\n" + table(("setting", "default", "meaning"), further))
     return "\n\n".join(parts)
 
 
-def _keys(folder: Path) -> list[str]:
-    found = {key: None for file in sorted(folder.glob("*.yaml")) for key in yaml.safe_load(file.read_text()) or ()}
-    return list(found)
-
-
 PARTS = (
-    Part("verbs", every_verb),
+    Part("commands", commands),
     Part("exit statuses", statuses),
     Part("columns", columns),
     Part("promised columns", promised),
     Part("settings", settings),
     Part("groups", groups),
     Part("techniques", techniques),
-    Part("cards", gpus),
+    Part("gpus", gpus),
     Part("links", links),
     Part("allocator options", allocator_options),
 )
