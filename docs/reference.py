@@ -206,7 +206,8 @@ def groups() -> str:
     parts = []
     for group in sorted(settings_reference.groups(), key=lambda group: group.name):
         steps = _STEPS if group.name == "protocol" else {}
-        head, rows = (f"`{group.name}=`", "what it is", *steps.values()), []
+        head = (f"`{group.name}=`", "what it is", *steps.values())
+        rows: list[tuple[str, ...]] = []
         for one in group.options:
             own = settings_reference.of_option(group.name, one.name) if steps else {}
             rows.append((f"`{one.name}`", one.meaning, *(own.get(key, "") for key in steps)))
