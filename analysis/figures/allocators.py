@@ -61,7 +61,7 @@ def compared(view: View) -> list[Figure]:
     fast = any(side.middle[SPEED].notna().any() for side in sets[0])
     found = [Figure("allocators", "Allocators compared", caption, _against_length(sets, fast), data)]
     if fast:
-        title = "Allocators: peak reserved memory against speed"
+        title = "Allocators: peak reserved memory against throughput"
         lines = "Each line goes through the lengths, the shortest first; farther right and lower is better."
         found.append(Figure("allocators_by_speed", title, sentence(lines, rest), _against_speed(sets), data))
     return found

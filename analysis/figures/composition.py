@@ -36,7 +36,7 @@ PARTS = {
     "rounding": "#BBBBBB",
 }
 OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
-BEYOND = "reserved beyond"
+BEYOND = "reserved, unused"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
 BARS = 20  # that stand beside each other at most
@@ -121,7 +121,7 @@ def _stacked(
     found = pd.concat(
         [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
     )
-    return Figure("composition", "Memory by what it is", caption, plot, found)
+    return Figure("composition", "Peak memory by component", caption, plot, found)
 
 
 def _some(rows: pd.DataFrame, axis: str, most: int = BARS) -> pd.DataFrame:
@@ -205,7 +205,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
     """A lying bar for each configuration."""
     frame = pd.DataFrame(rows)
     return _lying(
-        view, known, sizes(frame), frame, "peak memory", "Memory by what it is",
+        view, known, sizes(frame), frame, "peak memory", "Peak memory by component",
         sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "One length and batch of each."
                  if len(known) > 1 else ""),
     )  # fmt: skip
@@ -227,7 +227,7 @@ def _out_of_memory(view: View) -> list[Figure]:
         "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
         "would be reserved without a limit."
     )
-    title = "What was to be held when memory ran out"
+    title = "Memory by component when it ran out"
     return [_lying(view, [group for group, _ in found], stack, frame, "memory", title, caption)]
 
 

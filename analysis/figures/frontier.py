@@ -56,7 +56,7 @@ def frontier_chart(view: View) -> list[Figure]:
         note,
     )  # fmt: skip
     plot = _drawn(view, shown, sizes, best, least)
-    return [Figure("frontier", "How long one can go on which GPU", caption, plot, as_frame(every))]
+    return [Figure("frontier", "Longest sequence that fits, by GPU", caption, plot, as_frame(every))]
 
 
 def _drawn(

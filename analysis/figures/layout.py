@@ -259,7 +259,7 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     if legend:
         plot.layout.legend.y = ABOVE["y"]  # there is no note between
-    top = 8 + 1.25 * text * len(title) + (26 * _legend(plot, width)[0] if legend else 4)
+    top = 8 + 1.25 * text * len(title) + (26 * _legend(plot, width - 80, text=13)[0] if legend else 4)
     bottom = 1.3 * small * len(told) + 4
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
         plot.update_layout(legend={"y": bottom / height})

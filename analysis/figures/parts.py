@@ -42,4 +42,4 @@ def of_jobs(view: View) -> list[Figure]:
         for job in shown
         for part, size in job.peaks.items()
     )
-    return [Figure("parts", "What each part of the job needs", caption, plot, data)]
+    return [Figure("parts", "Peak memory by part of the job", caption, plot, data)]

@@ -81,7 +81,7 @@ def phases(view: View) -> list[Figure]:
     caption = sentence(
         f"Of {group.label}." if group.settings else "",
         "Lines: peak of each phase of the probe step; they follow each other, so they do not add up.",
-        "" if group.resident else "Grey: allocated at most, hatched: reserved beyond it.",
+        "" if group.resident else "Grey: upper bound of allocated, hatched: reserved but unused.",
         "What the memory is of was not recorded." if not view.predicted else "",
         "" if limit is None else limit.told(),
     )  # fmt: skip

@@ -291,6 +291,6 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
     return replace(
         figure,
         name=figure.name if alone else name,
-        title=f"{figure.title} ({world})" if figure.title.endswith("?") else f"{figure.title}, {world}",
+        title=f"{figure.title} ({world})",
         plot=plot,
     )

@@ -46,7 +46,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
     plot.update_yaxes(range=[0, top])
     plot.update_layout(showlegend=True, legend=ABOVE)
     caption = f"Equal settings on the same GPU; {', '.join(parts)}. Dotted: equality."
-    return Figure("predicted_against_measured", "Predicted against measured", caption, plot, found)
+    return Figure("predicted_against_measured", "Predicted and measured peak memory", caption, plot, found)
 
 
 def residuals(found: pd.DataFrame) -> Figure | None:
@@ -81,4 +81,4 @@ def residuals(found: pd.DataFrame) -> Figure | None:
     caption = (
         "Predicted − measured. Points: configurations; boxes: quartiles and median, whiskers: 5th to 95th percentile."
     )
-    return Figure("residuals", "Predictions' residuals by component", caption, plot, found)
+    return Figure("residuals", "Prediction error by counter", caption, plot, found)

@@ -62,7 +62,7 @@ def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
     rows = predicted(batches=(1,), allocators=("default",))
     (figure,) = composition(view(rows, predicted=True))
     bars = seen(figure, type="bar")
-    assert [bar.name for bar in bars] == ["parameters", "optimizer state", "activations", "reserved beyond"]
+    assert [bar.name for bar in bars] == ["parameters", "optimizer state", "activations", "reserved, unused"]
     assert list(bars[0].x) == [f"{length:,}" for length in LENGTHS] and figure.plot.layout.barmode == "stack"
     total = sum(np.asarray(bar.y, dtype=float) for bar in bars) * GIB
     assert np.allclose(total, [row["peak_reserved_bytes"] for row in rows])
