@@ -2,12 +2,13 @@
 
     python benchmarks/gallery.py [--work build/gallery] [--only memory_by_length]
 
-Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps go on
-where they were, so a second time only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install
+Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps are
+resumed, so a second run only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install
 chromium). To add a figure is an entry in PICTURES. Machine, versions, and whether it is measured or predicted are read
 from its rows.
 
-Not covered: figures of validation.md and of the published sweep, which take hours; the page shows those that are kept.
+Not covered: figures of published_runs.md and of the published sweep, which take hours; the page shows those that are
+kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ WIDTH, LARGEST = 800, 150_000  # pixels of a column of the site; bytes of a file
 
 GPT2 = "vramsweep report results/reference/gpt2-cpu"
 H100 = "vramsweep report results/reference/h100-80gb/rows.jsonl --out h100"
-CARD = "Measured on an NVIDIA H100 80GB HBM3 and predicted for it; versions are [there](h100.md)"
+CARD = "Measured on an NVIDIA H100 80GB HBM3 and predicted for it"
 QWEN = (
     "vramsweep sweep model=qwen0.5b gpu=l4-24gb seq_len=512,1024,2048,4096 micro_batch=1,4 "
     "allocator=default,expandable checkpointing=none,full name=qwen"
@@ -55,7 +56,7 @@ class Picture:
 
     name: str  # of its file in docs/images/gallery
     title: str
-    command: str
+    command: str  # its lines: of pictures one after another the page shows each line once
     file: str  # what the command leaves, below the working folder: .svg, or .html whose first plot is taken
     caption: str
     rows: str | None = None  # the results folder that says machine and versions
@@ -63,46 +64,47 @@ class Picture:
 
 
 PICTURES = (
-    Picture("composition", "Memory by what it is", QWEN, "results/qwen/figures/composition.svg",
-            "What the peak is made of, to the byte: weights, gradients, optimizer state, activations and what is "
-            "short-lived; on top what the allocator reserves beyond. Lines: this card and others.", "results/qwen"),
-    Picture("measured", "Measured peaks over the predicted stack", H100, "h100/figures/composition_predicted.svg",
-            "What a card reserved and allocated, as points, over what was predicted for the same settings.", made=CARD),
-    Picture("residuals", "Predicted against measured", H100, "h100/figures/residuals.svg",
-            "By how much each counter of a card differed from its prediction, over 66 configurations.", made=CARD),
+    Picture("composition", "Memory by component", QWEN, "results/qwen/figures/composition.svg",
+            "The parts of the peak: weights, gradients, optimizer state, activations and short-lived tensors. On top "
+            "is memory that is reserved but unused. Lines show the limits of this GPU and others.",
+            "results/qwen"),
+    Picture("allocators", "Allocator settings", QWEN, "results/qwen/figures/allocators.svg",
+            "Reserved memory under each allocator setting, and its ratio to the default's. Settings differ little if "
+            "all steps have one length.", "results/qwen"),
+    Picture("frontier", "Maximum sequence length", QWEN, "results/qwen/figures/frontier.svg",
+            "The longest sequence with each setting, on GPUs of each size. Hatched bars are predicted to fit; the tick "
+            "is the estimate.", "results/qwen"),
+    Picture("compare", "Two settings compared", f"{QWEN}\n{COMPARE}", "compare.svg",
+            "The run with and without activation checkpointing, and the difference "
+            "([verdicts](fits.md#how-compare-decides)).", "results/qwen"),
+    Picture("measured", "Measured peaks and prediction", H100, "h100/figures/composition_predicted.svg",
+            "Points show memory that a GPU reserved and allocated. The stack shows the prediction for the same "
+            "settings.", made=CARD),
+    Picture("residuals", "Predictions compared with measurements", H100, "h100/figures/residuals.svg",
+            "The difference between each memory counter and its prediction, over 66 configurations.", made=CARD),
     Picture("memory_by_length", "Memory by length", GPT2, "results/reference/gpt2-cpu/figures/memory_by_length.svg",
-            "GPT-2's peak against length: flat while weights, gradients and optimizer state make the peak, then "
-            "rising with the activations. Points are measured, the line is the fit ([how](analysis.md#fits)), below is "
-            "what it misses.", "results/reference/gpt2-cpu"),
+            "The peak of GPT-2 is flat while weights, gradients and optimizer state determine it, then rises with the "
+            "activations. Points are measured, and the line is the [fit](fits.md#kinds-of-curve). Below are the "
+            "residuals.", "results/reference/gpt2-cpu"),
     Picture("memory_by_phase", "Memory by phase", GPT2, "results/reference/gpt2-cpu/figures/memory_by_phase.svg",
-            "Which phase of a step makes the peak, at each length.", "results/reference/gpt2-cpu"),
-    Picture("allocators", "Allocators", QWEN, "results/qwen/figures/allocators.svg",
-            "What is reserved under each allocator setting, and its ratio to the default's: of one length alone they "
-            "differ by little.",
-            "results/qwen"),
-    Picture("frontier", "What fits", QWEN, "results/qwen/figures/frontier.svg",
-            "How long one can go with each setting, on a card of each size: hatched is predicted to fit, the tick is "
-            "the estimate.", "results/qwen"),
-    Picture("compare", "Two settings over each other", f"{QWEN}\n{COMPARE}", "compare.svg",
-            "With and without recomputing activations, and the difference ([verdicts](analysis.md#compare)).",
-            "results/qwen"),
+            "The phase of a step that has the peak, at each length.", "results/reference/gpt2-cpu"),
     Picture("lengths", "Lengths that vary", LENGTHS, "results/lengths/figures/lengths.svg",
-            "Reserved memory over 500 steps whose samples differ in length ([more](lengths.md)): here the allocator's "
-            "setting decides.", "results/lengths"),
-    Picture("timeline", "A step from event to event", TIMELINE, "timeline.html",
-            "All that a predicted step holds, by what it is, up to its peak ([more](explain.md#a-steps-timeline)).",
+            "Reserved memory over 500 steps whose samples [differ in length](allocator_settings.md). Here the "
+            "allocator setting decides.", "results/lengths"),
+    Picture("timeline", "Timeline of a step", TIMELINE, "timeline.html",
+            "The memory of a predicted step by component, up to its peak ([more](explain.md)).",
             made="Predicted for an RTX 4090, not measured"),
     Picture("replay", "A recording, replayed", REPLAY, "replay.html",
-            "Somebody's recording of PyTorch's allocator, as it was, replayed ([more](allocator.md#replay)).",
-            made="Replayed on a CPU; the recording is of a GPU (its origin: tests/data/snapshots/README.md)"),
+            "A public recording of PyTorch's allocator, [replayed](allocator_settings.md) under another setting.",
+            made="Replayed on a CPU; the recording is from a GPU ([origin](../tests/data/snapshots/README.md))"),
 )  # fmt: skip
 
 KEPT = """
-## Predictions against what others published
+## Predictions of published runs
 
-![Predicted against measured memory, and the errors by source](images/validation.png)
+![Predicted and measured memory, and the errors by source](images/validation.png)
 
-312 readings of thirteen projects: [all of them](validation.md), with versions. Predicted and measured.
+312 readings of thirteen projects, predicted and measured ([all of them](published_runs.md)).
 
 ```
 make validate
@@ -110,14 +112,33 @@ make validate
 
 ## Every length of a published sweep
 
-![Active and reserved memory of 2,048 lengths, and what was predicted](images/published_sweep.png)
+![Active and reserved memory of 2,048 lengths, and the prediction](images/published_sweep.png)
 
-Qwen1.5-0.5B under ZeRO-3, measured by others at every length on a 24 GB card, and predicted from 30 traces:
-[more](simulated.md#against-a-published-sweep), with versions.
+Others measured Qwen1.5-0.5B under ZeRO-3 at every length on a 24 GB GPU. The prediction needed 30 traces
+([more](published_runs.md)).
 
 ```
 python benchmarks/published_sweep.py
 ```
+
+## Where figures are
+
+`vramsweep report` writes `report.html`, `rows.csv`, `README.txt` and `figures/` next to the rows, and `residuals.csv`
+if measured rows have predictions. For a folder of sweeps it writes `index.html`. Fitted curves are in
+`figures/fits.csv`. Each `NAME.html` has a `NAME.csv` with the data and trial ids. `vramsweep fit ROWS --figure FILE`
+draws one [fit](fits.md), and others into `FILE_2` to `FILE_12`, unless these exist.
+
+A figure shows at most six groups and about 1,500 points. PNG and SVG are 800 px wide, PDF is 3.5 in; they need the
+extra `png`. In `throughput`, open markers lie outside the 95 % interval of a new run.
+
+Other figures are `allocators_by_speed`, `throughput`, `iterations`, `estimated_throughput`, `mfu`, `step_times`,
+`plateau`, `heat_map`, `pareto`, `predicted_against_measured` and `parts` ([whole jobs](own_script.md)).
+
+`report --out` and `paper` write only into a new or empty folder, or one that they made. They replace or delete only
+files listed in its `.vramsweep.json`. A file that you changed is kept as `NAME.kept`, and a note says so.
+
+A file that you name (`export`, `draw`, `--figure`, `--report`) replaces an existing one; a link is replaced, not
+followed. The data of `compare --figure` replace no other CSV.
 """
 
 
@@ -197,17 +218,28 @@ def made(rows: Path) -> str:
 def page(work: Path) -> str:
     parts = [
         "# Gallery",
-        "Real figures, each with its command, machine and versions. `python benchmarks/gallery.py` runs "
-        "them all, without a GPU; what a card measured is kept in the repository.",
+        "`python benchmarks/gallery.py` draws these figures without a GPU, because measurements are kept in the "
+        "repository. A figure without a command of its own comes from the command above it.",
     ]
+    shown: set[str] = set()
+    told = ""
+    versions: list[str] = []
     for picture in PICTURES:
+        how, _, version = (made(work / picture.rows) if picture.rows else picture.made).partition("; Python ")
+        versions += [f"Python {version}"] * bool(version)
+        new = [line for line in picture.command.splitlines() if line not in shown]
+        shown |= {*new}
         parts += [
             f"## {picture.title}",
             f"![{picture.title}](images/gallery/{picture.name}.png)",
-            f"{picture.caption} {made(work / picture.rows) if picture.rows else picture.made}.",
-            f"```\n{picture.command}\n```",
+            picture.caption + (f" {how}." if how != told else ""),
         ]
-    return "\n\n".join(parts) + "\n" + KEPT
+        told = how
+        if new:
+            lines = "\n".join(new)
+            parts.append(f"```\n{lines}\n```")
+    footer = "; ".join(dict.fromkeys(versions))
+    return "\n\n".join(parts) + f"\n{KEPT}\n---\n\n*Versions: {footer}; of the H100 in [its page](h100.md).*\n"
 
 
 def main() -> int:
