@@ -260,7 +260,7 @@ def test_the_site_builds_without_a_warning_and_fetches_nothing(tmp_path: Path) -
     front = pages["index"].read_text()
     for path in PAGES:  # the menu has every page
         assert path.stem == "index" or f'href="{path.stem}.html"' in front, path.name
-    assert "conf/config.yaml" in pages["sweeping"].read_text()
+    assert "conf/config.yaml" in pages["settings"].read_text()
     assert "](../" not in "".join(page.read_text() for page in pages.values())
 
 

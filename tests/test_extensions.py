@@ -203,9 +203,9 @@ def test_each_new_thing_is_one_entry_and_one_module(tmp_path: Path) -> None:
     assert "test-7gb" in call(root, "-m", "vramsweep", "gpus")
     assert "how often the loop turned" in call(root, "-m", "vramsweep", "columns")
     call(root, "docs/reference.py")
-    pages = {name: (root / "docs" / f"{name}.md").read_text() for name in ("columns", "options", "techniques", "cards")}
+    pages = {name: (root / "docs" / f"{name}.md").read_text() for name in ("columns", "settings", "techniques", "gpus")}
     assert "| `mine` | a loop of its own | `none` |" in pages["columns"] and "`batches_mine`" in pages["columns"]
     assert "optimizer step | `none`, `ddp`, `fsdp1`, `fsdp2`, `averaged` |" in pages["columns"]
     assert "| `averaged` | ddp by another name |" in pages["columns"]
-    assert "`mine`" in pages["options"] and "averaged" in pages["options"]
-    assert "| `ballast` | a buffer that nobody needs |" in pages["techniques"] and "`test-7gb`" in pages["cards"]
+    assert "`mine`" in pages["settings"] and "averaged" in pages["settings"]
+    assert "| `ballast` | a buffer that nobody needs |" in pages["techniques"] and "`test-7gb`" in pages["gpus"]

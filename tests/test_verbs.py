@@ -51,7 +51,7 @@ def test_help_is_40_lines_of_100_columns_with_examples(verb: Verb, cli: Cli) -> 
     assert len(verb.examples) == FEWER.get(verb.name, 4)
     for key in COMMONEST if verb.settings else ():
         assert re.search(rf"^  {re.escape(key.removeprefix('device.'))}=", page, re.M), key
-    assert (f"{verb.name} --help-all, docs/options.md" in page) == verb.settings
+    assert (f"{verb.name} --help-all, docs/settings.md" in page) == verb.settings
     assert max(map(len, cli.run(verb.name, "--help-all").out.splitlines())) <= 100
     assert (f"1, {verb.no};" in page) == (verb.no is not None)
     assert cli.run("help", verb.name).out == page

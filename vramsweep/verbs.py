@@ -18,16 +18,16 @@ from typing import Any
 from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
 HARNESS, ANALYSIS, FRONT = "harness.verbs", "analysis", "front"  # where a verb's code is
-SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, for a GPU that need not be here", "Look at rows", "About"
+SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, without the GPU", "Look at rows", "About"
 NO_CACHE = "--no-cache"
 SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
 STATUSES = {
     0: "done",
-    1: "done, and the answer is no, as a verb's help says; or a traceback, which is a fault of ours",
-    2: "a mistake that can be mended: of the words, a file, the machine",
-    129: "the terminal has gone (SIGHUP): what ran was finished",
+    1: "the answer is no (the command's help says which question); or a bug in vramsweep, with a traceback",
+    2: "usage error: bad arguments, an unreadable file, or an unsuitable machine",
+    129: "the terminal was closed (SIGHUP); the running trial was finished first",
     130: "interrupted",
-    141: "whoever read the output has gone, as after `| head`",
+    141: "the reader of the output closed it, as `| head` does",
 }
 
 
@@ -83,7 +83,7 @@ class Verb:
         no = f"1, {self.no}; " if self.no else ""
         parts.append(_filled("Status", f"0; {no}2, a mistake; 130, interrupted."))
         if self.settings and not whole:
-            parts[-1] += f"\nAll settings, presets and GPUs: vramsweep {self.name} --help-all, docs/options.md"
+            parts[-1] += f"\nAll settings, presets and GPUs: vramsweep {self.name} --help-all, docs/settings.md"
         return "\n\n".join(filter(None, parts)) + "\n"
 
 

@@ -53,7 +53,7 @@ def heat_map(view: View) -> list[Figure]:
     what = "reserved" if column == "peak_reserved_bytes" else "allocated"
     crosses = "; crosses ran out of memory, the line is the edge between what fitted and what did not" if oom else ""
     data = rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]]
-    return [Figure("heat_map", "Peak memory by batch size and sequence length", f"Peak {what} memory{crosses}.", plot, data)]
+    return [Figure("heat_map", "Peak memory by batch and length", f"Peak {what} memory{crosses}.", plot, data)]
 
 
 def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> None:

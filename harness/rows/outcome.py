@@ -41,16 +41,16 @@ OUTCOMES = (
     OutcomeInfo(Outcome.HOST_OOM, True, False, "never",
                 "the host's memory is too small; simulated: a node's, as given"),
     OutcomeInfo(Outcome.INVALID, True, False, "asked",
-                "cannot run; the reason says why; again with other versions, too"),
+                "cannot run; reason says why; tried again when package versions change"),
     OutcomeInfo(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
     OutcomeInfo(Outcome.CRASH, False, True, "asked",
-                "the worker raised (not tried at once again), was killed, did not start"),
+                "the process raised an exception (not retried at once), was killed, or did not start"),
     OutcomeInfo(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
     OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
-    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "others use the device, or its memory is not back"),
+    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory of the last trial has not been freed"),
     OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
-                "the machine is not fit for the trial now (no CUDA device, ...)"),
-    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "not run, as asked: one that needs no more ran out of memory"),
+                "the machine cannot run the trial now (no CUDA device, ...)"),
+    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "not run because of skip_dominated: a trial that needs no more memory ran out of it"),
 )
 # fmt: on
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}

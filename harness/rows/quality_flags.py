@@ -1,7 +1,7 @@
 """What speaks against using a row's numbers as they are: each flag is one test of a row. Pure.
 
 Flags are for rows that measured something; nothing is ever left out for having one. Each threshold is a constant with
-its source; docs/methods.md has them all beside the formulas.
+its source; docs/how_measurement_works.md has them all beside the formulas.
 
 Not covered: the statistics of steps (step_statistics.py), whether rows agree with each other (repeats.py), what may be
 published with flags (check.py).
@@ -24,7 +24,7 @@ HEAT_AND_FAULTS = {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", 
 CORRECTED = "corrected_since"  # only rows of earlier versions have it, and not by a test of what they hold
 BASELINE_BYTES = GIB  # more than the driver keeps for itself on any card here
 CLOCK_SHARE = 0.75  # of the highest SM clock: nvbench's --throttle-threshold, below which it discards a sample
-# Load average per core when the attempt began (proc_loadavg(5): tasks that run, or would). Our own trial before leaves
+# Load average per core at the start of the attempt (proc_loadavg(5): tasks that run, or would). Our own trial before leaves
 # at most 1 on a CPU, whose threads take every core, so half a core of each is others'. Beside a card the thread that
 # launches kernels has a core for itself up to 1.
 BUSY = {"cpu": 1.5, "cuda": 1.0}
@@ -155,22 +155,22 @@ def _percent(share: float) -> str:
 
 # fmt: off
 FLAGS = (
-    Flag("contended", "other processes used the device before or after the steps", _known("foreign_processes", bool)),
-    Flag("high_baseline", "more than 1 GiB of the device was in use before the worker touched it: in a container "
-         "others are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
-    Flag("throttled", "clocks were lowered for heat, or by the board",
+    Flag("contended", "other processes used the GPU before or after the steps", _known("foreign_processes", bool)),
+    Flag("high_baseline", "more than 1 GiB of the GPU was in use before the trial started; in a container, "
+         "other processes are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
+    Flag("throttled", "the GPU or its board lowered the clocks, for example because of heat",
          _known("throttle_reasons", lambda reasons: bool(HEAT_AND_FAULTS & set(reasons))), (SPEED,)),
     Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the GPU's highest before or after the "
-         "steps, as under a power cap: say it beside the speed", _low_clocks, ()),
+         "steps, for example by a power cap; state it with the speed", _low_clocks, ()),
     Flag("busy_host", f"the host's load average was above {BUSY['cpu']:g} per core ({BUSY['cuda']:g} where a GPU is "
-         "measured) when the attempt began", _busy_host, (SPEED,)),
+         "measured) at the start of the attempt", _busy_host, (SPEED,)),
     Flag("wide_spread", f"the standard deviation of the steps is {_percent(step_statistics.DEVIATION)} of their mean "
          f"or more, or a step is {_percent(step_statistics.OUTLIER)} off it", _of_steps(step_statistics.is_noisy),
          (SPEED,)),
-    Flag("not_settled", "the steps got faster (warm-up went on) or slower, by a test of ranks and by "
+    Flag("not_settled", "the steps still got faster (warm-up was not over) or slower, by a rank test and by "
          f"{_percent(2 * step_statistics.MOVES)} or more", _of_steps(step_statistics.is_drifting), (SPEED,),
          step_statistics.FALSE_ALARM),
-    Flag("odd_end", "the first or the last step is not like the others, and moves the mean by "
+    Flag("odd_end", "the first or last step differs from the others and changes the mean by "
          f"{_percent(step_statistics.MOVES)} or more", _of_steps(step_statistics.outlying_end), (SPEED,),
          step_statistics.FALSE_ALARM),
     Flag("clock_anomaly", "a step took no time, the steps do not add up to the whole, or the GPU's clock and the "
@@ -178,15 +178,15 @@ FLAGS = (
     Flag("not_plateaued", "the peak reserved still rose in the second half of the steps", _still_rose, (MEMORY,)),
     Flag("leaks", "every step ended with more allocated than the one before",
          _known("step_growth_bytes", lambda n: n > 0), (MEMORY,)),
-    Flag("allocation_retries", "the allocator had to give cached blocks back to find room, which costs time",
+    Flag("allocation_retries", "the allocator had to release cached blocks to satisfy a request, which costs time",
          _known("alloc_retries", lambda count: count > 0)),
-    Flag("steps_skipped", "updates were skipped for an overflow (fp16)",
+    Flag("steps_skipped", "updates were skipped because of an overflow (fp16)",
          _known("skipped_steps", lambda count: count > 0)),
-    Flag("other_settings", "what was read back (allocator, attention, optimizer, ranks) is not what was asked for",
+    Flag("other_settings", "the settings read back (allocator, attention, optimizer, ranks) differ from those of the trial",
          _other_settings),
-    Flag(CORRECTED, "measured by an earlier version, and something in it has been corrected since (CHANGELOG): fitted "
-         "apart", lambda row: None),
-    Flag("not_alone", "others of our own trials ran on the machine at the same time", _known("node_trials", bool),
+    Flag(CORRECTED, "measured by an earlier version whose numbers were corrected since (CHANGELOG); not fitted "
+         "with other rows", lambda row: None),
+    Flag("not_alone", "other trials of this tool ran on the machine at the same time", _known("node_trials", bool),
          (SPEED,)),
 )
 # fmt: on
@@ -200,7 +200,7 @@ def flags(row: Row) -> list[str]:
 
 def markdown_table() -> str:
     """The flags as a table for the documentation."""
-    lines = ["**flags** ([thresholds and their sources](docs/methods.md#flags))", ""]
+    lines = ["**flags** ([thresholds and their sources](docs/how_measurement_works.md#flags))", ""]
     lines += ["| flag | meaning | forbids a claim of |", "|---|---|---|"]
     table = (f"| `{flag.name}` | {flag.meaning} | {' and '.join(flag.forbids)} |" for flag in FLAGS)
     return "\n".join([*lines, *table]) + "\n"

@@ -2,7 +2,7 @@
 
 The steps of a steady state are alike whatever their order, so each test asks what steps in random order would show, and
 whether the speed that is published (the mean of the steps) would move by what `compare` can tell apart. Thresholds,
-sources and false-alarm rates: docs/methods.md.
+sources and false-alarm rates: docs/how_measurement_works.md.
 
 Not covered: steps of different lengths, whose times differ for a reason (quality_flags.py leaves them out); spread
 between processes (repeats.py).

@@ -101,10 +101,10 @@ RUNNERS = (
            module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,
            shardings=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()}, options=None,
            rules=runner_rules.DEEPSPEED, monotonic=True, host_bytes=333 * MIB),
-    Runner("custom", "your own model and step (docs/custom.md); options are the target's", module=".loops.custom",
+    Runner("custom", "your own model and step (docs/own_script.md); options are the target's", module=".loops.custom",
            preload=(".loops.custom", *_MODELS), measurement=2, shardings=_TORCH, options=None,
            rules=runner_rules.CUSTOM, targets=True),
-    Runner("script", "a command of your own, as it is (docs/script.md); options are placeholders of your own",
+    Runner("script", "a command of your own, as it is (docs/own_script.md); options are placeholders of your own",
            module=".scripts.launch_command", shardings=(), options=None, starts=True, traced=".scripts.traced_script",
            jobs=True),
 )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vramsweep.harness.sweep.plan import Planned, Settings
 
 START_S = 2.0  # of a trial that nothing is known of: to start its process and to build its model
-TRACE_S = 10.0  # of a configuration that is simulated: docs/simulated.md has some 9 s for models of 0.5 and 8 billion
+TRACE_S = 10.0  # of a configuration that is simulated: some 9 s for models of 0.5 and 8 billion
 REACHED = 1 / 3  # of a GPU's published peak: what a step is taken to reach before anything is known of it
 PREDICTED_S = 0.1  # of each of its trials, once that is traced
 # Two trials that differ in nothing else are of one configuration.

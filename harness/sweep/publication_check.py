@@ -2,7 +2,7 @@
 
 A claim is about memory or about speed. A finding forbids one, both, or none; then it is to be said beside the numbers.
 Flags are asked for anew, from the rows' own columns, so that rows of before a flag existed have it too; what a row was
-flagged with when it was made counts as well. docs/methods.md has the thresholds and their sources.
+flagged with when it was made counts as well. docs/how_measurement_works.md has the thresholds and their sources.
 
 Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right (validate.py).
 """

@@ -93,9 +93,9 @@ def run(
     if left_out := budget.left_out(len(share), mine):
         print(left_out)
     if settings.others:
-        print("others=true: other tools are not asked any more; docs/validation.md has what they said")
+        print("others=true has no effect; docs/accuracy.md has the results of other tools")
     if settings.answer in runner_table.FORMER_ANSWERS:
-        print(f"answer={settings.answer} has no effect any more; docs/questions.md says where the answer is")
+        print(f"answer={settings.answer} has no effect; docs/settings.md names the table that answers it")
     if settings.report:
         report(folder)
     missing = {p.trial_id for p in share} - mine.keys() - budget.refused.keys()

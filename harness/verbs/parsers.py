@@ -86,7 +86,7 @@ whatever it does.
 
 The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the
 allocator's counters. Once the protocol's steps are over it is ended, unless runner.stop=false.
-docs/script.md tells more."""
+More: docs/own_script.md"""
 
 
 def _run() -> Parser:

@@ -1,4 +1,4 @@
-"""Custom targets that name the device "cuda": one as docs/custom.md writes it, others that cannot be simulated."""
+"""Custom targets that name the device "cuda": one as docs/own_script.md writes it, others that cannot be simulated."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from vramsweep.harness.allocator.config import (
 )
 from vramsweep.harness.messages.errors import UserError
 
-DOCS = ROOT / "docs" / "allocator.md"
+DOCS = ROOT / "docs" / "allocator_settings.md"
 POWERS = st.integers(0, 7).map(lambda i: 1 << i)
 CONFIGS = st.builds(
     AllocatorConfig,

@@ -136,7 +136,7 @@ def test_deepspeed_stages_offload_and_two_ranks_real_and_predicted(run_sweep: Ru
         assert (row["peak_parameters_bytes"], row["peak_optimizer_state_bytes"]) == state, row["reason"]
         assert row["peak_communication_bytes"] >= 2 << 20  # the bucket of 1 Mi half-precision gradients
         assert row["deepspeed_version"]
-    # in the optimizer's phase a CPU does not update all parameters at once; docs/sharding.md on the backward phase
+    # in the optimizer's phase a CPU does not update all parameters at once; docs/real_ranks.md on the backward phase
     for phase, tolerance in (("forward", 0.03), ("backward", 0.15)):
         column = f"{phase}_peak_allocated_bytes"
         assert two[column] - two["peak_workspaces_bytes"] == pytest.approx(rows[6][column], rel=tolerance), phase

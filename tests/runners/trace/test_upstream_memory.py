@@ -74,7 +74,7 @@ def test_a_step_holds_what_that_version_s_own_code_held(version: str, model: str
     assert not off
 
 
-if __name__ == "__main__":  # the figures of docs/sharded.md: errors of the step's peak, all of them
+if __name__ == "__main__":  # the figures of docs/real_ranks.md: errors of the step's peak, all of them
     with_them, without = [], []
     for version, models in RECORDED.items():
         for model in models:
