@@ -47,10 +47,10 @@ OUTCOMES = (
                 "the process raised an exception (not retried at once), was killed, or did not start"),
     OutcomeInfo(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
     OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
-    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory of the last trial has not been freed"),
+    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory is not freed yet"),
     OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
                 "the machine cannot run the trial now (no CUDA device, ...)"),
-    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "not run because of skip_dominated: a trial that needs no more memory ran out of it"),
+    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "skip_dominated: a trial that needs no more ran out of memory"),
 )
 # fmt: on
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}

@@ -24,7 +24,7 @@ HEAT_AND_FAULTS = {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", 
 CORRECTED = "corrected_since"  # only rows of earlier versions have it, and not by a test of what they hold
 BASELINE_BYTES = GIB  # more than the driver keeps for itself on any card here
 CLOCK_SHARE = 0.75  # of the highest SM clock: nvbench's --throttle-threshold, below which it discards a sample
-# Load average per core at the start of the attempt (proc_loadavg(5): tasks that run, or would). Our own trial before leaves
+# Load average per core when the attempt began (proc_loadavg(5): tasks that run, or would). Our own trial before leaves
 # at most 1 on a CPU, whose threads take every core, so half a core of each is others'. Beside a card the thread that
 # launches kernels has a core for itself up to 1.
 BUSY = {"cpu": 1.5, "cuda": 1.0}
@@ -182,7 +182,7 @@ FLAGS = (
          _known("alloc_retries", lambda count: count > 0)),
     Flag("steps_skipped", "updates were skipped because of an overflow (fp16)",
          _known("skipped_steps", lambda count: count > 0)),
-    Flag("other_settings", "the settings read back (allocator, attention, optimizer, ranks) differ from those of the trial",
+    Flag("other_settings", "settings read back (allocator, attention, optimizer, ranks) differ from the trial's",
          _other_settings),
     Flag(CORRECTED, "measured by an earlier version whose numbers were corrected since (CHANGELOG); not fitted "
          "with other rows", lambda row: None),
