@@ -50,7 +50,7 @@ OUTCOMES = (
     OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory is not freed yet"),
     OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
                 "the machine cannot run the trial now (no CUDA device, ...)"),
-    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "skip_dominated: a trial that needs no more ran out of memory"),
+    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "skip_dominated: a trial needing no more ran out of memory"),
 )
 # fmt: on
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
