@@ -1,4 +1,4 @@
-"""How often the tests of step times say yes of steps where nothing is wrong: docs/methods.md's table.
+"""Print how often flags of step times are false alarms: the table in docs/how_measurement_works.md.
 
     python benchmarks/false_alarms.py        # about twenty seconds
 
