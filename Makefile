@@ -127,11 +127,12 @@ docs: $(READY)  ## the documentation site: build/docs/index.html; needs no netwo
 gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
 
-validate: $(READY)  ## predict what others published, and write docs/validation.md: one to two hours on two cores
+validate: $(READY)  ## predict published runs, and write docs/published_runs.md: one to two hours on two cores
 	@rm -f results/validation/readings.json
 	$(PY) -m vramsweep validate benchmarks/published/*.yaml $(ARGS) results=results name=validation; status=$$?; [ $$status -le 1 ] || exit $$status; \
-	$(PY) benchmarks/validation_page.py results/validation/readings.json docs/validation.md docs/images/validation.png \
-	&& exit $$status
+	cp results/validation/readings.json results/reference/validation/readings.json && \
+	$(PY) benchmarks/validation_page.py results/reference/validation/readings.json docs/published_runs.md docs/images/validation.png \
+		results/reference/validation/every_reading.csv && exit $$status
 
 torture: $(READY)  ## every fault that a sweep should survive, many times, and what was lost: two hours; ARGS='--only SIGKILL'
 	$(PY) benchmarks/faults.py $(ARGS)

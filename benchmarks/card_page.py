@@ -1,4 +1,4 @@
-"""What a card showed, as a page: replays of its recordings, predictions beside its rows, cold beside warm, speed.
+"""What a GPU showed, as a page: predictions next to its rows, replays of its recordings, cold and warm trials, speed.
 
     python benchmarks/card_page.py results/reference/h100-80gb docs/h100.md [--figure docs/images/h100.png]
 
@@ -15,6 +15,7 @@ import json
 import statistics
 import sys
 import tempfile
+import textwrap
 import tomllib
 import zipfile
 from collections import Counter
@@ -54,10 +55,11 @@ DEFAULTS = {axis: Trial.model_fields[axis].default for axis in SHOWN} | {
 
 @dataclass(frozen=True)
 class Words:
-    """What a page says that no row does (card_pages.toml): title, when the card was there and what had been seen before
-    it, what was wrong and how it was found, and what else it showed or did not."""
+    """What a page says that no row does (card_pages.toml): title, what had been seen before, how long the GPU was
+    there, what was wrong and how it was found, and what else it showed or did not."""
 
     title: str
+    seen: str
     when: str
     wrong: str
     found: str
@@ -126,22 +128,24 @@ def page(folder: Path) -> str:
     both = pairs(rows)
     first = next((m for m, _ in both if m["deepspeed_version"]), both[0][0])
     words, parts = Words(**tomllib.loads(PAGES.read_text())[folder.name]), summary["parts"]
-    image = f"![Differences by configuration](images/{folder.name.split('-')[0]}.png)"
+    gpu, image = summary["gpus"][0], f"![Prediction errors by configuration](images/{folder.name.split('-')[0]}.png)"
     lines = [
         f"# {words.title}",
         "",
-        f"{summary['gpus'][0]['name']}, driver {summary['gpus'][0]['driver']}, {summary['machine']['cores']} cores of "
-        f"a virtual machine; torch {first['torch_version']}, transformers {first['transformers_version']}, deepspeed "
-        f"{first['deepspeed_version']}, Python {first['python_version']}; {first['started_at'][:10]}, {words.when} "
-        f"Rows, recordings and residuals are in `{folder}`; this page is `python benchmarks/card_page.py`'s, and "
-        "[`make gpu-check`](gpu_check.md) makes such a folder of your card.",
+        f"vramsweep predicted {len(pairs(rows, blind))} training runs without a GPU before one "
+        f"{gpu['name'].split()[1]} measured them.",
+        words.seen,
+        "[Accuracy](accuracy.md) has the summary of all comparisons.",
+        "",
+        "## Predicted and measured",
+        "",
+        *_predicted(rows, blind, image),
         "",
     ]
+    if "misses" in parts:
+        lines += ["## Why predictions were off", "", *_misses(summary, rows, blind, words), ""]
     if "recordings" in parts:
         lines += [*_replayed(folder), ""]
-    lines += ["## Predicted and measured", "", *_predicted(rows, blind, image), ""]
-    if "misses" in parts:
-        lines += ["## What was wrong", "", *_misses(summary, rows, blind, words), ""]
     if (calls := folder / "operators.json").exists():
         lines += ["## Attention, call by call", "", *_calls(calls), ""]
     if any(m["sweep"] == "zero3" for m, _ in both):
@@ -149,23 +153,50 @@ def page(folder: Path) -> str:
     if any(row["trial"].get("compile", "none") != "none" for row in rows):
         lines += ["## Compiled", "", *_compiled(rows), ""]
     if "isolation" in parts:
-        lines += ["## Cold and warm", "", *_both_ways(summary, both), ""]
-    lines += ["## Speed", "", *_speed(summary, both), "", words.left.strip()]
-    return "\n".join(lines) + "\n"
+        lines += ["## Cold and warm trials", "", *_both_ways(summary, both), ""]
+    lines += ["## Speed", "", *_speed(summary, both), "", words.left.strip(), ""]
+    lines += ["## Repeat it", "", *_repeat(folder), "", "---", ""]
+    lines.append(
+        f"{gpu['name']}, driver {gpu['driver']}, {summary['machine']['cores']} cores of a virtual machine; torch "
+        f"{first['torch_version']}, transformers {first['transformers_version']}, deepspeed "
+        f"{first['deepspeed_version']}, Python {first['python_version']}; {first['started_at'][:10]}, {words.when}. "
+        "Predictions are with the same versions."
+    )
+    return "\n".join(wrapped(line) for line in lines) + "\n"
+
+
+def wrapped(line: str) -> str:
+    """A paragraph or an item in lines of 120 characters; tables, images and what has its own lines stay."""
+    if line.startswith(("|", "#", "!", "    ")) or "\n" in line:
+        return line
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _repeat(folder: Path) -> list[str]:
+    page = folder.name.split("-")[0]
+    return [
+        "```",
+        f"python benchmarks/card_page.py {folder} docs/{page}.md     # this page",
+        f"make gpu-check OUT={folder.parent}/NAME     # such a folder of your GPU",
+        "```",
+        "",
+        f"`{folder}` has the rows, the blind predictions (`blind.jsonl`), the recordings and the residuals. "
+        "[Checks](checks.md) describes `make gpu-check`.",
+    ]
 
 
 def _replayed(folder: Path) -> list[str]:
     lines = [
         "## The allocator, replayed",
         "",
-        "GPT-2, batch 4, 256 tokens, bf16: loading and three steps, recorded from the first allocation on. Each "
-        "recording is replayed under its own settings: every segment that comes or goes, with its address. "
-        "*streams*: the next "
-        "batch is copied, and gradients' norms are taken, on a stream of their own; *ddp*: one rank.",
+        "Each recording is of GPT-2, batch 4, 256 tokens, bf16: loading and three steps, from the first allocation on. "
+        "In *streams*, a second stream copies the next batch and takes the norms of gradients. *ddp* has one rank.",
+        "",
+        "Replayed under its own settings, each recording gives each segment event and each address:",
         "",
         "| recorded | settings | limit MiB | segment events | replayed the same | blocks at their addresses | "
-        "retries | "
-        "reserved MiB |",
+        "retries | reserved MiB |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     others = []
@@ -190,7 +221,8 @@ def _replayed(folder: Path) -> list[str]:
         )
     lines += [
         "",
-        "And each under the settings of other runs of the same training, beside what these runs really reserved:",
+        "Replayed under the settings of another run of the same training, each gives the reserved memory which that "
+        "run measured:",
         "",
         "| recorded | replayed as | measured MiB | replayed MiB | difference | retries measured | replayed |",
         "|---|---|---:|---:|---:|---|---|",
@@ -203,11 +235,17 @@ def _predicted(rows: list[Row], blind: list[Row], image: str) -> list[str]:
     both = pairs(rows)
     first_of = {m["trial_id"]: p for m, p in pairs(rows, blind)}
     lines = [
-        f"{_accuracy(pairs(rows, blind), 'Blind')} {_accuracy(both, 'Now')} "
-        "Allocator's default settings unless named; batch × tokens at the end. Blind: before the card was called; now: "
-        "with what the recordings showed, below.",
+        "| predictions | runs | counter | median error | 90th percentile | within 1 % | exact | worst |",
+        "|---|---:|---|---:|---:|---:|---:|---:|",
+        *_accuracy(pairs(rows, blind), "blind"),
+        *_accuracy(both, "now"),
+        "",
+        "*blind*: predicted before the GPU was used. *now*: predicted with the fixes that its recordings led to, so no "
+        "longer blind. Errors are predicted / measured - 1; median and 90th percentile are of their sizes.",
         "",
         image,
+        "",
+        "Names of trials are the settings that are not at their default, then batch × tokens.",
         "",
         "| trial | allocated MiB | blind | now | reserved MiB | blind | now |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -221,16 +259,17 @@ def _predicted(rows: list[Row], blind: list[Row], image: str) -> list[str]:
     return lines
 
 
-def _accuracy(both: list[tuple[Row, Row]], when: str) -> str:
-    allocated = [off(m, p, "peak_allocated_bytes") for m, p in both]
-    reserved = [off(m, p, "peak_reserved_bytes") for m, p in both]
-    within, same = sum(abs(one) <= 0.01 for one in reserved), sum(not one for one in reserved)
-    return (
-        f"**{when}**, {len(both)} configurations: peak allocated, median difference "
-        f"{_share(statistics.median(map(abs, allocated)))}, worst {_signed(max(allocated, key=abs))}; peak reserved, "
-        f"median {_share(statistics.median(map(abs, reserved)))}, {within} within 1 % and {same} to the byte, worst "
-        f"{_signed(max(reserved, key=abs))}."
-    )
+def _accuracy(both: list[tuple[Row, Row]], when: str) -> list[str]:
+    lines = []
+    for counter in ("allocated", "reserved"):
+        errors = [off(m, p, f"peak_{counter}_bytes") for m, p in both]
+        sizes = [abs(one) for one in errors]
+        far = statistics.quantiles(sizes, n=10, method="inclusive")[-1]
+        lines.append(
+            f"| {when} | {len(both)} | {counter} | {_share(statistics.median(sizes))} | {_share(far)} | "
+            f"{sum(one <= 0.01 for one in sizes)} | {sum(not one for one in sizes)} | {_signed(max(errors, key=abs))} |"
+        )
+    return lines
 
 
 def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row], words: Words) -> list[str]:
@@ -238,7 +277,7 @@ def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row], words: W
     wrong = {m["trial_id"]: (m, p) for m, p in pairs(rows, blind)}
     now = {m["trial_id"]: p for m, p in pairs(rows)}
     lines = [
-        words.wrong,
+        words.wrong.strip(),
         "",
         "| trial | segment events, all replayed | reserved MiB | blind | now |",
         "|---|---:|---:|---:|---:|",
@@ -260,9 +299,9 @@ def _curve(rows: list[Row]) -> list[str]:
     """ZeRO-3's rows by length, with and without expandable segments."""
     found = {(m["seq_len"], m["allocator"]): (m, p) for m, p in pairs(rows) if m["sweep"] == "zero3"}
     lines = [
-        "Qwen1.5-0.5B, DeepSpeed, fp16, batch 1, one rank; reserved MiB, and how far its prediction is off.",
+        "Reserved MiB of Qwen1.5-0.5B with DeepSpeed, fp16, batch 1 and one rank, and the prediction error.",
         "",
-        "| tokens | default | predicted | `expandable_segments:True` | predicted |",
+        "| tokens | default | error | `expandable_segments:True` | error |",
         "|---:|---:|---:|---:|---:|",
     ]
     for length in sorted({length for length, _ in found}):
@@ -282,11 +321,13 @@ def _calls(path: Path) -> list[str]:
     ran = [one for one in told["attention"] if "kernel" in one]
     counts = Counter((one["dtype"], " and ".join(one["kernel"])) for one in ran)
     lines = [
-        f"{len(ran)} calls of scaled_dot_product_attention with their backward passes (torch {told['torch']}, cuDNN "
-        f"{told['cudnn']}), over shapes, masks, dropout and shared heads (and {len(told['sums'])} sums over rows): "
-        "which kernel ran, and every block that was asked for and given back. The trace takes the same kernel in all "
-        "calls, and asks for the same blocks in the same order in all but flash attention's and those of the "
-        "memory-efficient kernel whose values are of another width (`tests/runners/trace/test_operators_on_a_gpu.py`).",
+        f"The GPU ran {len(ran)} calls of scaled_dot_product_attention with their backward passes, over shapes, masks, "
+        f"dropout and shared heads, and {len(told['sums'])} sums over rows. For each call `{path}` has the kernel that "
+        f"ran and each block that was requested and freed (torch {told['torch']}, cuDNN {told['cudnn']}).",
+        "",
+        "The trace takes the same kernel in all calls. It requests the same blocks in the same order in all but two "
+        "kinds: flash attention, and the memory-efficient kernel with values of another width "
+        "(`tests/runners/trace/test_operators_on_a_gpu.py`).",
         "",
         "| dtype | kernel | calls |",
         "|---|---|---:|",
@@ -295,10 +336,10 @@ def _calls(path: Path) -> list[str]:
 
 
 def _compiled(rows: list[Row]) -> list[str]:
-    """Compiled trials beside the same training in eager mode; a prediction of them is refused."""
+    """Compiled trials and the same training in eager mode; a prediction of them is refused."""
     ok = [row for row in rows if row["device"] == "cuda" and row["outcome"] == "ok"]
     lines = [
-        "Measured only: what a compiler fuses and plans is not predicted. Eager is `optimizer=adamw_torch`.",
+        "Compiled trials are measured, and cannot be predicted. The rows with `optimizer=adamw_torch` are eager.",
         "",
         "| trial | allocated MiB | reserved MiB | tokens/s | compiling s |",
         "|---|---:|---:|---:|---:|",
@@ -323,18 +364,20 @@ def _both_ways(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str
     cold = ", ".join(f"{one['overhead_s']['cold']:.1f} s ({one['overhead_s']['warm']:.1f} s)" for one in found.values())
     times = part["fastest_step_s"]
     return [
-        f"Overhead of a warm trial, all but its steps: median {statistics.median(warm):.2f} s, {min(warm):.2f} to "
-        f"{max(warm):.2f} s in {len(warm)} trials; the slowest import peft or bitsandbytes, or make a model under "
-        "ZeRO-3.",
-        f"{len(found)} trials ran both ways while templates went cold: in {equal} every column of memory is equal to "
-        f"the byte; overhead of a fresh interpreter (of the same trial, warm): {cold}.",
-        "Three against three in turns, Qwen1.5-0.5B, 512 tokens: reserved memory equal to the byte, allocated "
-        "512 bytes "
-        "more in a fresh interpreter. Recorded, these are four bytes of torchaudio's, which the model's code imports "
-        "while the model is made on the card; workers now import it before (not yet seen on a card). Overhead "
-        f"{part['overhead_s']['cold']:.1f} s cold, {part['overhead_s']['warm']:.2f} s warm; fastest step "
-        f"{1000 * times['cold']:.1f} and {1000 * times['warm']:.1f} ms, tokens/s {part['speed_of_warm'].split(':')[0]} "
-        "(the host's speed wavers more).",
+        "A cold trial starts a fresh interpreter; a warm trial comes from the fork server. Overhead is a trial's time "
+        "without its steps.",
+        "",
+        f"- Warm: median {statistics.median(warm):.2f} s, {min(warm):.2f} to {max(warm):.2f} s in {len(warm)} trials. "
+        "The slowest import peft or bitsandbytes, or make a model under ZeRO-3.",
+        f"- {len(found)} trials ran both ways, and in {equal} each column of memory is equal. Overhead cold (warm): "
+        f"{cold}.",
+        "- Qwen1.5-0.5B, 512 tokens, three cold and three warm trials in turns: overhead "
+        f"{part['overhead_s']['cold']:.1f} s and {part['overhead_s']['warm']:.2f} s, fastest step "
+        f"{1000 * times['cold']:.1f} and {1000 * times['warm']:.1f} ms. Tokens/s are "
+        f"{part['speed_of_warm'].split(':')[0]}, because the speed of the host varies more.",
+        "- These six trials reserved the same memory, and the cold ones allocated 512 bytes more: 4 bytes of "
+        "torchaudio, which the model's code imports while it is made. Workers now import it before; no GPU has run "
+        "this fix yet.",
     ]
 
 
@@ -343,11 +386,12 @@ def _speed(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str]:
     took = {id(m): statistics.median(m["step_times_s"]) for m, _ in timed}
     known = sorted(took[id(m)] / p["calibrated_step_s"] for m, p in timed if p["calibrated_step_s"])
     lines = [
-        "*at best* is the roofline, which no card reaches; *calibrated* is the estimate that is told, by the "
-        "speeds that "
-        "others published for this card ([speed](speed.md)): measured over calibrated, median "
-        f"{statistics.median(known):.2f}, nine of ten from {known[len(known) // 20]:.2f} to "
-        f"{known[-1 - len(known) // 20]:.2f} in {len(known)} trials. MFU is of the precision's own dense peak.",
+        f"A step took {known[len(known) // 20]:.2f} to {known[-1 - len(known) // 20]:.2f} times as long as estimated "
+        f"in nine of ten trials; the median of {len(known)} trials is {statistics.median(known):.2f}.",
+        "",
+        "*calibrated* is this estimate, with factors from the speeds that others published for this GPU. *at best* is "
+        "the roofline estimate, which no GPU reaches. MFU refers to the dense peak of the precision.",
+        "[How prediction works](how_prediction_works.md) defines both estimates.",
         "",
         "| trial | tokens/s | step ms | at best ms | calibrated ms | measured / calibrated | MFU |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -369,10 +413,9 @@ def _profiles(summary: dict[str, Any], rows: dict[str, Row]) -> list[str]:
     """Where the time of bare steps went."""
     found = [(rows[t], one) for t, one in summary["parts"]["profiles"].items() if t in rows and "card_busy_s" in one]
     lines = [
-        "And where the time goes: bare steps without our instruments, then under torch's profiler. *busy* is the "
-        "union of "
-        "the card's kernels and copies. Where it is well below the step, the card waits for the host, which is this "
-        "virtual machine's at some 30 to 50 µs an operation.",
+        "The profile of bare steps, without our instruments, shows how long the GPU was *busy* with kernels and "
+        "copies. Far below the step, the GPU waits for the host, because this virtual machine takes some 30 to 50 µs "
+        "an operation.",
         "",
         "| trial | step ms | busy ms | share | kernels and copies |",
         "|---|---:|---:|---:|---:|",
@@ -418,7 +461,7 @@ def figure(folder: Path, path: Path) -> None:
     drawn.add_vrect(x0=-1, x1=1, fillcolor="#888", opacity=0.12, line_width=0)
     drawn.update_layout(
         template="plotly_white", width=1000, height=height, margin={"l": 10, "r": 20, "t": 85, "b": 70},
-        title={"text": f"Predicted without a GPU, beside an {name}", "y": 1 - 15 / height, "yanchor": "top"},
+        title={"text": f"Predicted without a GPU, compared with an {name}", "y": 1 - 15 / height, "yanchor": "top"},
         legend={"orientation": "h", "xref": "container", "x": 0.03, "yref": "container", "y": 1 - 75 / height,
                 "yanchor": "bottom"},
         xaxis={"title": "predicted / measured − 1, %; shaded: within 1 %", "zeroline": True, "zerolinecolor": "#555"},

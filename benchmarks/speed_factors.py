@@ -101,7 +101,7 @@ def of_speed(found: pd.DataFrame) -> pd.DataFrame:
     for names, mine in [*groups, (("all", "", ""), judged)]:
         off = mine["calibrated"].dropna()
         lines.append(
-            dict(zip(("source", "card", "arithmetic"), map(str, names), strict=True))
+            dict(zip(("source", "GPU", "arithmetic"), map(str, names), strict=True))
             | {
                 "readings": str(len(mine)),
                 "estimated: median, signed": percent(mine["plain"].median()),

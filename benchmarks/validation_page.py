@@ -1,11 +1,15 @@
-"""docs/validation.md and its figure, from readings that `vramsweep validate` wrote: no reading is predicted again.
+"""docs/published_runs.md, its figure and the CSV of every reading, from what `vramsweep validate` wrote.
 
-python benchmarks/validation_page.py READINGS.json OUT.md FIGURE.png
+    python benchmarks/validation_page.py READINGS.json OUT.md FIGURE.png OUT.csv
+
+No reading is predicted again. Two tables of the page are not made here: those of the last two sections, which
+benchmarks/published_sweep.py and tests/runners/predict/test_predicted_row.py repeat.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,12 +21,11 @@ from speed_factors import of_speed
 from vramsweep.analysis.compare.validation import (
     GIB,
     MEMORY,
-    MISS,
     Validation,
     load,
+    of_class,
     of_misses,
     of_outcomes,
-    of_readings,
     of_summary,
     other_tools_errors,
     percent,
@@ -35,40 +38,22 @@ from vramsweep.analysis.figures.plots import COLOURS, GREY
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.spec.trial_identity import SIMULATION
 
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
+PAGE = Path(__file__).with_name("published_runs_page.md")  # the prose, with %(name)s for what is computed
 REACH = 10.0  # percent: errors beyond it stand at the edge, with their number
 WIDTH, TOP, LINE = 270, 260, 26  # pixels: of a panel, of the upper ones' height, of a source
-_SPEED = (
-    "Seconds a step: as estimated by the roofline, the longer of computation and communication; and calibrated by the "
-    "speeds of all other sources, with the same card where one of them has it."
-)
-_HEAD = """\
-# Predicted against what others published
-
-Each run below was measured by somebody else on a real GPU and published; `vramsweep validate` predicts it on
-`device=simulated`, from its settings alone. What a reading told is never compared with that reading: milabench's
-contexts, below, the lengths of lit-gpt's later passes, and that the softmax of 2020 kept its input.
-This page is written by `make validate`, with {made}, simulation {simulation}.
-[The format](../benchmarks/published/README.md) of the files, and how to add a run of your own.
-
-- Counters are never pooled: *allocated*, *active* and *reserved* are PyTorch's, *device* is what the driver reports,
-  predicted as reserved plus the CUDA context: as the source says it, or as one reading of each card shows it
-  (milabench; those are not counted), else {context} MiB.
-- A peak that is the optimizer's, or weights and gradients alone (*fixed*), can be counted without a tool; it stands
-  apart from one that *moves* with batch and length: in the forward or backward phase, with 1 % of activations at least.
-- A run that is predicted to run out of memory though it fitted (*does not fit*) stands apart as well: what it reserved
-  is put beside what it would reserve without a limit; its other readings are listed as not predicted.
-- A reading is counted once where its source has the same value of the same counter for another run that is the same
-  trial here (milabench's fp32 and tf32); *every reading* has it again. So are such runs in *what fits*.
-- *between the bounds*: with several streams it is not known when a freed block comes back. The prediction is of a card
-  that keeps up with the host, the upper bound of a host that runs ahead as far as it may. So many lie between the two,
-  a thousandth more or less.
-- *above the states*: the same difference as a share of what was measured above weights, buffers, gradients and
-  optimizer state.
-- Grade A: the script and its versions were published. B: the configuration is clear.
-"""
+NEAR = 0.01  # errors within it are counted
+_RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # what the ranks of a run had, in its note
+_SPEED = """\
+Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
+*calibrated* is the roofline estimate with factors of all other sources, on the same GPU where another source has it."""
+_OLDER = """\
+`+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
+these known differences and without them."""
+_LARGE = """\
+Readings of memory that are more than 3 % off, by what is known of the reason; the notes are those of the files in
+`benchmarks/published`. *not found* means that nobody knows the reason. The CSV file names each run."""
 
 
 def of_differences(found: pd.DataFrame) -> pd.DataFrame:
@@ -90,48 +75,149 @@ def of_differences(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
-    """What was not predicted, and why; mistakes have a list of their own."""
+    """What was not predicted, and why; mistakes have a list of their own, and all runs are in the CSV file."""
     gone = found[found["reason"].notna() & ~found["mistake"]]
     lines = []
     for (title, reason), mine in gone.groupby(["title", "reason"], sort=False):
         runs = list(dict.fromkeys(mine["run"]))
-        names = "; ".join(runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
-        lines.append({"source": title, "readings": str(len(mine)), "runs": names, "why": reason})
+        lines.append(
+            {"source": title, "readings": str(len(mine)), "runs": str(len(runs)), "first": runs[0], "why": reason}
+        )
     return pd.DataFrame(lines)
 
 
+def of_reasons(found: pd.DataFrame) -> pd.DataFrame:
+    """`of_misses`, a line for all readings of a source and counter that have the same reason."""
+    misses = of_misses(found)
+    if misses.empty:
+        return misses
+    misses["why"] = misses["why"].str.replace(_RANKS, "", regex=True)
+    lines = []
+    for (title, kind, why), mine in misses.groupby(["source", "counter", "why"], sort=False):
+        error = mine["error"].str.removesuffix(" %").astype(float)
+        far = mine.loc[error.abs().idxmax()]
+        least = mine.loc[error.abs().idxmin(), "error"]
+        lines.append(
+            {
+                "source": title,
+                "counter": kind,
+                "readings": str(len(mine)),
+                "least": least if len(mine) > 1 else "–",
+                "worst": far["error"],
+                "measured (GiB)": far["measured (GiB)"],
+                "predicted": far["predicted"],
+                "worst run": far["run"],
+                "why": why,
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def of_near(found: pd.DataFrame, *by: str) -> pd.DataFrame:
+    """`of_summary` with how many readings are within 1 %."""
+    text = of_summary(found, *by)
+    if text.empty:
+        return text
+    keys = ["kind", "class", *by]
+    known = of_class(found[found["error"].notna()])
+    near = known["error"].abs().le(NEAR).groupby([known[key] for key in keys]).sum()
+    of = ["counter", "peak", *("source" for _ in by)]
+    counts = [str(near[key]) for key in text[of].itertuples(index=False, name=None)]
+    text.insert(int(text.columns.get_indexer(pd.Index(["worst"]))[0]), "within 1 %", counts)
+    return text
+
+
+def every_reading(found: pd.DataFrame) -> pd.DataFrame:
+    """A line for every reading: memory in bytes, times in seconds, errors as shares; `why` there is no prediction, or
+    what is known of the run. Of an outcome, measured and predicted are `ok` or `oom`."""
+    lines = []
+    for _, line in of_class(found[~found["mistake"]]).iterrows():
+        memory, outcome = line["quantity"] in MEMORY, line["quantity"] == "outcome"
+        known, notes = pd.notna(line["error"]), (line["reason"], line["note"], line["reading_note"])
+        sizes = {name: _number(line[name], memory) for name in ("measured", "predicted", "predicted_most")}
+        if outcome:
+            sizes = {"measured": line["measured_outcome"], "predicted": line["outcome"], "predicted_most": ""}
+        lines.append(
+            {
+                "source": line["title"],
+                "file": line["place"].removeprefix("benchmarks/published/"),
+                "grade": line["grade"],
+                "run": line["run"],
+                "gpu": line["gpu"],
+                "world_size": _number(line["world_size"], whole=True),
+                "counter": line["kind"],
+                "unit": "" if outcome else "bytes" if memory else "s",
+                "peak": line["class"] if known else "",
+                "peak_in": line["peak_phase"] if known else "",
+                "measured": sizes["measured"],
+                "predicted": sizes["predicted"],
+                "upper_bound": sizes["predicted_most"],
+                "without_known_differences": _number(line["predicted_plain"], memory),
+                "error": _share(line["error"]),
+                "upper_bound_error": _share(line["most_error"]),
+                "error_without_known_differences": _share(line["plain_error"]),
+                "error_above_states": _share(line["share"]),
+                "between_bounds": line["between"],
+                "counted_before": line["again"],
+                "why": "; ".join(text for text in notes if isinstance(text, str) and text),
+            }
+        )
+    return pd.DataFrame(lines)
+
+
+def _number(value: float | None, whole: bool) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:.0f}" if whole else f"{value:.6g}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None or pd.isna(value) else f"{value:+.6f}"
+
+
 def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
-    """Every table with its title and a sentence that says what it shows."""
+    """Every table of the page with its title and what it shows."""
     found = made.readings[~made.readings["again"]]
     whole = found[found["phase"].isna()]
-    tools = "; ".join(f"*{name}*: {source}" for name, source in made.others.items()) + "."
+    tools = "What each tool is, or where its rule stands:\n\n" + "\n".join(
+        f"- *{name}*: {source}" for name, source in made.others.items()
+    )
     return [
-        ("By counter", "Errors are predicted / measured - 1. Grade A and B together.", of_summary(whole)),
-        ("By counter, grade A", "Script and versions were published.", of_summary(whole[whole["grade"].eq("A")])),
-        ("By source", "", of_summary(whole, "title")),
-        ("By phase", "Peaks of a step's phases.", of_summary(found[found["phase"].notna()], "title")),
+        ("Grade A", "", of_near(whole[whole["grade"].eq("A")])),
+        ("Grade B", "", of_near(whole[whole["grade"].eq("B")])),
+        ("Both grades", "", of_near(whole)),
+        ("By source", "", of_near(whole, "title")),
+        ("By phase", "Peaks of the phases of a step.", of_near(found[found["phase"].notna()], "title")),
         ("Next to other tools", tools, other_tools_errors(whole, made.others)),
-        ("Older versions", "As the versions that ran do it, and as the installed ones do.", of_differences(whole)),
-        ("What fits", "", of_outcomes(made.readings)),
-        ("Misses", f"Memory that was missed by more than {100 * MISS:.0f} %.", of_misses(found)),
-        ("Not predicted", "", of_left_out(found)),
+        ("Earlier versions", _OLDER, of_differences(whole)),
+        ("Which runs fit", "How many runs fitted, and how many are predicted to.", of_outcomes(made.readings)),
+        ("Large errors", _LARGE, of_reasons(found)),
+        ("Not predicted", "*first* is the first of the runs.", of_left_out(found)),
         ("Speed", _SPEED, of_speed(found)),
-        ("Every reading", "", of_readings(made.readings)),
     ]  # fmt: skip
 
 
-def write_page(made: Validation, out: Path, figure: Path) -> None:
-    """Write all tables as Markdown; the page shows `figure`."""
+def page(made: Validation, folder: Path, figure: Path, every: Path) -> str:
+    """The page in Markdown, as it is in `folder`; it shows `figure` and links `every`."""
     versions = ", ".join(f"{name} {version}" for name, version in made.made.items() if version)
-    lines = [_HEAD.format(made=versions, context=CONTEXT_BYTES >> 20, simulation=SIMULATION)]
-    link = os.path.relpath(figure, out.parent)
-    lines.append(f"![Predicted against measured, and errors by source]({link})\n")
+    taken = made.readings.loc[~made.readings["context_said"].fillna(True).astype(bool), "context_bytes"].dropna()
+    lines: list[str] = []
     for title, about, frame in all_tables(made):
         if len(frame):
             lines += [f"## {title}\n", f"{about}\n" if about else "", markup.markdown(_without_empty(frame))]
     if made.mistakes:
         lines += ["## Left out as mistaken\n", *(f"- {one}" for one in made.mistakes), ""]
-    outputs.write(out, "\n".join(line for line in lines if line) + "\n")
+    values = {
+        "made": versions,
+        "context": " or ".join(f"{int(one) >> 20}" for one in sorted(taken.unique())) or str(CONTEXT_BYTES >> 20),
+        "figure": os.path.relpath(figure, folder),
+        "csv": os.path.relpath(every, folder),
+        "tables": "\n".join(line for line in lines if line).strip() + "\n",
+    }
+    return re.sub(r"%\((\w+)\)s", lambda found: values[found[1]], PAGE.read_text())
+
+
+def csv_text(made: Validation) -> str:
+    """Every reading as CSV."""
+    return every_reading(made.readings).to_csv(index=False, lineterminator="\n")
 
 
 def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
@@ -196,10 +282,11 @@ def draw_errors(found: pd.DataFrame) -> go.Figure | None:
     return plot
 
 
-def main(readings: Path, out: Path, figure: Path) -> None:
-    """Write the page, then the figure. Raises UserError where there is nothing to draw."""
+def main(readings: Path, out: Path, figure: Path, every: Path) -> None:
+    """Write the page and the CSV file, then the figure. Raises UserError where there is nothing to draw."""
     made = load(readings)
-    write_page(made, out, figure)
+    outputs.write(out, page(made, out.parent, figure, every))
+    outputs.write(every, csv_text(made))
     plot = draw_errors(made.readings)
     if plot is None:
         raise UserError(f"no memory was predicted: {out} is written, {figure}, which it links, is not")
@@ -207,7 +294,7 @@ def main(readings: Path, out: Path, figure: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
+    if len(sys.argv) != 5:
         sys.exit(str(__doc__))
     try:
         main(*map(Path, sys.argv[1:]))

@@ -99,7 +99,7 @@ def test_what_fits_is_counted_both_ways() -> None:
     (line,) = validation.of_outcomes(found).to_dict("records")
     assert list(line.values())[1:] == ["1", "1", "1", "1", "wrongly fits; wrongly out"]
     (left,) = validation_page.of_left_out(found).to_dict("records")
-    assert (left["runs"], left["why"]) == ("not known", "compile")
+    assert (left["first"], left["runs"], left["why"]) == ("not known", "1", "compile")
 
 
 def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
@@ -125,8 +125,60 @@ def test_the_same_reading_of_the_same_trial_counts_once() -> None:
     assert found[found["again"]]["run"].tolist() == ["tf32"]
     made = validation.Validation(found, {}, [], {})
     tables = {title: frame for title, _, frame in validation_page.all_tables(made)}
-    assert tables["By counter"].set_index("counter")["readings"].to_dict() == {"allocated": "4", "reserved": "1"}
-    assert "tf32 (counted above)" in tables["Every reading"]["run"].tolist()
+    assert tables["Both grades"].set_index("counter")["readings"].to_dict() == {"allocated": "4", "reserved": "1"}
+    assert "tf32 (counted above)" in validation.of_readings(made.readings)["run"].tolist()
+    every = validation_page.every_reading(made.readings).set_index("run")
+    assert len(every) == len(found) and every.index[every["counted_before"]].tolist() == ["tf32"]
+    assert every.loc["unknown", "why"] == "compile" and every.loc["unknown", "predicted"] == ""
+
+
+def test_every_reading_is_in_bytes_or_seconds_with_what_is_known_of_it() -> None:
+    found = errors(
+        reading(note="padded", predicted_most=12.0 * GIB),
+        reading(quantity="step", measured=0.5, predicted=0.4, note="padded", reading_note="rounded"),
+        reading(quantity="outcome", measured=None, predicted=None, measured_outcome="oom", outcome="oom"),
+        reading(mistake=True, reason="no such model"),
+    )
+    memory, speed, outcome = validation_page.every_reading(found).to_dict("records")
+    assert (memory["measured"], memory["predicted"], memory["upper_bound"]) == (
+        str(10 * GIB), str(11 * GIB), str(12 * GIB),
+    )  # fmt: skip
+    assert (memory["unit"], memory["error"], memory["upper_bound_error"]) == ("bytes", "+0.100000", "+0.200000")
+    assert (memory["peak"], memory["peak_in"], memory["error_above_states"]) == ("moves", "backward", "+0.250000")
+    assert (speed["unit"], speed["measured"], speed["predicted"], speed["why"]) == (
+        "s",
+        "0.5",
+        "0.4",
+        "padded; rounded",
+    )
+    assert (outcome["measured"], outcome["predicted"], outcome["error"], outcome["unit"]) == ("oom", "oom", "", "")
+
+
+def test_large_errors_of_one_reason_are_one_line() -> None:
+    of_ranks = "of 8 ranks; active {0} to {0}, reserved {0} to {0}"
+    found = errors(
+        reading(run="near", predicted=10.5 * GIB, note=of_ranks.format(1)),
+        reading(run="far", predicted=8.0 * GIB, note=of_ranks.format(2)),
+        reading(run="other", note="padded"),
+        reading(run="small", predicted=10.2 * GIB),
+    )
+    ranks, other = validation_page.of_reasons(found).to_dict("records")
+    assert (ranks["readings"], ranks["least"], ranks["worst"]) == ("2", "+5.00 %", "-20.0 %")
+    assert (ranks["worst run"], ranks["why"]) == ("far", "of 8 ranks")
+    assert (other["readings"], other["least"], other["worst"], other["why"]) == ("1", "–", "+10.0 %", "padded")
+    assert validation_page.of_near(found)["within 1 %"].tolist() == ["0"]
+    assert validation_page.of_reasons(found.head(0)).empty and validation_page.of_near(found.head(0)).empty
+
+
+@pytest.mark.slow
+@pytest.mark.deterministic
+def test_the_kept_page_and_csv_are_what_the_kept_readings_make(tmp_path: Path) -> None:
+    place = ROOT / "results" / "reference" / "validation"
+    figure, every = ROOT / "docs" / "images" / "validation.png", place / "every_reading.csv"
+    made = validation.load(place / "readings.json")
+    page = validation_page.page(made, ROOT / "docs", figure, every)
+    assert page == (ROOT / "docs" / "published_runs.md").read_text()
+    assert validation_page.csv_text(made) == every.read_text()
 
 
 def test_memory_of_a_run_that_is_predicted_to_run_out_stays_in_the_errors() -> None:
@@ -188,9 +240,11 @@ def test_text_page_and_figure(
     assert "Every reading" in shown and "20.000 GiB" in shown
     many = validation.Validation(errors(*(reading(run=str(n)) for n in range(validation_text.FEW + 1))), {}, [], {})
     assert "more reasons" not in shown and "Every reading" not in validation_text.format_validation(many)
-    validation_page.main(path, tmp_path / "page" / "a.md", tmp_path / "a.html")
+    validation_page.main(path, tmp_path / "page" / "a.md", tmp_path / "a.html", tmp_path / "a.csv")
     page = (tmp_path / "page" / "a.md").read_text()
     assert "torch 2.13.0" in page and "deepspeed" not in page and "](../a.html)" in page
+    assert "(../a.csv)" in page and "20.000 GiB" not in page and "1024 MiB" not in page
+    assert (tmp_path / "a.csv").read_text().count("\n") == 1 + 3  # all but the mistake
     assert "other \\| name" in page and "+100.0 %" in page and "- f.yaml:3: unit" in page and "allowed:" not in page
     plot = validation_page.draw_errors(made.readings)
     assert plot is not None
@@ -203,5 +257,8 @@ def test_text_page_and_figure(
     text = validation_text.format_validation(validation.Validation(errors(*lacking), {}, [], {}))
     assert "and 2 more reasons: in readings.json" in text
     monkeypatch.setattr(validation_page, "draw_one", mock.Mock(side_effect=UserError("no browser")))
-    assert refusal(UserError, validation_page.main, path, tmp_path / "b.md", tmp_path / "b.png") == "no browser"
+    assert (
+        refusal(UserError, validation_page.main, path, tmp_path / "b.md", tmp_path / "b.png", tmp_path / "b.csv")
+        == "no browser"
+    )
     assert (tmp_path / "b.md").exists()  # the page does not wait for a figure that cannot be drawn

@@ -96,7 +96,7 @@ def test_cold_and_warm_trials_had_the_same_memory_but_for_what_an_import_made() 
 
 
 def test_what_was_predicted_for_the_card_was_measured_on_it() -> None:
-    """The differences as they were found; docs/h100.md tells each. Blind: before the recordings were looked at."""
+    """The differences as they were found; docs/h100.md has each. Blind: before the recordings were looked at."""
     blind = card_page.pairs(ROWS, card_page.read(FOLDER / "blind.jsonl"))
     assert len(blind) == 39
     assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in blind) < 0.002
@@ -105,6 +105,14 @@ def test_what_was_predicted_for_the_card_was_measured_on_it() -> None:
     assert len(now) == 66
     assert max(abs(card_page.off(m, p, "peak_allocated_bytes")) for m, p in now) < 0.002
     assert max(abs(card_page.off(m, p, "peak_reserved_bytes")) for m, p in now) < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["h100-80gb", "h200-141gb"])
+def test_a_gpu_s_page_is_what_its_folder_makes(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)  # the page names the folder as it was given
+    page = ROOT / "docs" / f"{folder.partition('-')[0]}.md"
+    assert card_page.page(Path("results/reference") / folder) == page.read_text()
 
 
 LARGE = 1 << 20
