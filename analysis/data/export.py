@@ -1,7 +1,7 @@
-"""The tidy table as CSV and Parquet.
+"""Export of the tidy table as CSV and Parquet.
 
-A spreadsheet takes a cell of a CSV that begins with =, +, - or @ for a formula, whoever wrote it: an apostrophe before
-it says that it is text, and `as_it_was` takes it away again. Parquet says of itself what is text.
+A spreadsheet reads a CSV cell that begins with =, +, - or @ as a formula, whoever wrote it. We mark such a cell as text
+by an apostrophe before it, which `as_it_was` removes. Parquet marks text itself.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ import pyarrow.compute as pc
 import pyarrow.csv
 import pyarrow.parquet
 
-_LIKE_FORMULAS = r"^'*[=@\t\r+-]"  # and those that were guarded, so that each can be told
+_LIKE_FORMULAS = r"^'*[=@\t\r+-]"  # and guarded ones, to tell them apart
 _FORMULA = re.compile(r"'*(?:[=@\t\r]|[+-](?!\d[\d.,]*(?:e[+-]?\d+)?(?: ?[\w%/]+)?\Z))")
 
 
 def guarded(text: str) -> str:
-    """A cell's text as no spreadsheet takes it for a formula; a number with its unit is none."""
+    """Return a cell's text so that no spreadsheet reads it as a formula; a number with its unit is no formula."""
     return f"'{text}" if _FORMULA.match(text) else text
 
 
 def as_it_was(text: str) -> str:
-    """The text that `guarded` made this of."""
+    """Return the text from which `guarded` made this one."""
     return text[1:] if text.startswith("'") and _FORMULA.match(text) else text
 
 
 def guarded_frame(frame: pd.DataFrame) -> pd.DataFrame:
-    """The frame with every text `guarded`."""
+    """Return the frame with every text `guarded`."""
 
     def one(value: Any) -> Any:
         return guarded(value) if isinstance(value, str) else value
@@ -42,7 +42,7 @@ def guarded_frame(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def each(column: Any, change: Any) -> Any:
-    """An Arrow column of texts with those changed that look like formulas."""
+    """Return an Arrow column of texts, with `change` applied to those that look like formulas."""
     found = pc.match_substring_regex(column, pattern=_LIKE_FORMULAS)
     if not pc.any(found).as_py():
         return column
@@ -51,7 +51,7 @@ def each(column: Any, change: Any) -> Any:
 
 
 def flat(frame: pd.DataFrame) -> pa.Table:
-    """The table with lists as JSON text, so that any reader takes it."""
+    """Return the table with lists as JSON text, so that any reader accepts it."""
     columns: dict[str, Any] = {}
     for name, column in frame.items():
         array = pa.array(column, from_pandas=True)
@@ -63,7 +63,7 @@ def flat(frame: pd.DataFrame) -> pa.Table:
 
 
 def write_csv(frame: pd.DataFrame, path: Path) -> None:
-    """All rows and columns as CSV."""
+    """Write all rows and columns as CSV."""
     table = flat(frame)
     for at, field in enumerate(table.schema):
         if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
@@ -72,6 +72,6 @@ def write_csv(frame: pd.DataFrame, path: Path) -> None:
 
 
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:
-    """All rows and columns as Parquet; lists stay lists."""
+    """Write all rows and columns as Parquet; lists stay lists."""
     columns = {str(n): pa.array(frame[n], from_pandas=True) for n in frame.columns}
     pa.parquet.write_table(pa.table(columns), path, compression="zstd")

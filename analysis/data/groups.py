@@ -1,7 +1,4 @@
-"""Rows of equal settings, which share a curve: what was asked for and what was found tell groups apart.
-
-Not covered: reading rows (load.py).
-"""
+"""Groups of rows of equal settings, which share a curve: requested settings and detected values tell them apart."""
 
 from __future__ import annotations
 
@@ -19,25 +16,25 @@ from vramsweep.harness.rows.quality_flags import CORRECTED
 from vramsweep.harness.rows.schema import SYSTEM
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 
-# What was asked for: known for every row, also where the worker died.
+# Requested settings: known for every row, even if the worker died.
 ASKED = (
     "foreign", "device", "model", "runner", "precision", "allocator", "allocator_conf", "micro_batch", "grad_accum",
     "sharding", "world_size", "offload_optimizer", "offload_param", "zero_init", "ds_config", "versions",
     *(axis.name for axis in AXES if axis.name != "precision"), "weights", "data", "protocol",
 )  # fmt: skip
-# What of it decides what a run needs: named where two known values differ, also if another setting tells groups apart.
+# Settings that decide a run's needs: named if two known values differ, even if another setting tells groups apart.
 DECIDING = (
     "model", "precision", "micro_batch", "grad_accum", "sharding", "world_size", "offload_optimizer", "offload_param",
     *(axis.name for axis in AXES), EXTRA + "device.gpu",
 )  # fmt: skip
-# What was found: null where the worker died early, then taken from the other rows of equal settings if they agree.
+# Detected values: null if the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rows of equal settings, as positions in `source`. `settings` holds only what distinguishes the groups, and
-    `apart` fewer of them, which do so alone: not what follows another, as the passes of a step follow a batch."""
+    """Rows of equal settings, as positions in `source`. `settings` holds only what distinguishes the groups. `apart`
+    holds fewer that suffice, without those that follow another, as the passes of a step follow a batch."""
 
     settings: Mapping[str, Any]
     source: pd.DataFrame = field(repr=False)
@@ -46,37 +43,37 @@ class Group:
 
     @property
     def id(self) -> str:
-        """What tells it from every other group: two may have one label."""
+        """Text that tells this group from every other, because two may have one label."""
         return f"{self.source['trial_id'].iloc[self.rows[0]]} {sorted(self.settings.items(), key=str)}"
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All columns of the rows: a copy, made anew at each call."""
+        """Copy of all columns of the rows, made anew at each call."""
         return self.source.iloc[self.rows]
 
     def take(self, *columns: str) -> pd.DataFrame:
-        """Some columns of the rows."""
+        """Return some columns of the rows."""
         return self.source[list(columns)].iloc[self.rows]
 
     @property
     def resident(self) -> bool:
-        """Whether reserved is the resident set of a process on a CPU, which says little beside tensor bytes."""
+        """Return whether reserved is the resident set of a CPU process, which tells little next to tensor bytes."""
         return bool(self.take("memory_source")["memory_source"].eq("cpu_tensors_and_rss").any())
 
     @property
     def varies(self) -> bool:
-        """Whether samples vary in length, so that seq_len, where they are cut, is the length of none."""
+        """Return whether samples vary in length: seq_len, at which they are cut, is then the length of none."""
         return bool(varying(self.take("data", "packing")).any())
 
     @property
     def positions(self) -> int | None:
-        """The longest that the model takes; None where the rows do not say it, or one ran longer."""
+        """Maximum length that the model takes; None if the rows do not state it, or one ran longer."""
         known = list(self.take(POSITIONS)[POSITIONS].dropna().unique()) if POSITIONS in self.source else []
         most = int(known[0]) if len(known) == 1 and str(known[0]).isdigit() else None
         return None if most is None or self.ok("seq_len")["seq_len"].gt(most).any() else most
 
     def ok(self, *columns: str, also: Sequence[str] = ()) -> pd.DataFrame:
-        """The rows that finished and have a value in each of `columns`; with trial ids and the columns of `also`."""
+        """Return finished rows with a value in each of `columns`; with trial ids and the columns of `also`."""
         taken = self.take(*columns, *also, "trial_id")
         return finished(taken, self.take("outcome")["outcome"]).dropna(subset=list(columns))
 
@@ -86,16 +83,16 @@ class Group:
         return label(self.settings)
 
 
-OPTIONS = "runner.options."  # a script's own axes among them: people call them by their name alone
+OPTIONS = "runner.options."  # prefix of options, such as a script's own axes, which people call by their name alone
 
-# What an axis leaves free in a group.
+# Columns that may vary within a group, by axis.
 FREE = {"seq_len": ("seq_len",), "micro_batch": ("micro_batch",), "tokens": ("seq_len", "micro_batch")}
 
 
 def groups(table: Table, axis: str = "seq_len") -> list[Group]:
-    """Rows of equal settings, everything but the axis (of `FREE`), seed and repeat; largest group first.
+    """Return groups of equal settings, except the axis (of `FREE`), seed and repeat; largest group first.
 
-    Simulated, measured and foreign rows, and rows whose counters mean different things, never share a group.
+    Simulated, measured and imported rows, and rows whose counters mean different things, never share a group.
     """
     frame = table.frame[~is_(table.frame, "outcome", "invalid")]
     if frame.empty:
@@ -123,12 +120,12 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
 
 
 def plain_value(value: Any) -> Any:
-    """A cell as a value of Python's own, None where it is unknown."""
+    """Return a cell as a value of Python's own, None if unknown."""
     return None if pd.isna(value) else value.item() if isinstance(value, np.generic) else value
 
 
 def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Which rows hold numbers that a later version corrects."""
+    """Return the mask of rows with numbers that a later version corrects."""
     if not (flags := frame["flags"]).notna().any():
         return pd.Series(False, index=frame.index)
     return flags.map(lambda of_row: CORRECTED in list(of_row), na_action="ignore").fillna(False).astype(bool)
@@ -137,7 +134,7 @@ def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
 def _split(
     frame: pd.DataFrame, codes: np.ndarray[Any, np.dtype[np.int64]], keys: list[str], names: list[str]
 ) -> tuple[np.ndarray[Any, np.dtype[np.int64]], list[str]]:
-    """Split further by each column that distinguishes rows the keys so far do not."""
+    """Split further by each column that distinguishes rows which the keys so far do not."""
     count = len(np.unique(codes))
     for name in names:
         values, _ = pd.factorize(frame[name], use_na_sentinel=True)
@@ -148,7 +145,7 @@ def _split(
 
 
 def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
-    """The groups, but only the first of those that differ in `axis` alone (and in what follows from it)."""
+    """Return the groups, but only the first of those that differ in `axis` alone (and in what follows from it)."""
     first: dict[Any, Group] = {}
     for group in groups:
         apart = group.apart.items()
@@ -157,7 +154,7 @@ def whatever(groups: Sequence[Group], axis: str) -> list[Group]:
 
 
 def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
-    """The largest group and those that differ from it in `axes` only (and in what follows from them)."""
+    """Return the largest group and those that differ from it in `axes` only (and in what follows from them)."""
 
     def rest(group: Group) -> list[Any]:
         return [v for k, v in group.apart.items() if not any(k == a or k.startswith(f"trial.{a}") for a in axes)]
@@ -174,9 +171,9 @@ _PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"
 
 
 def label(settings: Mapping[str, Any], long: int = LONG) -> str:
-    """`batch 4 · expandable`: values that speak for themselves go without their name, and nothing is said twice.
+    """Return text such as `batch 4 · expandable`: values that explain themselves have no name, and none is repeated.
 
-    Of more than `long` settings those that are as ever go unsaid.
+    Of more than `long` settings, those with default values are left out.
     """
     plain = {
         "model", "precision", "allocator", "runner", "device", "trial.device.gpu", "gpu_name", "cpu_name",
@@ -205,7 +202,7 @@ def label(settings: Mapping[str, Any], long: int = LONG) -> str:
 
 
 def split(table: Table, axis: str, values: Sequence[str]) -> tuple[Table, Table]:
-    """The rows of one table with `axis` at the first and at the second value. Raises UserError."""
+    """Return the rows with `axis` at the first and at the second value. Raises UserError if one does not exist."""
     if axis not in table.frame or len(values) != 2:
         raise UserError(
             f"--by takes AXIS=VALUE,VALUE with a column of the rows, as in allocator=default,expandable; not {axis}"

@@ -1,4 +1,4 @@
-"""The names that people's scripts give to columns, read as ours: `Sequence length`, `Allocated MiB`, `it/s`."""
+"""Column names of other people's scripts, translated into ours: `Sequence length`, `Allocated MiB`, `it/s`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _NAMES = {word: name for name, words in _WORDS.items() for word in words}
 _UNITS = {"b": "bytes", "sec": "s", "secs": "s", "seconds": "s", "milliseconds": "ms", "m": "mib", "g": "gib"}
 _UNIT = re.compile(r"^(.*?)[\s_([]+(bytes|[kmg]i?b|[bmg]|ms|us|s|secs?|seconds|milliseconds)[)\]]*$")
 _NUMBER = re.compile(r"-?\d+(\.\d*)?(e[-+]?\d+)?")
-# Largest value of a column from which on it is read as so much, where its name has no unit: no GPU has 300 GiB.
+# Unit of a column without one in its name, if its largest value is at least this: no GPU has 300 GiB.
 _SIZES = {"peak": ((1 << 27, "bytes"), (300, "mib"), (0, "gib")), "step": ((50, "ms"), (0, "s"))}
 
 
 def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
-    """Return our name of a column of theirs, "" where it is not known, and what was assumed, "" for nothing.
+    """Return our name of an imported column, "" if unknown, and what was assumed, "" for nothing.
 
-    `values` are its cells: a size of memory without a unit is told by them.
+    `values` are its cells: they decide the unit if the name has none.
     """
     if name in TARGETS:
         column = BY_NAME[TARGETS[name].column]
-        setting = column.group == "axes" and column.type is str  # a loss of 3.1 is none
+        setting = column.group == "axes" and column.type is str  # a loss of 3.1 is no setting
         return (name if not setting or not all(map(_NUMBER.fullmatch, values)) else ""), ""
     lower = name.strip().lower()
     if (whole := _NAMES.get(_plain(lower))) in TARGETS:
@@ -48,8 +48,8 @@ def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
 
 
 def one_each(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return pairs of their name and ours in which each column of ours is one of theirs: of several the one that says
-    it is a peak, else the first; the others are left out."""
+    """Return pairs of their name and ours that use each of our columns once. Of several candidates the one whose name
+    says peak wins, else the first; the others get "" instead."""
     best: dict[str, str] = {}
     for theirs, ours in sorted(pairs, key=lambda pair: not re.search("max|peak", pair[0], re.IGNORECASE)):
         if ours:
@@ -58,5 +58,5 @@ def one_each(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _plain(name: str) -> str:
-    """A name in lower case, its words with a space between."""
+    """Return a lower-case name as words with a space between."""
     return " ".join(re.findall(r"[a-z0-9]+", name))

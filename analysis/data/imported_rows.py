@@ -1,6 +1,6 @@
-"""Rows from the cells of a foreign file, by its mapping: units, missing values, outcomes, runs of ranks, tokens/s.
+"""Rows from the cells of an imported file, by its mapping: units, missing values, outcomes, ranks, tokens/s.
 
-What was assumed on the way is said in notes. Not covered: reading files (importers.py), what was declared (mapping.py).
+What is assumed on the way is in notes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORDS = {
 }
 _MISSING = ("", "-", "na", "n/a", "#n/a", "nan", "null")
 _FACTORS = ("micro_batch", "grad_accum", "world_size")
-_WORST_BY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes")  # as of our own rows
+_WORST_BY = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes")  # as for our own rows
 
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -38,10 +38,10 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 
 def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str, notes: list[str]) -> Table:
-    """The lines of a file as a table, a row each, or one per run where they are of single ranks.
+    """Return the lines of a file as a table, a row each, or one per run if they are of single ranks.
 
-    `cells` has a row a line and the file's columns in order, `origin` is its path, `label` what rows hold as `foreign`.
-    What was assumed is added to `notes`. Raises UserError where a column is missing or nothing was measured.
+    `cells` has a row a line and the file's columns in order. `origin` is its path, `label` what rows hold as `foreign`.
+    What is assumed is added to `notes`. Raises UserError if a column is missing or nothing was measured.
     """
     frame, ranks = _values(cells, mapping, origin, notes)
     frame["line"] = np.arange(1, len(frame) + 1)
@@ -69,7 +69,7 @@ def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str,
 def _values(
     cells: pd.DataFrame, mapping: FileMapping, origin: str, notes: list[str]
 ) -> tuple[pd.DataFrame, dict[str, Floats]]:
-    """Our columns, a row a line, and by column what each rank has, (lines, ranks) with NaN for the unknown."""
+    """Return our columns, a row a line, and by column each rank's values, (lines, ranks) with NaN for unknown."""
     read = {source: [_column(cells, place, origin) for place in source.places] for source in mapping.sources}
     frame = pd.DataFrame(index=cells.index)
     for name, value in mapping.constants.items():
@@ -103,7 +103,7 @@ def _column(cells: pd.DataFrame, place: Place, origin: str) -> pd.Series[Any]:
 
 
 def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[str]) -> list[Any]:
-    """Its columns in our type and unit; what does not convert is null and said."""
+    """Return a source's columns in our type and unit; what does not convert is null and noted."""
     values: list[Any] = []
     counts = Counter[str]()
     for rank, column in enumerate(columns):
@@ -126,7 +126,7 @@ def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[st
 
 
 def _not_measured(value: pd.Series[Any], source: Source) -> dict[str, pd.Series[bool]]:
-    """Numbers that nothing measured, and no setting, can be: what they are, and where."""
+    """Return masks of numbers that no measurement, and no setting, can be, by their name in words."""
     found = {"infinite value": value.abs().eq(np.inf)}
     at_least_one = source.column in COUNTS
     if source.zero_is_missing or source.inverse or at_least_one:
@@ -139,9 +139,9 @@ def _not_measured(value: pd.Series[Any], source: Source) -> dict[str, pd.Series[
 
 
 def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes: list[str]) -> None:
-    """Outcome and reason, in our words: from an outcome column, or a cell that says that memory ran out.
+    """Add outcome and reason, in our words: from an outcome column, or a cell with an out-of-memory message.
 
-    Null where neither says anything.
+    Null if neither says anything.
     """
     said = pd.Series(pd.NA, index=frame.index, dtype="string")
     for column in measured:
@@ -168,10 +168,11 @@ def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes:
 
 
 def _runs(frame: pd.DataFrame, peaks: dict[str, Floats], notes: list[str]) -> pd.DataFrame:
-    """A row per run, from lines of which each knows some of its ranks.
+    """Merge lines, of which each knows some of its ranks, into a row per run.
 
-    Memory of ranks becomes a list, and that of the rank with the largest peak reserved (without it, allocated, active)
-    the row's own. Speed is the slowest line's, the outcome the worst, other memory the largest, all else the first.
+    Memory of ranks becomes a list. The row's own is that of the rank with the largest peak reserved (without it,
+    allocated, active). Speed is the slowest line's and the outcome the worst. Other memory is the largest known, all
+    else the first.
     """
     settings = [n for n in frame if n in BY_NAME and BY_NAME[n].group == "axes" and BY_NAME[n].type is not list]
     keys = frame.groupby(settings, dropna=False, sort=False).ngroup() if settings else frame["line"] * 0
@@ -205,14 +206,14 @@ def _runs(frame: pd.DataFrame, peaks: dict[str, Floats], notes: list[str]) -> pd
 
 
 def _first(frame: pd.DataFrame, run: pd.Series[Any], order: pd.Series[Any]) -> pd.DataFrame:
-    """Each run's first known value in every column, its lines taken in that order."""
+    """Return each run's first known value in every column, its lines taken in that order."""
     return frame.loc[order.index].groupby(run.loc[order.index]).first()
 
 
 def _run_of_each_line(keys: Sequence[int], reported: Bools) -> list[int]:
-    """Lines of equal settings are one run until a rank reports again, or there are as many lines as ranks.
+    """Return each line's run, numbered from 0: it ends when a rank reports again, or with as many lines as ranks.
 
-    `keys` tell settings apart, `reported` (lines, ranks) is which ranks each line knows. Runs are numbered from 0.
+    `keys` tell settings apart: a run has equal ones. `reported` (lines, ranks) is which ranks each line knows.
     """
     runs: list[int] = []
     current: dict[int, tuple[int, int, Bools]] = {}
@@ -227,7 +228,7 @@ def _run_of_each_line(keys: Sequence[int], reported: Bools) -> list[int]:
 
 
 def _worst_rank(peaks: dict[str, Floats], runs: int) -> Ints:
-    """The rank of each run with the largest peak reserved; where no rank's is known, allocated or active; else -1."""
+    """Return the rank of each run with the largest peak reserved; without any, allocated or active; else -1."""
     worst = np.full(runs, -1, dtype=np.int64)
     for name in _WORST_BY:
         if name in peaks:
@@ -238,7 +239,7 @@ def _worst_rank(peaks: dict[str, Floats], runs: int) -> Ints:
 
 
 def _words_of_runs(frame: pd.DataFrame, made: pd.DataFrame, known: Bools, repeat: pd.Series[Any]) -> list[str]:
-    """What to say of how lines became runs."""
+    """Return notes on how lines became runs."""
     notes = [
         f"{_count(len(frame), 'line')} of {known.shape[1]} ranks are {_count(len(made), 'run')}: lines of equal "
         "settings are one until a rank reports again; memory is that of the rank with the largest peak reserved "
@@ -258,7 +259,7 @@ def _words_of_runs(frame: pd.DataFrame, made: pd.DataFrame, known: Bools, repeat
 
 
 def _add_throughput(frame: pd.DataFrame, notes: list[str]) -> None:
-    """tokens/s where it can be had: of samples/s if known, else micro_batch x grad_accum x world_size / step time."""
+    """Add tokens/s if known: seq_len x samples/s, else seq_len x micro_batch x grad_accum x world_size / step time."""
     if "tokens_per_s" in frame or "seq_len" not in frame:
         return
     if "samples_per_s" in frame:

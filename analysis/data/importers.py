@@ -1,7 +1,7 @@
-"""Rows from elsewhere: bare or mapped CSV.
+"""Import of rows from elsewhere: bare or mapped CSV.
 
-Every file becomes cells with a declared mapping (mapping.py), and these rows (imported_rows.py). Foreign rows keep
-their origin in `foreign`, are never grouped with our own, and what a file does not say is null.
+Every file becomes cells with a declared mapping (mapping.py), then rows (imported_rows.py). Imported rows keep their
+origin in `foreign` and are never grouped with our own. What a file does not state is null.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Lines = list[tuple[int, list[str]]]  # the cells of each line, with its number i
 def open_rows(
     path: Path, columns: str | None = None, mapping: Path | None = None, settings: Sequence[str] = ()
 ) -> tuple[Table, list[str]]:
-    """A table from our own files or from a foreign one, and what was assumed.
+    """Return a table from our own files or from an imported one, and what was assumed.
 
-    A CSV without header needs `columns`, names by position, or a `mapping` file; four numbers a line are read as
-    length, active MiB, reserved MiB, iterations/s, and that is said. `settings` are constants, `seq_len=2048`.
-    Raises UserError.
+    A CSV without header needs `columns`, names by position, or a `mapping` file. Four numbers a line are read as
+    length, active MiB, reserved MiB, iterations/s, with a note. `settings` are constants, `seq_len=2048`. Raises
+    UserError if the file or its columns cannot be read.
     """
     if columns and mapping:
         raise UserError("--columns and --mapping both name the columns; give one of them, and constants with --set")
@@ -57,8 +57,9 @@ def open_together(
 ) -> tuple[Table, list[str]]:
     """Return one table of several files as `open_rows` reads each, and what was assumed.
 
-    `names` sets foreign files apart: `default,expandable` are allocators, `precision=fp32,bf16` values of another
-    column. Foreign rows of all files are of one sweep. Raises UserError.
+    `names` sets imported files apart: `default,expandable` are allocators, `precision=fp32,bf16` values of another
+    column. Imported rows of all files are of one sweep. Raises UserError if names do not fit the files, or one cannot
+    be read.
     """
     axis, _, listed = (names or "").partition("=")
     axis, listed = (axis, listed) if "," not in axis and listed else ("", names or "")
@@ -89,7 +90,8 @@ def _is_ours(path: Path) -> bool:
 def read_csv(
     path: Path, columns: str | None, mapping_file: Path | None, constants: Mapping[str, Any]
 ) -> tuple[Table, list[str]]:
-    """A foreign CSV, with or without header, as a table, and what was assumed. Raises UserError."""
+    """Return the table of an imported CSV, with or without header, and what was assumed. Raises UserError if it cannot
+    be read so."""
     notes: list[str] = []
     lines = _lines(path, notes)
     first = lines[0][1]
@@ -102,7 +104,7 @@ def read_csv(
     mapping = _declared(path, columns, mapping_file, first if header else None, width, lines, notes)
     mapping = mapping.with_constants(constants)
     if mapping.width and not header and width < mapping.width and all(_ran_out(cells) for _, cells in lines):
-        width = mapping.width  # a file of nothing else
+        width = mapping.width  # every line ran out of memory
     if mapping.width and mapping.width != width:
         raise UserError(f"{path} has {width} columns, --columns names {mapping.width}: {columns or _BARE}")
     if "seq_len" not in mapping.columns:
@@ -121,7 +123,7 @@ def _declared(
     path: Path, columns: str | None, mapping_file: Path | None, header: list[str] | None, width: int, lines: Lines,
     notes: list[str],
 ) -> FileMapping:  # fmt: skip
-    """The mapping that was given, or that of a header with names that are known, or of four numbers a line."""
+    """Return the mapping that was given, or that of a header with known names, or of four numbers a line."""
     if mapping_file:
         return from_file(mapping_file)
     if columns:
@@ -148,7 +150,7 @@ def _declared(
 
 
 def _lines(path: Path, notes: list[str]) -> Lines:
-    """The cells of every line that has any; semicolons or tabs separate them where the first line has no comma."""
+    """Return the cells of each line that has any. Semicolons or tabs separate them if the first line has no comma."""
     try:
         text = read_content(path).decode("utf-8-sig")
     except OSError as error:
@@ -177,7 +179,7 @@ def _ran_out(cells: Sequence[str]) -> bool:
 
 
 def _width(lines: Lines) -> int:
-    """How many columns most lines have; a line that says that memory ran out may have any number."""
+    """Return how many columns most lines have; a line with an out-of-memory message may have any number."""
     counts = Counter(len(cells) for _, cells in lines)
     if len(counts) > 1:
         counts = Counter(len(cells) for _, cells in lines if not _ran_out(cells)) or counts
@@ -185,7 +187,7 @@ def _width(lines: Lines) -> int:
 
 
 def _padded(lines: Lines, width: int, path: Path, notes: list[str]) -> list[list[str | None]]:
-    """Lines of equal width. A message with commas, of memory that ran out, is one cell."""
+    """Pad lines to equal width. An out-of-memory message with commas becomes one cell."""
     padded: list[list[str | None]] = []
     short = 0
     for number, cells in lines:

@@ -1,7 +1,7 @@
-"""Rows from a journal, `rows.csv` or Parquet as one tidy table.
+"""Reader of a journal, `rows.csv` or Parquet into one tidy table.
 
-A table has one row per trial: the last terminal one. Nothing is repaired in silence: what could not be read, was
-superseded or had the wrong type is counted and said in `warnings`.
+A table has one row per trial: the last terminal one. No repair is silent. `warnings` count what could not be read, was
+superseded or had the wrong type.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _ARROW = {int: pa.int64(), float: pa.float64(), str: pa.string(), bool: pa.bool_
 # Dicts that are kept, as JSON text; of the others only the trial is read.
 _PARTS = ("part_peak_allocated_bytes", "part_peak_reserved_bytes", "oom_parts_bytes")
 _NESTED = ("trial", *(c.name for c in COLUMNS if c.type is dict and c.name not in ("trial", *_PARTS)))
-DRAWN = "lengths:"  # harness/spec/length_distribution.py: how `data` begins where samples have lengths of their own
+DRAWN = "lengths:"  # start of `data` if samples have lengths of their own (harness/spec/length_distribution.py)
 EXTRA = "trial."  # prefix of settings that only the resolved trial holds
-POSITIONS = EXTRA + "model.max_positions"  # the longest that the model takes: no setting, but always read
+POSITIONS = EXTRA + "model.max_positions"  # maximum length of the model: no setting, but always read
 
 _ZERO_OR_MORE = ("peak_", "device_", "load_", "forward_", "backward_", "optimizer_", "memory_", "unlimited_", "host_")
 _SPEEDS = ("tokens_per_s", "samples_per_s", "step_s", "step_median_s", "elapsed_s")
-_RANGES = {  # of what the numbers of a column can be; of all others, what a float can be reckoned with
+_RANGES = {  # possible numbers of a column; all others only have to be within `LARGEST`
     **{c.name: (0.0, 2.0**60) for c in COLUMNS if c.unit == "B" and c.name.startswith(_ZERO_OR_MORE)},
     **{c.name: (0.0, LARGEST) for c in COLUMNS if c.name.endswith(_SPEEDS)},
     **dict.fromkeys(("seq_len", "micro_batch", "grad_accum", "world_size"), (1.0, 2.0**53)),
@@ -54,18 +54,18 @@ _NOT_SETTINGS = {"seq_len", "micro_batch", "repeat", "seed"}
 
 @dataclass(frozen=True)
 class Table:
-    """One row per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
+    """Rows, one per trial. `frame` has every scalar and list column of the registry, typed, plus `trial.*` extras."""
 
     frame: pd.DataFrame
     source: str
     warnings: tuple[str, ...] = ()
 
     def ok(self, *columns: str) -> pd.DataFrame:
-        """These columns of the rows that finished and measured something, with their trial ids."""
+        """Return these columns of the rows that finished and measured something, with their trial ids."""
         return finished(self.frame[[*columns, "trial_id"]], self.frame["outcome"])
 
     def where(self, mask: pd.Series[bool]) -> Table:
-        """The same table with fewer rows."""
+        """Return the table with the rows of the mask alone."""
         return replace(self, frame=self.frame[mask])
 
 
@@ -86,7 +86,7 @@ def load(path: Path) -> Table:
 
 
 def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
-    """The resolved trials with these ids: a journal holds them whole, a CSV or Parquet export does not."""
+    """Return the resolved trials with these ids. A journal holds them whole, a CSV or Parquet export does not."""
     found: dict[str, Any] = {}
     for file in journal.files(path):
         if file.suffix != ".jsonl" or not file.is_file():
@@ -100,10 +100,10 @@ def trials(path: Path, ids: Collection[str]) -> dict[str, Any]:
 
 
 def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = None) -> Table:
-    """A table from any frame that uses the registry's column names.
+    """Return a table from any frame that uses the registry's column names.
 
-    Adds missing columns as null, converts types (a value that does not convert becomes null, counted in a warning)
-    and keeps the last terminal row of each trial. Raises UserError when no row is left.
+    Adds missing columns as null and keeps the last terminal row of each trial. Converts types: a value that does not
+    convert becomes null, counted in a warning. Raises UserError if no row is left.
     """
     notes = list(warnings or ())
     typed, problems = _typed(_moved(frame))
@@ -120,8 +120,8 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
 
 
 def _read_csv(file: Path) -> pd.DataFrame:
-    """All columns as text, as it was before it was guarded (export.py); an empty text in quotes is an empty text,
-    nothing at all is null."""
+    """Read all columns as text, without the guards of export.py. An empty text in quotes is an empty text, nothing at
+    all is null. Raises UserError if it is no CSV."""
     try:
         names = pa.csv.open_csv(file).schema.names
         as_text = pa.csv.ConvertOptions(
@@ -137,11 +137,11 @@ def _read_csv(file: Path) -> pd.DataFrame:
 
 
 class _Unusual(Exception):
-    """A journal that is read line by line: with rows of an earlier version, damaged lines or several writers."""
+    """Raised for a journal to read line by line: rows of an earlier version, damaged lines or several writers."""
 
 
 def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """The rows of a sweep: fast, piece by piece, where every line fits the registry, else line by line."""
+    """Read the rows of a sweep: fast, piece by piece, if every line fits the registry, else line by line."""
     try:
         if len(files) > 1:
             raise _Unusual
@@ -178,10 +178,10 @@ def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
-    """Whole lines as a table. `used` are the registry's columns that hold something; those found here join them.
+    """Read whole lines as a table. `used` are the registry's columns that hold something; those found here join them.
 
-    Only these are read by the registry's type: a column that is null throughout, as most are in any sweep, would
-    otherwise cost as much as one with values.
+    Only these are read by the registry's type. Columns that are null throughout, as most are in any sweep, would
+    otherwise cost as much as those with values.
     """
     reading = pa.json.ReadOptions(block_size=1 << 22)
     while True:
@@ -195,7 +195,7 @@ def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:
 
 
 def _slim(table: pa.Table) -> pa.Table:
-    """Without columns that are null throughout; the resolved trial as one text column per leaf, `trial.a.b`."""
+    """Drop columns that are null throughout; make the resolved trial one text column per leaf, `trial.a.b`."""
     for name in _PARTS:
         if name in table.column_names and pa.types.is_struct(table[name].type):
             texts = pa.array([_text(value) for value in table[name].to_pylist()], pa.string())
@@ -213,7 +213,7 @@ def _slim(table: pa.Table) -> pa.Table:
 
 
 def _text(value: Any) -> Any:
-    """A dict as JSON, without what is null in it; anything else as it is."""
+    """Return a dict as JSON, without what is null in it; anything else as it is."""
     return json.dumps({k: v for k, v in value.items() if v is not None}) if isinstance(value, dict) else value
 
 
@@ -234,20 +234,20 @@ def _pandas_type(kind: pa.DataType) -> Any:
 
 
 def _varying(table: pa.Table) -> pd.DataFrame:
-    """The leaves of the resolved trial that are not the same everywhere, and the model's positions."""
+    """Return the leaves of the resolved trial that vary between rows, and the model's positions."""
     found = {}
     for name in table.column_names:
         setting = name.startswith(EXTRA) and name.removeprefix(EXTRA) not in _NOT_SETTINGS
         if (setting and len(table[name].unique()) > 1) or name == POSITIONS:
             found[name] = table[name].to_pandas().astype("string")
             default = ID_DEFAULTS.get(tuple(name.removeprefix(EXTRA).split(".")))
-            if default is not None:  # rows from before there was this setting
+            if default is not None:  # rows from before this setting existed
                 found[name] = found[name].fillna(default if isinstance(default, str) else json.dumps(default))
     return pd.DataFrame(found)
 
 
 def _read_lines(path: Path) -> tuple[pd.DataFrame, list[str]]:
-    """The tolerant way: any line that is a whole JSON object with a trial id is a row, others are counted."""
+    """Read line by line: any line that is a whole JSON object with a trial id is a row, others are counted."""
     rows, unreadable = journal.read(path)
     frame = pd.DataFrame([{k: v for k, v in row.items() if k not in _NESTED} for row in rows])
     extras = _varying(pa.Table.from_pandas(_flat([row.get("trial") for row in rows]), preserve_index=False))
@@ -266,7 +266,7 @@ def _flat(trials: list[Any]) -> pd.DataFrame:
 
 
 def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
-    """Every registry column with its dtype; what does not convert is null and said."""
+    """Return every registry column with its dtype; what does not convert is null and noted."""
     notes: list[str] = []
     columns: dict[str, Any] = {}
     nulls: dict[Any, Any] = {}
@@ -303,7 +303,7 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _believed(frame: pd.DataFrame) -> list[str]:
-    """Makes unknown what is no number of its column, and says so: infinite, a size below 0, a length of 0."""
+    """Make unknown what is no number of its column, and note it: infinite, a size below 0, a length of 0."""
     strange = []
     for name in [n for n in frame if str(frame[n].dtype) in ("Float64", "Int64") and frame[n].notna().any()]:
         least, most = _RANGES.get(str(name), (-LARGEST, LARGEST))
@@ -317,7 +317,7 @@ def _believed(frame: pd.DataFrame) -> list[str]:
 
 
 def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -> Any:
-    """Values as the registry's dtype; those that do not fit become null, and a note says so."""
+    """Return values as the registry's dtype; those that do not fit become null, and a note says so."""
     known = values.notna()
     out: Any
     if kind is str:
@@ -341,7 +341,7 @@ def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -
 
 
 def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
-    """Lists stay lists; text (from a CSV) is parsed as JSON; anything else is null."""
+    """Return lists as they are, text (from a CSV) parsed as JSON, anything else as null."""
 
     def one(value: Any) -> Any:
         if isinstance(value, str):
@@ -360,17 +360,17 @@ def _lists(values: pd.Series[Any], kind: pd.ArrowDtype) -> pd.Series[Any]:
 
 
 def extras(frame: pd.DataFrame, apart: tuple[str, ...] = ()) -> list[str]:
-    """The columns of settings that only the resolved trial holds, but for those that begin so."""
+    """Return the columns of settings that only the resolved trial holds, except those that begin with `apart`."""
     return [str(c) for c in frame if str(c).startswith(EXTRA) and not str(c).startswith((POSITIONS, *apart))]
 
 
 def is_(frame: pd.DataFrame, column: str, *values: object) -> pd.Series[bool]:
-    """Which rows have one of these values; a null is none."""
+    """Return the mask of rows with one of these values; a null is none."""
     return frame[column].isin(list(values)).fillna(False).astype(bool)
 
 
 def varying(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Which rows' samples vary in length (data=lengths:...): their seq_len is only where samples are cut."""
+    """Return the mask of rows whose samples vary in length (data=lengths:...): seq_len is only where they are cut."""
     return (frame["data"].str.startswith(DRAWN).fillna(False) & frame["packing"].fillna("none").eq("none")).astype(bool)
 
 
@@ -385,10 +385,10 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
             frame = finished
     where = system_columns(frame)
     again = where.duplicated(keep="last") & frame["trial_id"].notna()
-    # a row that does not say by which torch it was measured counts until another of its trial follows,
-    # nor does one of a GPU that does not name the card: its worker died, in version 1
+    # a row without a torch version counts only until another of its trial follows,
+    # as does a GPU's row that does not name the GPU, because its worker died in version 1
     nameless = frame["device"].eq("cuda").fillna(False) & where["gpu_name"].isna()
-    # and one that was never started is no word against what was measured
+    # and a row that was never started does not supersede what was measured
     unstarted = frame["attempt"].eq(0).fillna(False)
     followed = frame["trial_id"].duplicated(keep="last") & frame["trial_id"].notna()
     again |= followed & (where["torch_version"].isna() | nameless | unstarted)
@@ -400,7 +400,7 @@ def _one_per_trial(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
 
 
 def _moved(frame: pd.DataFrame) -> pd.DataFrame:
-    """Exports of schema version 1: ZeRO's stage was a column and FSDP2 a runner (upgrade.row does it to rows)."""
+    """Convert exports of schema version 1: ZeRO's stage was a column, FSDP2 a runner (`upgrade_row` for rows)."""
     if "zero_stage" not in frame or "runner" not in frame:
         return frame
     frame = frame.copy()

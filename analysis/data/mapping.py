@@ -1,9 +1,6 @@
-"""What a foreign file holds: which of our columns comes from which of its own, in which unit, and what is constant.
+"""Mapping of an imported file: the source and unit of each of our columns, and the constants.
 
-One `FileMapping` says it, whether it was written as `--columns`, as a `--mapping` file or as a header with our names;
-`--set` adds constants to any of them.
-
-Not covered: reading cells (importers.py), rows from cells (imported_rows.py).
+A `FileMapping` holds it, from `--columns`, a `--mapping` file or a header with our names. `--set` adds constants.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.schema import BY_NAME, Outcome
 
-Place = str | int  # a column of theirs, by name or by position from 1
+Place = str | int  # a column of the file, by name or by position from 1
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a name of ours stands for: `peak_active_mib` is peak_active_bytes by 2^20, `iterations_per_s` an inverse."""
+    """Meaning of a name of ours: `peak_active_mib` is peak_active_bytes by 2^20, `iterations_per_s` an inverse."""
 
     column: str
     factor: float = 1.0
@@ -40,7 +37,7 @@ _SUFFIXES = {
     "B": ("_bytes", {"_kib": 1024.0, "_mib": MIB, "_gib": GIB, "_kb": 1e3, "_mb": 1e6, "_gb": 1e9}),
     "s": ("_s", {"_ms": 1e-3, "_us": 1e-6}),
 }
-_MADE = ("schema_version", "trial_id", "attempt", "terminal")  # by the importer, for every row
+_MADE = ("schema_version", "trial_id", "attempt", "terminal")  # made by the importer for every row
 TARGETS: dict[str, Target] = {
     **{
         column.name.removesuffix(ending) + suffix: Target(column.name, factor)
@@ -52,18 +49,18 @@ TARGETS: dict[str, Target] = {
     **{name: Target(name) for name, column in BY_NAME.items() if column.type is not dict and name not in _MADE},
     "iterations_per_s": Target("step_median_s", inverse=True),
 }
-PER_RANK = {name: f"rank_{name}" for name in METRICS if f"rank_{name}" in BY_NAME}  # the lists that hold every rank's
+PER_RANK = {name: f"rank_{name}" for name in METRICS if f"rank_{name}" in BY_NAME}  # lists of every rank's values
 MEASURED = (*METRICS, "tokens_per_s", "samples_per_s")  # a 0 in these was never measured
-COUNTS = ("seq_len", "micro_batch", "grad_accum", "world_size")  # of which there is at least one
+COUNTS = ("seq_len", "micro_batch", "grad_accum", "world_size")  # at least 1
 _EXAMPLE = "--columns 'seq_len,8*(peak_active_mib,peak_reserved_mib),iterations_per_s'"
 _TYPES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where one of our columns comes from: `name` as it was declared, `places` one column, or one per rank in order.
+    """Origin of one of our columns: `name` as declared, `places` one column, or one per rank in order.
 
-    A value is cell x scale in the unit of the column, or 1 / (cell x scale) where the name is that of a rate.
+    A value is cell x scale in the unit of the column, or 1 / (cell x scale) if the name is that of a rate.
     """
 
     name: str
@@ -74,17 +71,17 @@ class Source:
 
     @property
     def inverse(self) -> bool:
-        """Whether the name is that of a rate, of which we keep the time."""
+        """Return whether the name is that of a rate, which we keep as a time."""
         return TARGETS[self.name].inverse
 
     @property
     def column(self) -> str:
-        """Our column."""
+        """Name of our column."""
         return TARGETS[self.name].column
 
     @property
     def measured(self) -> bool:
-        """Whether it holds what a run that runs out of memory leaves unknown."""
+        """Return whether the column is one that a run out of memory leaves unknown."""
         column = BY_NAME[self.column]
         of_device = column.name.startswith(("device_", "memory_limit_", "oom_"))
         is_peak_or_speed = column.group in ("memory", "speed") and column.type in (int, float) and not of_device
@@ -92,16 +89,16 @@ class Source:
 
     @property
     def kind(self) -> type:
-        """The type of our column."""
+        """Type of our column."""
         return BY_NAME[self.column].type
 
 
 @dataclass(frozen=True)
 class FileMapping:
-    """The columns of a foreign file and what holds for all its lines, by our columns' names and in their units.
+    """Columns of an imported file and what holds for all its lines, by our columns' names and in their units.
 
-    `width` is how many columns a line has, where that was declared. Raises UserError where two things are said of one
-    column, or of the ranks.
+    `width` is the number of columns of a line, if declared. Raises UserError if statements about one column, or about
+    the ranks, conflict.
     """
 
     sources: tuple[Source, ...] = ()
@@ -135,23 +132,23 @@ class FileMapping:
 
     @property
     def ranks(self) -> int:
-        """Of how many ranks there are columns; 0 where no column is of a rank."""
+        """Number of ranks with columns; 0 if no column is of a rank."""
         return max((len(source.places) for source in self.sources if source.per_rank), default=0)
 
     @property
     def columns(self) -> set[str]:
-        """Our columns that the file or a constant gives."""
+        """Names of our columns that the file or a constant gives."""
         return {*(source.column for source in self.sources), *self.constants}
 
     def with_constants(self, constants: Mapping[str, Any]) -> FileMapping:
-        """The same with more constants. Raises UserError where one is given already."""
+        """Return this mapping with more constants. Raises UserError if one is given already."""
         if twice := sorted(set(constants) & set(self.constants)):
             raise UserError(f"{twice[0]} is a constant of the mapping file and of --set; give it once")
         return replace(self, constants={**self.constants, **constants})
 
 
 def by_position(text: str) -> FileMapping:
-    """`seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*(...)` once per rank, `-` left out.
+    """Parse `seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*()` once per rank, `-` for none.
 
     Raises UserError for what cannot be read and for names that are not ours.
     """
@@ -174,7 +171,7 @@ def by_position(text: str) -> FileMapping:
 
 
 def _parts(text: str) -> Iterator[tuple[list[str], int | None]]:
-    """The names between commas, and how many ranks have them."""
+    """Yield the names between commas, and how many ranks have them. Raises UserError if that cannot be read."""
     part = re.compile(r"\s*(?:(\d+)\s*\*\s*(?:\(([^()]*)\)|([^,()*]+))|([^,()*]+))\s*(?:,|$)")
     at = 0
     while at < len(text):
@@ -189,13 +186,13 @@ def _parts(text: str) -> Iterator[tuple[list[str], int | None]]:
 def by_name(names: Sequence[str]) -> FileMapping:
     """Return the mapping of a header by our names of its columns, "" where a column is none of ours.
 
-    Raises UserError where two of them are one column of ours.
+    Raises UserError if two of them are one column of ours.
     """
     return FileMapping(tuple(_source(name, (position,)) for position, name in enumerate(names, 1) if name))
 
 
 def from_file(path: Path) -> FileMapping:
-    """A mapping as JSON: our names (with any unit) to theirs, or to positions from 1.
+    """Read a mapping from JSON: our names (with any unit) to theirs, or to positions from 1.
 
     `{"seq_len": "Length", "peak_allocated_gb": 2, "step_median_s": {"from": "t", "scale": 60},
     "peak_reserved_mib": {"ranks": [3, 5], "zero_is_missing": false}, "micro_batch": {"value": 8}}`.
@@ -257,13 +254,13 @@ def _rule(name: str, rule: Mapping[str, Any], path: Path) -> Source:
 def _source(
     name: str, places: tuple[Place, ...], scale: float = 1.0, zero: bool | None = None, per_rank: bool = False
 ) -> Source:
-    """A source with what follows from its name: the unit, and that a 0 was not measured."""
+    """Build a source with what its name implies: the unit, and that a 0 was not measured."""
     found = TARGETS[name]
     return Source(name, places, scale * found.factor, found.column in MEASURED if zero is None else zero, per_rank)
 
 
 def from_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """`seq_len=2048`, `device_total_gib=24`: constants by our columns' names, in their types and units.
+    """Parse `seq_len=2048`, `device_total_gib=24` into constants by our columns' names, in their types and units.
 
     Raises UserError for a name that is not ours, a value of another type, or a name given twice.
     """
@@ -280,7 +277,7 @@ def from_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def constant(name: str, value: Any, said: str) -> Any:
-    """A value in the type and unit of the column that `name` stands for. Raises UserError if it is of another type."""
+    """Return a value in the type and unit of the column that `name` stands for. Raises UserError if it does not fit."""
     to = target(name, said)
     kind = BY_NAME[to.column].type
     if kind is list:
@@ -309,7 +306,7 @@ def constant(name: str, value: Any, said: str) -> Any:
 
 
 def target(name: str, said: str) -> Target:
-    """What a name of ours stands for. Raises UserError, with names that are near, if it is none."""
+    """Return the meaning of a name of ours. Raises UserError, with similar names, if it is none."""
     if name in TARGETS:
         return TARGETS[name]
     if name in _MADE or name in BY_NAME:

@@ -1,6 +1,6 @@
-"""What can be fitted, compared and drawn: each measured quantity with its label, unit and how it behaves.
+"""Quantities that can be fitted, compared and drawn, each with its label, unit and behaviour.
 
-Fits are made in the column's own unit (bytes, seconds); `scale` turns it into the unit that people read.
+Fits use the column's own unit (bytes, seconds); `scale` turns it into the unit that people read.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ GIB = 2**30
 class Metric:
     """One measured column.
 
-    `resolution` is the smallest difference that means anything, in the column's unit. `limited` is true where the
-    device's memory is an upper limit of the value. `above` is the column that this one is never less than.
+    `resolution` is the smallest difference that means anything, in the column's unit. `limited` is true if the device's
+    memory is an upper limit of the value. `above` is the column that this one is never less than.
     """
 
     column: str
@@ -37,18 +37,18 @@ class Metric:
 
     @property
     def column_unit(self) -> str:
-        """The unit of the column itself."""
+        """Unit of the column itself."""
         return "bytes" if self.memory else self.unit
 
     def show(self, value: float) -> str:
-        """A value of the column in words: number and unit."""
+        """Return a value of the column in words: number and unit."""
         if self.memory:
             return format_size(value)
         return f"{value / self.scale:,.4g} {self.unit}"
 
 
-# The allocator rounds every block up to 512 bytes, asks the driver for 2 MiB at least, and shares a block freed by
-# several streams late; NVML counts pages of 2 MiB.
+# The allocator rounds every block up to 512 bytes and requests at least 2 MiB from the driver. Blocks that
+# several streams used become free late. NVML counts pages of 2 MiB.
 METRICS: dict[str, Metric] = {
     metric.column: metric
     for metric in (
@@ -74,11 +74,11 @@ UNITS = (Unit(GIB, "GiB", 2), Unit(MIB, "MiB", 1), Unit(1024, "KiB", 1), Unit(1,
 
 
 def unit_of(largest: float) -> Unit:
-    """The unit for sizes up to so many bytes, either way."""
+    """Return the unit for sizes up to `largest` bytes, of either sign."""
     return next((unit for unit in UNITS if abs(largest) >= unit.bytes), UNITS[-1])
 
 
 def highest_of(peaks: npt.NDArray[np.float64], phases: Sequence[str]) -> Any:
-    """The phase of the highest peak of each row, "" where no phase's is known. `peaks`: (rows, phases)."""
+    """Return the phase of the highest peak of each row, "" if no phase is known. `peaks`: (rows, phases)."""
     filled = np.where(np.isnan(peaks), -1.0, peaks)
     return np.where(filled.max(axis=1) < 0, "", np.array(phases)[filled.argmax(axis=1)])

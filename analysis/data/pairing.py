@@ -1,4 +1,4 @@
-"""Which predicted rows are of the same settings, on the same card, as measured ones."""
+"""Pairs of measured and predicted rows: equal settings on one model of GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from vramsweep.analysis.data.load import EXTRA, Table, extras, is_
 from vramsweep.harness.hardware.gpu_lookup import find_gpu
 from vramsweep.harness.messages.errors import UserError
 
-# What a prediction cannot share with a measurement, or what its memory does not depend on: a simulated run always has
-# three steps, weights are never pretrained, and an allocator is its settings whatever it is called.
+# A prediction cannot share these with a measurement, or its memory does not depend on them: a simulated run always has
+# three steps, its weights are never pretrained, and an allocator is its settings, whatever its name.
 _APART = ("foreign", "device", "weights", "protocol", "allocator")
 KEYS = ("seq_len", *(key for key in ASKED if key not in _APART))
-CARD = ("device", "host", "gpu_name", "simulated_gpu")  # what a row's card is found from
+CARD = ("device", "host", "gpu_name", "simulated_gpu")  # columns that identify a row's GPU
 _NOT_COMPARED = ("seq_len", "micro_batch", "versions", "data", "zero_init")
 COMPARED = tuple(key for key in KEYS if key not in _NOT_COMPARED)
 EXTRAS_APART = tuple(f"trial.{name}" for name in ("device", "protocol", "weights", "allocator", "record"))
 
 
 def card(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Each row's card by its name in harness/hardware/gpu_lookup.py: the simulated one, or the one that the driver's
-    name stands for.
+    """Return each row's GPU by its name in harness/hardware/gpu_lookup.py: the simulated one, or by the driver's name.
 
-    A row that ran out of memory does not know its GPU: it is the host's, where the other rows name only one.
+    A row that ran out of memory does not know its GPU. It gets its host's, if the other rows there name only one.
     """
     named = frame["gpu_name"].where(~is_(frame, "device", "simulated"))
     by_host = named.groupby(frame["host"])
@@ -36,15 +35,15 @@ def card(frame: pd.DataFrame) -> pd.Series[Any]:
 
 
 def sides(frame: pd.DataFrame, which: pd.Series[bool], settings: Sequence[str], *carried: str) -> pd.DataFrame:
-    """These rows of listed cards, with these columns, their card as `gpu`, and a number for each different combination
-    of settings and card as `configuration`; null is equal to null."""
+    """Return these rows of listed GPUs, with these columns and their GPU as `gpu`. `configuration` numbers each
+    different combination of settings and GPU; null is equal to null."""
     found = frame.loc[which, list(dict.fromkeys([*settings, *carried, *CARD]))]
     found = found.assign(gpu=card(found)).dropna(subset="gpu")
     return found.assign(configuration=found.groupby([*settings, "gpu"], dropna=False, sort=False).ngroup())
 
 
 class Beside:
-    """The predicted rows of a table that are of a measured group's settings, at any batch and length."""
+    """Predicted rows of a table with a measured group's settings, at any batch and length."""
 
     def __init__(self, table: Table) -> None:
         self._frame = frame = table.frame
@@ -57,7 +56,7 @@ class Beside:
             self._codes = sides(frame, self._predicted | measured, settings)["configuration"]
 
     def of(self, group: Group) -> pd.DataFrame | None:
-        """Rows; None where there are none, or the group is predicted itself."""
+        """Return these rows; None if there are none, or the group is predicted itself."""
         label = group.source.index[group.rows[0]]
         if label not in self._codes.index or self._predicted[label]:
             return None
@@ -67,7 +66,7 @@ class Beside:
 
 
 class Chosen:
-    """The rows of a table of predictions that nothing known of a group contradicts: for rows from elsewhere."""
+    """Rows of a table of predictions that nothing known of a group contradicts, for imported rows."""
 
     def __init__(self, table: Table) -> None:
         frame = table.frame
@@ -79,7 +78,7 @@ class Chosen:
             )
 
     def of(self, group: Group) -> pd.DataFrame | None:
-        """Rows of one configuration and card. Raises UserError when several are possible, or none."""
+        """Return the rows of one configuration and GPU. Raises UserError if several are possible, or none."""
         first = group.frame.iloc[0]
         rows = self._of_card(group)
         more = extras(rows, (*EXTRAS_APART, *(EXTRA + name for name in _NOT_COMPARED)))
@@ -100,7 +99,7 @@ class Chosen:
         return rows
 
     def _of_card(self, group: Group) -> pd.DataFrame:
-        """Those for the group's card, by the driver's name for it or ours; all where it is not known."""
+        """Return rows for the group's GPU, by the driver's name or ours; all if unknown. Raises UserError if none."""
         sides = group.take(*CARD)
         if not (names := {str(name) for name in pd.concat([sides["gpu_name"], card(sides)]).dropna()}):
             return self._rows

@@ -1,6 +1,6 @@
-"""The parts of whole jobs (protocol=job): what each took at its peak, and by how much one exceeds the steps.
+"""Parts of whole jobs (protocol=job): the peak of each, and by how much one exceeds the steps.
 
-A row's other peaks are of load and steps alone, so whatever rests on them (fits, what fits) says too little there.
+A row's other peaks are of load and steps alone, so what depends on them (fits, limits) is too low there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from vramsweep.analysis.data.groups import Group, label
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.rows.schema import OF_TRAINING
 
-_PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the one that decides first
+_PEAKS = {base: f"part_peak_{base}_bytes" for base in ("allocated", "reserved")}  # the deciding one first
 
 
 @dataclass(frozen=True)
 class Job:
-    """One whole job: what it is, in words; the peak of each part that was seen, by counter; the part that needs most,
-    as its row has it.
+    """One whole job: its name in words; peaks of observed parts, by counter; the part that needs most, by its row.
 
-    That is of allocated where it is known: what an evaluation left in the cache stays reserved in the steps after it.
+    That part is of allocated if known: what an evaluation left in the cache stays reserved in the steps after it.
     """
 
     name: str
@@ -35,18 +34,18 @@ class Job:
 
     @property
     def base(self) -> str:
-        """The counter that decides what needs most."""
+        """Counter that decides which part needs most."""
         return next(iter(self.known))
 
     @property
     def peaks(self) -> Mapping[str, int]:
-        """The peak of each part, of that counter."""
+        """Peak of each part, of that counter."""
         return self.known[self.base]
 
     @property
     def excess(self) -> Excess:
-        """By how much another part exceeds what the row's own peaks are of, by the counter in which that is most: fits
-        are of each, and a part may need more of reserved alone."""
+        """Largest excess, by any counter, of another part over load, first step and steps, which the row's own peaks
+        cover. Each counter has fits of its own, and a part may need more of reserved alone."""
         found = [Excess(0, self.largest, self.base)]
         for base, peaks in self.known.items():
             trained = [peaks[part] for part in OF_TRAINING if part in peaks]
@@ -55,7 +54,7 @@ class Job:
 
 
 class Excess(NamedTuple):
-    """So many bytes more; 0 where no part exceeds the steps."""
+    """Bytes by which a part exceeds the steps; 0 if none does."""
 
     size: int
     part: str
@@ -63,7 +62,7 @@ class Excess(NamedTuple):
 
 
 def jobs(groups: Sequence[Group]) -> list[Job]:
-    """Every whole job of the groups whose parts are known, the one that most exceeds its steps first."""
+    """Return every whole job of the groups whose parts are known, the one that most exceeds its steps first."""
     found = []
     for group in groups:
         for _, row in group.take(*_PEAKS.values(), "largest_part", "seq_len", "micro_batch", "trial_id").iterrows():
@@ -72,7 +71,7 @@ def jobs(groups: Sequence[Group]) -> list[Job]:
                 continue
             peaks = next(iter(known.values()))
             largest = str(row["largest_part"])
-            if largest not in peaks:  # of another tool's row
+            if largest not in peaks:  # of an imported row
                 largest = max(peaks, key=lambda part: peaks[part])
             told = {key: int(row[key]) for key in ("seq_len", "micro_batch") if not pd.isna(row[key])}
             rest = {key: value for key, value in group.settings.items() if key not in told}
@@ -82,7 +81,7 @@ def jobs(groups: Sequence[Group]) -> list[Job]:
 
 
 def _peaks(text: Any) -> dict[str, int]:
-    """The known peaks in a column's JSON text; none where it says something else."""
+    """Return the known peaks in a column's JSON text; none if it holds something else."""
     try:
         told = {} if pd.isna(text) else dict(json.loads(text))
     except (ValueError, TypeError, RecursionError):
@@ -91,12 +90,12 @@ def _peaks(text: Any) -> dict[str, int]:
 
 
 def called(part: str) -> str:
-    """A part in a sentence."""
+    """Return a part's name as words of a sentence."""
     return part.replace("_", " ")
 
 
 def sentences(found: Sequence[Job]) -> list[str]:
-    """Which part needs most, in how many jobs, and at worst how much more than the steps."""
+    """Say which part needs most, in how many jobs, and at worst how much more than the steps."""
     if not found:
         return []
     total = f"{len(found):,} job{'s' * (len(found) != 1)}"
@@ -122,7 +121,7 @@ def sentences(found: Sequence[Job]) -> list[str]:
 
 
 def remark(found: Sequence[Job]) -> str:
-    """What to say beside anything that rests on a row's own peaks; "" where no job exceeds them."""
+    """Return a warning for anything based on a row's own peaks, if jobs exceed these; "" if none does."""
     if not (beyond := [job for job in found if job.excess.size]):
         return ""
     worst = beyond[0]

@@ -1,4 +1,4 @@
-"""Several ranks as one number: a row's memory is of its worst rank; the list of all says how the others did."""
+"""Statistics over ranks: a row's memory is that of its worst rank, and its list of all shows the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LISTS = {name: f"rank_{name}" for name in ("peak_allocated_bytes", "peak_active_
 
 @dataclass(frozen=True)
 class Spread:
-    """Of the ranks that are known in a row, at `x`: bytes; `apart` is the median over rows of (max - min) / mean."""
+    """Spread of a row's known ranks, at `x`, in bytes; `apart` is the median over rows of (max - min) / mean."""
 
     ranks: int
     x: float
@@ -26,7 +26,7 @@ class Spread:
 
 
 def statistics(frame: pd.DataFrame, column: str) -> pd.DataFrame:
-    """min, mean, max and number of the ranks that are known, one line a row; null where no rank is."""
+    """Return min, mean, max and number of the known ranks, one line a row; null if no rank is known."""
     lists = frame[LISTS[column]].dropna()
     known = [np.array([v for v in one if v is not None and np.isfinite(v)], float) for one in lists]
     made = [[v.min(), v.mean(), v.max(), len(v)] if len(v) else [np.nan] * 3 + [0] for v in known]
@@ -35,7 +35,7 @@ def statistics(frame: pd.DataFrame, column: str) -> pd.DataFrame:
 
 
 def over_ranks(table: Table, how: str) -> Table:
-    """The same rows with the least, mean or largest memory of the ranks instead of the worst rank's, where known."""
+    """Return the table with the min, mean or max memory of ranks, where known, instead of the worst rank's."""
     if how == "worst":
         return table
     frame = table.frame.copy()
@@ -47,7 +47,7 @@ def over_ranks(table: Table, how: str) -> Table:
 
 
 def spread(frame: pd.DataFrame, column: str, x: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Spread | None:
-    """How far the ranks lie apart, at the largest x; None where no row has two of them. `x` is of each row."""
+    """Return the spread of ranks at the largest x; None if no row has two of them. `x` has a value per row."""
     if column not in LISTS or not frame[LISTS[column]].notna().any():
         return None
     found = statistics(frame, column).assign(x=x)

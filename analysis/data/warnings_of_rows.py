@@ -1,7 +1,4 @@
-"""What to say of rows before anybody reads them: several systems, flags, a trial whose memory did not repeat.
-
-Not covered: what could not be read (load.py), what fits and comparisons find (report/findings.py).
-"""
+"""Warnings about rows before anybody reads them: several systems, flags, trials whose memory did not repeat."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ NAMED = ("model", "runner", "precision", "allocator", "sharding", "checkpointing
 
 
 def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
-    """Each row's trial and the system that it was measured on, as `schema.system_of` says it."""
+    """Return each row's trial and the system that measured it, as defined by `schema.system_of`."""
     found = frame[["trial_id", *SYSTEM]].copy()
     for name, device in (("gpu_name", "cuda"), ("cpu_name", "cpu")):
         found[name] = found[name].where(frame["device"].eq(device).fillna(False))
@@ -27,7 +24,7 @@ def system_columns(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def systems(frame: pd.DataFrame) -> list[str]:
-    """What to say where rows were measured on several systems, which no fit mixes."""
+    """Warn if rows were measured on several systems, which no fit mixes."""
     own = frame[frame["foreign"].isna() & frame["outcome"].eq("ok").fillna(False)]
     found = system_columns(own)[list(SYSTEM)]
     varying = [name for name in SYSTEM if found[name].nunique() > 1]  # null: not part of that row's system
@@ -40,8 +37,7 @@ def systems(frame: pd.DataFrame) -> list[str]:
 
 
 def flagged(frame: pd.DataFrame) -> list[str]:
-    """What to say of rows with flags (harness/rows/quality_flags.py), flag by flag; they stay in every fit and
-    figure."""
+    """Return a note for each flag of rows (harness/rows/quality_flags.py); they stay in every fit and figure."""
     flags = frame["flags"].dropna()
     found: dict[str, list[Any]] = {}
     for at, of_row in flags.items():
@@ -58,8 +54,7 @@ def flagged(frame: pd.DataFrame) -> list[str]:
 
 
 def name_rows(rows: pd.DataFrame, frame: pd.DataFrame, most: int = 3) -> str:
-    """Return the rows by those of their settings that vary in `frame`, as words of a command line; a few, and how many
-    more there are."""
+    """Return a few rows by those settings that vary in `frame`, as words of a command, and how many more there are."""
     varying = [name for name in NAMED if frame[name].nunique() > 1] or ["trial_id"]
     told = list(dict.fromkeys(" ".join(f"{n}={row[n]}" for n in varying if not pd.isna(row[n])) for _, row in
                               rows.iterrows()))  # fmt: skip
@@ -67,7 +62,7 @@ def name_rows(rows: pd.DataFrame, frame: pd.DataFrame, most: int = 3) -> str:
 
 
 def measured_again(frame: pd.DataFrame) -> list[str]:
-    """Trials that one system measured more than once, and whose memory was not the same to the byte."""
+    """Report trials that one system measured more than once, with memory that was not byte-identical."""
     frame = frame[frame["outcome"].eq("ok").fillna(False) & frame["device"].isin(["cuda", "cpu"]).fillna(False)]
     frame = frame[frame["trial_id"].duplicated(keep=False) & frame["trial_id"].notna()]
     if frame.empty:
@@ -79,6 +74,6 @@ def measured_again(frame: pd.DataFrame) -> list[str]:
 
 
 def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
-    """The rows as plain values, None where there is none."""
+    """Return the rows as plain values, None where there is none."""
     found = frame.astype(object).where(frame.notna(), None).to_dict("records")
     return [{str(name): value for name, value in row.items()} for row in found]
