@@ -1,4 +1,4 @@
-"""Curves over rows: fits of memory and speed, what fits in a GPU, what to measure next.
+"""Models of memory and speed over rows: fits, limits of what fits in a GPU, the points to measure next.
 
 In: a frame. Out: fits with their errors.
 It must not word or draw them for a page.

@@ -1,13 +1,12 @@
-"""Which points of one configuration to measure next, and what those that were not measured come to.
+"""Adaptive search over one configuration: the points to measure next, and inferred values of the others.
 
-The points are lengths and batches. It begins with a design (the largest, the smallest, both sides of each phase change
-that is predicted, then where these tell least), goes on where values are least certain or it is not known what fits,
-and ends once all that is asked is known within the tolerance and check points agree: drawn at random, each compared
-with what was inferred before it was measured, and only then learnt from.
+Points are lengths and batches. The search begins with a design: the largest, the smallest, both sides of each predicted
+phase change, then points about which these tell least. It continues where values are least certain, or where it is
+unknown what fits. It ends once everything wanted is known within the tolerance and check points agree. Check points are
+drawn at random, compared with what was inferred before they were measured, and only then learnt from.
 
-Memory is taken to grow with length and with batch where it is asked what fits, as harness/search/fit_knowledge.py says.
-Pure: no processes, no rows; whoever asks measures. Not covered: how sure values are (kriging.py), what a curve is
-(estimate.py).
+To decide what fits, memory is taken to grow with length and with batch (harness/search/fit_knowledge.py). Pure: no
+processes, no rows; the caller measures.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.model.pointwise_fit import OfPoints, candidates_of, estimate_points
 from vramsweep.harness.search.fit_knowledge import PADDED_TO, FitKnowledge, TriedPoint
 
-FIRST, FIRST_ALONE = 6, 9  # points, at least, to begin with, with a prediction of most points and without
-CERTAIN = 1.96  # standard deviations either side, of 95 %
-SPREADS = 60  # places where the spread of a curve is looked at
-JUMPS = 2  # that are predicted, whose sides are places to begin with
-RUNS = 4  # of predicted phases along a line: with more of them, their ends are no places to begin with
+FIRST, FIRST_ALONE = 6, 9  # fewest points of a design: with a prediction, without one
+CERTAIN = 1.96  # standard deviations on each side of a 95 % interval
+SPREADS = 60  # x at which the spread of a curve is computed
+JUMPS = 2  # predicted jumps whose sides are in the design
+RUNS = 4  # runs of predicted phases along a line: with more, their ends are not in the design
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What a value may be off by, as a share of it, and at which share of the points."""
+    """Largest error of a value, as a share of it, and the share of the points that must keep to it."""
 
     within: float
     of_points: float
@@ -47,8 +46,8 @@ TOLERANCES = {"peak_allocated_bytes": Tolerance(0.01, 1.0), "peak_reserved_bytes
 
 @dataclass(frozen=True)
 class Grid:
-    """The points that are asked for: tokens and samples, (n,). `predicted` are values by column, NaN where not
-    predicted, `phase` what is predicted to make the peak, "" unknown, and `fits` whether it is predicted to; None
+    """The points to be known: tokens and samples, (n,). `predicted` are values by column, NaN where not predicted.
+    `phase` is predicted to make the peak, "" if unknown; `fits` is whether a point is predicted to fit. Both are None
     without a prediction."""
 
     length: Array
@@ -59,7 +58,7 @@ class Grid:
 
     @classmethod
     def of(cls, length: Array, batch: Array, rows: Sequence[Mapping[str, Any] | None]) -> Grid:
-        """With the predicted row of each point, None where there is none."""
+        """Build the grid with the predicted row of each point, None where there is none."""
 
         def column(name: str) -> Array:
             return np.array([np.nan if row is None or not row.get(name) else row[name] for row in rows], dtype=float)
@@ -75,14 +74,14 @@ class Grid:
 
     @property
     def tokens(self) -> Array:
-        """Of a micro-batch, (n,)."""
+        """Tokens of a micro-batch, (n,)."""
         return self.length * self.batch
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a point: its values by column if it ran. `fits` is None where it failed in another way. `limit` is
-    what the allocator may have there, in bytes. `measured` is False where it follows from another sweep's rule."""
+    """Result of a point: its values by column if it ran. `fits` is None if it failed in another way. `limit` is what
+    the allocator may use there, in bytes. `measured` is False if it follows from another sweep's rule."""
 
     fits: bool | None
     values: Mapping[str, float] = field(default_factory=dict)
@@ -92,8 +91,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Check:
-    """A check point: by column what was inferred before it was measured, and what was measured; `full` where it did not
-    fit though it was inferred to."""
+    """A check point: by column the value inferred before it was measured, and the measured one. `full`: it did not fit
+    although it was inferred to."""
 
     at: int
     inferred: Mapping[str, float]
@@ -101,15 +100,15 @@ class Check:
     full: bool = False
 
     def off(self, column: str) -> float:
-        """Inferred over measured, less 1; NaN where either is unknown."""
+        """Return inferred over measured, minus 1; NaN where either is unknown."""
         return self.inferred.get(column, np.nan) / self.measured.get(column, np.nan) - 1
 
 
 @dataclass(frozen=True)
 class Inferred:
-    """One column at every point, (n,): measured values where they are known, else inferred ones with the ends of 95 %
-    intervals of a run. `unsure` is half the interval of the curve, which more points narrow, as a share of the value.
-    `basis` is "prediction" or "curve"."""
+    """One column at every point, (n,): measured values if known, else inferred ones with 95 % intervals of a run.
+    `unsure` is half the interval of the curve, which more points narrow, as a share of the value. `basis` is
+    "prediction" or "curve"."""
 
     value: Array
     low: Array
@@ -120,10 +119,10 @@ class Inferred:
 
 @dataclass
 class Search:
-    """What is known of a grid so far. Ask for points, measure them, tell what came of them, until it asks for none.
+    """State of the search on a grid. Ask for points, measure them and tell the answers, until it asks for none.
 
-    `most` points are measured at most; `checks` is how many check points in a row have to agree; `together` is how many
-    uncertain points are asked for at once. The same seed and the same answers give the same questions.
+    At most `most` points are measured. `checks` check points in a row have to agree. `together` uncertain points are
+    asked for at once. With equal seeds and answers it asks equal questions.
     """
 
     grid: Grid
@@ -139,7 +138,7 @@ class Search:
     _known: dict[str, Inferred] | None = None
 
     def ask(self) -> list[int]:
-        """The positions to measure next; none if it is enough."""
+        """Return the positions to measure next; none if enough is known."""
         done = sum(answer.measured for answer in self.answers.values())
         left = min(self.most - done, len(self.grid.length) - len(self.answers))
         if left <= 0:
@@ -147,7 +146,7 @@ class Search:
         if not self.answers:
             return self._design()[:left]
         if not any(answer.fits is not None for answer in self.answers.values()):
-            return []  # all failed: more of the same would
+            return []  # all failed, so more of the kind would fail
         missing = self.checks - self.agreeing
         beside = [at for at in dict.fromkeys(self._edge() or self._surprised) if at not in self.answers]
         self._surprised = []
@@ -166,7 +165,7 @@ class Search:
         return drawn
 
     def tell(self, answers: Mapping[int, Answer]) -> None:
-        """What came of points. Those that were drawn to check are compared with what was inferred from all others."""
+        """Learn the answers of points. First compare check points with what was inferred from all others."""
         drawn = {at: answer for at, answer in answers.items() if at in self._checking}
         self._learn({at: answer for at, answer in answers.items() if at not in drawn})
         fits = self.fits() if drawn else []
@@ -189,8 +188,8 @@ class Search:
         return not off and not check.full
 
     def _beside(self, at: int) -> list[int]:
-        """Half-way from a point to the next measured ones of its batch, or of its length if it is alone in its batch:
-        whether it stands for a stretch or for itself, they tell."""
+        """Return points half-way from a point to the next measured ones of its batch, or of its length if alone in its
+        batch. They show whether the point stands for a stretch or for itself."""
         length, batch = self.grid.length, self.grid.batch
         line = batch == batch[at] if np.sum(batch == batch[at]) > 1 else length == length[at]
         order = np.flatnonzero(line)[np.argsort(self.grid.tokens[line], kind="stable")]
@@ -201,17 +200,17 @@ class Search:
 
     @property
     def agreeing(self) -> int:
-        """How many of the last check points in a row agree."""
+        """Number of the last check points in a row that agree."""
         return sum(1 for _ in takewhile(self._agrees, reversed(self.compared)))
 
     @property
     def enough(self) -> bool:
-        """Whether all that is asked is known within the tolerance, as far as the model and the check points say."""
+        """Return whether all is known within the tolerance, as far as the model and check points tell."""
         everywhere = all(at in self.answers for at in range(len(self.grid.length)))
         return everywhere or (not self._edge() and self.certain() and self.agreeing >= self.checks)
 
     def certain(self) -> bool:
-        """Whether every column is known within its tolerance at as many points as it asks for."""
+        """Return whether every column is within its tolerance at as many points as it requires."""
         known = self.inferred()
         return bool(known) and not any(self._lacking(column) for column in known)
 
@@ -221,7 +220,7 @@ class Search:
         return bool(np.mean(within[self._asked()]) < tolerance.of_points)
 
     def fits(self) -> list[bool | None]:
-        """Whether each point fits in memory, measured or following from what was; None where that is not known."""
+        """Return whether each point fits in memory, as measured or as follows from that; None if unknown."""
         length, batch = self.grid.length, self.grid.batch
         tried = {at: one.fits for at, one in self.answers.items()}
         known = FitKnowledge(
@@ -230,7 +229,7 @@ class Search:
         return [tried.get(at, fits) for at, fits in enumerate(known.decide_all(length, batch))]
 
     def inferred(self) -> dict[str, Inferred]:
-        """By column, of those that are known of some point."""
+        """Return inferred values by column, for columns known at some point."""
         if self._known is None:
             self._known = {}
             for column in self.tolerances:
@@ -244,7 +243,7 @@ class Search:
     found = inferred
 
     def _bounds(self, column: str) -> tuple[Array, Array]:
-        """Tokens and bytes of points that ran out of memory: more would have been needed."""
+        """Return tokens and bytes of points that ran out of memory: these would have needed more."""
         full = [
             (self.grid.tokens[at], answer.limit)
             for at, answer in self.answers.items()
@@ -253,7 +252,7 @@ class Search:
         return np.array([x for x, _ in full]), np.array([y for _, y in full])
 
     def _asked(self) -> Mask:
-        """Whose values are to be known: all but those that do not fit."""
+        """Return the mask of points whose values are wanted: all but those that do not fit."""
         return np.array([fits is not False for fits in self.fits()])
 
     def _design(self) -> list[int]:
@@ -277,8 +276,8 @@ class Search:
         return spread_out(places, first, max(len(first), FIRST if grid.predicted else FIRST_ALONE))
 
     def _edge(self) -> list[int]:
-        """Where what fits ends, unless that is known of as many points as need be: in turns where the values say that
-        it is, and in the middle of what is open."""
+        """Return points at the border of what fits; none if enough points are decided. Alternate between the border
+        that values show and the middle of the open points."""
         fits = self.fits()
         open_ = np.array([at for at, one in enumerate(fits) if one is None and at not in self.answers], dtype=int)
         full = [at for at, answer in self.answers.items() if answer.fits is False]
@@ -294,8 +293,8 @@ class Search:
         return [int(open_[len(open_) // 2])]
 
     def _uncertain(self, count: int) -> list[int]:
-        """Where it is least certain, measured by the tolerance: in the surroundings of that measured point around which
-        most is not within it, then in those of another."""
+        """Return the least certain points, measured by the tolerance, one in the surroundings of a measured point.
+        Surroundings with most outside the tolerance come first."""
         done = np.array(list(self.answers))
         score = np.zeros(len(self.grid.length))
         for column, one in self.inferred().items():
@@ -309,7 +308,7 @@ class Search:
         return [int(np.argmax(np.where(nearest == one, score, 0.0))) for one in best]
 
     def _drawn(self, count: int) -> list[int]:
-        """Check points: at random, one in each part of the points that are left, in order of tokens."""
+        """Draw check points at random, one in each part of the remaining points, in order of tokens."""
         free = np.flatnonzero(self._asked() & ~np.isin(np.arange(len(self.grid.length)), list(self.answers)))
         if not len(free):
             return []
@@ -319,7 +318,7 @@ class Search:
 
 
 def _jumps(grid: Grid, column: str) -> list[tuple[int, int]]:
-    """Both sides of those jumps that are predicted, within a batch, on which most points hang."""
+    """Return both sides of those jumps predicted within a batch on which most points depend."""
     if (values := _predicted(grid, grid.predicted.get(column))) is None:
         return []
     order = np.lexsort((grid.length, grid.tokens))
@@ -334,7 +333,7 @@ def _jumps(grid: Grid, column: str) -> list[tuple[int, int]]:
 
 
 def _stretches(grid: Grid, metric: Metric) -> Numbers:
-    """Numbers of the stretches between predicted jumps, (n,): where one is predicted, it may be elsewhere."""
+    """Return the number of each point's stretch between predicted jumps, (n,): a jump may be elsewhere."""
     found = np.zeros(len(grid.length), dtype=np.int64)
     for one, _ in _jumps(grid, metric.column):
         found += (grid.batch == grid.batch[one]) & (grid.length > grid.length[one])
@@ -342,7 +341,7 @@ def _stretches(grid: Grid, metric: Metric) -> Numbers:
 
 
 def _infer(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Array, Array], within: float) -> Inferred:
-    """One column at every point, from its measured values `y` at the positions `at`."""
+    """Infer one column at every point from its measured values `y` at the positions `at`."""
     base = _predicted(grid, grid.predicted.get(metric.column))
     basis = "curve" if base is None else "prediction"
     unsure = np.zeros(len(grid.length))
@@ -360,8 +359,8 @@ def _infer(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
 
 
 def _middle(left: Array, within: float) -> float:
-    """How far to move values so that most of what is `left` (k,), as shares, is within the tolerance of them: not at
-    all, unless that brings more within it, and then to the middle of those."""
+    """Return how far to move values so that most of what is `left` (k,), as shares, is within the tolerance. It is 0
+    unless a move brings more within it, and then the middle of those."""
     left = np.sort(left)
     counts = np.searchsorted(left, left + 2 * within, side="right") - np.arange(len(left))
     if counts.max() <= np.sum(np.abs(left) <= within):
@@ -371,7 +370,7 @@ def _middle(left: Array, within: float) -> float:
 
 
 def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The most probable curve through the points along tokens, and how uncertain it is: a standard deviation."""
+    """Return the most probable curve along tokens, and its standard deviation."""
     tokens = grid.tokens
     if len(np.unique(tokens[at])) < FEWEST:
         return np.full(len(tokens), float(y.mean())), np.full(len(tokens), float(y.max()))
@@ -380,7 +379,7 @@ def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
     found = estimate_points(points, metric)
     predictor = OfPoints(found.posteriors, found.modulus, candidates_of(points, found)[1].model)
     unsure = np.zeros(len(tokens))
-    for mine in members(tokens, found.modulus).values():  # between some of them it changes little
+    for mine in members(tokens, found.modulus).values():  # at some of them: it changes little between
         asked = np.unique(
             np.append(np.quantile(tokens[mine], np.linspace(0, 1, SPREADS), method="nearest"), tokens[at])
         )
@@ -391,8 +390,8 @@ def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
 
 
 def _predicted(grid: Grid, values: Array | None) -> Array | None:
-    """A prediction at every point: where it is not known, between its neighbours in tokens, and beyond the last (out
-    of memory) on the line through those before. None if too few are known."""
+    """Return a prediction at every point. Where it is unknown, interpolate in tokens; beyond the last (out of memory)
+    follow the line through those before. Return None if too few are known."""
     if values is None:
         return None
     if (known := np.isfinite(values) & (values > 0)).sum() < FEWEST:
@@ -416,6 +415,6 @@ def _make_places(grid: Grid, base: Array | None, stretches: Numbers | None = Non
 
 
 def _unit_coordinates(grid: Grid) -> Array:
-    """(n, 2): length and batch, each from 0 to 1."""
+    """Return length and batch, each from 0 to 1, (n, 2)."""
     both = np.column_stack([grid.length, grid.batch])
     return np.asarray((both - both.min(axis=0)) / np.maximum(np.ptp(both, axis=0), 1))

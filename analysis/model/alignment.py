@@ -1,11 +1,10 @@
-"""Lengths of the alignment class that no row, or only a few, were measured of.
+"""Memory of lengths of the alignment class with no, or only a few, measured rows.
 
-Kernels and attention masks pad lengths that 8 does not divide, and copies of what is padded stay alive: such a length
-may need more than the curve through multiples of 8 has, by a share of what grows with the length. Which share is not
-known from those multiples, so that it has a prior. As likely as not the classes do not differ at all: replays under
-torch 2.13 of gpt2, Qwen1.5-0.5B, Llama-3.2-1B and phi-1.5 (results/reference/replayed_lengths.csv) do not, but for what
-blocks that are not split make, up to 1 % either way. Else the share is half-normal: the public Qwen1.5-0.5B sweep, of
-torch 2.2, has 1.6 to 3.2 %.
+Kernels and attention masks pad lengths that 8 does not divide, and copies of what is padded stay alive. Such a length
+may need more than the curve through multiples of 8, by a share of what grows with the length. Those multiples do not
+show the share, so it has a prior. With even odds the classes do not differ. Replays under torch 2.13 of gpt2,
+Qwen1.5-0.5B, Llama-3.2-1B and phi-1.5 (results/reference/replayed_lengths.csv) differ only by what unsplit blocks make,
+up to 1 % either way. Else the share is half-normal: the public Qwen1.5-0.5B sweep, of torch 2.2, has 1.6 to 3.2 %.
 """
 
 from __future__ import annotations
@@ -22,24 +21,25 @@ from vramsweep.analysis.model.observations import Mask, members
 from vramsweep.analysis.model.residual_model import Predictor
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
-MORE = 0.02  # of what grows with the length: what the others need more where classes differ, one standard deviation
-WAVERS = 0.2  # of that: how far single lengths stray that are less round than all measured ones, one standard deviation
+MORE = 0.02  # share of what grows with length: extra of the others if classes differ, one standard deviation
+WAVERS = 0.2  # share of that: how far lengths less round than all measured ones stray, one standard deviation
 
 
 def classes(x: Array) -> set[bool]:
-    """Which there are: True of lengths that `PADDED_TO` divides, False of the others."""
+    """Return the classes present: True for lengths that `PADDED_TO` divides, False for the others."""
     return {key for key, at in members(x, PADDED_TO).items() if at.any()}
 
 
 def as_round(x: Array, measured: Array) -> Mask:
-    """Whether what divides all measured lengths that `PADDED_TO` divides, or all if there are none, divides x, (n,)."""
+    """Return whether x (n,) is divisible by the gcd of measured multiples of `PADDED_TO`, or of all without any."""
     even = measured % PADDED_TO == 0
     return np.asarray(x % np.gcd.reduce(measured[even if even.any() else ~even].astype(int)) == 0)
 
 
 @dataclass(frozen=True)
 class Unaligned:
-    """`free`, through `measured` lengths of one class alone, for both: the other's few, if any, are `x`, `y` (n,)."""
+    """Predictor of both classes. `free` goes through `measured` lengths of one of them; `x`, `y` (n,) are the few of
+    the other, if any."""
 
     free: Predictor
     measured: Array
@@ -48,24 +48,24 @@ class Unaligned:
 
     @property
     def divisible(self) -> bool:
-        """Whether the measured ones are those that 8 divides; if not, the others need less."""
+        """Return whether the measured ones are those that 8 divides; if not, the others need less."""
         return True in classes(self.measured)
 
     def of_other_class(self, x: Array) -> Array:
-        """The x of the other class at or next to these, (n,)."""
+        """Return the x of the other class at or next to these, (n,)."""
         above = np.floor(x) % PADDED_TO
         return np.asarray(np.floor(x) + ((above == 0) if self.divisible else -above))
 
     def value(self, x: Array) -> Array:
-        """The most probable curve, (n,): the same for both classes where nothing tells of the other."""
+        """Return the most probable curve, (n,), one for both classes where nothing tells of the other."""
         shift = self.share * self._rise(x, self.free.value(self._with_longer(x))) if len(self.x) else 0.0
         return np.asarray(self.free.value(x) + np.where(self.of_other_class(x) == np.floor(x), shift, 0.0))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
+        """Return draws of the curve and of a new run, (draws, n) each."""
         count = 2 * len(x)
         curve, new = self.free.draws(np.concatenate([self._with_longer(x), self._with_longer(self.x)]))
-        kept, share, _ = self._learn(curve[:, count:], new[:, count:])  # of the same draws, whose number may vary
+        kept, share, _ = self._learn(curve[:, count:], new[:, count:])  # from these draws: their number may vary
         curve, new = curve[kept, :count], new[kept, :count]
         shift = np.where(self.of_other_class(x) == np.floor(x), share[:, None] * self._rise(x, curve), 0.0)
         wavers = WAVERS * self._rise(x, curve) * np.random.default_rng(SEED + 7).standard_normal(shift.shape)
@@ -73,20 +73,20 @@ class Unaligned:
 
     @property
     def share(self) -> float:
-        """How much more the others need, on average, in standard deviations of what is expected."""
+        """Mean extra need of the others, in standard deviations of what is expected."""
         return float(self._learned[1].mean())
 
     @property
     def alike(self) -> float:
-        """How probable it is that the classes do not differ."""
+        """Probability that the classes do not differ."""
         return self._learned[2]
 
     def _with_longer(self, x: Array) -> Array:
-        """The x, and those at which what grows has grown by two standard deviations of what may be missing."""
+        """Return x, then x so much longer that what grows has grown by two standard deviations of the extra."""
         return np.concatenate([x, x * (1 + 2 * MORE)])
 
     def _rise(self, x: Array, values: Array) -> Array:
-        """One standard deviation of what the others need more, (..., n), from values at `_with_longer`."""
+        """Return one standard deviation of the others' extra, (..., n), from values at `_with_longer`."""
         rise = np.maximum(values[..., len(x) :] - values[..., : len(x)], 0.0) / 2
         return np.asarray(rise if self.divisible else -rise)
 
@@ -95,10 +95,10 @@ class Unaligned:
         return self._learn(*self.free.draws(self._with_longer(self.x)))
 
     def _learn(self, curve: Array, new: Array) -> tuple[Numbers, Array, float]:
-        """Which draws of `free` at the own x to take, by number, each one's share in standard deviations, and `alike`.
+        """Return which draws of `free` at the own x to take, each one's share in standard deviations, and `alike`.
 
-        Given a draw of the curve the few observations are normal about it plus a share of its rise; the posterior of
-        that share is 0, or a normal distribution cut off at 0, with odds in closed form.
+        Given a draw of the curve, the few observations are normal about it plus a share of its rise. The posterior of
+        that share is 0, or a normal distribution truncated at 0, with odds in closed form.
         """
         random = np.random.default_rng(SEED + 6)
         x, y = self.x, self.y

@@ -1,7 +1,7 @@
-"""The kinds of curve along one axis, and a curve: the maximum of a few lines or parabolas.
+"""Kinds of curve along one axis, and a curve: the maximum of a few lines or parabolas.
 
-What a peak of memory is: the largest of several moments, each of which is a level, a line, or, where attention stores
-its scores, a parabola. Finding them is estimate.py's.
+A peak of memory is the largest of several moments. Each is a level, a line, or a parabola if attention stores its
+scores. estimate.py finds them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ FEWEST = 3  # different x, below which nothing is fitted
 
 @dataclass(frozen=True)
 class Kind:
-    """Which features each piece has, by number (along one axis: 1, x, x²).
+    """A kind of curve, by the numbers of the features that each piece has (along one axis: 1, x, x²).
 
     `joined`: the value is the largest piece, else that of the run that x lies in. `rising` are features whose
-    coefficient in the last piece is at least 0; `weight` is the prior odds. `fixed` is a feature that enters each of
-    the last piece's values as it is, with a coefficient of 1. `share` is the least share of all x, and 3, that each
-    piece must have. Several kinds may share a name, in words one thing.
+    coefficient in the last piece is at least 0. `weight` is the prior odds. `fixed` is a feature that is added to the
+    last piece with a coefficient of 1. `share` is the least share of all x, and 3, that each piece must have. Several
+    kinds may share a name, if words do not distinguish them.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Kind:
     share: float = 0.0
 
 
-# Prior odds: a level that weights and gradients make, then a line that activations make, is what a peak is wherever the
-# lengths span both; a line alone is one side of it. Evidence against needless pieces is in the likelihood itself.
+# Prior odds: where lengths span both, a peak is a level (weights and gradients), then a line (activations). A line
+# alone is one side of it. The likelihood itself counts against needless pieces.
 KINDS = (
     Kind("linear", ((0,),), 0.05),
     Kind("linear", ((0, 1),), 0.2),
@@ -63,20 +63,20 @@ STEP = Kind("step", ((0, 1), (0, 1)), 0.015, joined=False, share=0.1)
 
 
 def powers(x: Array) -> Array:
-    """The features along one axis, (n, 3)."""
+    """Return the features along one axis, 1, x and x², (n, 3)."""
     return np.column_stack([np.ones_like(x), x, x * x])
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The largest of `pieces` at x, each (a, b, c) of a + b x + c x²; apart from each other at `edges` if there are."""
+    """The largest of `pieces` at x, each (a, b, c) of a + b x + c x²; with `edges` the piece between them instead."""
 
     kind: str
     pieces: tuple[tuple[float, float, float], ...]
     edges: tuple[float, ...] = ()
 
     def predict(self, x: Array) -> Array:
-        """y at x, both of shape (n,)."""
+        """Return y at x, both (n,)."""
         each = [a + b * x + c * x * x for a, b, c in self.pieces]
         if self.edges:
             return np.asarray(np.choose(np.searchsorted(np.array(self.edges), x, side="right"), each))
@@ -84,12 +84,12 @@ class Curve:
 
     @property
     def knots(self) -> tuple[float, ...]:
-        """Where one piece ends and the next begins (unit of x), ascending."""
+        """Values of x where one piece ends and the next begins, ascending."""
         return self.edges or tuple(meet(one, other) for one, other in pairwise(self.pieces))
 
     @property
     def parameters(self) -> dict[str, float]:
-        """Each piece's numbers by name (a1, b1, c1 only if not 0, ...), then the knots."""
+        """Numbers of each piece by name (a1, b1, c1 only if not 0, ...), then the knots."""
         named = {
             f"{letter}{i}": value
             for i, piece in enumerate(self.pieces, 1)
@@ -99,13 +99,13 @@ class Curve:
         return named | {f"k{i}": knot for i, knot in enumerate(self.knots, 1)}
 
     def lines(self) -> list[tuple[float, float, float, float, float]]:
-        """The pieces as (from, to, a, b, c)."""
+        """Return the pieces as (from, to, a, b, c)."""
         edges = [-np.inf, *self.knots, np.inf]
         return [(start, stop, *piece) for (start, stop), piece in zip(pairwise(edges), self.pieces, strict=True)]
 
 
 def meet(one: Sequence[float], other: Sequence[float]) -> float:
-    """Where `other` overtakes `one` with growing x; NaN if it never does."""
+    """Return where `other` overtakes `one` with growing x; NaN if it never does."""
     a, b, c = (float(q - p) for p, q in zip(one, other, strict=True))
     if c == 0:
         return -a / b if b > 0 else float("nan")

@@ -1,15 +1,15 @@
-"""The one estimator: which maximum of pieces some observations come from, with what parameters, and how sure that is.
+"""Bayesian estimator of the maximum of pieces that observations come from, its parameters and its uncertainty.
 
 A model is a maximum of pieces, each linear in given features (1, x, x² of one axis; tokens, samples and length of two).
-That is what a peak is: the largest of several moments, each affine in tokens or quadratic in length. Observations in
-order of the axis are cut into as many runs as there are pieces. Given the cuts a piece is a linear regression of its
-run alone, with a Gaussian prior that is wide against the data, so that its evidence, its parameters and their
-uncertainty are known in closed form for every size of noise (Murphy 2012, ch. 7.6). Draws in which another piece is
-larger at an observation contradict the cut and are left out: no search for knots, no derivatives.
+A peak is of this form because it is the largest of several moments, each affine in tokens or quadratic in length.
+Observations in order of the axis are cut into as many runs as there are pieces. Given the cuts, a piece is a linear
+regression of its run alone, with a Gaussian prior that is wide compared with the data. Evidence, parameters and
+uncertainty then have closed forms for every size of noise (Murphy 2012, ch. 7.6). Draws in which another piece is
+larger at an observation contradict the cut and are dropped. There is no search for knots and no derivative.
 
-Over cuts, kinds, sizes of noise (down to the counter's resolution) and its shape (the same everywhere, or proportional
-to the value) all that follows is one posterior distribution: the choice of a kind, curves, intervals, what an
-observation that was cut off (out of memory) says. Nothing here knows bytes or rows.
+One posterior covers cuts, kinds, sizes of noise (down to the counter's resolution) and its shape (constant, or
+proportional to the value). The choice of a kind, curves, intervals and the effect of censored observations (out of
+memory) all follow from it. Nothing here knows bytes or rows.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from scipy import special
 from vramsweep.analysis.model.curves import Array, Kind, Numbers
 
 DRAWS = 2000  # of the whole posterior; the ends of a 95 % interval then have a standard error of 0.35 %
-TRIES = 300  # draws of one component, of which those that contradict its cuts are left out
+TRIES = 300  # draws of one component; those that contradict its cuts are dropped
 MOST_TRIES = 64 * TRIES
 MOST_CUTS = 40  # candidates for a cut; with more lengths they are thinned, then dense around the best
-OTHERWISE = 1e-3  # chance that a bound says nothing of the quantity: something else held memory, say
-BOUNDED = 4.0  # times the largest value that the prior's scale is at most where a bound is larger still
-FEWEST_DRAWS = 50  # different ones of a component, in effect (Kish 1965)
-BEYOND = 1.5  # times that noise grows for each range of the observations beyond them
-KEPT = 10  # components of a kind that are drawn from
-CLEAR = 10.0  # nats below the best of all from which on a component is not looked at
+OTHERWISE = 1e-3  # chance that a bound tells nothing of the quantity, because something else held memory
+BOUNDED = 4.0  # the prior's scale is at most this times the largest value, where a bound is larger still
+FEWEST_DRAWS = 50  # effective number of different draws of a component (Kish 1965)
+BEYOND = 1.5  # growth of noise for each range of the observations beyond them
+KEPT = 10  # most components of a kind to draw from
+CLEAR = 10.0  # nats below the best of all; components below that are ignored
 NOISES = ("constant", "proportional")
-SIZES = 48  # of noise, spaced evenly in logarithm
-UNSURE = 0.9  # of the logarithm of an expected size of noise, one standard deviation: a factor of 2.5
+SIZES = 48  # number of sizes of noise, evenly spaced in logarithm
+UNSURE = 0.9  # standard deviation of the log of an expected size of noise: a factor of 2.5
 SEED = 20_240_917
 
 
 @dataclass(frozen=True)
 class Data:
-    """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and how small a difference means anything.
+    """Observations in order of `axis` (n,): `features` (n, m), `y` (n,), and the least difference that matters.
 
-    `given_scales` (m,) replace the prior's own, `given_sizes` (SIZES,) the noise's; `size_odds` (SIZES,) are the log
-    of the prior odds of those, if they are not equal. Before anything is seen, noise is near `expected` with the
-    probability `surely`, and of any size otherwise. `bounds` (k, m), `bounds_axis` and `at_least` (k,): where the value
-    was not seen but is at least that. Each observation counts as `share` of one.
+    `given_scales` (m,) replace the prior's own, `given_sizes` (SIZES,) those of the noise. `size_odds` (SIZES,) are the
+    log of the prior odds of these sizes, if unequal. A priori noise is near `expected` with the probability `surely`,
+    else of any size. `bounds` (k, m), `bounds_axis` and `at_least` (k,) are censored: the value there is at least that.
+    Each observation counts as `share` of one.
     """
 
     axis: Array
@@ -67,12 +67,12 @@ class Data:
 
     @functools.cached_property
     def ahead(self) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Which bounds lie beyond the last observation, (k,)."""
+        """Mask of the bounds that lie beyond the last observation, (k,)."""
         return np.asarray(self.bounds_axis > self.axis.max(initial=-np.inf))
 
     @functools.cached_property
     def scales(self) -> Array:
-        """Standard deviations of the prior of each feature's coefficient: twice the largest value at its largest."""
+        """Prior standard deviations of the coefficients, (m,): twice the largest value over the feature's largest."""
         if self.given_scales is not None:
             return self.given_scales
         everywhere = np.vstack([self.features, self.bounds]) if len(self.bounds) else self.features
@@ -83,8 +83,8 @@ class Data:
         return np.asarray(2.0 * size / largest)
 
     def sizes(self, noise: str) -> Array:
-        """Sizes of noise at the largest value, up to the size of the values: at the smallest value, too, not less than
-        what rounding to the resolution makes."""
+        """Return sizes of noise at the largest value, (SIZES,), up to the size of the values. At the smallest value,
+        too, noise is not less than what rounding to the resolution makes."""
         if self.given_sizes is not None:
             return self.given_sizes
         top = max(float(np.abs(self.y).max()), 4 * self.resolution)
@@ -92,7 +92,7 @@ class Data:
         return np.geomspace(min(least, top / 4), top, SIZES)
 
     def odds(self, noise: str) -> Array:
-        """The log of the prior odds of each size of noise, (SIZES,), 1 on average."""
+        """Return the log of the prior odds of each size of noise, (SIZES,); the odds are 1 on average."""
         if self.size_odds is not None or self.expected is None:
             return np.zeros(SIZES) if self.size_odds is None else self.size_odds
         logs = -0.5 * (np.log(self.sizes(noise) / self.expected) / UNSURE) ** 2
@@ -100,7 +100,7 @@ class Data:
         return np.logaddexp(logs, np.log(max(1 - self.surely, 1e-300)))
 
     def shape(self, noise: str) -> Array:
-        """How the noise of each observation relates to its size, (n,)."""
+        """Return the noise of each observation relative to the size of noise, (n,)."""
         if noise == "constant":
             return np.ones(len(self.y))
         return np.asarray(np.maximum(np.abs(self.y), 1e-300) / max(float(np.abs(self.y).max()), 1e-300))
@@ -108,9 +108,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Run:
-    """A regression of some observations that lie together, decomposed so that any size of noise is quick.
+    """A regression of some observations that lie together, decomposed so that any size of noise is cheap.
 
-    `evidence` is the log density of the observations at each size of noise, without what is the same for all runs.
+    `evidence` is the log density of the observations at each size of noise, without terms common to all runs.
     """
 
     singular: Array
@@ -120,18 +120,18 @@ class Run:
     scales: Array
 
     def mean(self, size: float) -> Array:
-        """The coefficients at a size of noise, (parameters,)."""
+        """Return the coefficients at a size of noise, (parameters,)."""
         pulled = self.singular * self.projected / (self.singular**2 + size**2)
         return np.asarray(self.scales * (self.directions.T @ pulled))
 
     def draw(self, sizes: Array, random: np.random.Generator) -> Array:
-        """One draw of the coefficients for each size of noise, (sizes, parameters)."""
+        """Draw the coefficients once for each size of noise, (sizes, parameters)."""
         standard = random.standard_normal((len(sizes), len(self.scales)))
         spread = self.singular**2 + sizes[:, None] ** 2
         along = standard[:, : len(self.singular)]
         pulled = self.singular * self.projected / spread + along * sizes[:, None] / np.sqrt(spread)
         inside = pulled @ self.directions
-        # what no observation speaks of: the prior
+        # directions that no observation determines: the prior
         outside = standard - (standard @ self.directions.T) @ self.directions
         return np.asarray(self.scales * (inside + outside))
 
@@ -140,8 +140,8 @@ class Run:
 class Component:
     """A kind with its cuts and shape of noise. `log` is the logarithm of its weight, up to a common constant.
 
-    `chances` are of each size of noise, (SIZES,). `draws` hold each piece's coefficients, (draws, parameters of the
-    piece); `size` the noise of each draw (draws,).
+    `chances` are the probabilities of the sizes of noise, (SIZES,). `draws` hold each piece's coefficients, (draws,
+    parameters of the piece). `size` is the noise of each draw, (draws,).
     """
 
     kind: Kind
@@ -155,7 +155,7 @@ class Component:
     size: Array = field(default_factory=lambda: np.empty(0))
 
     def values(self, coefficients: Sequence[Array], axis: Array, features: Array) -> Array:
-        """(draws, n): the value at each point for each draw of the coefficients, (draws, parameters) a piece."""
+        """Return the value at each point for each draw, (draws, n); coefficients are (draws, parameters) a piece."""
         each = pieces(self.kind, coefficients, features)
         if self.kind.joined:
             return np.asarray(np.maximum.reduce(each))
@@ -164,7 +164,7 @@ class Component:
 
 
 def pieces(kind: Kind, coefficients: Sequence[Array], features: Array) -> list[Array]:
-    """The value of each piece at each point, (..., n), for coefficients (..., parameters)."""
+    """Return the value of each piece at each point, (..., n), for coefficients (..., parameters)."""
     each = [c @ features[:, list(columns)].T for c, columns in zip(coefficients, kind.pieces, strict=True)]
     if kind.fixed is not None:
         each[-1] = each[-1] + features[:, kind.fixed]
@@ -173,7 +173,7 @@ def pieces(kind: Kind, coefficients: Sequence[Array], features: Array) -> list[A
 
 @dataclass(frozen=True)
 class Posterior:
-    """Components with draws. `probability` is of each kind by name; `log` the evidence of all of them together."""
+    """Components with draws. `probability` is that of each kind by name, `log` the log evidence of all together."""
 
     data: Data
     components: tuple[Component, ...]
@@ -181,22 +181,22 @@ class Posterior:
     log: float
 
     def best(self, kind: str | None = None) -> Component:
-        """The component with the largest weight, of a kind or of the most probable kind."""
+        """Return the component with the largest weight, of a kind or of the most probable kind."""
         name = kind or max(self.probability, key=lambda k: self.probability[k])
         return max((c for c in self.components if c.kind.name == name), key=lambda c: c.log)
 
     def value(self, axis: Array, features: Array) -> Array:
-        """The most probable curve at each point, (n,)."""
+        """Return the most probable curve at each point, (n,)."""
         best = self.best()
         return np.asarray(best.values([b[None] for b in best.best], axis, features)[0])
 
     def kinds(self) -> list[str]:
-        """The kinds that the observations allow, most probable first."""
+        """Return the kinds that the observations allow, most probable first."""
         return sorted(self.probability, key=lambda name: -self.probability[name])
 
     @property
     def identified(self) -> bool:
-        """Whether one kind has 95 % and each of its pieces has as many observations as parameters."""
+        """Return whether one kind has 95 % and each of its pieces has as many different x as parameters."""
         name = self.kinds()[0]
         best = self.best(name)
         counts = np.diff([0, *best.cuts, len(np.unique(self.data.axis))])
@@ -205,16 +205,16 @@ class Posterior:
 
     @property
     def sizes(self) -> Array:
-        """How probable each size of noise is, (SIZES,), of data with one shape of it."""
+        """Probability of each size of noise, (SIZES,), for data with one shape of noise."""
         logs = np.array([c.log for c in self.components])
         shares = np.exp(logs - logs.max())
         return np.asarray(shares @ np.array([c.chances for c in self.components]) / shares.sum())
 
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
-        """The curve at each point (draws, n), and the standard deviation of a new observation's noise there.
+        """Return draws of the curve, (draws, n), and the standard deviation of a new observation's noise there.
 
-        Beyond the observations it grows with the distance: how far the truth strays from any such model was only seen
-        within.
+        Beyond the observations the noise grows with distance. How far the truth strays from any such model was observed
+        only there, not beyond.
         """
         curves, noises = [], []
         logs = np.array([c.log for c in self.components])
@@ -238,7 +238,7 @@ class Posterior:
 
 
 def estimate(data: Data, kinds: Sequence[Kind], every: bool = False) -> Posterior:
-    """The posterior over these kinds; also of those that are out of the question with `every`, to be shown.
+    """Return the posterior over these kinds; `every` also returns kinds that are out of the question, to be shown.
 
     Raises ValueError without an observation.
     """
@@ -254,13 +254,13 @@ def estimate(data: Data, kinds: Sequence[Kind], every: bool = False) -> Posterio
     top = max((one.most for one in weighed), default=-np.inf)
     possible = [one for one in weighed if every or one.most > top - CLEAR]
     found = [component for one in possible for component in one.components(top, random)]
-    if not found:  # what looked best contradicts itself
+    if not found:  # the best candidates contradict themselves
         found = [component for one in weighed for component in one.components(top, random)]
     return _together(data, found)
 
 
 def _log_sum(logs: Array) -> Array:
-    """The logarithm of the sum of the exponentials along the last axis; scipy's takes ten times as long on a few."""
+    """Return the log of the sum of exponentials along the last axis; scipy takes ten times as long on a few."""
     most = logs.max(axis=-1, keepdims=True)
     return np.asarray(most[..., 0] + np.log(np.sum(np.exp(logs - most), axis=-1)))
 
@@ -277,7 +277,7 @@ def _together(data: Data, components: Sequence[Component]) -> Posterior:
 def _run(
     data: Data, shape: Array, sizes: Array, columns: tuple[int, ...], fixed: int | None, first: int, last: int
 ) -> Run:
-    """The regression of these observations on these features."""
+    """Regress these observations on these features. Raises LinAlgError if a feature is not finite."""
     scale = np.sqrt(data.share) / shape[first:last]
     scales = data.scales[list(columns)]
     variance = sizes**2
@@ -285,14 +285,14 @@ def _run(
         return Run(np.empty(0), np.empty(0), np.empty((0, len(columns))), np.zeros(SIZES), scales)
     design = data.features[first:last][:, list(columns)] * scales * scale[:, None]
     y = (data.y[first:last] - (0.0 if fixed is None else data.features[first:last, fixed])) * scale
-    if not np.isfinite(design).all():  # some LAPACKs never come back from it
+    if not np.isfinite(design).all():  # some LAPACKs never return from it
         raise np.linalg.LinAlgError("not finite")
     left, singular, right = np.linalg.svd(design, full_matrices=False)
     keep = singular > 1e-9 * max(float(singular[0]), 1e-300)
     left, singular, right = left[:, keep], singular[keep], right[keep]
     projected = left.T @ y
     rest = y - left @ projected
-    rest -= left @ (left.T @ rest)  # once more: what is left is ten million times smaller than y
+    rest -= left @ (left.T @ rest)  # twice, because the rest is ten million times smaller than y
     spread = variance[:, None] + singular**2
     free = data.share * (last - first) - len(singular)
     evidence = -0.5 * np.sum(np.log(spread) + projected**2 / spread, axis=1)
@@ -324,11 +324,11 @@ class _Weighed:
 
     @property
     def most(self) -> float:
-        """The largest evidence."""
+        """Largest evidence."""
         return self.order[0][1] if self.order else -np.inf
 
     def cut(self, cuts: tuple[int, ...]) -> list[Run]:
-        """The regression of each piece."""
+        """Return the regression of each piece."""
         edges = [0, *(int(self.starts[c]) for c in cuts), len(self.data.y)]
         last = len(self.kind.pieces) - 1
         fixed = [self.kind.fixed if i == last else None for i in range(last + 1)]
@@ -336,7 +336,7 @@ class _Weighed:
         return [self._runs(columns, offset, a, b) for columns, offset, a, b in runs]
 
     def components(self, top: float, random: np.random.Generator) -> list[Component]:
-        """Those that are worth anything against `top`, drawn from; the first that its cuts do not contradict always."""
+        """Return components that count next to `top`, with draws; the first that fits its cuts is always kept."""
         places = sorted({c for cuts in self.tried for c in cuts})
         found: list[Component] = []
         for tries, (cuts, log) in enumerate(self.order):
@@ -347,7 +347,7 @@ class _Weighed:
         return found
 
     def _component(self, cuts: tuple[int, ...], places: Sequence[int], random: np.random.Generator) -> Component | None:
-        """Draws of a component that do not contradict it, and the share of them as its `log`; None without any."""
+        """Draw a component, without draws that contradict it; `log` is the share of the others. None without any."""
         data, kind, runs, per_size = self.data, self.kind, self.cut(cuts), self.tried[cuts]
         chances = np.exp(per_size - _log_sum(per_size))
         known = data.sizes(self.noise)
@@ -358,7 +358,7 @@ class _Weighed:
         component = Component(kind, cuts, self.noise, 0.0, edges, tuple(best), chances)
         witnesses = _witnesses(cuts, self.starts, places) if kind.joined and len(kind.pieces) > 1 else None
         tries, thin = TRIES, _thin(component, self.different)
-        # few hold where a bound is far off, or are likely where a piece is thin: then it takes more of them
+        # few draws hold if a bound is far off, and few are likely if a piece is thin: then try more
         while True:
             sizes = random.choice(known, tries, p=chances)
             draws = [run.draw(sizes, random) for run in runs]
@@ -386,9 +386,9 @@ class _Weighed:
 def _ways_to_cut(
     count: int, cuts: int, beyond: bool, tried: Mapping[tuple[int, ...], Array]
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Positions of the cuts, as numbers of different x to the left; a second round is dense around the best.
+    """Yield positions of the cuts, as numbers of different x to the left; later rounds are dense around the best.
 
-    `beyond`: a last run may be without an observation, as there are bounds that speak of it.
+    `beyond`: the last run may have no observation, because bounds constrain it.
     """
     if not cuts:
         yield [()]
@@ -408,7 +408,7 @@ def _ways_to_cut(
 
 
 def _allowed(data: Data, kind: Kind, draws: Sequence[Array], witnesses: tuple[Numbers, Numbers] | None) -> Array:
-    """1 for each draw that its kind and its cuts do not contradict, else 0."""
+    """Return 1 for each draw that its kind and its cuts do not contradict, else 0."""
     good = np.ones(len(draws[0]), dtype=bool)
     for feature in kind.rising:
         good &= draws[-1][:, kind.pieces[-1].index(feature)] >= 0
@@ -421,7 +421,7 @@ def _allowed(data: Data, kind: Kind, draws: Sequence[Array], witnesses: tuple[Nu
 
 
 def _bounded(data: Data, component: Component, draws: Sequence[Array], sizes: Array) -> Array:
-    """How probable the bounds are, for each draw: that a new value is at least so large, or the reason another."""
+    """Return each draw's probability of the bounds: a new value reaches them, or they have another cause."""
     if not len(data.at_least):
         return np.ones(len(sizes))
     values = component.values(draws, data.bounds_axis, data.bounds)
@@ -432,41 +432,41 @@ def _bounded(data: Data, component: Component, draws: Sequence[Array], sizes: Ar
 
 
 def _thin(component: Component, different: Array) -> bool:
-    """Whether the last of several pieces has fewer different x than numbers."""
+    """Return whether the last of several pieces has fewer different x than parameters."""
     kind, cuts = component.kind, component.cuts
     return bool(cuts) and kind.joined and kind.fixed is None and len(different) - cuts[-1] < len(kind.pieces[-1])
 
 
 def _anywhere(data: Data, component: Component, draws: Sequence[Array], different: Array, starts: Array) -> Array:
-    """What makes the knot before a thin last piece equally likely anywhere in its gap, and the rise behind it of any
-    order of magnitude: a weight of each draw, (draws,).
+    """Return a weight of each draw, (draws,), for the knot before a thin last piece and the rise behind it.
 
-    The regression's prior is flat in the piece's a and b. With its knot k instead of a that is b db dk: of all rises
-    that pass through one observation the steepest that the prior allows would be the most likely. 1 / b² makes it
-    db / b dk. Which of the kinds and cuts is how probable stays as it is.
+    It makes the knot equally likely anywhere in its gap, and the rise in any order of magnitude. The regression's prior
+    is flat in the piece's a and b. With its knot k instead of a, that is b db dk. The steepest rise that the prior
+    allows would then be the most likely of all rises through one observation. 1 / b² makes it db / b dk. The
+    probabilities of kinds and cuts stay as they are.
     """
     cut = component.cuts[-1]
-    alone = cut == len(different)  # no observation: a bound is all that speaks of the piece
+    alone = cut == len(different)  # no observation: only a bound constrains the piece
     nearest = int(np.argmin(np.where(data.ahead, data.bounds_axis, np.inf))) if alone else None
     after = data.features[starts[cut]] if nearest is None else data.bounds[nearest]
     values = pieces(component.kind, draws, np.vstack([data.features[starts[cut - 1]], after]))
     over = values[-1] - values[-2]
     rise = np.maximum(over[:, 1] - over[:, 0], data.resolution)
-    if nearest is not None:  # less explains nothing: it is as likely as the least that does
+    if nearest is not None:  # less explains nothing: count it as the least that does
         rise = np.maximum(rise, data.at_least[nearest] - values[-2][:, 1])
     return np.asarray((float(rise.min()) / rise) ** 2)
 
 
 def _middle(draws: Sequence[Array]) -> int:
-    """The draw nearest to the mean of all, in units of their spread."""
+    """Return the draw nearest to the mean of all, in units of their spread."""
     parts = [np.sum(((d - d.mean(axis=0)) / np.maximum(d.std(axis=0), 1e-300)) ** 2, axis=1) for d in draws]
     return int(np.argmin(np.sum(parts, axis=0)))
 
 
 def _witnesses(cuts: tuple[int, ...], starts: Array, places: Sequence[int]) -> tuple[Numbers, Numbers]:
-    """Observations at which the piece of their run must be the largest, and the number of that run.
+    """Return observations at which the piece of their run must be the largest, and the number of that run.
 
-    All of them; where cuts were tried only here and there, those beside a cut may be on either side of it.
+    Where cuts were tried only here and there, observations next to a cut may be on either side and are omitted.
     """
     bounds = [0, *cuts, len(starts) - 1]
     rows: list[int] = []

@@ -1,14 +1,14 @@
-"""How a measured quantity depends on sequence length, batch or tokens: what it rests on, the curve, and how sure it is.
+"""Fits of one measured quantity along sequence length, batch or tokens: basis, curve and uncertainty.
 
-One group of equal settings, one metric, one axis. Three things can say what lies between and beyond the observations,
-and the first that there is is used:
+A fit has one group of equal settings, one metric and one axis. Values between and beyond the observations come from the
+first available of three bases:
 
-- `prediction`: predicted rows of the same settings have the shape; what was measured stands on it by a small residual.
-- `phases`: the rows know each phase's peak, over batch and length together (phases.py); reserved, active and device
-  memory stand on allocated (residual_model.py).
-- `points`: nothing but the observations (pointwise_fit.py).
+- `prediction`: predicted rows of the same settings give the shape; a small residual leads to what was measured.
+- `phases`: the rows know each phase's peak, over batch and length together (phases.py). Reserved, active and device
+  memory are modelled on allocated (residual_model.py).
+- `points`: the observations alone (pointwise_fit.py).
 
-The first two are found in predictors.py.
+The first two are in predictors.py.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LEVEL = 0.95
 CUT = "seq_len is only where their samples are cut"
-FEWEST_TIMES = 5  # lengths: through fewer, two lines (four numbers) go whatever was timed
+FEWEST_TIMES = 5  # lengths: two lines (four numbers) fit any fewer times exactly
 ROUNDED = 32 * 1024  # bytes that rounding to blocks of 512 may add at lengths less round than the measured: 1 to 28 KiB
-HIDDEN = 0.1  # of the peak: a smaller rise over all points is not yet what activations make
+HIDDEN = 0.1  # share of the peak: a smaller rise over all points does not show activations yet
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Fit:
-    """What is known about one metric in one group.
+    """A fit of one metric in one group.
 
-    `chosen` is of the kinds on the points; values and intervals are `predictor`'s, which rests on `basis`.
-    `because` says why on that. `identified`: whether the kind is known and every piece has as many lengths as numbers.
-    `phases` name what makes the peak on each piece of the first curve. Beyond `positions`, where known, is nothing.
-    `only`: whether all lengths that something tells of are those that 8 divides (True) or the others; null if both are.
-    The curve does not follow the points at `outliers`.
+    `chosen` is the best kind on the points; values and intervals are `predictor`'s, on the `basis` that `because`
+    explains. `identified`: the kind is known and every piece has as many lengths as numbers. `phases` name what makes
+    the peak on each piece of the first curve. There is nothing beyond `positions`, if known. `only` is True if all
+    measured or predicted lengths are multiples of 8, False if none is, else null. The curve does not follow the points
+    at `outliers`.
     """
 
     metric: Metric
@@ -112,20 +112,19 @@ class Fit:
 
     @property
     def lengths(self) -> int:
-        """How many different x there are."""
+        """Number of different x."""
         return len(np.unique(self.points.x))
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """The models that are always shown: the line and the parabola of all points, and the chosen one, which is
-        last."""
+        """Models that are always shown: the line and the parabola of all points, then the chosen one."""
         plain = (one for one in self.candidates if one.model.kind in PLAIN and one.model.modulus is None)
         return (*(one for one in plain if one is not self.chosen), self.chosen)
 
     @property
     def one_sided(self) -> bool:
-        """Whether nothing is said of how high the curve may go beyond the points: a run did not fit that should have;
-        they are few; or it hardly rises over all of them, so that what grows with length is still hidden below what
+        """Return whether the curve has no upper bound beyond the points. Either a run that should fit did not, or
+        points are few, or the curve hardly rises. In the last case what grows with length is still hidden below what
         does not."""
         if self._contradicted:
             return True
@@ -136,24 +135,24 @@ class Fit:
 
     @property
     def modulus(self) -> int | None:
-        """What divides the lengths of one class of values, if there are two."""
+        """Divisor of the lengths of one class of values, if there are two classes."""
         if isinstance(self.predictor, Unaligned):
             return PADDED_TO if len(self.predictor.x) else None
         return self.chosen.model.modulus if self.basis == "points" else None
 
     @cached_property
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
-        """95 % interval of each parameter of each of the chosen model's curves, by name, given its kind."""
+        """95 % interval of each parameter, by name, of each curve of the chosen model, given its kind."""
         return {key: intervals_of(self.posteriors[key], curve) for key, curve in self.chosen.model.curves.items()}
 
     @property
     def ahead(self) -> Prediction:
-        """A new run at the longest x, and at twice it where the model takes that."""
+        """Prediction of a new run at the longest x, and at twice that if the model takes it."""
         high = self.range[1]
         return self.predict(np.array([high] if 2 * high > (self.positions or np.inf) else [high, 2 * high]))
 
     def value(self, x: Array) -> Array:
-        """The most probable curve at x."""
+        """Return the most probable curve at x."""
         return self.predictor.value(x)
 
     def predict(self, x: ArrayLike) -> Prediction:
@@ -167,7 +166,7 @@ class Fit:
         low, high = np.percentile(curve, [tail, 100 - tail], axis=0)
         new_low, new_high = np.percentile(new, [tail, 100 - tail], axis=0)
         first, last = self.range
-        value = self.value(x)  # of the most probable kind, where the interval is of all
+        value = self.value(x)  # of the most probable kind, while the interval is of all
         low, high, new_low, new_high = (
             np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
         )  # fmt: skip
@@ -180,7 +179,7 @@ class Fit:
 
     @cached_property
     def _contradicted(self) -> bool:
-        """Whether hardly any new run would not have fitted where one beyond the observations did not."""
+        """Return whether under 5 % of new runs reach the bounds beyond the points, where runs did not fit."""
         ahead = self.points.bound_x > self.range[1]
         if not ahead.any():
             return False
@@ -189,16 +188,16 @@ class Fit:
 
     @cached_property
     def next_x(self) -> int | None:
-        """The x whose measurement would narrow the curve most, if it is not known to 2 % everywhere up to half
-        beyond the longest: in the middle of a gap, or beyond the last; never where a run did not fit. It is of the
-        alignment class that nothing tells of, if there is one, and then asked for in any case."""
+        """Return the x whose measurement would narrow the curve most; None if it is known to 2 % up to 1.5 times the
+        longest. It is in the middle of a gap or beyond the last, never where a run did not fit. It is of the alignment
+        class without rows, if there is one, and then given in any case."""
         different = np.unique(self.points.x)
         if len(different) < 2:
             return round(2 * float(different[-1]))
         middles = (different[1:] + different[:-1]) / 2
         step = 1 if self.only or (self.only is None and np.any(different % PADDED_TO)) else PADDED_TO
         inside = np.unique(np.round(middles / step) * step)
-        out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use to ask again
+        out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use in measuring them again
         beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2, self.positions or np.inf)
         asked = np.append(inside[~np.isin(inside, different)], np.floor(beyond / step) * step)
         asked = asked - (asked % PADDED_TO == 0) if self.only else asked
@@ -211,7 +210,7 @@ class Fit:
             return int(asked[-1])
         if wide.max() > 0.02 or self.only is None:
             return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
-        return int(asked[asked < different[-1]].max(initial=asked[0]))  # where most has grown, and the curve is known
+        return int(asked[asked < different[-1]].max(initial=asked[0]))  # most has grown there, and the curve is known
 
 
 def fit_table(
@@ -224,10 +223,10 @@ def fit_table(
     axis: str = "seq_len",
     beside: Callable[[Group], pd.DataFrame | None] | None = None,
 ) -> tuple[list[Fit], list[str]]:
-    """Fits of every group and metric that has the data, and what a reader should know about the others.
+    """Fit every group and metric that has the data; return the fits and notes about the others.
 
-    At most `limit` groups are fitted, those with most rows first; `found` are the groups if they are known already.
-    `beside` gives the predicted rows, of any batch and length, of a group's settings.
+    At most `limit` groups are fitted, those with most rows first. `found` are the groups if they are known already.
+    `beside` returns the predicted rows, of any batch and length, of a group's settings.
     """
     fits: list[Fit] = []
     notes: list[str] = []
@@ -281,7 +280,7 @@ def fit_points(
     axis: str = "seq_len",
     knows: Knows | None = None,
 ) -> Fit | None:
-    """What these observations and what is known beside them say; None with too few different x."""
+    """Fit these observations, with what `knows` adds to them; return None with too few different x."""
     points = points.averaged()
     if len(np.unique(points.x)) < FEWEST:
         return None
@@ -339,7 +338,7 @@ def fit_points(
 
 
 def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
-    """The one alignment class that anything tells of: the points, and what was predicted where values rest on it."""
+    """Return the one alignment class with rows, or None if both have; predictions count if they are the basis."""
     told = classes(points.x)
     if basis == "prediction" and knows and knows.predicted:
         told |= classes(knows.predicted.frame["seq_len"].dropna().to_numpy(float))
@@ -347,7 +346,7 @@ def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
 
 
 def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> list[str]:
-    """Where the curve contradicts a bound."""
+    """Warn of lower bounds that the curve contradicts."""
     if not len(points.bound_x):
         return []
     below = predictor.value(points.bound_x) < points.bound_y - metric.resolution
@@ -360,7 +359,7 @@ def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> 
 
 
 def _samples(rows: pd.DataFrame) -> float | None:
-    """Sequences per step over all ranks, from what the rows say about speed; null if they disagree."""
+    """Return sequences per step over all ranks, derived from the rows' speed; null if the rows disagree."""
     ratio = (rows["tokens_per_s"] * rows["step_median_s"] / rows["seq_len"]).to_numpy(float)
     if not len(ratio):
         return None
@@ -370,7 +369,7 @@ def _samples(rows: pd.DataFrame) -> float | None:
 
 
 def _phases(model: Model, group: Group, axis: str) -> tuple[str, ...]:
-    """For each piece of the first curve, the phase whose peak is largest in most of its rows; "" where unknown."""
+    """Return, for each piece of the first curve, the phase with the largest peak in most rows; "" if unknown."""
     curve: Curve = next(iter(model.curves.values()))
     columns = [f"{name}_peak_allocated_bytes" for name in PHASES]
     rows = group.ok("seq_len", *columns[1:], also=(columns[0], "micro_batch"))

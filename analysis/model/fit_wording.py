@@ -1,4 +1,4 @@
-"""Fits in words and as JSON: bytes per token, fixed part, knots, what dominates where, and how sure that is."""
+"""Fits in words and as JSON: bytes per token, fixed part, knots, dominant parts of memory, and uncertainty."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vramsweep.analysis.model.predictors import BASES, Residual
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
-LONGEST = 1e6  # tokens or samples, where nothing says how many there were
+LONGEST = 1e6  # tokens or samples, if the longest x is not given
 Piece = tuple[float, float, float]  # a + b x + c x²
 
 
 def equation(curve: Curve, metric: Metric, axis: str = "seq_len", longest: float = LONGEST) -> str:
-    """`y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds.
+    """Return `y = 2.9598x + 8163.2190 (MiB)`; several pieces as their maximum, or apart, each where it holds.
 
     A coefficient that adds nothing to these digits up to the `longest` x is not shown.
     """
@@ -50,7 +50,7 @@ def _decimals(metric: Metric) -> int:
 
 
 def _visible_piece(piece: Piece, metric: Metric, longest: float) -> Piece:
-    """The piece without what rounds to nothing up to there."""
+    """Return the piece without coefficients that round to nothing up to `longest`."""
     a, b, c = piece
     least = 0.5 * 10.0 ** -_decimals(metric) * metric.scale
     return a, b if abs(b) * longest >= least else 0.0, c if abs(c) * longest**2 >= least else 0.0
@@ -62,7 +62,7 @@ def _signed(value: float, decimals: int) -> str:
 
 
 def explain(fit: Fit) -> list[str]:
-    """The chosen model in sentences, one for each piece of each curve."""
+    """Explain the chosen model in sentences, one for each piece of each curve."""
     model = fit.chosen.model
     unit = UNITS[fit.axis]
     sentences = other_class(fit)
@@ -72,7 +72,7 @@ def explain(fit: Fit) -> list[str]:
         bounds = fit.intervals[key]
         pieces = curve.lines()
         for i, (start, stop, a, b, c) in enumerate(pieces):
-            low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # of the piece, as far as it was measured
+            low, high = max(start, fit.range[0]), min(stop, fit.range[1])  # measured part of the piece
             piece = _visible_piece((a, b, c), fit.metric, fit.range[1])
             flat, line = _piece(fit, piece, low, high, bounds.get(f"b{i + 1}"))
             sentences.append(where + _span(start, stop, unit) + line + _dominates(fit, i, len(pieces), flat))
@@ -92,7 +92,7 @@ def _class(divisible: bool) -> str:
 
 
 def other_class(fit: Fit) -> list[str]:
-    """What lengths of the class that nothing tells of, or a few only, need, if there is one."""
+    """Say what lengths of the class with no, or a few, measured rows need; empty without such a class."""
     of = fit.predictor
     if not isinstance(of, Unaligned):
         return []
@@ -105,7 +105,7 @@ def other_class(fit: Fit) -> list[str]:
 
 
 def _piece(fit: Fit, piece: Piece, low: float, high: float, interval: tuple[float, float] | None) -> tuple[bool, str]:
-    """Whether the piece is flat between these x, and what it is; `interval` is its slope's."""
+    """Return whether the piece is flat between these x, and its text; `interval` is that of its slope."""
     a, b, c = piece
     middle = (low + high) / 2
     if abs(b * (high - low) + c * (high**2 - low**2)) < 0.01 * float(np.abs(fit.points.y).max()):
@@ -122,12 +122,12 @@ def _span(start: float, stop: float, unit: str) -> str:
 
 
 def _jump(fit: Fit, size: float, x: float) -> str:
-    """What happens where two lines that do not meet change over, or a quantity leaves its curve."""
+    """Describe a change of level, where two lines that do not meet change over or a quantity leaves its curve."""
     return f"it {'drops' if size < 0 else 'jumps'} by {fit.metric.show(abs(size))} at {x:,.0f} {UNITS[fit.axis]}"
 
 
 def _each(fit: Fit) -> str:
-    """What a slope is of: along the length a token of every sample of a micro-batch, which is a position."""
+    """Return the unit of a slope's x. Along length it is a position: a token of every sample of a micro-batch."""
     return "position" if fit.axis == "seq_len" else UNITS[fit.axis].removesuffix("s")
 
 
@@ -146,7 +146,7 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
 
 
 def _on_top(fixed: float) -> str:
-    """A step's fixed time; a line that would start below 0 tells none."""
+    """Return a step's fixed time in words; a line that would start below 0 tells none."""
     return f" on top of {_seconds(fixed)}" if fixed >= 0 else ""
 
 
@@ -172,7 +172,7 @@ def _parabola(fit: Fit, piece: Piece) -> str:
 
 
 def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
-    """What makes the peak on this piece: from the rows' phase peaks, otherwise what the slope allows to say."""
+    """Say what makes the peak on this piece, from the rows' phase peaks or else from the slope."""
     if not fit.metric.memory:
         return ""
     if phase := fit.phases[piece] if piece < len(fit.phases) else "":
@@ -186,7 +186,7 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
 
 
 def rests_on(fit: Fit) -> list[str]:
-    """What the values and intervals rest on, how sure that is, and what to measure next."""
+    """Say what values and intervals are based on, how sure that is, and what to measure next."""
     unit = UNITS[fit.axis]
     found = [f"values between and beyond the points rest {BASES[fit.basis]} ({fit.because})"]
     if fit.residual is not None:
@@ -220,7 +220,7 @@ def _interval(metric: Metric, low: float, high: float) -> str:
 
 
 def _residual(fit: Fit, residual: Residual) -> str:
-    """How far measured lies from predicted."""
+    """Say how far measured lies from predicted."""
     at = np.array(fit.range)
     ends = [float(v) for v in fit.predictor.value(at) - residual.predicted.value(at)]
     grows = {"line": "a line in tokens"}.get(residual.excess.posterior.kinds()[0], "a constant and a share of it")
@@ -232,7 +232,7 @@ def _residual(fit: Fit, residual: Residual) -> str:
 
 
 def text(fit: Fit) -> str:
-    """The whole fit for a terminal: the line and the parabola always, then the chosen model and why."""
+    """Return the whole fit for a terminal: line and parabola always, then the chosen model and why."""
     metric = fit.metric
     low, high = fit.range
     n = len(fit.points.x)
@@ -268,8 +268,8 @@ def equations(fit: Fit, candidate: Candidate) -> str:
 
 
 def frame(fits: Sequence[Fit]) -> pd.DataFrame:
-    """Return a row for each model of each fit that is shown: its equation in the metric's unit, its errors in the
-    column's, and its value at the longest x; of the chosen one with the 95 % interval of a new run there."""
+    """Return a row for each shown model of each fit: its equation in the metric's unit, its errors in the column's. It
+    holds the value at the longest x, for the chosen model with the 95 % interval of a new run there."""
     rows = []
     for fit in fits:
         last = fit.predict(np.array([fit.range[1]]))
@@ -294,26 +294,26 @@ def _rms_of(fit: Fit, candidate: Candidate, key: bool) -> float:
 
 
 def class_name(candidate: Candidate, key: bool, axis: str) -> str:
-    """Which lengths a curve is for; empty when for all."""
+    """Return in words which lengths a curve is for; empty if for all."""
     if candidate.model.modulus is None:
         return ""
     return f"{NOUNS[axis][0]} % {candidate.model.modulus} {'==' if key else '!='} 0: "
 
 
 def of_class(fit: Fit, candidate: Candidate, key: bool) -> str:
-    """The equation of one of a candidate's curves, after what it is for."""
+    """Return the equation of one of a candidate's curves, after the class it is for."""
     curve = candidate.model.curves[key]
     return class_name(candidate, key, fit.axis) + equation(curve, fit.metric, fit.axis, fit.range[1])
 
 
 def number(value: float, metric: Metric) -> str:
-    """A size in the metric's one unit, for columns of them."""
+    """Return a size in the metric's one unit, for columns of sizes."""
     return f"{_number(value, metric)} {metric.unit}"
 
 
 def _number(value: float, metric: Metric) -> str:
     if metric.memory and abs(value) < 1:
-        return "0"  # of a byte: what arithmetic leaves
+        return "0"  # of a byte: rounding errors
     return f"{value / metric.scale:,.4g}" if np.isfinite(value) else "–"
 
 
@@ -325,7 +325,7 @@ def _quality(candidate: Candidate, metric: Metric) -> str:
 
 
 def format_r2(value: float) -> str:
-    """Return R² with as many digits as tell it from 1, four at least."""
+    """Return R² with enough digits to tell it from 1, four at least."""
     if not np.isfinite(value):
         return "–"
     digits = max(4, min(9, 1 - int(np.floor(np.log10(1 - value))))) if value < 1 else 4
@@ -333,7 +333,7 @@ def format_r2(value: float) -> str:
 
 
 def as_json(fit: Fit) -> dict[str, Any]:
-    """The fit as plain data; numbers in the column's own unit (bytes, seconds, tokens/s), NaN and infinity as null."""
+    """Return the fit as plain data; numbers in the column's own unit (bytes, seconds), NaN and infinity as null."""
     return {
         "metric": fit.metric.column,
         "unit": fit.metric.column_unit,
@@ -397,7 +397,7 @@ def _plain(value: Any) -> Any:
 
 
 def summary(fits: Sequence[Fit], brief: bool = False) -> str:
-    """Return a line for each fit, for the end of a sweep, and below it, unless `brief`, what it says in words."""
+    """Return a line for each fit, for the end of a sweep; unless `brief`, its explanation follows."""
     lines = []
     for fit in fits:
         error = f"R² {format_r2(fit.chosen.r2)}, RMS {number(fit.chosen.rms, fit.metric)}"

@@ -1,12 +1,12 @@
-"""What lies between measured points, of which a base says most: kriging of what the base leaves.
+"""Kriging: values between measured points, as a base plus a Gaussian process of what the base leaves.
 
-The base is a prediction, or a curve through the points. What was measured less its base is a Gaussian process: a
-constant, a share of the base, something that changes smoothly with the place, something of each class of points (an
-alignment, a phase), and what is of each point alone. How large each is, and over what distance it changes, is not
-known: every combination of a grid counts as much as it makes the observations likely (Rasmussen and Williams 2006, ch.
-2.7 and 5.4), so that few points leave the size of errors open. Nothing here knows bytes, rows or what to measure next.
+The base is a prediction, or a curve through the points. Measured minus base is a constant, a share of the base, and a
+part that changes smoothly with position. A part of each class of points (an alignment, a phase) and a part of each
+point alone are added. Their sizes, and the distance over which they change, are unknown. Combinations of a grid are
+weighted by their likelihood (Rasmussen and Williams 2006, ch. 2.7 and 5.4). Few points therefore leave the size of
+errors open. Nothing here knows bytes, rows or what to measure next.
 
-Between neighbours that differ by more than their base a value may also be anywhere between both: a jump has no place.
+Between neighbours that differ by more than their base, a value may be anywhere between both: a jump's x is unknown.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ import numpy as np
 from vramsweep.analysis.model.curves import Array, Numbers
 from vramsweep.analysis.model.residual_model import SMALL
 
-SMOOTH = np.geomspace(1e-4, 0.3, 7)  # of the largest base: standard deviations of what changes smoothly,
-ALONE = np.array([1e-6, 1e-4, 1e-3, 3e-3, 1e-2])  # the scale of what is of each point alone,
-OF_CLASS = (0.1, 0.9)  # and of what is of a class, as a share of what changes smoothly
-REACH = (0.03, 0.1, 0.3, 1.0)  # distance over which it changes, of the range
+SMOOTH = np.geomspace(1e-4, 0.3, 7)  # shares of the largest base: standard deviations of the smooth part
+ALONE = np.array([1e-6, 1e-4, 1e-3, 3e-3, 1e-2])  # and scales of the part of each point alone
+OF_CLASS = (0.1, 0.9)  # share of the class part in the smooth part
+REACH = (0.03, 0.1, 0.3, 1.0)  # distance over which that changes, as a share of the range
 SIZES = np.array(list(itertools.product(SMOOTH, ALONE, OF_CLASS, REACH)))
-EXACT = 1e-4  # of those, the largest where points that are close must be alike
-FREEDOM = 4.0  # of Student's t, which what is of each point alone follows: now and then one is far off
-TURNS = 4  # of its weights
-MOST = 16  # of the combinations, the likeliest, are looked at
-BEFORE = np.array([[0.01, 1e-6, 0.5, 0.3]])  # what a design reckons with, before anything is measured
+EXACT = 1e-4  # largest of ALONE where points that are close must be alike
+FREEDOM = 4.0  # degrees of freedom of Student's t for the part of each point alone: now and then one is far off
+TURNS = 4  # iterations of its weights
+MOST = 16  # likeliest combinations that are used
+BEFORE = np.array([[0.01, 1e-6, 0.5, 0.3]])  # sizes that a design assumes, before anything is measured
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where points are, (n, axes), each axis from 0 to 1; the class of each, (n,); and its base, (n,)."""
+    """Positions of points, (n, axes), each axis from 0 to 1; the class of each, (n,); and its base, (n,)."""
 
     where: Array
     of_class: Numbers
     base: Array
 
     def take(self, at: Numbers) -> Places:
-        """Those of these positions."""
+        """Return the points at these positions."""
         return Places(self.where[at], self.of_class[at], self.base[at])
 
     @cached_property
     def size(self) -> float:
-        """The largest base."""
+        """Largest base."""
         return float(np.abs(self.base).max())
 
 
 @dataclass(frozen=True)
 class Between:
-    """Values at every place, (n,), with the standard deviation of the curve and of a new run there. `left` is what each
-    measured one (k,) is above what all others say of it."""
+    """Values at every point, (n,), with the standard deviations of the curve and of a new run. `left` is each measured
+    value (k,) minus what all others predict there."""
 
     value: Array
     curve: Array
@@ -62,8 +62,8 @@ class Between:
 
 
 def between(places: Places, at: Numbers, y: Array, resolution: float, exact: bool) -> Between:
-    """Values at all places from `y` (k,), measured at the positions `at`. `resolution` is the smallest difference in y
-    that means anything; `exact`: neighbours are alike, no point is far off alone."""
+    """Return values at all points from `y` (k,), measured at the positions `at`. `resolution` is the smallest
+    difference in y that counts. `exact`: neighbours are alike, no point is far off alone."""
     size, over, seen = places.size, y - places.base[at], places.take(at)
     sizes = SIZES[SIZES[:, 1] <= EXACT] if exact else SIZES
     sizes = np.maximum(sizes, [0, resolution / size / np.sqrt(12), 0, 0])
@@ -98,11 +98,11 @@ def between(places: Places, at: Numbers, y: Array, resolution: float, exact: boo
 
 
 def spread_out(places: Places, first: list[int], count: int) -> list[int]:
-    """Positions to begin with: `first`, then the one that those before tell least of, to `count` in all. What is
-    measured there is not looked at."""
+    """Return `count` positions to begin with: `first`, then each time the one of which those before tell least.
+    Measured values are not used."""
     chosen = list(first)
     own = _diagonal(places, BEFORE[0], places.size)
-    rows = np.empty((0, len(own)))  # of a Cholesky decomposition that pivots
+    rows = np.empty((0, len(own)))  # of a pivoted Cholesky decomposition
     left = own.copy()
     for turn in range(min(count, len(own))):
         if turn == len(chosen):
@@ -117,7 +117,7 @@ def spread_out(places: Places, first: list[int], count: int) -> list[int]:
 
 
 def _kernel(one: Places, other: Places, sizes: Array, size: float) -> Array:
-    """(sizes, n, m): covariances without what is of each point alone. The smooth part is Matérn's with 3/2."""
+    """Return covariances (sizes, n, m) without the part of each point alone. The smooth part is Matérn's with 3/2."""
     distance = np.sqrt(((one.where[:, None] - other.where[None]) ** 2).sum(axis=-1))
     scaled = np.sqrt(3) * distance / sizes[:, 3, None, None]
     smooth = (1 + scaled) * np.exp(-scaled)
@@ -128,13 +128,13 @@ def _kernel(one: Places, other: Places, sizes: Array, size: float) -> Array:
 
 
 def _diagonal(places: Places, sizes: Array, size: float) -> Array:
-    """The diagonal of the same, (n,)."""
+    """Return the diagonal of `_kernel` for one combination of sizes, (n,)."""
     return np.asarray(SMALL**2 * (size**2 + places.base**2) + (size * sizes[0]) ** 2)
 
 
 def _gaps(places: Places, at: Numbers, over: Array) -> Array:
-    """The variance of what may be anywhere between its neighbours, (n,): in lines along each axis of equal others and
-    of its own class; of a point that lies between some along several axes, the least."""
+    """Return the variance of a value that may be anywhere between its neighbours, (n,). Neighbours are on a line along
+    one axis, with other axes and class equal. If a point has neighbours along several axes, the least counts."""
     least = np.full(len(places.base), np.inf)
     for axis in range(places.where.shape[1]):
         along = places.where[:, axis]

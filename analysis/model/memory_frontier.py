@@ -1,12 +1,11 @@
-"""The largest sequence length per batch, and batch per length, that fits in a GPU: from rows first, then from fits.
+"""Maximum sequence length per batch, and batch per length, that fit in a GPU: from rows first, then from fits.
 
-A size is a card's nominal one, such as 80 GiB; what fits is asked of what PyTorch's allocator can have of such a card
-(harness/hardware/gpu_lookup.py), of several cards of that size the smallest: the rest is the CUDA context's and the
-driver's. A size that no listed card has is taken as it is.
+A size is a GPU's nominal memory, such as 80 GiB. Its limit is what PyTorch's allocator may use of the smallest listed
+GPU of that size (harness/hardware/gpu_lookup.py). The CUDA context and the driver take the rest. A size that no listed
+GPU has is used as it is.
 
-What was measured comes first and is never contradicted. What a fit adds is given by what is safe: the value up to which
-a new run fits with 97.5 %. Beyond the measured range it is marked as extrapolated; beyond four times the longest
-measured value nothing is said.
+Measured rows come first and are never contradicted. A fit adds the safe value, up to which a new run fits with 97.5 %.
+A value beyond the measured range is marked as extrapolated. Beyond four times the longest measured value there is none.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
-REACH = 4  # how far beyond the measured range a fit may be asked, as a multiple of the longest value
+REACH = 4  # a fit is evaluated up to this multiple of the longest measured value
 ALL = "all that the model has positions for"
 FEW = "fewer than three different values, so no curve"
 EDGE = "vramsweep predict --largest finds the edge"
@@ -41,11 +40,11 @@ _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 class Limit:
     """The largest `axis` value (tokens or samples) that fits in `gib` for one group, `usable_gib` of it usable.
 
-    `value` comes from the fit (null: nothing fits, or more than the fit can say, see `remark`), `low` and `high` from
-    its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits; null where the fit knows
-    no such end. `largest_ok` and `smallest_too_large` are measured rows that prove it, and no number contradicts them.
-    The `remark` `ALL` says that the model takes no more, `multiples_of` that all of it is of such values only,
-    `predicted` that no row is measured.
+    `value` comes from the fit. It is null if nothing fits, or more than the fit can tell, see `remark`. `low` and
+    `high` are its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits. They are null
+    where the fit has no such end. `largest_ok` and `smallest_too_large` are measured rows that prove the limit, and no
+    number contradicts them. The `remark` `ALL` means that the model takes no more, `multiples_of` that the limit is of
+    such values only, `predicted` that no row is measured.
     """
 
     label: str
@@ -69,13 +68,13 @@ class Limit:
 
     @property
     def proven(self) -> bool:
-        """Whether rows alone say it: the next value is too large, or there is none."""
+        """Return whether rows alone prove the limit: the next value is too large, or there is none."""
         return self.value is not None and self.value == self.low == self.high == self.largest_ok
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one alignment class, or all; the fit at its values, whole x up to `REACH` times the range, or up to the
+    """Rows of one alignment class, or all, and the fit at whole x. These end at `REACH` times the range, or at the
     `longest` that the model takes."""
 
     frame: pd.DataFrame
@@ -86,7 +85,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Ends:
-    """What is said of one limit beside the rows that prove it; as in `Limit`."""
+    """Fields of one `Limit` that are given next to the rows that prove it."""
 
     value: int | None = None
     low: int | None = None
@@ -103,14 +102,14 @@ def frontier(
     fits: Sequence[Fit] = (),
     found: Sequence[Group] | None = None,
 ) -> list[Limit]:
-    """Limits of every group for every memory size, largest groups first, at most `most` groups.
+    """Return the limits of every group for every memory size, at most `most` groups, largest first.
 
-    `fits` and `found` are fits against `axis` and the groups, where they are known already.
+    `fits` (against `axis`) and `found` (the groups) are used if they are known already.
     """
     limits = []
     wholes = Wholes(table)
     for group in (groups(table, axis) if found is None else found)[:most]:
-        if group.resident or group.varies:  # a CPU's process says nothing about a GPU, nor a cut about a length
+        if group.resident or group.varies:  # CPU memory tells nothing about a GPU, nor a cut about a length
             continue
         frame = group.frame
         for name in _LIMITING:
@@ -149,7 +148,7 @@ def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None, positions: int | Non
 
 
 def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
-    """The x at which y first exceeds the limit, and whether it never does; None also where it does from the start."""
+    """Return the x where y first exceeds the limit, and whether it never does; None if never or from the start."""
     if not len(over := np.flatnonzero(y > limit)):
         return None, True
     if (at := int(over[0])) == 0:
@@ -163,7 +162,7 @@ def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:
 def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, metric: str) -> Limit:
     card = lowest_limit_gpu(gib)
     usable = gib * GIB if card is None else memory_limit(card)
-    limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # which counts the context too
+    limit = usable + (CONTEXT_BYTES if metric == "device_used_bytes" else 0)  # this counts the context too
     rows, trial_ids = _read_bracket(part.frame, axis, usable, limit, metric)
     predicted = bool(group.take("device")["device"].eq("simulated").any())
     ends = _predicted_ends(part, rows) if predicted else _ends(part, rows, limit, fit)
@@ -177,7 +176,7 @@ def _limit(part: _Part, group: Group, axis: str, gib: float, fit: Fit | None, me
 
 
 def _predicted_ends(part: _Part, rows: Bracket) -> _Ends:
-    """What predicted rows say: no curve through them knows more of what lies between than the predictor does."""
+    """Return the ends that predicted rows show; no curve through them knows more than the predictor does."""
     ok, over, step = rows.largest, rows.smallest, part.multiples_of or 1
     if ok is None or rows.either_way:
         return _Ends(remark="from {:,} to {:,} it goes either way".format(*rows.either_way) if rows.either_way else "")
@@ -189,7 +188,7 @@ def _predicted_ends(part: _Part, rows: Bracket) -> _Ends:
 
 
 def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
-    """The curve's value and the ends of its interval, where no row contradicts them."""
+    """Return the curve's value and the ends of its interval, where no row contradicts them."""
     step = part.multiples_of or 1
     proven, over = rows.proven, rows.smallest
     if proven is not None and (over == proven + step or proven == part.longest):
@@ -198,7 +197,7 @@ def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
         return _Ends(remark=FEW)
 
     def whole(x: float | None, most: int | None) -> int | None:
-        """Downwards to what there is, within what the rows prove."""
+        """Round x down to a multiple of `step`, within what the rows prove."""
         if x is None:
             return None
         at = int(np.floor(x / step + 1e-9)) * step
@@ -231,7 +230,7 @@ def _ends(part: _Part, rows: Bracket, limit: float, fit: Fit | None) -> _Ends:
 def _remark(
     rows: Bracket, crossing: float | None, endless: bool, value: int | None, extrapolated: bool, shortest: float
 ) -> str:
-    """Where rows contradict the curve, or each other."""
+    """Return where rows contradict the curve or each other, or that it is extrapolated; "" otherwise."""
     proven, over = rows.proven, rows.smallest
     if rows.either_way:
         return "from {:,} to {:,} it went either way".format(*rows.either_way)
@@ -247,9 +246,9 @@ def _remark(
 def _read_bracket(
     frame: pd.DataFrame, axis: str, usable: float, limit: float, metric: str
 ) -> tuple[Bracket, tuple[str, ...]]:
-    """What measured rows prove of a limit, and the trials of the largest within it and of the smallest beyond it.
+    """Return what measured rows prove of a limit, with trial ids of the largest within it and the smallest beyond.
 
-    A row that ran out of memory proves something only for devices whose allocator has as much as its own or less.
+    A row that ran out of memory is proof only for devices whose allocator has at most as much.
     """
     known = frame[np.isfinite(along(frame, axis))]
     values = known[metric].to_numpy(float, na_value=np.nan)
@@ -264,13 +263,13 @@ def _read_bracket(
 
 
 def as_frame(limits: Sequence[Limit]) -> pd.DataFrame:
-    """One row per limit, for CSV and figures."""
+    """Return one row per limit, for CSV and figures."""
     rows = [{**asdict(limit), "settings": None, "trial_ids": " ".join(limit.trial_ids)} for limit in limits]
     return pd.DataFrame(rows).drop(columns="settings") if rows else pd.DataFrame()
 
 
 def text(limits: Sequence[Limit]) -> str:
-    """For a terminal: a line per group and size, what is proven first."""
+    """Return a line per group and size for a terminal, proven values first."""
     return "\n".join([*map(_line, limits), *filter(None, [room(limits)])])
 
 
@@ -302,7 +301,7 @@ def _line(limit: Limit) -> str:
 
 
 def room(limits: Sequence[Limit]) -> str:
-    """What is left for CUDA, and what safe means; empty where every size is taken as it is."""
+    """Explain what CUDA leaves usable, and what safe means; empty if every size is used as it is."""
     if all(limit.usable_gib == limit.gib for limit in limits):
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What a fit is made from and what it makes: observations of one metric, and a model as one or two curves."""
+"""Input and output of a fit: observations of one metric, and a model of one curve or of one per alignment class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 
 SEED = 20_240_917
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
-AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # what curves are along
+AXES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens"}  # the x axes of curves
 UNITS = {"seq_len": "tokens", "micro_batch": "samples", "tokens": "tokens"}
 NOUNS = {
     "seq_len": ("length", "lengths"), "micro_batch": ("batch", "batches"), "tokens": ("token count", "token counts")
@@ -25,11 +25,11 @@ NOUNS = {
 
 @dataclass(frozen=True)
 class Points:
-    """Observations of one metric: x (tokens or samples), y (the column's unit), shape (n,), sorted by x; their rows.
+    """Observations of one metric: x (tokens or samples) and y (the column's unit), both (n,), sorted by x.
 
-    `rows` are the positions of the observations in the frame that they were taken from. `bound_x` and `bound_y` are the
-    censored ones: at bound_x the value is at least bound_y; `bound_rows` are theirs; the
-    last `retried` of them had to free their cache and try again, the others ran out of memory.
+    `rows` are their positions in the source frame. `bound_x` and `bound_y` are censored: at bound_x the value is at
+    least bound_y. `bound_rows` are the positions of these. The last `retried` of them freed their cache and tried
+    again; the others ran out of memory.
     """
 
     x: Array
@@ -43,7 +43,7 @@ class Points:
     retried: int = 0
 
     def averaged(self, most: int = 5000) -> Points:
-        """The same with the mean of each x if there are more than `most` rows: fits then cost what the lengths cost."""
+        """Average y per x if there are more than `most` rows, so that a fit's cost depends on lengths alone."""
         if len(self.x) <= most:
             return self
         x, first = np.unique(self.x, return_index=True)
@@ -54,7 +54,7 @@ class Points:
         return replace(self, x=x, y=means, ids=ids, rows=rows, warnings=(*self.warnings, note))
 
     def thinned(self, most: int) -> Points:
-        """About `most` of the points, spread evenly but not in step with anything, the ends always among them."""
+        """Return about `most` points, spread evenly with random offsets; both ends are always included."""
         if len(self.x) <= most:
             return self
         random = np.random.default_rng(SEED)
@@ -62,31 +62,31 @@ class Points:
         return self.taken(np.unique([0, *at, len(self.x) - 1]))
 
     def taken(self, at: Numbers) -> Points:
-        """Those at these positions, with all bounds."""
+        """Return the points at these positions, with all bounds."""
         rows = None if self.rows is None else self.rows[at]
         return replace(self, x=self.x[at], y=self.y[at], ids=tuple(self.ids[i] for i in at), rows=rows)
 
 
 @dataclass(frozen=True)
 class Model:
-    """One curve for all x, or one per alignment class: key True for x divisible by `modulus`, False for the others."""
+    """One curve for all x, or one per alignment class: key True is x divisible by `modulus`, False the others."""
 
     curves: Mapping[bool, Curve]
     modulus: int | None = None
 
     @property
     def name(self) -> str:
-        """In words, for tables."""
+        """Names of the kinds of curve, for tables."""
         kinds = dict.fromkeys(NAMES[curve.kind] for curve in self.curves.values())
         return " and ".join(kinds) + (f", per class of {self.modulus}" if self.modulus else "")
 
     @property
     def kind(self) -> str:
-        """Of the first curve."""
+        """Kind of the first curve."""
         return next(iter(self.curves.values())).kind
 
     def predict(self, x: Array) -> Array:
-        """y at x, both of shape (n,)."""
+        """Return y at x, both (n,)."""
         y = np.empty(len(x))
         for key, at in members(x, self.modulus).items():
             y[at] = self.curves[key].predict(x[at])
@@ -94,7 +94,7 @@ class Model:
 
 
 def members(x: Array, modulus: int | None) -> dict[bool, Mask]:
-    """Which x belong to which alignment class."""
+    """Return the mask of x (n,) for each alignment class; a null `modulus` makes one class of all."""
     if modulus is None:
         return {True: np.ones(len(x), dtype=bool)}
     aligned = np.asarray(x % modulus == 0)
@@ -102,17 +102,17 @@ def members(x: Array, modulus: int | None) -> dict[bool, Mask]:
 
 
 def along(frame: pd.DataFrame, axis: str) -> Array:
-    """Each row's place on an axis of `AXES`, NaN where unknown; tokens are those of one micro-batch."""
+    """Return each row's value on an axis of `AXES`, NaN where unknown; tokens are those of one micro-batch."""
     return np.asarray(np.prod([frame[name].to_numpy(float, na_value=np.nan) for name in FREE[axis]], axis=0))
 
 
 def observations(
     frame: pd.DataFrame, metric: Metric, start: float | None = None, stop: float | None = None, axis: str = "seq_len"
 ) -> Points:
-    """The observations of one metric in rows of equal settings, `start <= x <= stop`; invents none.
+    """Return the observations of one metric in rows of equal settings, `start <= x <= stop`; invent none.
 
-    A row whose allocator had to empty its cache and try again (`alloc_retries`) wanted more than it reserved: what it
-    says of a quantity that the device's memory limits is a bound.
+    A row whose allocator emptied its cache and tried again (`alloc_retries`) wanted more than it reserved. It counts as
+    a lower bound of quantities that the device's memory limits.
     """
     x = along(frame, axis)
     y = frame[metric.column].to_numpy(float, na_value=np.nan)
@@ -153,10 +153,10 @@ def observations(
 
 
 def allocator_limits(frame: pd.DataFrame) -> Array:
-    """What the allocator could have at most on each row's device, in bytes: a row that ran out of memory needed more.
+    """Return the bytes that the allocator could use on each row's device; a row that ran out needed more.
 
-    A simulated row says it; of a measured one it is the device's memory less the CUDA context. A row that knows neither
-    (a worker that died) ran where the others did; NaN if none knows.
+    A simulated row states its limit. For a measured row it is the device's memory minus the CUDA context. A row without
+    either (its worker died) gets the largest limit of the others; NaN if none has one.
     """
     total = frame["device_total_bytes"].to_numpy(float, na_value=np.nan) - CONTEXT_BYTES
     stated = frame["memory_limit_bytes"].to_numpy(float, na_value=np.nan)

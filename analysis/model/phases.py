@@ -1,11 +1,11 @@
-"""The peak of a run as what it is: the largest of its phases, each fitted over batch and length together.
+"""Model of a run's peak as the largest of its phases, each fitted over batch and length together.
 
-Load, forward and optimizer are affine in tokens; where attention stores its scores also in tokens times length.
-Backward is the larger of its start, when every activation is held, and its end, when every gradient is. The start is
-where forward ended and what the loss adds: a line close to forward's, whose points lie above the end's level only from
-some length on, so that forward tells of it what few points of its own cannot.
+Load, forward and optimizer are affine in tokens; if attention stores its scores, also in tokens times length. Backward
+is the larger of its start, when every activation is held, and its end, when every gradient is. The start is where
+forward ended plus what the loss adds, a line close to forward's. Its points exceed the end's level only from some
+length on, so forward tells what its own few points cannot.
 
-Not covered: what a run's other steps peak at beyond the probed one; it is carried along as seen (`beyond`).
+Other steps than the probed one may peak higher; the difference is carried along as observed (`beyond`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pandas as pd
 from vramsweep.analysis.model.curves import Array, Kind
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 
-# Every tensor is rounded up to 512 B on its own; of those held at a peak, hundreds, the sum is this far off a line.
+# Every tensor is rounded up to 512 B. A peak holds hundreds of them, so that their sum is this far off a line.
 RESOLUTION = 512 * 16.0
 PHASES = ("load", "forward", "backward", "optimizer")
 _STORES_SCORES = ("eager",)
@@ -28,13 +28,13 @@ _ONE, _TOKENS, _BATCH, _LENGTH, _SCORES, _MASK, _FORWARD, _MORE, _MORE_TOKENS, _
 
 @dataclass(frozen=True)
 class Phases:
-    """A posterior of each phase, over samples and tokens of length. `beyond` is peak − largest phase of each row."""
+    """Posterior of each phase, over samples and tokens of length. `beyond` is peak − largest phase of each row."""
 
     posteriors: Mapping[str, Posterior]
     beyond: Array
 
     def draws(self, batch: Array, length: Array) -> tuple[Array, Array]:
-        """Peak allocated of the curve and of a new run, (draws, n) each, for samples and lengths (n,)."""
+        """Return draws of peak allocated and of a new run's, (draws, n) each, for samples and lengths (n,)."""
         random = np.random.default_rng(SEED + 2)
         curves, news = [], []
         for name in self.names:
@@ -46,28 +46,28 @@ class Phases:
         return np.maximum.reduce(curves) + float(self.beyond.mean()), np.maximum.reduce(news) + beyond
 
     def value(self, batch: Array, length: Array) -> Array:
-        """The most probable peak, (n,)."""
+        """Return the most probable peak, (n,)."""
         return np.asarray(np.max(self._values(batch, length), axis=0) + float(np.median(self.beyond)))
 
     def of(self, name: str, batch: Array, length: Array) -> Array:
-        """The most probable peak of one phase, (n,)."""
+        """Return the most probable peak of one phase, (n,)."""
         return self.posteriors[name].value(batch * length, self._features(batch, length))
 
     def largest(self, batch: Array, length: Array) -> list[str]:
-        """The phase that makes the peak, for each (n,)."""
+        """Return the phase that makes the peak, for each of n points."""
         return [self.names[i] for i in np.argmax(self._values(batch, length), axis=0)]
 
     def identified(self, batch: Array, length: Array) -> bool:
-        """Whether every phase that makes a peak somewhere there is of a known kind."""
+        """Return whether every phase that makes the peak at some of these points is of a known kind."""
         return all(self.posteriors[name].identified for name in set(self.largest(batch, length)))
 
     @property
     def names(self) -> list[str]:
-        """The phases that are known, in order."""
+        """Known phases, in order."""
         return [name for name in PHASES if name in self.posteriors]
 
     def _values(self, batch: Array, length: Array) -> list[Array]:
-        """Those of each phase that is known, in order."""
+        """Return the most probable peaks of each known phase, in order."""
         features = self._features(batch, length)
         return [self.posteriors[name].value(batch * length, features) for name in self.names]
 
@@ -77,11 +77,10 @@ class Phases:
 
 
 def fit_phases(frame: pd.DataFrame) -> Phases | None:
-    """From rows of equal settings but for batch and length; None where a phase of a step is unknown or 0, or there
-    are too few.
+    """Fit phases to rows equal but for batch and length; None with a step's phase unknown or 0, or too few rows.
 
     Needs the columns of the phases' peaks, `peak_allocated_bytes`, `attention_effective`, `seq_len`, `micro_batch`,
-    `device`. What loading took is not known of every row, and left out then.
+    `device`, `outcome`. Load is left out if a finished row does not know it.
     """
     told = frame["load_peak_allocated_bytes"].notna() | frame["outcome"].ne("ok").fillna(True)
     phases = [phase for phase in PHASES if phase != "load" or told.all()]
@@ -99,7 +98,7 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
         return None
     several = len(np.unique(batch)) > 1 and len(np.unique(length)) > 1
     attention = ok["attention_effective"].dropna()
-    plain_kernels = ok["device"].eq("cpu").fillna(False).any()  # on a CPU sdpa may store them too
+    plain_kernels = ok["device"].eq("cpu").fillna(False).any()  # on a CPU sdpa may store scores too
     scores = None if plain_kernels or not len(attention) else bool(attention.isin(_STORES_SCORES).any())
     ahead = peaks[:, phases.index("forward")]
     plain = Data(tokens, _features(batch, length, np.zeros_like(batch)), ahead, RESOLUTION)
@@ -131,12 +130,12 @@ def _features(batch: Array, length: Array, forward: Array) -> Array:
 
 
 def _kinds(several: bool, scores: bool | None, backward: bool) -> tuple[Kind, ...]:
-    """What a phase may be. `several` batches and lengths tell samples from tokens; `scores` of attention are stored,
-    are not, or it is not known."""
+    """Return the kinds that a phase may be. `several` batches and lengths tell samples from tokens. `scores` of
+    attention are stored, are not, or it is unknown."""
     plane: tuple[int, ...] = (_ONE, _TOKENS, _BATCH, _LENGTH) if several else (_ONE, _TOKENS)
     curved = (*plane, _SCORES, _MASK) if several else (*plane, _SCORES)
     straight, bent = {None: (0.5, 0.5), True: (0.01, 1.0), False: (1.0, 0.01)}[scores]
-    odds = 0.02 if backward else 1.0  # a backward pass that is not at least what forward left is a rare one
+    odds = 0.02 if backward else 1.0  # a backward pass below what forward left is rare
     found = [
         Kind("level", ((_ONE,),), 0.2 * odds),  # weights alone: no activation is counted in it
         Kind("affine", ((_ONE, _TOKENS),), 0.3 * odds * straight),
@@ -154,7 +153,7 @@ def _kinds(several: bool, scores: bool | None, backward: bool) -> tuple[Kind, ..
     if scores is not False:
         starts.append(((_MORE, _MORE_TOKENS, _MORE_SCORES), 0.1 * bent))
     for start, weight in starts:
-        one_moment = "scores" if _MORE_SCORES in start else "affine"  # no end that is seen
+        one_moment = "scores" if _MORE_SCORES in start else "affine"  # its end does not show
         found.append(Kind(one_moment, (start,), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD))
         found += [Kind("two moments", (e, start), weight, rising=(_MORE_TOKENS,), fixed=_FORWARD) for e in ends]
     return tuple(found)

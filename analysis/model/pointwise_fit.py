@@ -1,8 +1,8 @@
-"""What the observations alone say: the kinds of curves.py, for all of them or per alignment class.
+"""Fits to the observations alone: the kinds of curves.py, for all of them or per alignment class.
 
-Lengths divisible by 8, 16 or 64 may follow another curve than the others; whether they do, which kind is how probable,
-and what each observation counts is found here. The kinds are always fitted, so that a line and a parabola are there to
-see, whatever the values of a fit rest on.
+Lengths divisible by 8, 16 or 64 may follow another curve than the others. This module decides whether they do, how
+probable each kind is, and how much each observation counts. The kinds are always fitted, so that a line and a parabola
+can be shown whatever the values of a fit are based on.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 MODULI = (8, 16, 64)
 CLEARLY = 5.0  # nats by which a curve per class must be more probable than one for all
-MOST_POINTS = 400  # that an estimate looks at: more tell nothing new where neighbours err alike
-ODD = 0.01  # chance that a point tells nothing of the curve: anything up to twice the largest value
-FAR = 0.02  # of the largest value, below which no point is taken for one
-BLOCKS = 0.013  # of the value: RMS of reserved about a hinge, median of 18 public sweeps and replays (0.3 to 4 %)
-UNSPLIT = 0.001  # of the value: RMS of allocated where not all blocks are split, median of 7 replays (0.03 to 0.2 %)
-OFTEN = 0.9  # probability of that before anything is seen, else any: where segments expand there is none
+MOST_POINTS = 400  # most points in an estimate: more add nothing where neighbours have similar errors
+ODD = 0.01  # chance that a point is unrelated to the curve: anything up to twice the largest value
+FAR = 0.02  # share of the largest value: closer points are no outliers
+BLOCKS = 0.013  # share of the value: RMS of reserved about a hinge, median of 18 public sweeps and replays (0.3 to 4 %)
+UNSPLIT = 0.001  # share of the value: RMS of allocated if some blocks are unsplit, median of 7 replays (0.03 to 0.2 %)
+OFTEN = 0.9  # prior probability of that, else any: expandable segments have none
 ALIKE = 0.75  # probability that two classes do not differ, above which they have one curve
-FARTHEST = 4.0  # standard deviations of what is missing, above which it is not alignment that lifts a length
-FEW = 6  # lengths, below which points alone say nothing above the curve beyond them
+FARTHEST = 4.0  # standard deviations of the expected share: above that something else than alignment lifts a length
+FEW = 6  # lengths: with fewer, points alone give no upper bound beyond them
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A kind fitted to the points: how probable it is among all kinds, its errors in the metric's unit, and R² (the
-    share of the points' variance that it explains), NaN where they do not vary."""
+    """A kind fitted to the points: its probability among all kinds, its errors in the column's unit, and R². R² is the
+    share of the points' variance that it explains, NaN if they do not vary."""
 
     model: Model
     probability: float
@@ -49,18 +49,18 @@ class Candidate:
 
 @dataclass(frozen=True)
 class OfPoints:
-    """The posterior of each alignment class."""
+    """Predictor from the points alone: the posterior of each alignment class."""
 
     posteriors: Mapping[bool, Posterior]
     modulus: int | None
     chosen: Model
 
     def value(self, x: Array) -> Array:
-        """The chosen model's curve."""
+        """Return the chosen model's curve."""
         return self.chosen.predict(x)
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of all kinds, as probable as they are."""
+        """Return draws of the curve and of a new run, (draws, n) each, over all kinds by their probability."""
         random = np.random.default_rng(SEED)
         curves, news = np.empty((2, DRAWS, len(x)))
         for key, at in members(x, self.modulus).items():
@@ -71,8 +71,9 @@ class OfPoints:
 
 @dataclass(frozen=True)
 class Estimated:
-    """What the points say: the alignment class, if one explains what is left, with its posteriors; the posterior of all
-    points as one; what was done, in words; and the ids of outliers, which no curve is of."""
+    """Estimate from the points: the `modulus` of the alignment classes, if these explain residuals, and their
+    posteriors. `single` is the posterior of all points as one, `remark` says what was done. No curve follows the
+    `outliers` (ids)."""
 
     single: Posterior
     modulus: int | None
@@ -82,21 +83,21 @@ class Estimated:
 
     @property
     def log(self) -> float:
-        """The evidence of all classes."""
+        """Log evidence of all classes."""
         return sum(p.log for p in self.posteriors.values())
 
     def predict(self, x: Array) -> Array:
-        """The most probable curve of each class at x."""
+        """Return the most probable curve of each class at x."""
         return Model({key: curve_of(p) for key, p in self.posteriors.items()}, self.modulus).predict(x)
 
 
 def estimate_points(points: Points, metric: Metric) -> Estimated:
-    """The posterior of each class, without outliers.
+    """Return the posterior of each class, without outliers.
 
-    An outlier is a point that a distribution as wide as all values explains better than the curve that it takes part
-    in: the farthest from the curve is tried, then the next, up to a tenth of all; not those of the first and last x,
-    where something may begin that no other shows. Neighbours that err alike count in part: of n with correlation r
-    between neighbours as n (1 - r) / (1 + r) (Bartlett 1946). With fewer than thirty lengths that cannot be told.
+    An outlier is a point that a distribution as wide as all values explains better than the curve it takes part in. The
+    farthest from the curve is tried, then the next, up to a tenth of all. Points of the first and last x are kept,
+    because something may begin there that no other shows. Neighbours with similar errors count in part: n with
+    correlation r as n (1 - r) / (1 + r) (Bartlett 1946). Fewer than thirty lengths do not show r.
     """
     seen = points.thinned(MOST_POINTS)
     remark = "" if seen is points else f"; estimated from {len(seen.x):,} of {len(points.x):,} rows"
@@ -119,8 +120,8 @@ def estimate_points(points: Points, metric: Metric) -> Estimated:
 
 
 def estimate_apart(points: Points, metric: Metric) -> tuple[Estimated, Unaligned] | None:
-    """What the points say where one class has too few lengths for a curve of its own: the curve of the other class, and
-    how far these few lie off it. None where they lie on it, or too far off for that."""
+    """Return an estimate where one class has too few lengths for a curve of its own. It is the curve of the other
+    class, and how far these few lie off it. Return None if they lie on it, or too far off."""
     at = {key: np.flatnonzero(of) for key, of in members(points.x, PADDED_TO).items()}
     counts = {key: len(np.unique(points.x[of])) for key, of in at.items()}
     few = min(counts, key=lambda key: counts[key])
@@ -136,7 +137,7 @@ def estimate_apart(points: Points, metric: Metric) -> tuple[Estimated, Unaligned
 
 
 def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Candidate]:
-    """Each kind that the points allow, for all points and for each class, plain ones first; and the most probable."""
+    """Return each kind that the points allow, of all and of each class, plain ones first; and the most probable."""
     candidates = []
     counted = ~np.isin(points.ids, found.outliers)
     ways: list[tuple[int | None, Mapping[bool, Posterior]]] = [(None, {True: found.single})]
@@ -158,7 +159,7 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
             known = len(np.unique(points.x)) // len(posteriors)
             numbers = max(sum(map(len, posteriors[key].best(name).kind.pieces)) for key, name in names.items())
             if numbers >= known and names != best and not plain:
-                continue  # as many numbers as lengths go through everything: worth a line only where most probable
+                continue  # as many numbers as lengths fit anything: show such a curve only if most probable
             probable = float(share * np.prod([posteriors[key].probability[name] for key, name in names.items()]))
             rms, varies = float(np.sqrt(np.mean(left**2))), float(np.var(points.y))
             r2 = 1 - rms**2 / varies if varies else float("nan")
@@ -170,13 +171,13 @@ def candidates_of(points: Points, found: Estimated) -> tuple[list[Candidate], Ca
 
 
 def curve_of(posterior: Posterior, kind: str | None = None) -> Curve:
-    """The most probable curve, of one kind or of the most probable kind."""
+    """Return the most probable curve, of one kind or of the most probable kind."""
     component = posterior.best(kind)
     return _curve(component, component.best)
 
 
 def _curve(component: Component, coefficients: Iterable[Array]) -> Curve:
-    """The curve of one draw of a component: the coefficients of each piece."""
+    """Return the curve of one draw of a component, from the coefficients of each piece."""
     pieces = []
     for columns, values in zip(component.kind.pieces, coefficients, strict=True):
         numbers = dict(zip(columns, values.tolist(), strict=True))
@@ -187,8 +188,8 @@ def _curve(component: Component, coefficients: Iterable[Array]) -> Curve:
 def estimate_classes(
     points: Points, metric: Metric, modulus: int | None = None, share: float = 1.0
 ) -> dict[bool, Posterior]:
-    """The posterior of each class, with `modulus` null of all as one. Repeats of memory that agree tell nothing new and
-    count once; each observation counts as `share` of one."""
+    """Return the posterior of each class; a null `modulus` makes one class of all. Repeats of memory that agree add
+    nothing and count once; each observation counts as `share` of one."""
     found = {}
     bounds = members(points.bound_x, modulus)
     kinds = (*KINDS, STEP) if metric.limited else KINDS
@@ -210,7 +211,7 @@ def estimate_classes(
 
 
 def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, float]]:
-    """Of the parameters of this kind, 95 %: of its draws, as probable as their components are."""
+    """Return the 95 % interval of each parameter of this kind, from draws weighted by their components."""
     mine = [c for c in posterior.components if c.kind.name == curve.kind]
     logs = np.array([c.log for c in mine])
     shares = np.exp(logs - logs.max())
@@ -225,7 +226,7 @@ def intervals_of(posterior: Posterior, curve: Curve) -> dict[str, tuple[float, f
 
 
 def _aligned(points: Points, metric: Metric, moduli: Sequence[int], share: float = 1.0) -> Estimated:
-    """One curve for all, or one per class of these moduli where that is clearly more probable."""
+    """Return one curve for all, or one per class of these moduli if that is clearly more probable."""
     single = estimate_classes(points, metric, None, share)
     best = Estimated(single[True], None, single)
     log = best.log + CLEARLY
@@ -240,7 +241,7 @@ def _aligned(points: Points, metric: Metric, moduli: Sequence[int], share: float
 
 
 def _differ(points: Points, curve: Curve, modulus: int) -> bool:
-    """Whether alignment might explain what this curve leaves: Levene's test of spread, or Welch's of the mean."""
+    """Return whether alignment might explain the residuals: Levene's test of spread, or Welch's of the mean."""
     aligned = points.x % modulus == 0
     residuals = points.y - curve.predict(points.x)
     if float(np.abs(residuals).max()) <= 1e-9 * float(np.abs(points.y).max()):
@@ -251,9 +252,9 @@ def _differ(points: Points, curve: Curve, modulus: int) -> bool:
 
 
 def _quantum(x: Array, y: Array, resolution: float) -> float:
-    """The largest size that all values are multiples of, if larger than the resolution: what they were rounded to.
+    """Return the size to which all values were rounded: their common divisor if larger than the resolution, else that.
 
-    Some values have a common factor by chance; nothing was rounded where all that rise lie on the lines between their
+    Some values have a common factor by chance. Nothing was rounded if all that rise lie on the lines between their
     neighbours, as 100, 120, 140 do.
     """
     whole = np.unique(np.round(y)).astype(np.int64)
@@ -268,7 +269,7 @@ def _quantum(x: Array, y: Array, resolution: float) -> float:
 
 
 def _autocorrelation(points: Points, found: Estimated) -> float:
-    """How much what is left of neighbours correlates, the largest of the classes."""
+    """Return the correlation of neighbouring residuals, the largest of the classes."""
     each = points.y - found.predict(points.x)
     classes = [
         left for at in members(points.x, found.modulus).values() if len(left := each[at]) >= 30 and left.std() > 0
@@ -277,7 +278,7 @@ def _autocorrelation(points: Points, found: Estimated) -> float:
 
 
 def _least_squares(name: str, points: Points, at: Mask) -> Curve:
-    """The line or parabola that everyone would draw: of all points, plainly."""
+    """Fit the line or parabola that everyone would draw: of all points, plainly."""
     degree = 1 if name == "linear" else 2
     numbers = Polynomial.fit(points.x[at], points.y[at], degree).convert().coef
     padded = [*map(float, numbers), 0.0, 0.0, 0.0]

@@ -1,8 +1,8 @@
-"""What values between and beyond the observations rest on, where something tells more than the observations do.
+"""Predictors of values between and beyond the observations, where more is known than the observations.
 
-Predicted rows of the same settings have the shape, and what was measured stands on it by a small residual; or the rows
-know each phase's peak, over batch and length together (phases.py), and reserved, active and device memory stand on
-allocated (residual_model.py). The first that there is is taken, with the reason in words.
+Predicted rows of the same settings give the shape, and a small residual leads from them to what was measured. Or the
+rows know each phase's peak, over batch and length together (phases.py). Reserved, active and device memory are then
+modelled on allocated (residual_model.py). The first available is used, with the reason in words.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vramsweep.analysis.model.pointwise_fit import curve_of, estimate_classes
 from vramsweep.analysis.model.residual_model import Bounded, Excess, Largest, Predictor, Standing
 from vramsweep.analysis.model.times import OfParts, parts
 
-MOST_ROWS = 400  # of a whole, for its phases: they are exact
+MOST_ROWS = 400  # of a whole, enough for its phases because they are exact
 BASES = {
     "prediction": "on predicted rows of the same settings, and what was measured above or below them",
     "phases": "on the peak of each phase, over batch and length together",
@@ -36,8 +36,8 @@ BASES = {
 
 @dataclass(frozen=True)
 class Residual:
-    """What was measured beside what was predicted: the prediction, and the excess over it, of the phase that makes the
-    peak at the longest where phases are known."""
+    """Measured next to predicted: the prediction, and the excess over it. If phases are known, the excess is that of
+    the phase which makes the peak at the longest x."""
 
     predicted: Predictor
     excess: Excess
@@ -45,12 +45,12 @@ class Residual:
 
 @dataclass(frozen=True)
 class Whole:
-    """Rows of equal settings but for batch and length."""
+    """Rows whose settings are equal except batch and length."""
 
     frame: pd.DataFrame = field(repr=False)
 
     def within(self, start: float | None, stop: float | None, axis: str) -> Whole:
-        """Only rows with `start <= x <= stop`."""
+        """Return only the rows with `start <= x <= stop`."""
         if start is None and stop is None:
             return self
         x = along(self.frame, axis)
@@ -59,7 +59,7 @@ class Whole:
 
     @cached_property
     def phases(self) -> Phases | None:
-        """The phases' model; None where some phase is not known."""
+        """Model of the phases; None if some phase is unknown."""
         frame = self.frame
         if len(frame) > MOST_ROWS:
             frame = frame.iloc[np.unique(np.linspace(0, len(frame) - 1, MOST_ROWS).astype(int))]
@@ -67,7 +67,7 @@ class Whole:
 
 
 class Wholes:
-    """The whole that each group of a table is part of; each is made once."""
+    """The whole that each group of a table is part of; each is built once."""
 
     def __init__(self, table: Table) -> None:
         self._of_row: dict[int, Whole] = {}
@@ -76,46 +76,46 @@ class Wholes:
             self._of_row |= dict.fromkeys((int(row) for row in group.rows), whole)
 
     def of(self, group: Group) -> Whole:
-        """The whole of a group of the same table."""
+        """Return the whole of a group of the same table."""
         return self._of_row[int(group.rows[0])]
 
 
 @dataclass(frozen=True)
 class Knows:
-    """What else there is to a group's points. `whole` are rows of its settings at any batch and length, with their
-    phases if those are known; `predicted` the same of predicted rows."""
+    """Knowledge of a group in addition to its points. `whole` are rows of its settings at any batch and length, with
+    their phases if known. `predicted` are predicted rows of this kind."""
 
     whole: Whole | None = None
     predicted: Whole | None = None
 
     @property
     def phases(self) -> Phases | None:
-        """Of the group's own rows; made when first asked for."""
+        """Model of the phases of the group's own rows, built on first use."""
         return self.whole.phases if self.whole else None
 
 
 @dataclass(frozen=True)
 class OfPhases:
-    """Phases at one batch along length, at one length along batch, or along tokens (then of one sample)."""
+    """Predictor from phases: at one batch along length, at one length along batch, or along tokens (of one sample)."""
 
     phases: Phases
     axis: str
     other: float
 
     def value(self, x: Array) -> Array:
-        """The largest phase."""
+        """Return the most probable peak of the largest phase at x, (n,)."""
         return self.phases.value(*self._where(x))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """The largest phase, drawn."""
+        """Return draws of the largest phase's peak and of a new run's, (draws, n) each."""
         return self.phases.draws(*self._where(x))
 
     def of(self, name: str, x: Array) -> Array:
-        """The most probable peak of one phase."""
+        """Return the most probable peak of one phase."""
         return self.phases.of(name, *self._where(x))
 
     def largest(self, x: Array) -> list[str]:
-        """The phase that makes the peak, for each."""
+        """Return the phase that makes the peak at each x."""
         return self.phases.largest(*self._where(x))
 
     def _where(self, x: Array) -> tuple[Array, Array]:
@@ -125,7 +125,7 @@ class OfPhases:
 
 @dataclass(frozen=True)
 class Predicted:
-    """Predicted rows: as they are, and beyond them as `curve` has it. `phases` are theirs, if known."""
+    """Predictor from predicted rows; beyond them it follows `curve`. `phases` are those of the rows, if known."""
 
     x: Array
     y: Array
@@ -133,13 +133,13 @@ class Predicted:
     phases: OfPhases | None = None
 
     def value(self, x: Array) -> Array:
-        """Linear between rows; beyond them the curve's shape from the last row on."""
+        """Interpolate linearly between rows; beyond them follow the curve's shape from the last row on."""
         edge = np.clip(x, self.x[0], self.x[-1])
         return np.asarray(np.interp(edge, self.x, self.y) + self.curve(x) - self.curve(edge))
 
     def unseen(self, x: Array, seen: Array) -> Array:
-        """What runs at these other x do not tell of it: what it differs by from the nearest of them, and all where a
-        phase makes the peak that made it at none of them."""
+        """Return what runs at `seen` leave open at other x: the difference from the nearest of them. It is all of the
+        value where a phase makes the peak that makes it at none of them."""
         more = np.abs(self.value(x)[:, None] - self.value(seen)).min(axis=1)
         if self.phases is None:
             return np.asarray(more)
@@ -148,14 +148,14 @@ class Predicted:
 
     @cached_property
     def _errors(self) -> Array:
-        """What interpolation misses: each inner row against the line between its neighbours."""
+        """Interpolation errors: inner rows minus the line between their neighbours."""
         x, y = self.x, self.y
         between = y[:-2] + (y[2:] - y[:-2]) * (x[1:-1] - x[:-2]) / (x[2:] - x[:-2])
         return y[1:-1] - between
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """At a predicted x the prediction, which is not drawn: how far off it is is the residual's. Elsewhere with what
-        interpolation misses."""
+        """Return the prediction without noise at predicted x, because the residual model carries its error. Elsewhere
+        add an interpolation error."""
         random = np.random.default_rng(SEED + 4)
         missed = random.choice(self._errors, (DRAWS, len(x))) * random.choice([-1.0, 1.0], (DRAWS, len(x)))
         value = self.value(x) + np.where(np.isin(x, self.x), 0.0, missed)
@@ -164,7 +164,7 @@ class Predicted:
 
 @dataclass(frozen=True)
 class Better:
-    """What says more than the points, if anything does, and in words why that and nothing better."""
+    """The basis that tells more than the points, if any, and in words why that one and no better one."""
 
     because: str
     basis: str = "points"
@@ -174,7 +174,7 @@ class Better:
 
 
 def best_basis(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> Better:
-    """What a fit rests on."""
+    """Choose what a fit is based on: predicted rows, phases, or its points alone."""
     if group is None or points.rows is None or (knows.predicted is None and knows.phases is None):
         return Better("nothing is predicted of the same settings, and the peaks of the phases are not known of them")
     if axis == "tokens":
@@ -203,7 +203,7 @@ def best_basis(points: Points, metric: Metric, group: Group | None, axis: str, k
 def _on_prediction(
     points: Points, own: pd.DataFrame, metric: Metric, axis: str, per_x: float, same: Whole, whole: Whole
 ) -> Better | None:
-    """What `own` rows measured, on predicted rows of this batch (or length), `same`, of all of them; None with too
+    """Fit what `own` rows measured on predicted rows: `same` of this batch (or length), `whole` of all. None with too
     few."""
     if not metric.memory:
         if (found_parts := parts(same.frame, axis)) is None:
@@ -218,14 +218,14 @@ def _on_prediction(
     at = np.append(np.unique(points.x), 2 * points.x[-1])
     most = np.argmax([part.value(at) for part in parts_of_it], axis=0)
     level = [float(np.ptp(part.base.value(at))) < 1e-3 * float(base.value(at).max()) for part in parts_of_it]
-    identified = all(level[i] or parts_of_it[i].excess.posterior.identified for i in set(most))  # of a level all agree
+    identified = all(level[i] or parts_of_it[i].excess.posterior.identified for i in set(most))  # kinds agree on levels
     predictor = Bounded(Largest(parts_of_it), points.bound_x, points.bound_y)
     residual = Residual(Largest(tuple(part.base for part in parts_of_it)), parts_of_it[most[-2]].excess)
     return Better(_these(base.x, axis), "prediction", predictor, identified, residual)
 
 
 def _predicted(same: Whole, phases: OfPhases | None, metric: Metric, axis: str) -> Predicted | None:
-    """The predicted rows of this batch (or length) as a base; None with fewer than three."""
+    """Return the predicted rows of this batch (or length) as a base; None with fewer than three."""
     own = observations(same.frame, metric, axis=axis)
     known = own.y > 0
     own = replace(own, x=own.x[known], y=own.y[known])
@@ -239,7 +239,7 @@ def _predicted(same: Whole, phases: OfPhases | None, metric: Metric, axis: str) 
 
 
 def _above(x: Array, on: Sequence[tuple[Array, Predicted]], metric: Metric, per_x: float) -> tuple[Standing, ...]:
-    """Measured values at x, each on its prediction."""
+    """Return measured values at x, each modelled on its prediction."""
     found = residual_model.excesses(
         x * per_x, [(y, base.value(x)) for y, base in on], metric.resolution, residual_model.RESIDUAL, small=True
     )
@@ -253,8 +253,8 @@ def _above(x: Array, on: Sequence[tuple[Array, Predicted]], metric: Metric, per_
 def _each_phase(
     points: Points, own: pd.DataFrame, same: Whole, phases: OfPhases, metric: Metric, axis: str, per_x: float
 ) -> tuple[Standing, ...]:
-    """Each phase on its own prediction, where both sides know all that make the peak: one may be off by more than
-    another, and a few rows tell of each. Empty where they do not."""
+    """Model each phase on its own prediction, if both sides know all that make the peak. One phase may be off by more
+    than another, and a few rows show that of each. Return () if they do not know them."""
     if metric.column != "peak_allocated_bytes":
         return ()
     told = {name: f"{name}_peak_allocated_bytes" for name in PHASES}
@@ -279,7 +279,7 @@ def _these(x: Array, axis: str) -> str:
 def _on_phases(
     points: Points, metric: Metric, group: Group, axis: str, per_x: float, peaks: Phases | None, why: str
 ) -> Better:
-    """On the phases' peaks, where they are known; `why` says why on nothing better."""
+    """Use the phases' peaks as the basis, if known; `why` is the reason for nothing better."""
     if peaks is None:
         return Better(f"{why}, and the peaks of the phases are not known of them")
     phases = OfPhases(peaks, axis, per_x)

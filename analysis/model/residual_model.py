@@ -1,9 +1,9 @@
-"""A quantity that stands on another one: reserved on allocated, measured on predicted.
+"""Model of a quantity as a better known base plus an excess: reserved on allocated, measured on predicted.
 
-Its shape is that of its base, which is known better, plus an excess that is small and simple: a constant, a line in
-tokens, a share of the base, with a spread of its own. The spread may be the same everywhere or grow with the base; the
-one that explains the observations better is taken. Fitting the excess instead of a second free curve is what survey
-statistics call a difference estimator, and Monte Carlo methods a control variate (Glasserman 2003, ch. 4.1).
+The excess is small and simple: a constant, a line in tokens or a share of the base, with a spread of its own. The
+spread is constant or grows with the base, whichever explains the observations better. Survey statistics call fitting
+the excess instead of a second free curve a difference estimator. Monte Carlo methods call it a control variate
+(Glasserman 2003, ch. 4.1).
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ OVERHEAD = (
     Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
 )
 RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
-SHAPE = 0.02  # of what no measured run tells of a prediction: how far its shape may be off, one standard deviation
-SMALL = 0.03  # of the base: what a residual's line or share is expected to be, one standard deviation
+SHAPE = 0.02  # share of `unseen`: how far a prediction's shape may be off there, one standard deviation
+SMALL = 0.03  # share of the base: expected size of a residual's line or share, one standard deviation
 
 
 class Predictor(Protocol):
-    """What values and intervals of a quantity along an axis come from."""
+    """Source of values and intervals of a quantity along an axis."""
 
     def value(self, x: Array) -> Array:
-        """The most probable curve, (n,)."""
+        """Return the most probable curve, (n,)."""
         ...
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
+        """Return draws of the curve and of a new run, (draws, n) each."""
         ...
 
 
 @dataclass(frozen=True)
 class Excess:
-    """What is fitted. `relative`: as a share of the base, so that its spread grows with it."""
+    """The fitted excess. `relative`: it is a share of the base, so that its spread grows with the base."""
 
     posterior: Posterior
     relative: bool
 
     def value(self, tokens: Array, base: Array) -> Array:
-        """The most probable curve, in the unit of the base, (n,)."""
+        """Return the most probable excess, in the unit of the base, (n,)."""
         found = self.posterior.value(tokens, _features(tokens, base, self.relative))
         return found * base if self.relative else found
 
     def draws(self, tokens: Array, base: Array) -> tuple[Array, Array]:
-        """The curve, and its spread from run to run (standard deviation), both (draws, n)."""
+        """Return draws of the excess, and its standard deviation from run to run, both (draws, n)."""
         curve, noise = self.posterior.draws(tokens, _features(tokens, base, self.relative))
         return (curve * base, noise * base) if self.relative else (curve, noise)
 
 
 def _features(tokens: Array, base: Array, relative: bool) -> Array:
-    """(n, 3): of bytes, or of shares."""
+    """Return the features, (n, 3): of bytes, or of shares if `relative`."""
     found = np.column_stack([np.ones_like(base), tokens, base])
     return np.asarray(found / base[:, None] if relative else found)
 
@@ -70,9 +70,9 @@ def _features(tokens: Array, base: Array, relative: bool) -> Array:
 def excesses(
     tokens: Array, over: Sequence[tuple[Array, Array]], resolution: float, kinds: tuple[Kind, ...], small: bool = False
 ) -> list[Excess]:
-    """The excess of each y over its base, both (n,), at these tokens in ascending order: of one quantity, or of the
-    phases of the same runs, whose spread tells of each other's. `small`: the base is as good as right, so that what
-    grows with it is a few percent."""
+    """Return the excess of each y over its base, both (n,), at ascending tokens. They are of one quantity, or of the
+    phases of one set of runs, whose spreads inform each other. `small`: the base is nearly right, so what grows with it
+    is a few percent."""
     plain, log = _fit_noise([_data(tokens, y, base, resolution, small, False) for y, base in over], kinds)
     shares, log_shares = _fit_noise([_data(tokens, y, base, resolution, small, True) for y, base in over], kinds)
     relative = log_shares - sum(float(np.sum(np.log(base))) for _, base in over) > log
@@ -92,9 +92,9 @@ def _data(tokens: Array, y: Array, base: Array, resolution: float, small: bool, 
 
 
 def _fit_noise(of: Sequence[Data], kinds: tuple[Kind, ...]) -> tuple[list[Posterior], float]:
-    """The posterior of each, and the log evidence of all: with one size of noise for all, or with one for each.
+    """Return each posterior, and the log evidence of all: with one size of noise for all, or with one for each.
 
-    The noise of each is as large as that of each other one or is not, with equal odds: from a few rows alone its size
+    The noise of each is as large as that of each other one or is not, with equal odds. From a few rows alone its size
     is hardly known.
     """
     if len(of) == 1:
@@ -104,7 +104,7 @@ def _fit_noise(of: Sequence[Data], kinds: tuple[Kind, ...]) -> tuple[list[Poster
     sizes = np.geomspace(every.min(), every.max(), SIZES)
     of = [replace(data, given_sizes=sizes) for data in of]
     first = [estimate(data, kinds) for data in of]
-    likely = SIZES * np.array([found.sizes for found in first])  # against all sizes alike
+    likely = SIZES * np.array([found.sizes for found in first])  # relative to equal odds of all sizes
     log = sum(found.log for found in first) + float(np.log((1 + likely.prod(axis=0).mean()) / 2))
     told = np.log((1 + likely) / 2)
     odds = told.sum(axis=0) - told
@@ -113,10 +113,10 @@ def _fit_noise(of: Sequence[Data], kinds: tuple[Kind, ...]) -> tuple[list[Poster
 
 @dataclass(frozen=True)
 class Standing:
-    """The base and its excess as one. `per_x` are the tokens of a micro-batch per unit of x.
+    """A base and its excess as one predictor. `per_x` are the tokens of a micro-batch per unit of x.
 
-    `positive`: the quantity is never less than its base. `unseen` says at x, (n,), how much of the base the excess was
-    not seen on: its shape is not beyond doubt there.
+    `positive`: the quantity is never less than its base. `unseen` returns at x, (n,), how much of the base the excess
+    was not observed on: its shape is uncertain there.
     """
 
     base: Predictor
@@ -126,13 +126,13 @@ class Standing:
     unseen: Callable[[Array], Array] | None = None
 
     def value(self, x: Array) -> Array:
-        """The most probable curve, (n,)."""
+        """Return the most probable curve, (n,)."""
         base = self.base.value(x)
         over = self.excess.value(x * self.per_x, base)
         return np.asarray(base + (np.maximum(over, 0.0) if self.positive else over))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
+        """Return draws of the curve and of a new run, (draws, n) each."""
         random = np.random.default_rng(SEED + 1)
         base, base_new = self.base.draws(x)
         over, noise = self.excess.draws(x * self.per_x, self.base.value(x))
@@ -149,16 +149,16 @@ class Standing:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest of several, drawn apart from each other: a peak of its phases."""
+    """The largest of several predictors, drawn independently: a peak of its phases."""
 
     parts: tuple[Predictor, ...]
 
     def value(self, x: Array) -> Array:
-        """The most probable curve, (n,)."""
+        """Return the most probable curve, (n,)."""
         return np.asarray(np.maximum.reduce([part.value(x) for part in self.parts]))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
+        """Return draws of the curve and of a new run, (draws, n) each."""
         random = np.random.default_rng(SEED + 5)
         curves, news = [], []
         for curve, new in (part.draws(x) for part in self.parts):
@@ -170,18 +170,18 @@ class Largest:
 
 @dataclass(frozen=True)
 class Bounded:
-    """What is at least `at_least` at `bound_x`: draws that contradict this are left out where enough do not."""
+    """A predictor with lower bounds `at_least` at `bound_x`: draws below them are dropped if enough remain."""
 
     free: Predictor
     bound_x: Array
     at_least: Array
 
     def value(self, x: Array) -> Array:
-        """The most probable curve, (n,)."""
+        """Return the most probable curve, (n,)."""
         return self.free.value(x)
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the curve and of a new run, (draws, n) each."""
+        """Return draws of the curve and of a new run, (draws, n) each."""
         curve, new = self.free.draws(np.concatenate([x, self.bound_x]))
         holds = np.all(new[:, len(x) :] >= self.at_least, axis=1)
         if holds.sum() >= FEWEST_DRAWS:

@@ -1,8 +1,8 @@
-"""Where a quantity jumps or wavers: reserved memory comes in blocks, and from one length to the next a layer's may go.
+"""Jumps and wavering of a quantity, found in what a curve leaves: reserved memory comes in blocks.
 
-No curve has a jump, so they are looked for in what a curve leaves: the median of the lengths after a place against that
-of the lengths before it. A jump is one that stands out of all such differences, is more than 2 % of the value, and has
-its two sides apart. Single lengths, and short runs of them, that go as far and come back are told as what they are.
+From one length to the next a layer's block may vanish. No curve has a jump, so the median of the residuals after a
+length is compared with that before it. A jump stands out of all such differences, is more than 2 % of the value, and
+has its two sides apart. Single lengths, and short runs of them, that go as far and come back are reported as such.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from scipy import ndimage
 
 from vramsweep.analysis.model.curves import Array
 
-LEAST = 0.02  # of the value
+LEAST = 0.02  # share of the value
 FEWEST = 40  # lengths
-WINDOW = 15  # lengths on each side, as many as there are
-ENDS = 8  # lengths that there must be at least
-APART = 0.5  # of the jump, which must lie between the quarters of the two sides that are nearest to each other
-MANY = 8  # lengths that waver, below which it is not said
+WINDOW = 15  # lengths on each side, at most
+ENDS = 8  # lengths on each side, at least
+APART = 0.5  # share of the jump that must lie between the nearest quartiles of its two sides
+MANY = 8  # wavering lengths; fewer are not reported
 OUT = 5.0  # robust standard deviations (median absolute deviation, Hampel 1974)
 
 
 @dataclass(frozen=True)
 class Jump:
-    """At `x`, the first length after it, by `size` (negative: a drop), in the unit of y."""
+    """A jump at `x`, the first length after it, by `size` (negative: a drop), in the unit of y."""
 
     x: float
     size: float
 
 
 def jumps(x: Array, left: Array, y: Array, most: int = 4) -> list[Jump]:
-    """The largest, at most so many, in order of x: what a curve leaves (n,) of y (n,) at x (n,), ascending."""
+    """Return the `most` largest jumps, in order of x, from the residuals `left` (n,) of y (n,) at ascending x (n,)."""
     different, first = np.unique(x, return_index=True)
     left, y = left[first], y[first]
     if len(different) < FEWEST:
@@ -54,7 +54,7 @@ def jumps(x: Array, left: Array, y: Array, most: int = 4) -> list[Jump]:
 
 @dataclass(frozen=True)
 class Wavering:
-    """`count` lengths from `start` to `stop` that lie off those around them, the middle one by `size` (unit of y)."""
+    """`count` lengths from `start` to `stop` that lie off those around them, by a median `size` (unit of y)."""
 
     start: float
     stop: float
@@ -63,7 +63,7 @@ class Wavering:
 
 
 def wavering(x: Array, left: Array, y: Array) -> list[Wavering]:
-    """Where many single lengths lie off their neighbours' median: as `jumps`."""
+    """Find runs of many single lengths off their neighbours' median; arguments as in `jumps`."""
     different, first = np.unique(x, return_index=True)
     left, y = left[first], y[first]
     if len(different) < FEWEST:
@@ -79,13 +79,13 @@ def wavering(x: Array, left: Array, y: Array) -> list[Wavering]:
 
 
 def _apart(left: Array, place: int, window: int, size: float) -> bool:
-    """Whether three quarters of either side lie clear of three quarters of the other."""
+    """Return whether three quarters of either side lie clear of three quarters of the other."""
     before, after = (np.sign(size) * side for side in (left[max(place - window, 0) : place], left[place:][:window]))
     return bool(np.percentile(after, 25) - np.percentile(before, 75) > APART * abs(size))
 
 
 def _sharpest(left: Array, place: int, window: int, size: float) -> int:
-    """The step within the window that goes the same way and farthest: medians find a jump, but not its very length."""
+    """Return the largest step of this sign within the window, because medians do not find a jump's exact length."""
     low, high = max(place - window // 2, 1), min(place + window // 2 + 1, len(left))
     steps = (left[low:high] - left[low - 1 : high - 1]) * np.sign(size)
     return low + int(np.argmax(steps))

@@ -1,8 +1,8 @@
-"""The time of a step as what its estimate is made of: how much slower each part is than the roofline has it.
+"""Step time as a sum of parts of a roofline, each scaled by how much slower it is than the roofline.
 
-A predicted row says how long the card would take for its arithmetic, its memory traffic and its launches, were it to
-reach its peaks. A measured step is taken to be these three, each times a factor of its own, or all times one: with few
-lengths the one factor wins, with more the three. Errors are in proportion to the time.
+A predicted row states how long the GPU would take at its peaks for arithmetic, memory traffic and launches. A measured
+step is modelled as these three parts, times one common factor or a factor each. With few lengths the common factor
+wins, with more the three. Errors are proportional to the time.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from vramsweep.analysis.model.curves import Array, Kind
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 
 PARTS = (("estimated_compute_s", "estimated_attention_s"), ("estimated_memory_s",), ("estimated_launch_s",))
-CLOCK = 1e-3  # of a time: no step repeats more closely
+CLOCK = 1e-3  # share of a time: no step repeats more closely
 KINDS = (Kind("one factor", ((3,),), 0.5), Kind("parts", ((0, 1, 2),), 0.5, rising=(0, 1, 2)))
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Seconds of the parts at the predicted x, (n,) and (n, 3): linear between, a parabola beyond."""
+    """Seconds of the parts at the predicted x, (n,) and (n, 3): linear between these x, a parabola beyond."""
 
     x: Array
     seconds: Array
 
     def features(self, x: Array) -> Array:
-        """The parts and their sum at x, (n, 4)."""
+        """Return the parts and their sum at x, (n, 4)."""
         found = np.column_stack([self._one(x, column) for column in self.seconds.T])
         return np.column_stack([found, found.sum(axis=1)])
 
@@ -40,7 +40,7 @@ class Parts:
 
 
 def parts(rows: pd.DataFrame, axis: str) -> Parts | None:
-    """Of predicted rows of one batch (or length); None where a part is not known or there are fewer than three."""
+    """Return the parts of predicted rows of one batch (or length); None with several ranks or below three known x."""
     names = [name for part in PARTS for name in part]
     known = rows.dropna(subset=[axis, *names]).drop_duplicates(axis).sort_values(axis)
     if len(known) < 3 or known["world_size"].gt(1).any():
@@ -51,7 +51,7 @@ def parts(rows: pd.DataFrame, axis: str) -> Parts | None:
 
 @dataclass(frozen=True)
 class OfParts:
-    """Step time from the parts and what was measured at x, y (n,) in seconds."""
+    """Predictor of step time in seconds, from the parts and the times y (n,) measured at x."""
 
     parts: Parts
     x: Array
@@ -59,15 +59,15 @@ class OfParts:
 
     @cached_property
     def posterior(self) -> Posterior:
-        """Of the factors."""
+        """Posterior of the factors."""
         resolution = CLOCK * float(self.y.min())
         return estimate(Data(self.x, self.parts.features(self.x), self.y, resolution, noises=("proportional",)), KINDS)
 
     def value(self, x: Array) -> Array:
-        """The most probable time."""
+        """Return the most probable time at x, (n,)."""
         return self.posterior.value(x, self.parts.features(x))
 
     def draws(self, x: Array) -> tuple[Array, Array]:
-        """Of the time and of a new run."""
+        """Return draws of the time and of a new run's time, (draws, n) each."""
         curve, noise = self.posterior.draws(x, self.parts.features(x))
         return curve, curve + noise * np.random.default_rng(SEED + 3).standard_normal(curve.shape)
