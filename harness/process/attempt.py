@@ -1,20 +1,20 @@
 """One process: spec in, result out, deadline, kill the tree, evidence.
 
-An attempt has a folder. The parent writes `spec.json` there, starts a worker and blocks until it ends or the deadline
-passes; the worker leaves `result.json` (written aside, then renamed), `steps.jsonl` (a line a step, as it goes),
-`stdout.log` and `stderr.log`. Nothing of a result ever travels over stdout.
+An attempt has a folder. The parent writes `spec.json` there, starts a worker, and blocks until the worker ends or the
+deadline passes. The worker leaves `result.json` (written aside, then renamed), `steps.jsonl` (a line per step, as it
+goes), `stdout.log` and `stderr.log`. No part of a result ever travels over stdout.
 
-A worker starts in one of two ways that end in the same code (runners/worker/worker.py): cold, a fresh interpreter; or
-warm, forked from a template process that has imported everything and never touched the GPU (fork_server.py). There is
-one template for each environment, because torch reads the allocator's variable when its library loads; which cards a
-worker sees it is told when it is forked, so that all cards share the template. A runner whose imports start CUDA goes
+A worker starts in one of two ways that end in the same code (runners/worker/worker.py). Cold is a fresh interpreter.
+Warm is a fork of a fork server, which has imported everything and never touched the GPU (fork_server.py). Each
+environment has its own fork server, because torch reads the allocator's variable when its library loads.
+CUDA_VISIBLE_DEVICES is set at fork time, so one fork server serves all GPUs. A runner whose imports start CUDA runs
 cold.
 
-Whoever's parent dies, dies with it (PR_SET_PDEATHSIG in the worker and the template). What an attempt starts lies below
-one process of its own (runners/rank/process_end.py) while it lasts; what outlives it is adopted by us
-(PR_SET_CHILD_SUBREAPER) and ended, whoever's it was, and nobody else's ever is; what outlives us, by orphans.py.
-Attempts may run beside each other, each in a thread: whoever starts a process and notes it holds the lock, as else
-another one might take it for a leftover. Linux only.
+The worker and the fork server die with their parent (PR_SET_PDEATHSIG). While an attempt lasts, its processes are below
+one process of its own (runners/rank/process_end.py). We adopt its orphans (PR_SET_CHILD_SUBREAPER) and kill them,
+whichever attempt they belonged to, and no other processes. orphans.py kills what outlives us. Concurrent attempts run
+in threads. A thread holds the lock while it starts and notes a process; otherwise another thread might take that for an
+orphan. Linux only.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, 
 
 PR_SET_CHILD_SUBREAPER = 36
 RECORD_NUMBERS = ("step", "rank")  # keys of records that are whole numbers where they are given
-PROGRESS_LIMIT = 4 << 10  # bytes of what a worker says that it does: the last line counts
-STEPS_LIMIT = 16 << 20  # bytes of the records' end that are read; a step's is a hundred or so
+PROGRESS_LIMIT = 4 << 10  # bytes of a worker's reports of its activity; the last line counts
+STEPS_LIMIT = 16 << 20  # bytes that are read of the records' end; a step's record has about 100
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
-RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for taking it, before another one is
-MOST_THREADS = 1024  # more than a node has places for trials; none is made before it is needed
+RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for it, before another one is ended
+MOST_THREADS = 1024  # more than a node has slots; a thread is made only when it is needed
 
-# What can be wrong with the folder that is written to. Everything else that the system refuses (processes, descriptors,
-# memory) is about this moment, and says nothing about the disk.
+# Errors of the folder that is written to. All other refusals of the system (processes, descriptors, memory) are about
+# this moment, and say nothing about the disk.
 _WRITING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOENT),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENODEV),
@@ -70,15 +70,15 @@ _WRITING = {
 
 
 def is_write_error(error: OSError) -> bool:
-    """Whether an error says that a file could not be written, rather than that a process could not be started."""
+    """Return whether an error says that a file could not be written, not that a process could not be started."""
     return error.errno in _WRITING and error.filename != sys.executable
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """What one attempt left: the evidence, and the wall time in seconds from before the start to after the reaping.
+    """The result of one attempt: the evidence, and the wall time in seconds from before the start to after the reaping.
 
-    `isolation` is how it really ran, `cold_reason` why that is cold where warm was asked for.
+    `isolation` is how it really ran; `cold_reason` says why it ran cold if warm was requested.
     """
 
     evidence: Evidence
@@ -89,16 +89,17 @@ class AttemptResult:
 
 
 def attempt_environment(conf: str, device: str, base: Mapping[str, str], gpus: Sequence[str] = ()) -> dict[str, str]:
-    """A worker's environment: `base` without what would falsify (worker_environment.py), and the allocator's setting.
+    """Return a worker's environment: `base` without falsifying variables (worker_environment.py), and the allocator's
+    setting.
 
     PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; torch 2.9.1 ignores settings given under the
-    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible: the Trainer would spread a batch over
-    all that it sees. Cards are counted as NVML counts them, where CUDA by itself counts the fastest first.
+    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible, because the Trainer would spread a batch
+    over all that it sees. GPUs are numbered as by NVML: CUDA by itself puts the fastest first.
     """
     environ = worker_environment.select_variables(base)
     if conf:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
-    # otherwise DeepSpeed's detection initialises CUDA in the template
+    # otherwise DeepSpeed's detection initialises CUDA in the fork server
     environ["DS_ACCELERATOR"] = "cuda" if device == "cuda" else "cpu"
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
@@ -111,10 +112,10 @@ def attempt_environment(conf: str, device: str, base: Mapping[str, str], gpus: S
 
 
 class ColdWorker:
-    """A fresh interpreter running the worker; its methods are a WarmWorker's."""
+    """A fresh interpreter that runs the worker, with the methods of a WarmWorker."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        # in a session of its own, as templates are
+        # in a session of its own, as fork servers are
         command = build_command("vramsweep.runners.worker.worker", str(folder), str(os.getpid()))
         with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
             self._process = subprocess.Popen(
@@ -133,18 +134,18 @@ class ColdWorker:
             os.killpg(self.pid, signal.SIGKILL)
 
     def give_up(self) -> None:
-        """Nothing else depends on it."""
+        """Do nothing, because nothing else depends on this process."""
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 class Launcher(contextlib.AbstractContextManager["Launcher"]):
-    """Starts attempts and sees them through; owns the templates. Use it as a context manager.
+    """The owner of the fork servers, which starts attempts and sees them through. Use it as a context manager.
 
-    `isolation` is cold or warm; `logs` is a folder for what the templates print, a file for each of them; `run` marks
-    all processes that it starts, `occupancy` knows the cards. `threads` are for attempts beside each other: a template
-    ends with the thread that started it, so that these last as long as it.
+    `isolation` is cold or warm. `logs` is a folder for the output of the fork servers, one file each. `run` marks all
+    processes that it starts; `occupancy` knows the GPUs. `threads` run concurrent attempts. They last as long as the
+    launcher, because a fork server ends with the thread that started it.
     """
 
     def __init__(self, isolation: str, logs: Path, bounds: Timeouts | None = None) -> None:
@@ -156,20 +157,20 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         (self._kept,) = orphans.trees(os.getpid())
         self._stuck: set[int] = set()
-        self._roots: set[int] = set()  # of the attempts that run
-        self._relief_until = 0.0  # by the monotonic clock: an attempt was ended for the host's memory, which comes back
+        self._roots: set[int] = set()  # processes of the running attempts
+        self._relief_until = 0.0  # monotonic clock: memory of an ended attempt comes back until then
         self.run = uuid.uuid4().hex
         self.occupancy = Occupancy()
         self.threads = ThreadPoolExecutor(MOST_THREADS, "slot")
         self._guard: orphans.Guard | None = None
-        self._nvml = contextlib.ExitStack()  # open as long: without persistence mode each opening loads the driver anew
+        self._nvml = contextlib.ExitStack()  # kept open: without persistence mode each opening loads the driver anew
         self._nvml.enter_context(machine.nvml())
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """End the templates."""
+        """End the fork servers, the guard and the threads."""
         self._nvml.close()
         self.templates.close()
         if self._guard is not None:
@@ -186,10 +187,10 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         deadline_s: float,
         look: Callable[[], None] | None = None,
     ) -> AttemptResult:
-        """Run one attempt in `folder` to its end. `spec` is what the worker reads; the folder must not exist yet.
+        """Run one attempt in `folder` to its end. The worker reads `spec`; the folder must not exist yet.
 
-        `look` is called every second or so meanwhile, to see what there is already; what it raises ends the attempt.
-        Raises OSError if the folder cannot be written; a worker that cannot be started is evidence.
+        `look` is called about once a second meanwhile, to see what is there already; what it raises ends the attempt.
+        Raises OSError if the folder cannot be written. A worker that cannot be started is evidence.
         """
         began = time.monotonic()
         kills = machine.host_oom_kills()
@@ -263,7 +264,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
     def _started(
         self, template: ForkServer | None, folder: Path, environ: Mapping[str, str], look: Look | None
     ) -> ColdWorker | WarmWorker:
-        """A worker, noted as the root of what is its attempt's. Raises ForkServerError and OSError."""
+        """Start a worker and note it as the root of its attempt's processes. Raises ForkServerError and OSError."""
         if template is not None:
             warm = template.fork(folder, {name: environ[name] for name in OF_A_WORKER if environ.get(name)}, look)
             self._roots.add(warm.pid)
@@ -274,16 +275,16 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         return cold
 
     def _guarded(self) -> None:
-        """Have a guard, from the first attempt on."""
+        """Start a guard at the first attempt, and again if it has ended."""
         with self._lock:
             if self._guard is None or not self._guard.alive():
                 self._guard = orphans.Guard(self.run)
                 self._kept.add(self._guard.pid)
 
     def own_pids(self) -> set[int]:
-        """This process and those that it started, but not what outlived being killed: that does use the device.
+        """Return this process and those that it started, but not survivors of a kill, because they use the device.
 
-        Not in a container that NVML does not see into: the driver may give process ids that do not exist here.
+        Wrong in a container that NVML does not see into: the driver may give process ids that do not exist here.
         """
         return {os.getpid()} | orphans.trees(os.getpid())[0] - self._kept - self._stuck
 
@@ -297,11 +298,11 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         return AttemptResult(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
 
     def _leftovers(self) -> Iterator[tuple[int, bool]]:
-        """What has outlived its attempt, and whether it has ended: our own children that are nothing of what runs, and
-        what lies below them. Of our own children those that have ended are let go of.
+        """Yield the orphans of ended attempts, each with whether it has ended: our children that belong to nothing that
+        runs, and all below them. Reap such children that have ended.
 
-        What is in our session is a program that we ask something. Looked at with the lock that is held where processes
-        are started in sessions of their own, and after each has been listed: so one that was just started is noted.
+        A child in our session is a program that we called, no orphan. Children in sessions of their own are started and
+        noted under the lock. The lock is taken here after each listing, so one just started is already noted.
         """
         own, session = os.getpid(), os.getsid(0)
         there: dict[int, orphans.Process] = {}
@@ -310,7 +311,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
             there[pid] = one
             if one.parent == own and one.session != session and pid not in self._waited_for():
                 top.add(pid)
-                yield pid, one.ended  # at once, as it may have forked and ended when all are listed
+                yield pid, one.ended  # at once, because it may fork and end before all are listed
         for pid in orphans.processes_below(top, there) - self._stuck:
             yield pid, there[pid].ended
         for pid in top:
@@ -322,13 +323,13 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
             return self._kept | self._roots | self._stuck | self.templates.pids()
 
     def _reap(self) -> None:
-        """Let go of what was adopted and has ended: a night's would fill the table of processes."""
+        """Reap adopted processes that have ended, because those of a night would fill the process table."""
         with contextlib.suppress(ChildProcessError):
             if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 set(self._leftovers())
 
     def _end(self) -> None:
-        """End whatever is left of attempts that are over."""
+        """Kill the orphans of attempts that are over."""
         if stuck := orphans.end_processes(self._leftovers):
             print(orphans.describe_stuck(stuck), file=sys.stderr)
             self._stuck |= stuck
@@ -344,17 +345,17 @@ def ask_attempt(
     cure: str = "raise timeout_s",
     failed: str = "",
 ) -> Any:
-    """Return what an attempt that is asked about trials leaves as its answer (JSON); for arguments see `attempt`. What
-    it does is shown meanwhile.
+    """Return the answer (JSON) of an attempt that is asked about trials, and show its activity meanwhile. For arguments
+    see `attempt`.
 
-    Raises UserError with the reason where there is no answer: `cure` says what to do where it took too long, `failed`
-    begins the text where something broke. Raises OSError if the folder cannot be written.
+    Raises UserError with the reason if there is no answer: `cure` says what to do after a timeout, `failed` begins the
+    text if something broke. Raises OSError if the folder cannot be written.
     """
     with Activity("importing torch") as activity:
         evidence = launcher.attempt(
             spec, folder, environ, runner, deadline_s, lambda: activity.update(read_progress(folder)["text"])
         ).evidence
-    with contextlib.suppress(OSError, ValueError):  # renamed to that name, so it is whole, however the worker ended
+    with contextlib.suppress(OSError, ValueError):  # complete however the worker ended, because it is renamed
         return json.loads(read_content(folder / ANSWER, links=False))
     kind, reason = classify(evidence)
     if kind is schema.Outcome.TIMEOUT:
@@ -364,7 +365,7 @@ def ask_attempt(
 
 
 def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
-    """The worker's result, or None and why it cannot be used."""
+    """Return the worker's result, or None and why it cannot be used."""
     try:
         result = json.loads(read_content(folder / RESULT, RESULT_LIMIT, links=False))
     except FileNotFoundError:
@@ -375,7 +376,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """What a worker gave as its result, or None and why it cannot be used."""
+    """Return what a worker gave as its result, or None and why it cannot be used."""
     result = schema.to_encodable(result)
     if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
         return None, f"{RESULT} holds neither values nor an error"
@@ -384,7 +385,7 @@ def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def _misfit(result: Mapping[str, Any]) -> str | None:
-    """What of a result would not fit into a row, if anything."""
+    """Return why a result would not fit into a row, None if it fits."""
     error = result.get("error")
     told = isinstance(error, dict) and all(isinstance(error.get(name), str) for name in ("type", "message"))
     if error is not None and not told:
@@ -409,7 +410,7 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The records a worker left as it went; what is no whole record is left out."""
+    """Return the records that a worker left as it went, without incomplete ones."""
     with contextlib.suppress(OSError):
         text = read_tail(folder / STEPS, STEPS_LIMIT)
         every = plain_json.read_objects(text)
@@ -419,7 +420,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What the worker of a prediction said last that it does: `text`, and numbers that it adds."""
+    """Return the last activity that the worker of a prediction reported: `text`, and whole numbers that it adds."""
     with contextlib.suppress(OSError):
         for one in reversed(list(plain_json.read_objects(read_tail(folder / PROGRESS, PROGRESS_LIMIT)))):
             if isinstance(one.get("text"), str):
@@ -428,5 +429,5 @@ def read_progress(folder: Path) -> dict[str, Any]:
 
 
 def ended_rank(records: Iterable[Mapping[str, Any]]) -> int | None:
-    """The rank that ended without saying why, as the worker recorded it; None where none did."""
+    """Return the rank that ended without saying why, as the worker recorded it; None if none did."""
     return next((one["rank"] for one in records if one.get("event") == ENDED and one.get("rank") is not None), None)

@@ -1,19 +1,18 @@
-"""The warm way, our side: templates and what we say to each other.
+"""Warm starts, the launcher's side: fork servers and the messages exchanged with them.
 
-A template (runners/worker/serve_forks.py) is a process that has imported everything for one runner and one environment,
-has never touched the GPU, and forks a worker on request, several at a time for trials that run beside each other. A
-request is a datagram and brings a pipe with it, on which all is told of that worker; messages are JSON objects, a line
-each:
+A fork server (runners/worker/serve_forks.py) is a process that has imported everything for one runner and one
+environment and has never touched the GPU. It forks a worker on request, several for concurrent trials. A request is a
+datagram that brings a pipe, on which all is reported about that worker. Messages are JSON objects, one a line:
 
-    to the template   {"attempt": folder, "environ": variables of this worker alone}
-    from it, once     {"event": "ready", "unclean": null or why its workers could not use CUDA}
-    of a worker       {"event": "importing"}                   first, where that is done only now
-                      {"event": "forked", "pid": process id}
-                      {"event": "refused", "why": text}      instead, if the system gives no process
-                      {"event": "ended", "status": wait status}
+    to the fork server  {"attempt": folder, "environ": variables of this worker alone}
+    from it, once       {"event": "ready", "unclean": null or why its workers could not use CUDA}
+    about a worker      {"event": "importing"}                   first, if the imports are done only now
+                        {"event": "forked", "pid": process id}
+                        {"event": "refused", "why": text}      instead, if the system gives no process
+                        {"event": "ended", "status": wait status}
 
-Every wait for one has a bound. A process id is believed only of a child of the template. A template that says anything
-else, or nothing in time, is lost: no attempt gets a worker from it any more, and it is killed once nobody has one.
+Every wait for a message has a bound. A process id is believed only of a child of the fork server. A fork server that
+says anything else, or nothing in time, is lost: it gives no more workers. It is killed once no attempt has one.
 """
 
 from __future__ import annotations
@@ -41,16 +40,16 @@ from vramsweep.harness.process.worker_files import LONGEST_MESSAGE
 
 COMMAND = tuple(build_command("vramsweep.runners.worker.serve_forks"))
 
-LEAST = 8  # templates that there is always room for
-SHARE = 8  # all of them may hold this part of the host's memory
-TEMPLATE_BYTES = 512 << 20  # what one holds, most of it shared with nobody
+LEAST = 8  # fork servers that may always be alive
+SHARE = 8  # all of them may hold 1/SHARE of the host's memory
+TEMPLATE_BYTES = 512 << 20  # of one fork server, most of them not shared
 
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long a template may take, in seconds: to import, to fork, to report the end of a worker that has ended."""
+    """Seconds that a fork server may take: to import, to fork, to report the end of a worker that has ended."""
 
     start_s: float = 300.0
     fork_s: float = 30.0
@@ -58,18 +57,18 @@ class Timeouts:
 
 
 class ForkServerError(Exception):
-    """No worker can be had from a template; the text says why."""
+    """A fork server cannot give a worker; the text says why."""
 
 
 class Replies:
-    """A template's messages, from the reading end of a pipe."""
+    """A fork server's messages, from the reading end of a pipe."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
         self._buffer = b""
 
     def take(self) -> Message | None:
-        """The next message that has arrived as a whole. Raises ForkServerError if it is none of ours."""
+        """Return the next complete message, None if none has arrived. Raises ForkServerError if it is none of ours."""
         line, end, rest = self._buffer.partition(b"\n")
         if not end:
             if len(line) > LONGEST_MESSAGE:
@@ -84,7 +83,7 @@ class Replies:
         return message
 
     def fill(self) -> None:
-        """Read what there is; call it when there is something. Raises ForkServerError at the pipe's end."""
+        """Read the bytes that are there; call it when there are some. Raises ForkServerError at the pipe's end."""
         data = os.read(self.descriptor, 4096)
         if not data:
             raise ForkServerError("ended")
@@ -92,7 +91,7 @@ class Replies:
 
 
 def number(message: Message, name: str) -> int:
-    """A field that holds a count or an id. Raises ForkServerError if it does not."""
+    """Return a field that holds a count or an id. Raises ForkServerError if it does not."""
     value = message.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise ForkServerError(f"gave {describe(value)} as {name}")
@@ -100,15 +99,15 @@ def number(message: Message, name: str) -> int:
 
 
 class ForkServer:
-    """A template process. `lost` says why it must not be used any more; `users` counts the attempts that have, or are
-    about to have, a worker of it."""
+    """A fork server process. `lost` says why it must not be used any more. `users` counts the attempts that have a
+    worker of it, or are about to have one."""
 
     def __init__(self, runner: str, environ: Mapping[str, str], log: Path, bounds: Timeouts) -> None:
         self.bounds, self.log = bounds, log
         self.lost: str | None = None
         self.users = 0
         self._turn = threading.Lock()
-        log.unlink(missing_ok=True)  # one that was lost may still write into the last one
+        log.unlink(missing_ok=True)  # a lost fork server may still write into the old file
         with contextlib.ExitStack() as given, contextlib.ExitStack() as ours:
             self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             given.callback(theirs.close)
@@ -134,25 +133,25 @@ class ForkServer:
         self.pid = self._process.pid
 
     def claim(self) -> bool:
-        """One more user, unless it is lost."""
+        """Add a user unless the fork server is lost; return whether it was added."""
         with self._turn:
             self.users += self.lost is None
             return self.lost is None
 
     def give_back(self) -> None:
-        """One user less."""
+        """Remove a user."""
         with self._turn:
             self.users -= 1
 
     def lose(self, why: str) -> bool:
-        """No more users from now on; whether there is none but the one who says so."""
+        """Allow no more users from now on; return whether the caller is the only one left."""
         with self._turn:
             self.lost = why
             return self.users <= 1
 
     def ready(self, look: Look) -> str | None:
-        """Wait for the imports; why its workers could not use CUDA, or None. Raises ForkServerError with its log's last
-        line."""
+        """Wait for the imports; return why its workers could not use CUDA, or None. Raises ForkServerError with its
+        log's last line."""
         try:
             message = self.expect(self._replies, self.bounds.start_s, look=look)
             if message is None:
@@ -173,7 +172,7 @@ class ForkServer:
         return unclean
 
     def fork(self, folder: Path, environ: Mapping[str, str], look: Look | None = None) -> WarmWorker:
-        """A worker for the attempt in `folder`, with these variables beside the template's. Raises ForkServerError."""
+        """Fork a worker for the attempt in `folder`, adding variables to the server's. Raises ForkServerError."""
         ours, theirs = os.pipe()
         try:
             request = json.dumps({"attempt": str(folder), "environ": dict(environ)}).encode()
@@ -202,11 +201,11 @@ class ForkServer:
             os.close(ours)
             raise
         os.close(ours)
-        raise ForkServerError(f"the template could not fork: {message.get('why')}")  # now; it is as good as before
+        raise ForkServerError(f"the template could not fork: {message.get('why')}")  # only now; it is still good
 
     def _child(self, pid: int) -> int | None:
-        """A descriptor of our worker `pid`, None if it has been reaped already. Raises ForkServerError if it is not
-        ours."""
+        """Return a descriptor of our worker `pid`, None if it has been reaped already. Raises ForkServerError if the
+        process is not ours."""
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
@@ -225,12 +224,12 @@ class ForkServer:
     def expect(
         self, replies: Replies, seconds: float, until: int | None = None, look: Look | None = None
     ) -> Message | None:
-        """The next message; None if there is none within `seconds`, or before `until` is readable.
+        """Return the next message; None if none comes within `seconds`, or before `until` is readable.
 
-        Raises ForkServerError when the template has ended or writes something else.
+        Raises ForkServerError if the fork server has ended or writes something else.
         """
         deadline = time.monotonic() + seconds
-        # its own end is watched too: others may hold the pipe open
+        # the process's end is watched too, because others may hold the pipe open
         watched = [replies.descriptor, self._end] + ([] if until is None else [until])
         while True:
             if (message := replies.take()) is not None:
@@ -244,11 +243,11 @@ class ForkServer:
                 return None
 
     def alive(self) -> bool:
-        """Whether the process still runs."""
+        """Return whether the process still runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
-        """End the template; a worker that it still has dies with it. What does not die in time is left behind."""
+        """Kill the fork server; a worker that it still has dies with it. If it does not die in time, it is left."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(self.bounds.reap_s)
@@ -256,14 +255,14 @@ class ForkServer:
 
 
 def room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """How many templates may be alive at once: by the memory of the machine, or of the least of our cgroups."""
+    """Return how many fork servers may be alive, by the memory of the machine or our smallest cgroup."""
     return max(LEAST, host_memory.memory_here(own, root) // SHARE // TEMPLATE_BYTES)
 
 
 class WarmWorker:
-    """A worker forked from a template, which is its parent and tells us how it ended.
+    """A worker forked from a fork server, which is its parent and reports how it ended.
 
-    `descriptor` is the worker's (a pidfd); None if it was gone before we looked.
+    `descriptor` is the worker's pidfd; None if the worker was gone before we looked.
     """
 
     def __init__(self, template: ForkServer, replies: Replies, pid: int, descriptor: int | None) -> None:
@@ -271,7 +270,7 @@ class WarmWorker:
         self._template, self._replies, self._descriptor = template, replies, descriptor
 
     def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
-        """Whether it ended within `seconds`, and its exit code (negative: the signal; None: not known)."""
+        """Return whether the worker ended within `seconds`, and its exit code (negative: the signal; None: unknown)."""
         template = self._template
         bound = template.bounds.reap_s
         try:
@@ -290,7 +289,7 @@ class WarmWorker:
                 raise ForkServerError(f"gave {describe(message['status'])} as a wait status") from None
         except ForkServerError as lost:
             over = self._over()
-            if not template.lose(str(lost)):  # others have workers of it, which would die with it
+            if not template.lose(str(lost)):  # other attempts have workers of it, which would die with it
                 self.kill()
                 if self._descriptor is not None:
                     readable([self._descriptor], bound)
@@ -299,7 +298,7 @@ class WarmWorker:
             return True, self._adopted() if over else None
 
     def kill(self) -> None:
-        """Kill it and its process group, where it leads one."""
+        """Kill the worker, and its process group if it leads one."""
         if self._descriptor is None:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -308,11 +307,11 @@ class WarmWorker:
             signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
 
     def give_up(self) -> None:
-        """It does not end though killed: so its template must not be used any more."""
+        """Mark the fork server as lost, because its worker does not end though killed."""
         self._template.lost = f"cannot end its worker {self.pid}"
 
     def close(self) -> None:
-        """Forget it."""
+        """Close the worker's descriptors."""
         os.close(self._replies.descriptor)
         if self._descriptor is not None:
             os.close(self._descriptor)
@@ -321,7 +320,7 @@ class WarmWorker:
         return self._descriptor is None or bool(readable([self._descriptor], 0))
 
     def _adopted(self) -> int | None:
-        """The exit code of a worker that ended before its template, and is our child now (PR_SET_CHILD_SUBREAPER)."""
+        """Return the exit code of a worker that outlived its server as our child (PR_SET_CHILD_SUBREAPER)."""
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if pid else None

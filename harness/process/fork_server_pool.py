@@ -1,7 +1,7 @@
-"""The templates of a launcher: one for each runner and environment, as many as there is room for.
+"""The fork servers of a launcher: one for each runner and environment, as many as memory allows.
 
-Attempts that run beside each other share them. One that is lost, or has to make room, gets no new users; it ends with
-the last attempt that has a worker of it. Not covered: what is said to a template (fork_server.py).
+Concurrent attempts share them. A fork server that is lost, or has to make room for another, gets no new users. It ends
+with the last attempt that has a worker of it.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from pathlib import Path
 from vramsweep.harness.process.fork_server import ForkServer, Timeouts, room
 from vramsweep.harness.process.waiting import Logs
 
-OF_A_WORKER = ("CUDA_VISIBLE_DEVICES",)  # variables that a template's workers are each told
+OF_A_WORKER = ("CUDA_VISIBLE_DEVICES",)  # variables that each worker gets when it is forked
 
 _Key = tuple[str, frozenset[tuple[str, str]]]  # runner and environment
 
 
 class ForkServerPool:
-    """`logs` is a folder for what they print, a file for each; `lock` is held by whoever starts a process and notes it.
+    """`logs` is a folder for the servers' output, one file each; `lock` is held while a process is started and noted.
 
-    `cold_reasons` says of each runner that has to go cold why.
+    `cold_reasons` has the reason for each runner that must run cold.
     """
 
     def __init__(self, logs: Path, bounds: Timeouts, lock: threading.RLock) -> None:
         self.cold_reasons: dict[str, str] = {}
         self._logs, self._bounds, self._lock, self._room = logs, bounds, lock, room()
-        self._alive: OrderedDict[_Key, ForkServer] = OrderedDict()  # the one that was used last is the last
-        self._parted: list[ForkServer] = []  # with users that are left
+        self._alive: OrderedDict[_Key, ForkServer] = OrderedDict()  # the most recently used is the last
+        self._parted: list[ForkServer] = []  # retired, with users left
         self._starting: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
         self._numbers: dict[_Key, int] = {}
 
     def take(
         self, runner: str, environ: Mapping[str, str], look: Callable[[], None] | None = None
     ) -> ForkServer | None:
-        """One for the runner in this environment, with one more user; None where the runner turns out to go cold.
+        """Return a fork server of the runner in this environment, with one more user; None if it must run cold.
 
-        `look` is called every second or so while it starts. Raises ForkServerError, OSError and what `look` raises.
+        `look` is called about once a second while it starts. Raises ForkServerError, OSError and what `look` raises.
         """
         given = {name: value for name, value in environ.items() if name not in OF_A_WORKER or not value}
         given |= {name: os.environ[name] for name in OF_A_WORKER if environ.get(name) and name in os.environ}
         key = (runner, frozenset(given.items()))
-        with self._starting[key]:  # whoever comes meanwhile waits for it
+        with self._starting[key]:  # an attempt that needs it meanwhile waits
             if look is not None:
                 look()
             if runner in self.cold_reasons:
@@ -61,7 +61,7 @@ class ForkServerPool:
             return self._ready(template, runner, look)
 
     def give_back(self, template: ForkServer | None) -> None:
-        """An attempt is over, which had this one."""
+        """Remove a user whose attempt is over. A fork server that is lost or retired ends with its last user."""
         if template is None:
             return
         with self._lock:
@@ -74,20 +74,20 @@ class ForkServerPool:
                 template.close()
 
     def pids(self) -> set[int]:
-        """Their processes."""
+        """Return the process ids of all fork servers."""
         with self._lock:
             return {template.pid for template in (*self._alive.values(), *self._parted)}
 
     def close(self) -> None:
-        """End all."""
+        """End all fork servers."""
         for template in (*self._alive.values(), *self._parted):
             template.close()
         self._alive.clear()
         self._parted.clear()
 
     def _new(self, key: _Key, environ: Mapping[str, str]) -> ForkServer:
-        """A process that has begun to import, and its first user. Idle ones make room; where all are in use, there are
-        more for a while."""
+        """Start a fork server, which begins to import, and add its first user. Idle ones make room; if all are in use,
+        there are more for a while."""
         while len(self._alive) + len(self._parted) >= self._room:
             idle = next((other for other, one in self._alive.items() if not one.users), None)
             if idle is None:
@@ -100,7 +100,7 @@ class ForkServerPool:
         return template
 
     def _ready(self, template: ForkServer, runner: str, look: Callable[[], None] | None) -> ForkServer | None:
-        """The same once it has imported everything; None where that makes workers that cannot use CUDA."""
+        """Return the fork server once it has imported everything; None if its workers could not use CUDA after that."""
         logs = Logs(template.log)
 
         def both() -> None:
@@ -123,7 +123,7 @@ class ForkServerPool:
         return None
 
     def _part(self, template: ForkServer) -> None:
-        """No attempt gets a worker from it any more."""
+        """Retire a fork server: no attempt gets a worker from it any more."""
         if template.users:
             self._parted.append(template)
         else:

@@ -1,9 +1,9 @@
-"""The host's memory while an attempt runs: one that takes all of it is ended before the kernel ends somebody else.
+"""Guard of the host's memory: it ends an attempt that takes all memory before the kernel ends another process.
 
-Looked at the more often the less there is left, so that what fills it at the full speed of all cores is met in time.
-What is faster still meets the kernel's killer, which takes a worker before the launcher (runners/worker/worker.py).
+The guard looks more often the less memory is left, and so catches an attempt that fills memory at the full speed of all
+cores. A faster one meets the kernel's killer, which takes a worker before the launcher (runners/worker/worker.py).
 
-Not covered: the device's memory (gpu_occupancy.py), what is in swap.
+Not covered: the device's memory (gpu_occupancy.py), swap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vramsweep.harness.machine import host_memory
 from vramsweep.harness.process.waiting import LOOK_S
 from vramsweep.harness.rows.outcome import HostMemory
 
-SHARE = 64  # the part of the memory below which next to nothing is left, within these bounds in bytes
+SHARE = 64  # almost none is left below 1/SHARE of the memory, within these bounds in bytes
 LEAST, MOST = 256 << 20, 4 << 30
 FILL = 2 << 30  # bytes/s at which a core touches fresh pages: 1 to 3 GiB/s are common
 SOONEST_S = 0.02
@@ -26,7 +26,7 @@ _HELD = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB$", re.MULTILINE)
 
 
 class HostMemoryExhausted(Exception):
-    """Next to no memory is left on the host."""
+    """Almost no memory is left on the host."""
 
     def __init__(self, memory: HostMemory) -> None:
         super().__init__("next to no host memory is left")
@@ -34,8 +34,8 @@ class HostMemoryExhausted(Exception):
 
 
 class HostMemoryGuard:
-    """Looks on behalf of one attempt, from its beginning; `processes` are the attempt's, `neighbours` those of each of
-    the others that run beside it: of all of them only the one that holds most is ended."""
+    """The guard of one attempt, from its beginning. `processes` lists its pids, `neighbours` those of each concurrent
+    attempt. Only the attempt that holds most memory is ended."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class HostMemoryGuard:
         self._before = total - available
 
     def look(self) -> float:
-        """Seconds until the next look. Raises HostMemoryExhausted."""
+        """Return the seconds until the next look. Raises HostMemoryExhausted if the attempt is to be ended."""
         total, available = self._room()
         least = max(LEAST, min(MOST, total // SHARE))
         if available < least:
@@ -60,8 +60,8 @@ class HostMemoryGuard:
 
 
 def resident_bytes(pids: Iterable[int]) -> int:
-    """Bytes that the processes hold beside files: their own, and those that are shared or page-locked (CUDA's count as
-    shared), which count for each process that has them. Source: proc_pid_status(5), RssAnon and RssShmem."""
+    """Return the bytes that processes hold apart from files. Shared and page-locked ones (CUDA's count as shared) count
+    for each process that has them. Source: proc_pid_status(5), RssAnon and RssShmem."""
     found = 0
     for pid in pids:
         with contextlib.suppress(OSError, ValueError):

@@ -1,4 +1,4 @@
-"""How our own processes are started, and which Python a user's command runs in: that may be another than ours."""
+"""Command lines of our own processes, and the Python that a user's command runs in, which may be another than ours."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ ANSWER_S = 20.0
 def build_command(module: str, *words: str) -> list[str]:
     """Build the command line that runs a module of ours in an interpreter like this one.
 
-    Nothing in the current folder is imported there, and the package is this copy, installed or not (start.py).
+    That interpreter imports nothing from the current folder. The package is this copy, installed or not (start.py).
     """
     return [sys.executable, "-P", str(START), "-m", module, *words]
 
 
 def draw_page(data: str, out: Path) -> None:
-    """Draw what `timeline` or `replay` found, as JSON, as a page, in a process of the analysis.
+    """Draw a page from `data`, the JSON of `timeline` or `replay`, in a process of the analysis.
 
-    Raises UserError when that fails.
+    Raises UserError if that fails.
     """
     with tempfile.TemporaryDirectory() as folder, Activity("drawing the figure"):
         file = Path(folder) / "data.json"
@@ -55,12 +55,12 @@ def draw_page(data: str, out: Path) -> None:
 
 
 def last_line(text: str) -> str:
-    """What a process said last."""
+    """Return the last line of a process's output, or a text that says that no reason was given."""
     return next(reversed(text.strip().splitlines()), "no reason given")
 
 
 def interpreter_facts(command: str) -> dict[str, str | None]:
-    """Columns about the Python of a command, empty where it is ours or cannot be told (a shell script)."""
+    """Return columns about the Python of a command: empty if it is ours, or unknown (a shell script)."""
     found = interpreter(command)
     if found is None or found.parent.resolve() == Path(sys.executable).parent.resolve():
         return {}
@@ -70,7 +70,7 @@ def interpreter_facts(command: str) -> dict[str, str | None]:
 
 
 def interpreter(command: str) -> Path | None:
-    """The Python that a command's program is, or runs in by its first line; None where it is none."""
+    """Return the Python that a command's program is, or runs in by its first line; None if it is no Python."""
     try:
         words = shlex.split(command)
     except ValueError:

@@ -1,11 +1,11 @@
-"""Ctrl-C once, Ctrl-C twice, SIGTERM, SIGHUP: when a sweep stops.
+"""The effect of Ctrl-C once, Ctrl-C twice, SIGTERM and SIGHUP on a sweep.
 
-Once: the trial that runs comes to its end, and its row is kept; then `Finished` is raised, at a place where nothing is
-half done. Twice, or SIGTERM: KeyboardInterrupt is raised at once, wherever that is. SIGHUP, when the terminal goes, is
-once, however often it comes, and a line in the sweep's folder says so. Workers have sessions of their own, so that a
-terminal's Ctrl-C is for the launcher alone.
+Ctrl-C once: the running trial finishes, its row is kept, and `Finished` is raised where nothing is half done. Ctrl-C
+twice, or SIGTERM: KeyboardInterrupt is raised at once, wherever the code is. SIGHUP, when the terminal goes, acts like
+one Ctrl-C, however often it comes; a line in the sweep's folder says so. Workers have sessions of their own, so a
+terminal's Ctrl-C reaches only the launcher.
 
-Not covered: signals that cannot be caught (orphans.py ends what those leave).
+Signals that cannot be caught leave orphans, which orphans.py kills.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ ASKED = "finishing what runs, then the report; Ctrl-C again stops now"
 
 
 class Finished(KeyboardInterrupt):
-    """The user has asked to stop, and what ran then has come to its end."""
+    """The user has asked to stop, and what ran then has finished."""
 
 
 class Interrupts:
-    """Whether the user has asked a sweep to stop. Only the main thread hears of signals: elsewhere nothing changes."""
+    """The user's request to stop a sweep. Only the main thread receives signals: in other threads nothing changes."""
 
     def __init__(self, log: Path = Path(os.devnull)) -> None:
         self.asked = False
-        self.status = 130  # of a process that ends so
+        self.status = 130  # exit status of a process that is stopped so
         self._log, self._terminals = log, [number for number in (1, 2) if os.isatty(number)]
         self._busy = False
-        self.answer: Callable[[str], None] = to_stderr  # says something from within a signal's handler
+        self.answer: Callable[[str], None] = to_stderr  # prints from within a signal's handler
 
     @contextlib.contextmanager
     def heard(self) -> Iterator[Interrupts]:
-        """For the block, SIGINT, SIGTERM and SIGHUP do as described above."""
+        """Handle SIGINT, SIGTERM and SIGHUP in the block as described above."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
         own = {signal.SIGINT: self._once, signal.SIGTERM: _at_once, signal.SIGHUP: self._hung_up}
         before = {number: now for number in own if (now := signal.getsignal(number)) is not signal.SIG_IGN}
-        for number in before:  # what a shell, or nohup, has told a job in the background to ignore stays ignored
+        for number in before:  # signals that a shell, or nohup, made a background job ignore stay ignored
             signal.signal(number, own[number])
         try:
             yield self
         finally:
-            if self.status == 129:  # it comes from the kernel and from the shell, and a report may follow
+            if self.status == 129:  # the kernel and the shell both send it, and a report may follow
                 before[signal.SIGHUP] = signal.SIG_IGN
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """What the block does comes to its end, when asked to stop only once. Raises Finished after it."""
+        """Let the block finish when the user asks to stop only once. Raises Finished after it."""
         self._busy = True
         try:
             yield
@@ -69,16 +69,16 @@ class Interrupts:
         self.check()
 
     def check(self) -> None:
-        """Raises Finished where the sweep is to stop."""
+        """Raise Finished if the sweep is to stop."""
         if self.stops():
             raise Finished
 
     def stops(self) -> bool:
-        """Whether the sweep is to stop."""
+        """Return whether the sweep is to stop."""
         return self.asked
 
     def bound(self, seconds: float) -> float:
-        """Return how much of so many seconds an attempt may take from now on."""
+        """Return how many of `seconds` an attempt may take from now on: all of them."""
         return seconds
 
     def _once(self, number: int, frame: FrameType | None) -> None:
@@ -102,7 +102,7 @@ class Interrupts:
 
 
 class Deadline(Interrupts):
-    """Stops a sweep once its time is over; Ctrl-C and the like are left to whoever asked for its rows."""
+    """A limit that stops a sweep after `seconds`. Ctrl-C and the like are left to the caller that needs rows."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -114,23 +114,23 @@ class Deadline(Interrupts):
         yield self
 
     def stops(self) -> bool:
-        """Whether the time is over."""
+        """Return whether the time is over."""
         return time.monotonic() >= self._until
 
     def bound(self, seconds: float) -> float:
-        """Return how much of so many seconds is left before the time is over."""
+        """Return how many of `seconds` are left before the time is over, at least 1 ms."""
         return max(0.001, min(seconds, self._until - time.monotonic()))
 
 
 def to_stderr(text: str) -> None:
-    """Not by print: it may be what was interrupted."""
+    """Write to stderr without print, because print may be what was interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{text}\n".encode())
 
 
 @contextlib.contextmanager
 def ignore_hangup() -> Iterator[None]:
-    """Ignore SIGHUP in the block and in what it starts: they write on when the terminal goes."""
+    """Ignore SIGHUP in the block and in processes started there, so that they keep writing when the terminal goes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -142,7 +142,7 @@ def ignore_hangup() -> Iterator[None]:
 
 
 def on_sigterm() -> None:
-    """From now on SIGTERM raises KeyboardInterrupt too, unless it is ignored."""
+    """Make SIGTERM raise KeyboardInterrupt too from now on, unless it is ignored."""
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         signal.signal(signal.SIGTERM, _at_once)
 

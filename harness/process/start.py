@@ -1,7 +1,7 @@
 """Run one module of this copy of vramsweep: `python -P start.py -m MODULE [WORD ...]` (interpreter.build_command).
 
-The current folder may be somebody else's: -P keeps it, and this file's folder, out of what can be imported. The package
-is the copy that this file belongs to, installed or not. What lies beside the package comes last, for hydra_plugins.
+-P keeps this file's folder, and the current one, which may be somebody else's, out of what can be imported. The package
+is the copy that this file belongs to, installed or not. Its parent folder is searched last, for hydra_plugins.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(words: list[str]) -> None:
-    """Run the module that follows -m as `__main__`; `words` may hold an interpreter's options before it (-u)."""
+    """Run the module that follows -m as `__main__`; `words` may hold an interpreter's options (-u) before -m."""
     if sys.flags.optimize > 1 and os.environ.get("PYTHONOPTIMIZE") != "1":  # transformers needs its docstrings
         os.environ["PYTHONOPTIMIZE"] = "1"
         os.execvp(sys.orig_argv[0], sys.orig_argv)

@@ -1,7 +1,7 @@
-"""Waiting for processes without spinning, and the logs that they write meanwhile.
+"""Waiting for processes without spinning, and care for the logs that they write meanwhile.
 
-A log belongs to whoever appends to it; we only see to it that it stays small (a worker that floods its output would
-fill the disk by the morning) and read its end, never the whole of it.
+A log belongs to the process that appends to it. We only keep it small and read its end, never the whole. A worker that
+floods its output would fill the disk by the morning.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from vramsweep.harness.files.bounded_reads import read_tail
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.outcome import REASON_LENGTH
 
-LOOK_S = 1.0  # between two looks: each costs the parent some 100 µs
+LOOK_S = 1.0  # between two looks; each costs the parent about 100 µs
 LOG_LIMIT = 64 << 20  # bytes of one log
 LOG_KEPT = 256 << 10  # bytes of its end that stay when it is cut
-LAST_LINES = 100  # of a log that are looked at for why its process ended: a C++ stack is shorter
+LAST_LINES = 100  # of a log that are searched for why its process ended; a C++ stack is shorter
 LONGEST_POLL_S = 3600.0  # poll() takes milliseconds as a 32-bit number
 
-Look = Callable[[], float | None]  # what is done now and then; the seconds until it is to be done again, or LOOK_S
+Look = Callable[[], float | None]  # called now and then; returns the seconds until the next call, None for LOOK_S
 
 
 def readable(descriptors: Iterable[int], seconds: float, look: Look | None = None) -> set[int]:
-    """Those of `descriptors` that have something to read, or have ended, within `seconds`.
+    """Return the descriptors that have something to read, or have ended, within `seconds`.
 
     Blocks in poll(); `look` is called meanwhile.
     """
@@ -66,7 +66,7 @@ class Logs:
 
 
 def last_words(path: Path) -> str | None:
-    """What a log ends with: of its last lines the one that tells of a fault, else the last one that says anything.
+    """Return the line near the end of a log that tells of a fault, else its last line that is not empty.
 
     At most REASON_LENGTH characters; None if there is none.
     """
