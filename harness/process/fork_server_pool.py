@@ -22,9 +22,10 @@ _Key = tuple[str, frozenset[tuple[str, str]]]  # runner and environment
 
 
 class ForkServerPool:
-    """`logs` is a folder for the servers' output, one file each; `lock` is held while a process is started and noted.
+    """The fork servers of a launcher. `logs` is a folder for their output, one file each.
 
-    `cold_reasons` has the reason for each runner that must run cold.
+    The code that starts a process and notes it holds `lock`. `cold_reasons` has the reason for each runner that must
+    run cold.
     """
 
     def __init__(self, logs: Path, bounds: Timeouts, lock: threading.RLock) -> None:

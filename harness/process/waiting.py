@@ -55,7 +55,7 @@ class Logs:
     def look(self) -> None:
         """Cut each log that has grown past LOG_LIMIT down to its last LOG_KEPT bytes."""
         for path in self.paths:
-            with contextlib.suppress(OSError):  # not there yet, or no room even for the rest: look again later
+            with contextlib.suppress(OSError):  # not there yet, or no disk space even for the rest: look again later
                 size = path.lstat().st_size
                 if size > LOG_LIMIT:
                     end = read_tail(path, LOG_KEPT)

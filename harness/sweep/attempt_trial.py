@@ -1,7 +1,4 @@
-"""One attempt of a trial in a slot: from its settings to the row that it ends with.
-
-Not covered: which trial runs where and when (scheduler.py, trial_loop.py), the process itself (process/attempt.py).
-"""
+"""One attempt of a trial in a slot: from its settings to its row."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from vramsweep.harness.sweep import row_builder
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.scheduler import Slot
 
-SETTLE_S = 0.3  # for a signal to be heard by the launcher too
+SETTLE_S = 0.3  # for a signal to reach the launcher too
 
 
 def run_trial(
@@ -38,10 +35,10 @@ def run_trial(
     slot: Slot,
     hear: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Row:
-    """Attempt a trial once; the row is terminal if it has an answer or no retry is left.
+    """Attempt a trial once and return its row, which is terminal if it has an answer or no retry is left.
 
     A fault of the machine is no verdict, so its row is not terminal. `tried` attempts have a row already, `tries` of
-    them in this round. `hear` is told what the worker says that it does.
+    them in this round. `hear` gets what the worker reports of its activity.
     """
     trial = item.trial
     if trial is None:
@@ -70,7 +67,7 @@ def run_trial(
             done = launcher.attempt(spec, place, environ, template, settings.timeout_s, look)
             evidence = done.evidence
             if evidence.result is None and (evidence.exit_code or -1) < 0:
-                time.sleep(SETTLE_S)  # who ends workers and launcher at once ends no trial
+                time.sleep(SETTLE_S)  # a signal that ends workers and launcher alike is no result of a trial
                 slot.check()
             row |= row_builder.process_columns(done, environ, base["gpu_name"])
     if (place / RECORDING).exists():

@@ -1,8 +1,8 @@
-"""Simulated trials by the batch: one attempt predicts many, each of which becomes a row as soon as it is there.
+"""Simulated trials in batches: one attempt predicts many, and each becomes a row as soon as it is there.
 
-Its worker (runners/worker/batch_server.py) traces what is needed and forks processes that leave their answers in files,
-a line a trial: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s": seconds or
-null}. What it leaves unanswered is for an attempt of the trial's own (trial_loop.py).
+Its worker (runners/worker/batch_server.py) traces what is needed and forks processes that write their answers to files.
+Each line is a trial's: {"trial_id": id, "result": as a result file holds it, "record": the last phase, "duration_s":
+seconds or null}. A trial that stays unanswered gets an attempt of its own (trial_loop.py).
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from vramsweep.harness.sweep import row_builder, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.progress import Progress
 
-FOLDER = "shared"  # beside the trials' own folders of attempts
+FOLDER = "shared"  # next to the trials' own folders of attempts
 ISOLATION = "shared"
 
 
 def together(folder: str) -> bool:
-    """Whether a folder of attempts is that of trials which are predicted together, by whatever writer."""
+    """Return whether a folder of attempts is one of trials that are predicted together, by whatever writer."""
     return folder == FOLDER or folder.startswith(f"{FOLDER}-")
 
 
 def template(item: Planned) -> str | None:
-    """Names the trials that can be predicted together with this one, which import the same; None for a trial that runs
-    by itself."""
+    """Name the trials that can be predicted together with this one, because they import the same. None for a trial that
+    runs by itself."""
     simulated = item.trial is not None and item.trial.device.name == "simulated"
     return runner_table.imports_name(item.trial) if simulated and item.trial else None
 
 
 def batches(todo: Sequence[Planned]) -> dict[str | None, list[Planned]]:
-    """What to predict together, by template. A trial that would be alone is not among them: it runs as any other."""
+    """Group the trials to predict together, by fork server. A trial alone is omitted; it runs as any other."""
     found: dict[str | None, list[Planned]] = defaultdict(list)
     for item in todo:
         found[template(item)].append(item)
@@ -62,10 +62,10 @@ def run(
     progress: Progress,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, Row]:
-    """Predict trials of one template in one attempt; the rows of those that it answered, by id.
+    """Predict trials of one fork server in one attempt; return the rows of those that it answered, by id.
 
-    `tried` says which number the last attempt at a trial had in the journal. `check` is called now and then, with what
-    is predicted so far in the journal; what it raises ends the attempt.
+    `tried` has the number of the last attempt at each trial in the journal. `check` is called now and then, with all
+    predictions so far in the journal; what it raises ends the attempt.
     """
     assert items[0].trial is not None
     name = runner_table.fork_server_name(items[0].trial)
@@ -119,20 +119,20 @@ def run(
 
 
 class Answers:
-    """Reads the answers in an attempt's folder as they are written."""
+    """A reader of the answers in an attempt's folder as they are written."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
         self._read: dict[Path, int] = {}
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """Those since the last time; a line that is not yet whole is left for the next time."""
+        """Yield the answers since the last time; an incomplete line is left for the next time."""
         for path in sorted(self._place.glob(PREDICTIONS)):
             try:
                 with open_regular(path, links=False) as file:
                     file.seek(self._read.get(path, 0))
                     text = file.read(LIMIT)
-            except OSError:  # no file that the worker's processes write
+            except OSError:  # not a file that the worker's processes write
                 continue
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path] = self._read.get(path, 0) + len(whole)
@@ -142,7 +142,7 @@ class Answers:
 def _row(
     item: Planned, answer: Mapping[str, Any], began: Row, environ: Mapping[str, str], cold_reason: str | None
 ) -> Row | None:
-    """The row of an answer, as an attempt of the trial's own would have it; None for what is none."""
+    """Return the row of an answer, as an attempt of the trial's own would have it; None if the answer is not valid."""
     result, _ = check_result(answer.get("result"))
     duration, record = answer.get("duration_s"), answer.get("record")
     whole = isinstance(duration, float | None) and math.isfinite(duration or 0) and isinstance(record, dict | None)

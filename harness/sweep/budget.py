@@ -1,8 +1,8 @@
-"""How long trials are expected to take, what that costs, and whether one may still start within the user's budget.
+"""The expected time and cost of trials, and whether one may still start within the user's budget.
 
-Learnt from rows: what the nearest trial of the same configuration took, scaled by tokens. The clock is that of this
-command; what earlier commands of the sweep spent is not counted. Not covered: retries and the waits before them, and
-that trials of several slots run at once.
+It learns from rows: the time of the nearest trial of the same configuration, scaled by tokens. The clock is that of
+this command; the time of earlier commands of the sweep is not counted. Not covered: retries and the waits before them,
+and that trials of several slots run at once.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
     from vramsweep.harness.sweep.plan import Planned, Settings
 
-START_S = 2.0  # of a trial that nothing is known of: to start its process and to build its model
-TRACE_S = 10.0  # of a configuration that is simulated: some 9 s for models of 0.5 and 8 billion
-REACHED = 1 / 3  # of a GPU's published peak: what a step is taken to reach before anything is known of it
-PREDICTED_S = 0.1  # of each of its trials, once that is traced
-# Two trials that differ in nothing else are of one configuration.
+START_S = 2.0  # to start the process and build the model of a trial of which nothing is known
+TRACE_S = 10.0  # of a simulated configuration; docs/simulated.md: about 9 s for models of 0.5 and 8 billion parameters
+REACHED = 1 / 3  # of a GPU's published peak, which a step is assumed to reach before anything is known of it
+PREDICTED_S = 0.1  # of each prediction, once its configuration is traced
+# Trials that differ only in these are of one configuration.
 AXES = ("seq_len", "micro_batch", "grad_accum", "seed", "repeat", "protocol", "fingerprints")
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds that a trial, or several, will take, and what that rests on; None where it cannot be said."""
+    """Seconds that one or several trials will take (None if unknown), and the basis of that estimate."""
 
     seconds: float | None
     basis: str
 
 
 class Budget:
-    """What a sweep may still start. `began_s` is when the command began by `clock`; without it, it is now.
+    """The limit of what a sweep may still start. `began_s` is when the command began by `clock`; without it, it is now.
 
-    `rows_so_far` are rows of trials on this system; `flops` (FLOP/s) is what is reckoned with before there are any.
+    `rows_so_far` are rows of trials on this system; `flops` (FLOP/s) is the speed assumed before there are any.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class Budget:
         self._of_predictions = ""
         self._any = _Took()
         self._spent: list[float] = []
-        self.refused: dict[str, str] = {}  # by trial id, why; one that may start after all is taken out again
+        self.refused: dict[str, str] = {}  # reasons by trial id; one that may start after all is removed
         self.learn(rows_so_far)
 
     def allows(self, item: Planned, now_s: float) -> str | None:
-        """None if the trial may start now; else why not, in words. `now_s` is the clock's reading.
+        """Return None if the trial may start now, else the reason in words. `now_s` is the clock's reading.
 
-        One that nothing is known about may start as long as there is time: its row tells of the others.
+        One of which nothing is known may start as long as there is time, because its row informs about the others.
         """
         why = None if self._limit is None or item.trial is None else self._against(item, now_s, *self._limit)
         if why is None:
@@ -91,7 +91,7 @@ class Budget:
         return f"{name}: {duration_words(left)} left, and {needed}"
 
     def learn(self, rows: Iterable[Row]) -> None:
-        """Trials have come to their ends with these rows, each of which says what trial it is of."""
+        """Learn from the rows of trials that have ended; each row says which trial it is of."""
         for row in rows:
             resolved: Any = row.get("trial")
             if (spent := row.get("duration_s")) is None:
@@ -106,14 +106,14 @@ class Budget:
                 self._any.add(work * parameters, spent, start)
 
     def learn_step(self, item: Planned, step_s: float, gpu: str) -> None:
-        """Take the estimated step time of a trial that would run on a GPU, for all of its configuration."""
+        """Learn the estimated step time in seconds of a trial that would run on `gpu`, for all of its configuration."""
         if item.trial is not None and (work := _work(item.resolved)) is not None:
             spent = START_S + step_s * item.trial.steps()
             self._predicted.setdefault(configuration(item.resolved), _Took()).add(work, spent, START_S)
             self._of_predictions = f"estimated step times on {gpu}"
 
     def expected(self, item: Planned) -> Expected:
-        """What one trial will take; 0 s if it cannot run. A simulated one without the trace, which others share."""
+        """Return what one trial will take; 0 s if it cannot run. For a simulated one, without the shared trace."""
         trial = item.trial
         if trial is None:
             return Expected(0.0, "it cannot run")
@@ -140,7 +140,7 @@ class Budget:
         return Expected(min(spent, self._timeout), basis)
 
     def total(self, items: Iterable[Planned]) -> Expected:
-        """What trials will take one after the other, with a trace for each configuration that is simulated."""
+        """Return what trials will take one after the other, with a trace for each simulated configuration."""
         items = list(items)
         each = [self.expected(item) for item in items]
         if (unknown := next((one for one in each if one.seconds is None), None)) is not None:
@@ -155,11 +155,11 @@ class Budget:
         return Expected(spent, ", ".join(bases) or "nothing to do")
 
     def cost(self, spent_s: float | None) -> float | None:
-        """What so many seconds of the node cost; None without a price."""
+        """Return what so many seconds of the node cost; None without a price."""
         return None if spent_s is None or self._price is None else spent_s / 3600 * self._price
 
     def left_out(self, wanted: int, answered: Iterable[str]) -> str | None:
-        """What the budget left undone of the `wanted` trials, in a line; None if that is nothing."""
+        """Describe in a line how many of the `wanted` trials the budget left undone; None if there are none."""
         undone = self.refused.keys() - set(answered)
         if not undone or self._limit is None:
             return None
@@ -175,8 +175,8 @@ def flops_per_step(trial: Trial, parameters: int) -> float:
 
 
 def measuring_seconds(trial: Trial, row: Row | None) -> float | None:
-    """Return the seconds that a simulated trial would take on its GPU, by its row's estimated step, else by its FLOPs
-    at `REACHED` of the peak; None where neither is known."""
+    """Return the seconds that a simulated trial would take on its GPU; None if unknown. They come from its row's
+    estimated step, else from its FLOPs at `REACHED` of the peak."""
     step_s = (row or {}).get("calibrated_step_s") or (row or {}).get("estimated_step_s")
     peak, parameters = peak_of(trial.device.card, trial.precision), trial.model.parameters
     if step_s is None and peak and parameters:
@@ -186,7 +186,7 @@ def measuring_seconds(trial: Trial, row: Row | None) -> float | None:
 
 
 class _Took:
-    """What trials took, by their work, a number that a trial's time grows with: of equal ones the median."""
+    """Times of trials by their work, a number with which a trial's time grows; of equal ones the median."""
 
     def __init__(self) -> None:
         self._works: list[float] = []
@@ -196,20 +196,20 @@ class _Took:
         return bool(self._works)
 
     def add(self, work: float, spent: float, start: float) -> None:
-        """Another one; `start` are the seconds of it that do not grow with the work."""
+        """Add a trial; `start` are the seconds of it that do not grow with the work."""
         if work not in self._found:
             insort(self._works, work)
         self._found.setdefault(work, []).append((spent, start))
 
     def scaled(self, work: float) -> float:
-        """Seconds of a trial of this work, by the one that is nearest in ratio."""
+        """Return the seconds of a trial of this work, scaled from the work that is nearest in ratio."""
         at = bisect_left(self._works, work)
         near = min(self._works[max(0, at - 1) : at + 1], key=lambda one: abs(math.log(one / work)))
         return median(start + (spent - start) * work / near for spent, start in self._found[near])
 
 
 def configuration(resolved: Mapping[str, Any]) -> str:
-    """Names what of a resolved trial is neither length nor batch, nor how often it is measured."""
+    """Return a key of what in a resolved trial is neither length nor batch, nor how often it is measured."""
     kept = {key: value for key, value in resolved.items() if key not in AXES}
     protocol = resolved.get("protocol")
     job = isinstance(protocol, Mapping) and protocol.get("job")
@@ -217,7 +217,7 @@ def configuration(resolved: Mapping[str, Any]) -> str:
 
 
 def _work(resolved: Mapping[str, Any]) -> float | None:
-    """Tokens that a trial sees; 1 where it is simulated, which takes the same for any; None if it does not say."""
+    """Return the tokens that a trial sees: None if it does not say, 1 if simulated, because any take the same time."""
     if node_name(resolved, "device") == "simulated":
         return 1.0
     protocol = resolved.get("protocol")
@@ -225,5 +225,5 @@ def _work(resolved: Mapping[str, Any]) -> float | None:
     axes = [resolved.get(name, 1) for name in ("seq_len", "micro_batch", "grad_accum", "world_size")]
     if not steps or not all(type(number) is int and number > 0 for number in (*steps, *axes)):
         return None
-    every = sum(map(int, filter(None, steps))) + 2  # with the probe, and the step that counts FLOPs
+    every = sum(map(int, filter(None, steps))) + 2  # plus the probe, and the step that counts FLOPs
     return float(math.prod(axes)) * every

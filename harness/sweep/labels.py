@@ -1,7 +1,7 @@
-"""What tells the trials of a sweep apart, in words: each by what varies, and what all have in common said once.
+"""Labels of a sweep's trials: each trial by what varies, and one text for what all have in common.
 
-A trial's settings of one part (its model, its allocator, ...) are said by that part's name, as long as it tells them
-apart. Not covered: a trial by itself (`Trial.label`), the rows of a report (analysis/data/groups.py).
+A trial's settings of one part (its model, its allocator, ...) are called by that part's name, as long as it tells them
+apart.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PARTS = ("model", "runner", "device", "allocator", "protocol")
 FIRST = ("model.name", "runner.name", "device.name", "device.gpu", "sharding", "world_size", "precision",
          "allocator.name")  # fmt: skip
 LAST = ("seq_len", "micro_batch", "seed", "repeat")
-WITHIN = (*LAST, "protocol.name")  # what trials of one configuration may differ in
+WITHIN = (*LAST, "protocol.name")  # settings in which trials of one configuration may differ
 FEW = 2
 NEVER = ("fingerprints",)
 ALONE = ("model.name", "runner.name", "device.name", "device.gpu", "precision", "allocator.name")
 SAID = (*ALONE, "protocol.name", "seq_len", "micro_batch")
 CALLED = {"seq_len": "seq", "micro_batch": "batch", "world_size": "x", "repeat": "repeat", "seed": "seed"}
-OPTIONS = "runner.options."  # a script's own axes are called by their names alone
+OPTIONS = "runner.options."  # a script's own axes are labelled by their names alone
 
 
 class Labels:
-    """Names trials by what varies among `planned`: `fp32 · checkpointing=full · seq 512 · batch 4`.
+    """Labels of trials by what varies among `planned`: `fp32 · checkpointing=full · seq 512 · batch 4`.
 
-    Where more than `FEW` settings vary that have a default, those at their default go without saying.
+    If more than `FEW` settings vary that have a default, those at their default are left out.
     """
 
     def __init__(self, planned: Sequence[Planned], but: Sequence[str] = ()) -> None:
@@ -40,7 +40,7 @@ class Labels:
         self._shy = frozenset(shy if len(shy) > FEW else ())
 
     def __call__(self, item: Planned) -> str:
-        """The trial among the others; where nothing varies, the whole of it."""
+        """Return the label of a trial among the others; if nothing varies, that of the whole trial."""
         values = flatten(item.resolved, {key.partition(".")[0] for key in self.keys})
         known = [key for key in self.keys if values.get(key) is not None]
         parts = [
@@ -49,12 +49,12 @@ class Labels:
         return " · ".join(parts) or ("defaults" if known else label_whole(item))
 
     def apart(self, item: Planned) -> str:
-        """The same, "" where nothing varies: for a line below `describe_common`."""
+        """Return the label of a trial, "" if nothing varies: for a line below `describe_common`."""
         return self(item) if self.keys else ""
 
 
 def varying(planned: Sequence[Planned]) -> list[str]:
-    """The settings in which the trials differ, by their full keys, in the order in which they are said."""
+    """Return the settings in which the trials differ, by their full keys, in the order of a label."""
     if not planned:
         return []
     first = planned[0].resolved
@@ -65,7 +65,7 @@ def varying(planned: Sequence[Planned]) -> list[str]:
         if key not in NEVER and p.resolved.get(key) != first.get(key)
     }
     values = [flatten(p.resolved, top) for p in planned]
-    whole_ones = [p.trial is not None for p in planned]  # what cannot run may lack settings, and says nothing by that
+    whole_ones = [p.trial is not None for p in planned]  # an invalid trial may lack settings: no difference
     keys = [
         key
         for key in dict.fromkeys(key for one in values for key in one)
@@ -77,7 +77,7 @@ def varying(planned: Sequence[Planned]) -> list[str]:
 
 
 def _follows(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether the name of the part that the setting is of says it already."""
+    """Return whether the name of the setting's part implies its value."""
     part, _, rest = key.partition(".")
     if part not in PARTS or not rest or rest == "name" or key.startswith(OPTIONS):
         return False
@@ -86,13 +86,13 @@ def _follows(key: str, values: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def flatten(resolved: Mapping[str, Any], only: set[str] | None = None) -> dict[str, Any]:
-    """A trial's settings by their full keys (`runner.options.lr`), those below the keys `only`."""
+    """Return a trial's settings by their full keys (`runner.options.lr`), those below the keys `only`."""
     chosen = {key: value for key, value in resolved.items() if only is None or key in only}
     return {key: value for key, value in runner_table.flatten_options(chosen) if not isinstance(value, Mapping)}
 
 
 def describe(key: str, value: Any) -> str:
-    """A setting in words; values that speak for themselves go without its name."""
+    """Describe a setting in words; values that speak for themselves go without its name."""
     if key in ALONE:
         return str(value)
     if key == "sharding":
@@ -108,14 +108,14 @@ def _at(key: str) -> tuple[str, ...]:
 
 
 def label_whole(item: Planned) -> str:
-    """The whole of a trial in words; of one that cannot run what is known by name."""
+    """Return a label of the whole trial; of one that cannot run, what is known of it by name."""
     if item.trial is not None:
         return describe_trial(item.trial)
     return _join_settings(flatten(item.resolved), (*FIRST, *LAST[:2]))
 
 
 def describe_common(planned: Sequence[Planned]) -> str:
-    """What all the trials have in common: what they are of, and what of it is not the default."""
+    """Describe what all the trials have in common: their main settings, and others that are not at the default."""
     possible = [p for p in planned if p.trial is not None] or list(planned)
     if not possible:
         return ""
@@ -130,7 +130,7 @@ def _join_settings(values: Mapping[str, Any], keys: Iterable[str]) -> str:
 
 
 def _is_worth_naming(key: str, value: Any) -> bool:
-    """Whether a setting is worth a word by itself: what a trial is of is, and what is not at its default."""
+    """Return whether a setting deserves a word by itself: a main one (`SAID`), or one that is not at its default."""
     at = _at(key)
     if value is None or key in NEVER or (key, value) == ("allocator.name", "default"):
         return False

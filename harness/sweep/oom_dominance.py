@@ -1,12 +1,10 @@
-"""Trials that need not be run, as more tokens need more memory.
+"""Trials that need not run, because more tokens need more memory.
 
-Where that is asked for, a trial is not even run that one which ran out of memory dominates: the same but for a larger
-micro-batch, a greater length, or both (harness/search/fit_knowledge.py says which). Only of our own loops on lengths
-that do not vary is it known that more of either never makes do with less. A trial that fitted is not dominated, nor is
-one that needs no more. A card that was fragmented by chance, or shared, is the reader's to judge: the row says which
-trial it rests on.
-
-Pure; not covered: when it is asked (trial_loop.py).
+If the user asks for it, a trial that ran out of memory causes larger ones to be skipped. They differ from it only by a
+larger micro-batch, a greater length, or both (harness/search/fit_knowledge.py has the rule). Memory is known to be
+monotonic only for our own loops on lengths that do not vary. A trial that fitted is not dominated, nor is one that
+needs no more than it. The GPU may have been fragmented by chance, or shared. The reader must judge that, so the row
+names the trial that it depends on. Pure.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ GROWING = ("seq_len", "micro_batch")
 
 
 class OomDominance:
-    """Trials that fitted or ran out of the GPU's memory, to be asked if one dominates another; rows may be added."""
+    """Trials that fitted or ran out of the GPU's memory, asked if one dominates another; rows may be added."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._known: dict[str, FitKnowledge] = defaultdict(FitKnowledge)
@@ -34,7 +32,7 @@ class OomDominance:
             self.add(row)
 
     def add(self, row: Row) -> None:
-        """Take a row into account; of the system that is asked about, which the rows that count are."""
+        """Take a row into account; it must be of the system that is asked about, as the rows that count are."""
         trial, outcome = row.get("trial"), row.get("outcome")
         if outcome not in (Outcome.OK, Outcome.OOM) or not isinstance(trial, Mapping):
             return
@@ -44,12 +42,12 @@ class OomDominance:
             self._known[_key_without_growth(trial)].points.append(point)
 
     def reason(self, item: Planned) -> str | None:
-        """Why the trial need not be run, naming the trial that dominates it; None where it has to be."""
+        """Return why the trial need not run, naming the trial that dominates it; None if it must run."""
         trial = item.trial
         if trial is None or not _grows(trial):
             return None
         known = self._known[_key_without_growth(item.resolved)]
-        if all(point.fits for point in known.points):  # which looks at each of them
+        if all(point.fits for point in known.points):  # spares `decide`, which looks at each
             return None
         one = known.decide(trial.seq_len, trial.micro_batch, without=item.trial_id)
         if one is None or one.fits:
@@ -59,7 +57,7 @@ class OomDominance:
 
 
 def order(planned: Sequence[Planned]) -> list[Planned]:
-    """Lengths in their order, and of each the small batches first: what runs out of memory before what needs more."""
+    """Sort by length in the given order, then by batch: a trial that runs out of memory before those that need more."""
     turn = {length: n for n, length in enumerate(dict.fromkeys(p.trial.seq_len for p in planned if p.trial))}
 
     def place(item: Planned) -> tuple[int, int]:
@@ -74,6 +72,6 @@ def _grows(trial: Trial) -> bool:
 
 
 def _key_without_growth(resolved: Mapping[str, Any]) -> str:
-    """A resolved trial without what grows, nor which repeat it is."""
+    """Return a key of a resolved trial without the settings that grow and without its repeat."""
     rest = {name: value for name, value in resolved.items() if name not in (*GROWING, "repeat")}
     return json.dumps(rest, sort_keys=True, default=str)

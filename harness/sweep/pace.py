@@ -1,4 +1,4 @@
-"""How long the rest of a sweep takes, by what its rows, and the traces that predictions wait for, took so far."""
+"""The time left of a sweep, by what its rows, and the traces that predictions wait for, took so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vramsweep.harness.sweep.budget import PREDICTED_S
 
 
 class Pace:
-    """Counts rows and traced families, and the seconds by `clock` that went by with each."""
+    """A counter of rows and traced families, and of the seconds by `clock` that went by with each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._heard = clock, clock()
@@ -19,23 +19,23 @@ class Pace:
         self._tracing = False
 
     def count_row(self) -> None:
-        """Another row is there."""
+        """Count another row."""
         self._counted = self._pass_time()
         self._rows += 1
 
     def count_traced(self, traced: int, families: int, tracing: bool) -> None:
-        """So many of the families are traced, and whether another one is being traced."""
+        """Note that `traced` of the `families` are traced, and whether another one is being traced."""
         now = self._pass_time()
-        if traced < self._traced or not self._families:  # a worker has imported what it needs, and begins
+        if traced < self._traced or not self._families:  # a worker has finished its imports and begins
             self._traces_s, self._rows_s, self._traced = 0.0, self._rows_s if self._rows else 0.0, 0
         if traced > self._traced:
             self._counted, self._traced, self._family_s = now, traced, self._traces_s / traced
         self._families, self._tracing = families, tracing
 
     def seconds_left(self, rows: int) -> float | None:
-        """How long so many more rows will take; None where that is not known, or what was known has turned out wrong.
+        """Return the seconds that `rows` more rows will take; None if unknown, or if the estimate turned out wrong.
 
-        Before the first row each is taken to need `PREDICTED_S`, where each has a trace, which takes most of the time.
+        Before the first row, each is assumed to need `PREDICTED_S` if each has a trace, which takes most time.
         """
         untraced = self._families - self._traced
         if (untraced and not self._traced) or not (self._rows or (self._traced and rows <= self._families)):

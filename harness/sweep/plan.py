@@ -1,6 +1,6 @@
 """From resolved configurations to an ordered list of trials: pure, apart from fingerprints of the files they name.
 
-`SETTINGS` are the configuration's keys that say how a sweep is run; everything else in it is the trial.
+`SETTINGS` are the configuration's keys that say how a sweep is run; all its other keys are the trial.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import shards, time_limit
 
 EMPTY = "the sweep is empty: one of its lists or ranges holds no value"
-MOST_SLOTS = 512  # places for trials on one node
+MOST_SLOTS = 512  # of one node
 SLOTS = f"null (every GPU; without GPUs one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
 
 
@@ -39,7 +39,7 @@ def _at_least(least: float, below: int | None = None) -> Any:
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Settings:
-    """How the sweep is run; conf/config.yaml documents each. Raises UserError for a value that is not allowed."""
+    """The settings of a sweep; conf/config.yaml documents each. Raises UserError for a value that is not allowed."""
 
     name: str | None
     results: SkipValidation[str]
@@ -83,7 +83,7 @@ class Settings:
         time_limit.parse_limit(self.budget, self.max_cost, self.price_per_hour)
         if not self.results:
             raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
-        if self.name and (why := file_names.name_problem(self.name)):  # "" is as null
+        if self.name and (why := file_names.name_problem(self.name)):  # "" counts as null
             raise UserError(
                 f"name={self.name[:60]!r}: {why}; a sweep's name is that of one folder in {self.results}, such as "
                 "name=night; elsewhere is results=DIR"
@@ -108,7 +108,7 @@ class Settings:
 
 
 def _refusal(error: ErrorDetails) -> str:
-    """Say what pydantic refuses in a setting: the value, what is allowed, and which was probably meant."""
+    """Describe a setting that pydantic refuses: the value, what is allowed, and which value was probably meant."""
     key, value = str(error["loc"][0]), error["input"]
     about = Settings.__pydantic_fields__[key]  # type: ignore[attr-defined]
     if error["type"] == "literal_error":
@@ -122,15 +122,15 @@ def _refusal(error: ErrorDetails) -> str:
     return f"{key}={value}: allowed is {allowed}"
 
 
-# What a sweeper that optimises can be told to look at: the columns that hold one number.
+# The columns that an optimising sweeper can look at: those that hold one number.
 OBJECTIVES = tuple(column.name for column in COLUMNS if column.type in (int, float))
 SETTINGS = tuple(field.name for field in dataclasses.fields(Settings))
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A trial to be, with its id; `trial` is None and `reason` says why where it cannot run. `position` counts what was
-    composed: the same on every machine, whatever can run there."""
+    """A planned trial with its id. If it cannot run, `trial` is None and `reason` says why. `position` counts the
+    composed trials, the same on every machine, whatever can run there."""
 
     trial_id: str
     resolved: dict[str, Any]
@@ -140,13 +140,13 @@ class Planned:
 
 
 def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
-    """The sweep's settings, which must not differ from trial to trial. Raises UserError otherwise."""
+    """Return the sweep's settings, which must not differ from trial to trial. Raises UserError if they do."""
     if not configs:
         raise UserError(EMPTY)
     first = {key: configs[0][key] for key in SETTINGS if key in configs[0]}
     for config in configs[1:]:
         for key in first:
-            if config[key] != first[key] and repr(config[key]) != repr(first[key]):  # nan is not equal to itself
+            if config[key] != first[key] and repr(config[key]) != repr(first[key]):  # nan does not equal itself
                 both = f"{_short(first[key])} and {_short(config[key])}"
                 raise UserError(f"{key} cannot be swept (it holds {both}); give it one value")
     texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too
@@ -158,7 +158,7 @@ def _short(value: Any) -> Any:
 
 
 def expand_trials(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[list[Planned]]:
-    """For each configuration its trials, one a repeat."""
+    """Return for each configuration its trials, one a repeat."""
     own = ({key: value for key, value in config.items() if key not in SETTINGS} for config in configs)
     return [
         [replace(_planned(values | {"repeat": n}), position=at * repeats + n) for n in range(repeats)]
@@ -167,7 +167,7 @@ def expand_trials(configs: Iterable[Mapping[str, Any]], repeats: int) -> list[li
 
 
 def _planned(values: dict[str, Any]) -> Planned:
-    if said := redaction.secrets_problem(values):  # no trial that is impossible: it would be written down as one
+    if said := redaction.secrets_problem(values):  # no impossible trial, because its row would record the secret
         raise UserError(said)
     try:
         trial = trial_parser.parse(values)
@@ -182,17 +182,17 @@ def plan_trial(trial: trials.Trial) -> Planned:
     return Planned(trial_identity.trial_id(resolved), resolved, trial, None)
 
 
-ALIVE = 8  # fork servers that there is always room for (fork_server.LEAST)
+ALIVE = 8  # fork servers that may always be alive (fork_server.LEAST)
 
 
 def order_trials(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
-    """Every distinct trial, coarse to fine, so that a sweep cut short has the whole curve of each configuration.
+    """Order the distinct trials coarse to fine, so that a sweep cut short has the whole curve of each configuration.
 
-    By repeat, then by how early halvings of the ranges of lengths and of batches come to the trial's: first the longest
-    with the largest, then the ends of both ranges, then the middles. At each such point all configurations run before
-    the next one, so that of any beginning each has as many trials, give or take one. Those that share a template are
-    together, and the templates come in turns forward and backward: the next point begins with what is still alive.
-    Where there are more than stay alive, the batches of one length are one round. Impossible trials come first.
+    Sort by repeat, then by how early halvings of the ranges of lengths and batches reach the trial. First comes the
+    longest length with the largest batch, then the ends of both ranges, then the middles. At each such point all
+    configurations run before the next, so at any time each configuration has as many trials, give or take one. Trials
+    of one fork server are together. The fork servers come in turns forward and backward, so the next point begins with
+    those still alive. If more than stay alive, the batches of one length are one round. Impossible trials come first.
     """
     planned = list({p.trial_id: p for trials_of_one in expanded for p in trials_of_one}.values())
     possible = {p.trial_id: p.trial for p in planned if p.trial}
@@ -220,30 +220,30 @@ def order_trials(expanded: Iterable[Iterable[Planned]]) -> list[Planned]:
 
 
 def take_share(planned: Sequence[Planned], shard: shards.Shard) -> list[Planned]:
-    """A shard's own of the planned trials, in their order: as many as the others', give or take one."""
+    """Return a shard's own of the planned trials, in their order: as many as the others', give or take one."""
     by_lot = sorted(planned, key=lambda one: hashlib.sha256(str(one.position).encode()).digest())
     own = {id(one) for one in by_lot[shard.number - 1 :: shard.count]}
     return [one for one in planned if id(one) in own]
 
 
 def _turns(values: Iterable[int]) -> dict[int, int]:
-    """When a halving of the range of these values comes to each of them."""
+    """Return for each value its turn in a halving of their range."""
     distinct = sorted(set(values))
     return {distinct[position]: n for n, position in enumerate(halving(len(distinct)))}
 
 
 def _level(turn: int) -> int:
-    """How fine a halving is by this turn: 0 for the last, 1 for the first, 2 for the middle, 3 for two quarters, ..."""
+    """Return how fine a halving is by this turn: 0 for the last, 1 the first, 2 the middle, 3 two quarters, ..."""
     return (turn - 1).bit_length() + 1 if turn else 0
 
 
 def _template(trial: trials.Trial) -> tuple[Any, ...]:
-    """Return what the template of a trial is known by: what it imports, its device, ranks and allocator setting."""
+    """Return the key of a trial's fork server: what it imports, its device, ranks and allocator setting."""
     return runner_table.imports_name(trial), trial.device.name, trial.world_size, trial.allocator_variable()
 
 
 def halving(count: int) -> list[int]:
-    """Positions 0..count-1 in the order of a halving: the last, the first, then middles of ever smaller gaps.
+    """Return 0..count-1 in the order of a halving: the last, the first, then middles of ever smaller gaps.
 
     The longest comes first because it fails first: memory too small, deadline too short.
     """

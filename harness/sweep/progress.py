@@ -1,7 +1,7 @@
-"""What a running sweep says of how far it is: a line for each trial, and on a terminal a live bar below them.
+"""The progress that a running sweep shows: a line for each trial, and on a terminal a live bar below them.
 
-Trials are called by what varies in their sweep (labels.py). Not covered: a sweep as another process sees it
-(harness/verbs/status.py), what is said once it is over (analysis/report/summary.py).
+Trials are labelled by what varies in their sweep (labels.py). Not covered: progress as another process sees it
+(harness/verbs/status.py), the text at the end (analysis/report/summary.py).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.pace import Pace
 from vramsweep.harness.sweep.plan import Planned
 
-RUNNING = 4  # trials that the bar's region names
-MANY = 50  # predictions, of which there may be hundreds a second
+RUNNING = 4  # running trials that the live region names
+MANY = 50  # predictions from which on not each gets a line: there may be hundreds a second
 
 
 class Progress:
-    """Is told what a sweep does, and counts: finished trials, what came out, the time left.
+    """The counts of a running sweep, which reports to it: finished trials, outcomes, the time left.
 
-    `total` is how many trials there are to do, `of` are all the sweep's, which it names; `cards` says which cards fail;
-    `batches` are to be predicted after this one, which nobody knows how long they take.
+    `total` is the number of trials to do; `of` are all the sweep's, from which it makes labels. `cards` says which GPUs
+    fail. `batches` are to be predicted after this one; how long they take is unknown.
     """
 
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
@@ -46,31 +46,31 @@ class Progress:
         self.many = total >= MANY and bool(of) and predicted
         self.batches = 0
         self._began, self._pace = time.monotonic(), Pace()
-        self._running: dict[str, tuple[str, float]] = {}  # by id: label, and since when
-        self._doing: dict[str | None, str] = {}  # what the worker of a trial does, under None that of a batch
+        self._running: dict[str, tuple[str, float]] = {}  # by id: label and start
+        self._doing: dict[str | None, str] = {}  # what each trial's worker does, by id; None: a batch's
         self.counts: Counter[str] = Counter()
         self._console = console or Console(file=sys.stderr)
         self._activity = Activity(self.drawn, self._console)
 
     def began(self, text: str) -> None:
-        """Say how many trials there are, how many were finished before, and where; from now on what runs is shown."""
+        """Print how many trials there are, how many were finished before, and where; show from now on what runs."""
         print(text, flush=True)
         if self.total:
             self._activity.__enter__()
 
     def starts(self, item: Planned) -> None:
-        """Hear that a trial is started, or tried again."""
-        told = self.label(item) if self.label.keys else ""  # what nothing tells apart was said by the command
+        """Note that a trial is started, or tried again."""
+        told = self.label(item) if self.label.keys else ""  # without differences, the command has said all
         self._running[item.trial_id] = (told, time.monotonic())
 
     def works(self, trial_id: str | None, record: Mapping[str, Any]) -> None:
-        """Hear what the worker of a trial, or of a batch, does (attempt.read_progress)."""
+        """Note what the worker of a trial, or of a batch, does (attempt.read_progress)."""
         self._doing[trial_id] = record["text"]
         if trial_id is None and {"done", "total"} <= record.keys():
             self._pace.count_traced(record["done"], record["total"], record["text"].startswith("tracing"))
 
     def show(self, row: Row, item: Planned) -> None:
-        """Count a trial that has come to its end."""
+        """Count a trial that has ended."""
         self.done += 1
         self._running.pop(item.trial_id, None)
         self._doing.pop(item.trial_id, None)
@@ -80,19 +80,19 @@ class Progress:
         self.counts["failed" if outcome.is_verdict(kind) and not outcome.is_answer(kind) else kind] += 1
 
     def line(self, row: Row, item: Planned) -> str | None:
-        """What came of a trial; None of many predictions, unless one failed."""
+        """Return the line of a finished trial; None for one of many predictions, unless it failed."""
         if self.many and outcome.is_answer(row["outcome"]):
             return None
         result = " · ".join(filter(None, [self.label(item), describe_result(row)]))
         return f"[{self.done}/{self.total}] {row['outcome']:<9} {result}"
 
     def left(self) -> str:
-        """The time that the others will take, with what is still to be traced for them."""
+        """Return in words the time that the other trials will take, including traces that are still to be made."""
         seconds = None if self.batches else self._pace.seconds_left(self.total - self.done)
         return "unknown" if seconds is None else duration(seconds)
 
     def drawn(self) -> RenderableType:
-        """What runs, in a line."""
+        """Return a line about what runs."""
         running = [" · ".join(filter(None, [label, self._doing.get(key)])) for key, (label, _) in self._running.items()]
         doing = next(filter(None, [self._doing.get(None), *running]), "working")
         more = f" and {len(running) - 1} more" if len(running) > 1 else ""
@@ -100,19 +100,19 @@ class Progress:
         return f"[{self.done}/{self.total}] {doing}{more} · ETA {self.left()} ({passed})"
 
     def note(self, text: str) -> None:
-        """Answer what the user asks for meanwhile; from within a signal's handler."""
+        """Print an answer to a request of the user; called from within a signal's handler."""
         signals.to_stderr(text)
 
     def close(self) -> None:
-        """Nothing runs any more. Say of each card that fails what to do."""
+        """Stop showing what runs, and print for each GPU that fails what to do."""
         self._activity.__exit__()
         for said in self.cards:
             print(said, flush=True)
 
 
 class Lines(Progress):
-    """For a log: a line for each finished trial, of many predictions for each tenth and failure; on stderr what runs,
-    where nothing was said for a while."""
+    """Progress for a log: a line for each finished trial; of many predictions, for each tenth and each failure. On
+    stderr what runs, if no line came for a while."""
 
     tenths = 0
 
@@ -129,15 +129,15 @@ class Lines(Progress):
         self._activity.postpone()
 
     def text(self) -> str:
-        """The counts in words."""
+        """Return the counts in words."""
         counts = f"oom {self.counts['oom']} · failed {self.counts['failed']} · ETA {self.left()}"
         return " · ".join([counts, *(said.partition(" and ")[0] for said in self.cards)])
 
 
 class Region(Progress):
-    """Lines, and below them a live region: a bar, what came out so far, what runs.
+    """Progress on a terminal: lines, and below them a live region with a bar, the outcomes so far, and what runs.
 
-    It is drawn anew now and then and when a row comes, by a thread: nothing in it is asked of the workers.
+    A thread redraws it now and then and when a row comes; it asks the workers nothing.
     """
 
     _note = ""
@@ -154,18 +154,18 @@ class Region(Progress):
             self._activity.look()
 
     def note(self, text: str) -> None:
-        """Show it in the region from now on: nothing is written here."""
+        """Show the text in the region from now on; nothing is written here."""
         self._note = text
 
     def close(self) -> None:
-        """The region goes; what came out stays, in a line."""
+        """Remove the region; a line with the outcomes stays."""
         super().close()
         if self.done:
             came = " · ".join(f"{count} {kind}" for kind, count in self.counts.most_common())
             print(f"{self.done} of {self.total} in {duration(time.monotonic() - self._began)}: {came}", flush=True)
 
     def drawn(self) -> RenderableType:
-        """What there is to see now."""
+        """Return what the region shows now."""
         head = Table.grid(padding=(0, 1))
         counts = dict.fromkeys(("ok", "oom", "failed"), 0) | dict(self.counts)
         head.add_row(
@@ -188,13 +188,13 @@ class Region(Progress):
 
 
 def choose_progress(total: int, of: Sequence[Planned] = ()) -> Progress:
-    """The region on a terminal, where there is anything to do; else lines."""
+    """Return the region on a terminal if there is anything to do; else lines."""
     return Region(total, of) if total and Console().redraws else Lines(total, of)
 
 
 def describe_result(row: Row) -> str:
-    """What came out, in words: the reason, or memory and speed; measured, else by published speeds (≈), else what a
-    roofline allows at most (≤)."""
+    """Describe a result: the reason, or memory and speed. Speed is measured, else by published speeds (≈), else the
+    upper bound of a roofline (≤)."""
     if row["outcome"] == Outcome.OOM and (need := row.get("unlimited_peak_reserved_bytes")) is not None:
         return f"needs {format_size(need)} reserved"
     if row["outcome"] != Outcome.OK:

@@ -1,6 +1,6 @@
-"""The system that a trial would be measured on now, as its row says it: GPUs, driver, versions of packages.
+"""The system that a trial would be measured on now, as its row records it: GPUs, driver, versions of packages.
 
-Not covered: what of it makes two rows comparable (rows/schema.py, `system_of`).
+`system_of` in rows/schema.py decides which of these make two rows comparable.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vramsweep.harness.sweep.plan import Planned
 
 
 def systems_here(planned: Sequence[Planned]) -> dict[str, tuple[str | None, ...]]:
-    """The system that each trial would be measured on here, by id, as `schema.system_of` says it of rows."""
+    """Return the system that each trial would be measured on here, by id, as `schema.system_of` has it of rows."""
     seen, facts = machine.visible_gpus(os.environ), machine.machine_facts()
     return {p.trial_id: _system_here(p, seen, facts) for p in planned}
 
 
 def _system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tuple[str | None, ...]:
-    """The system that a trial would be measured on now, with the GPUs seen here, as `schema.system_of` says it of
-    rows."""
+    """Return the system that a trial would be measured on now, with the GPUs that are visible here, as
+    `schema.system_of` has it of rows."""
     if item.trial is None:
         return ()
     device, runner = item.trial.device.name, item.trial.runner.name
@@ -33,8 +33,8 @@ def _system_here(item: Planned, seen: Sequence[machine.Gpu], facts: Row) -> tupl
 
 
 def find_outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[str, str]:
-    """Of the trials that a process called invalid, by id, those for which it had other versions than there are now,
-    and which these are, in words. What either of them does not know is not compared."""
+    """Find the trials that a process called invalid with other versions than there are now; return which versions these
+    are, in words, by id. Versions unknown to it or to this process are not compared."""
     found, facts = {}, machine.machine_facts()
     for item in planned:
         row = rows.get(item.trial_id, {})
@@ -48,24 +48,24 @@ def find_outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[s
 
 
 def _versions(row: Row) -> dict[str, str]:
-    """The versions that a verdict may depend on, by name. Edits of a checkout have none."""
+    """Return the versions that a verdict may depend on, by name. Edits of a checkout have none."""
     own: Row = {"vramsweep's commit": str(row.get("git_commit") or "").removesuffix("+dirty")}
     own |= {name: row.get(f"{name}_version") for name in ("vramsweep", "torch", "transformers", "deepspeed")}
     return {name: str(text) for name, text in (own | (row.get("package_versions") or {})).items() if text}
 
 
 def visible_gpus(trial: Trial) -> list[machine.Gpu]:
-    """The GPUs that the trial's ranks would run on."""
+    """Return the GPUs that the trial's ranks would run on."""
     return machine.visible_gpus(os.environ)[: trial.world_size] if trial.device.name == "cuda" else []
 
 
 def facts_of(trial: Trial) -> Row:
-    """What differs from this process's own facts: a script may run in another Python."""
+    """Return the facts that differ from this process's own, because a script may run in another Python."""
     return {} if trial.runner.command is None else dict(interpreter.interpreter_facts(trial.runner.command))
 
 
 def system_columns(trial: Trial, seen: Sequence[machine.Gpu]) -> Row:
-    """What the parent knows of the system under test, so that rows whose worker died say it too."""
+    """Return what the parent knows of the system under test, so that rows whose worker died have it too."""
     packages = [package.name for entry in catalog.chosen_techniques(trial) for package in entry.packages]
     return {
         "gpu_name": seen[0].name if seen else None,

@@ -1,8 +1,9 @@
-"""May a results folder be published, and why not: its rows against what makes a number worth showing. Reads only rows.
+"""A check of whether a results folder may be published, and why not, from its rows alone.
 
-A claim is about memory or about speed. A finding forbids one, both, or none; then it is to be said beside the numbers.
-Flags are asked for anew, from the rows' own columns, so that rows of before a flag existed have it too; what a row was
-flagged with when it was made counts as well. docs/how_measurement_works.md has the thresholds and their sources.
+A claim is about memory or about speed. A finding forbids one, both, or none; then it must be stated next to the
+numbers. Flags are computed anew from the rows' own columns, so that rows older than a flag have it too. Flags that a
+row got when it was made count as well. docs/how_measurement_works.md has the thresholds that make a number worth showing, and their
+sources.
 
 Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right (validate.py).
 """
@@ -20,10 +21,10 @@ from vramsweep.harness.rows.schema import SYSTEM, Outcome, Row, system_of
 from vramsweep.harness.sweep import sweep_status
 
 FEWEST_STEPS = 10  # nvbench's --min-samples
-BY_CHANCE = 0.05  # so likely or likelier, false alarms are taken for what they are
+BY_CHANCE = 0.05  # from this probability on, flags are taken for false alarms
 
 EXAMPLES = 2
-# Without which nobody knows what was measured, by device; every row needs one of the last.
+# Columns without which nobody knows what was measured, by device; every row also needs one of `CODE`.
 NEEDED = {
     "cuda": ("gpu_name", "driver_version", "cuda_version", "torch_version"),
     "cpu": ("cpu_name", "torch_version"),
@@ -34,7 +35,7 @@ CODE = ("git_commit", "vramsweep_version")
 
 @dataclass(frozen=True)
 class Finding:
-    """What speaks against publishing, or is to be said: the claims that it forbids, of how many, in words, which."""
+    """A reason against publishing, or a remark: the claims that it forbids, the count, the text, and examples."""
 
     forbids: tuple[str, ...]
     kind: str
@@ -45,7 +46,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The rows of a folder: all of them, the last word on each trial and system, and of these the measured ones.
+    """The rows of a folder: all of them, the last one of each trial and system, and of these the measured ones.
 
     `runs` are the measured rows that finished, by configuration. `plan` is how far the sweep is.
     """
@@ -58,14 +59,14 @@ class Evidence:
 
     @property
     def claims(self) -> tuple[str, ...]:
-        """What there are numbers of."""
+        """Claims for which there are numbers."""
         ok = [row for row in self.answers if row["outcome"] == Outcome.OK]
         speed = any(row.get("tokens_per_s") is not None for row in self.measured)
         return (MEMORY,) * bool(ok) + (SPEED,) * speed
 
 
 def evidence(rows: Sequence[Row], plan: sweep_status.Status | None) -> Evidence:
-    """The rows sorted for the questions below."""
+    """Sort the rows for the questions below."""
     last = {(row["trial_id"], system_of(row)): row for row in rows if row.get("terminal")}
     answers = list(last.values())
     measured = [r for r in answers if r["outcome"] in (Outcome.OK, Outcome.OOM) and r.get("device") != "simulated"]
@@ -74,7 +75,7 @@ def evidence(rows: Sequence[Row], plan: sweep_status.Status | None) -> Evidence:
 
 
 def findings(rows: Sequence[Row], plan: sweep_status.Status | None) -> list[Finding]:
-    """What speaks against the rows, what forbids most first."""
+    """Return what speaks against the rows, the finding that forbids most first."""
     found = evidence(rows, plan)
     every = [finding for question in QUESTIONS for finding in question(found)]
     return sorted(every, key=lambda one: (-len(one.forbids), one.forbids != (MEMORY,), -one.count))
@@ -95,7 +96,7 @@ def _finished(of: Evidence) -> Iterable[Finding]:
 
 
 def _damaged(of: Evidence) -> Iterable[Finding]:
-    """Harmless where every planned trial has an answer all the same."""
+    """Yield damaged lines, which are harmless if every planned trial has an answer all the same."""
     lines = of.plan.unreadable if of.plan else 0
     whole = of.plan is not None and of.plan.total is not None and of.plan.done == of.plan.total
     if lines:
@@ -137,7 +138,7 @@ def _flagged(of: Evidence) -> Iterable[Finding]:
 
 
 def _by_chance(flag: Flag, count: int, tested: int) -> bool:
-    """Whether `count` false alarms or more are nothing unusual among so many tests (binomial)."""
+    """Return whether `count` false alarms or more are nothing unusual among so many tests (binomial)."""
     if not count or not flag.chance:
         return False
     from scipy.special import bdtrc
@@ -153,7 +154,7 @@ def _repeats(of: Evidence) -> Iterable[Finding]:
 
 
 def _processes(of: Evidence) -> Iterable[Finding]:
-    """Speed is a claim about processes: with one of them nobody knows how far the next would be."""
+    """Yield speeds of one process only: speed is a claim about processes, so nobody knows how far the next would be."""
     speeds = [[(row["tokens_per_s"], row) for row in runs if row.get("tokens_per_s") is not None] for runs in of.runs]
     speeds = [runs for runs in speeds if runs]
     alone = [runs[0][1] for runs in speeds if len(runs) == 1]
@@ -212,7 +213,7 @@ def _name(row: Row) -> str:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A folder's findings, and of each claim that it has numbers of whether it may be published."""
+    """A folder's findings, and for each claim that it has numbers for whether it may be published."""
 
     folder: str
     rows: int
@@ -222,7 +223,7 @@ class Verdict:
 
 
 def judge_folder(folder: Path) -> Verdict:
-    """The verdict on a results folder. Raises UserError if there is no journal in it."""
+    """Return the verdict on a results folder. Raises UserError if there is no journal in it."""
     rows, unreadable = journal.read(folder)
     plan = sweep_status.status_from_rows(folder, rows, unreadable, journal.plans(folder))
     of, found = evidence(rows, plan), findings(rows, plan)

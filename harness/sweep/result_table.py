@@ -1,7 +1,7 @@
-"""The table that ends every sweep, measured or predicted: what each configuration needs, and how far it goes.
+"""The table that ends every sweep, measured or predicted: what each configuration needs, and the largest that fits.
 
-From rows alone, so that predictions (harness/verbs/predict.py) and reports (analysis/report/summary.py) show one table.
-– is unknown. Not covered: which rows are one configuration, and what it is called.
+It is made from rows alone, so that predictions (harness/verbs/predict.py) and reports (analysis/report/summary.py) show
+one table. – means unknown.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from vramsweep.harness.rows.schema import Outcome
 from vramsweep.harness.spec.fit_text import bound_reserved
 
 MIB = 1 << 20
-LABEL = 16  # columns that a configuration has at least
+LABEL = 16  # columns of a terminal for a configuration's label, at least
 NARROW = 110  # columns of a terminal below which cells are short
 FULL = (Outcome.OOM, Outcome.HOST_OOM)
 PEAKS = ("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", "device_used_bytes")  # the first known one
-GROWN = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")  # of which MiB per token is, likewise
+GROWN = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")  # for MiB per token, likewise
 MOST = "peak_reserved_most_bytes"
 NEEDS = "unlimited_peak_reserved_bytes"
-# The mark of each speed, the surest first: timed, by published speeds of the GPU, by the roofline.
+# The mark of each speed, the most certain first: timed, by published speeds of the GPU, by the roofline.
 SPEEDS = {"tokens_per_s": "", "calibrated_tokens_per_s": "≈", "estimated_tokens_per_s": "≤"}
 SAMPLES = "samples_per_s"
 MARKS = {
@@ -40,13 +40,13 @@ COLUMNS = ("outcome", "seq_len", "micro_batch", *PEAKS, *SPEEDS, SAMPLES, MOST, 
 
 @dataclass(frozen=True)
 class Line:
-    """One configuration. `tried` and `fits` are its largest length or batch: null where it is not known, and 0 where
-    nothing that was tried fits; `fails` is the smallest that does not fit, `torn` says that it is below `fits`.
+    """One configuration. `tried` and `fits` are its largest length or batch: None if unknown, and 0 if nothing that was
+    tried fits. `fails` is the smallest that does not fit; `torn` says that it is below `fits`.
 
-    `peak_bytes` and `smallest_peak_bytes` are of the largest and the smallest that fit, `peak` the column that they are
-    of; of predictions with two bounds the upper one. `needs_bytes` is what the smallest that does not fit would
-    reserve. `mib_per_token` is what peak allocated grows by, in MiB, with a token of a rank's micro-batch
-    (micro_batch x seq_len), over the upper half of what fitted. Speeds are those of the largest that fits; `estimated`
+    `peak_bytes` and `smallest_peak_bytes` are of the largest and the smallest that fit, in the column `peak`. For
+    predictions with two bounds, `peak_bytes` is the upper bound. `needs_bytes` is what the smallest that does not fit
+    would reserve. `mib_per_token` is the growth of peak allocated, in MiB, per token of a rank's micro-batch
+    (micro_batch x seq_len), over the upper half of what fitted. Speeds are those of the largest that fits. `estimated`
     is the mark (`MARKS`) of a speed that was not timed, "" of one that was. `most` is the longest that the model takes.
     """
 
@@ -70,7 +70,7 @@ class Line:
 
 
 def choose_axis(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the axis that a sweep is along: the batch where that varies and the length does not, or is not known."""
+    """Return the axis of a sweep: the batch if it varies and the length does not, or if the length is unknown."""
     lengths, batches = (len({row[name] for row in rows} - {None}) for name in ("seq_len", "micro_batch"))
     return "micro_batch" if (batches > 1 and lengths < 2) or not lengths else "seq_len"
 
@@ -79,10 +79,10 @@ def summarize_rows(
     label: str, rows: Sequence[Mapping[str, Any]], axis: str, *, predicted: bool, resident: bool = False,
     varies: bool = False, most: int | None = None,
 ) -> Line:  # fmt: skip
-    """Return the line of one configuration from its rows, of which `COLUMNS` are looked at.
+    """Return the line of one configuration from its rows, of which `COLUMNS` are read.
 
-    `resident`: reserved is a resident set of a process, which is no allocator's; `varies`: lengths vary in each row;
-    `most`: the longest that the model takes, if that is known.
+    `resident`: reserved is the resident set of a process, not an allocator's. `varies`: lengths vary in each row.
+    `most`: the longest that the model takes, if known.
     """
     ran = [row for row in rows if row["outcome"] == Outcome.OK]
     known = [row for row in ran if row[axis] is not None]
@@ -120,7 +120,7 @@ def summarize_rows(
 def make_result_table(
     lines: Sequence[Line], axis: str, width: int, most: int | None = None, more: int = 0
 ) -> tuple[Table, list[str]]:
-    """Return the table and what to say below it; with `most`, only as many configurations as so many lines hold.
+    """Return the table and the lines to print below it; `most` limits the lines that configurations may take.
 
     `more` configurations are not among the lines.
     """
@@ -141,7 +141,7 @@ def make_result_table(
     columns = {head: cells for head, cells in columns.items() if set(cells) != {"–"} or head in (peak, speed)}
     widths = {head: 1 + max(map(len, (*head.split("\n"), *cells)), default=0) for head, cells in columns.items()}
     wanted = max((len(line.label) for line in lines), default=LABEL)
-    for head in ("rows", "MiB per\ntoken", first):  # what is left out first where there is no room
+    for head in ("rows", "MiB per\ntoken", first):  # left out first if the terminal is too narrow
         if width - sum(widths[one] for one in columns) - 1 < min(wanted, 2 * LABEL):
             columns.pop(head, None)
     room = max(width - sum(widths[one] for one in columns) - 1, LABEL)
@@ -155,7 +155,7 @@ def make_result_table(
 
 
 def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[str], narrow: bool) -> Iterator[str]:
-    """What is left out, what the numbers are, and what marks in the table mean."""
+    """Yield what is left out, what the numbers are, and what marks in the table mean."""
     if more:
         yield f"and {more:,} more in the report"
     unit = next(head for head in columns if head.startswith("peak")).split()[1]
@@ -184,7 +184,7 @@ def _fits(line: Line, longest: str, narrow: bool) -> str:
 
 
 def _peaks(line: Line, unit: str) -> str:
-    """The peak of the shortest and the longest that fits; where none does, what the shortest would need."""
+    """Format the peak of the shortest and the longest that fit; if none fits, what the shortest would need."""
     if line.peak_bytes is None:
         return "–" if line.needs_bytes is None or line.fits else f"needs {format_in(unit, line.needs_bytes)}"
     ends = [format_in(unit, size) for size in (line.smallest_peak_bytes, line.peak_bytes) if size is not None]
@@ -198,7 +198,7 @@ def _speed(value: float | None, mark: str) -> str:
 
 
 def _digits(value: float | None) -> str:
-    """A number of three digits; from 100 on, with all before the point."""
+    """Format a number with three digits; from 100 on, with all digits before the point."""
     return "–" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -212,8 +212,8 @@ def _median(values: Any) -> float | None:
 
 
 def _grow_per_token(ran: Sequence[Mapping[str, Any]], axis: str, resident: bool) -> float | None:
-    """What memory grows by with a token, in MiB, between the largest that ran and the largest up to half of it, or the
-    next smaller one where there is none."""
+    """Return the growth of memory per token in MiB, from a smaller size that ran to the largest; None if unknown. The
+    smaller one is the largest up to half of it, or else the next smaller one."""
     base = _first_known(ran, GROWN)
     if base is None or (base == "peak_reserved_bytes" and resident):
         return None

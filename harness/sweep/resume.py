@@ -1,7 +1,4 @@
-"""What a sweep's folder has already, and what is left to do there; what a killed sweep has left behind.
-
-Not covered: the rows themselves (journal.py), running what is left (run_trials.py).
-"""
+"""The finished trials of a sweep's folder, the remaining ones, and the orphans that a killed sweep has left."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ from vramsweep.harness.sweep.plan import Planned, Settings
 
 
 def reject_too_many_ranks(planned: Sequence[Planned]) -> list[Planned]:
-    """The same trials; those with more ranks than there are GPUs to see cannot run here, and say so."""
+    """Return the trials; those with more ranks than visible GPUs cannot run here, and say so."""
 
     def checked(item: Planned, visible: int) -> Planned:
         reason = machine.too_many_ranks(visible, item.trial.world_size) if item.trial and on_cuda(item) else None
@@ -44,34 +41,36 @@ def on_cuda(item: Planned) -> bool:
 def remaining_trials(
     rows: Sequence[Row], planned: Sequence[Planned], settings: Settings
 ) -> tuple[list[Planned], dict[str, Row], list[str]]:
-    """The trials to do, as they can run here; the rows that count, by id; and what to say of rows that do not."""
+    """Return the trials to do, as they can run here; the rows that count, by id; and notes about rows that do not."""
     mine, others = finished_rows(rows, planned, settings.any_system)
     outdated = provenance.find_outdated(planned, others | mine)
     notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
     if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
         notes.append(f"{other_systems(others)}; any_system=true counts them")
     todo = reject_too_many_ranks(pending_trials(planned, mine, settings.retry_failed, outdated))
-    # once more: some cannot run here, as before
+    # again, because trials that still cannot run here have their answer
     return pending_trials(todo, mine, settings.retry_failed, outdated), mine, notes
 
 
 def finished_rows(
     rows: Sequence[Row], planned: Sequence[Planned], any_system: bool
 ) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The rows that count for planned trials, by id, and those of other systems, which do not (any_system: they do)."""
+    """Return the rows that count for planned trials, by id, and those of other systems, which count only with
+    `any_system`."""
     return rows_for_system(rows, provenance.systems_here(planned), any_system)
 
 
 def rows_for_system(
     rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
 ) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The rows that count for trials by id, each with the system that it would be measured on, and others'."""
+    """Return the rows measured on each trial's `wanted` system, by id, and those of other systems. With `any_system`
+    all of them count; those of the wanted system take precedence."""
     mine, others = finished(rows, wanted)
     return (others | mine, {}) if any_system else (mine, others)
 
 
 def other_systems(rows: Mapping[str, Row]) -> str:
-    """How many trials have rows of other systems only, and which systems these are."""
+    """Say how many trials have rows of other systems only, and which systems these are."""
     names = sorted({" · ".join(filter(None, system_of(row))) for row in rows.values()})
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
     were = "s were" if len(rows) != 1 else " was"
@@ -81,8 +80,8 @@ def other_systems(rows: Mapping[str, Row]) -> str:
 def pending_trials(
     planned: Iterable[Planned], finished: Mapping[str, Row], retry_failed: bool, outdated: Container[str] = ()
 ) -> list[Planned]:
-    """The trials without an answer that still counts: of the finished ones those that are `outdated`, by id; with
-    `retry_failed` also those that failed."""
+    """Return the trials without an answer that still counts. Finished ones run again if they are `outdated`, by id, and
+    with `retry_failed` also if they failed."""
     return [
         p for p in planned
         if p.trial_id not in finished or p.trial_id in outdated or _again(p, finished[p.trial_id], retry_failed)
@@ -90,15 +89,15 @@ def pending_trials(
 
 
 def _again(planned: Planned, row: Row, retry_failed: bool) -> bool:
-    """Whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to do
-    where it is possible now, or impossible for another reason."""
+    """Return whether a finished trial runs anew. One that was called impossible without a try is decided anew: it is to
+    do if it is possible now, or impossible for another reason."""
     if row["outcome"] == Outcome.INVALID and row.get("attempt") == 0:
         return planned.trial is not None or row.get("reason") not in (None, to_encodable(planned.reason))
     return outcome.runs_again(row["outcome"], retry_failed)
 
 
 def refuse_links(folder: Path) -> None:
-    """Raise UserError where a sweep's folder would lead its attempts elsewhere."""
+    """Raise UserError if a link in a sweep's folder would lead its attempts elsewhere."""
     own = own_files(folder)
     for place in (own, own / "attempts", own / "templates"):
         if place.is_symlink():
@@ -106,10 +105,10 @@ def refuse_links(folder: Path) -> None:
 
 
 def end_leftovers(folder: Path, run: str) -> None:
-    """End what the last launchers in this folder have left on this machine, if they and their guards were killed."""
+    """Kill the orphans of earlier launchers in this folder, on this machine, if they and their guards were killed."""
     for earlier in plans(folder):
         last, launcher = earlier.get("run"), earlier.get("launcher")
-        # a copied folder, or another node's shard, names one that runs elsewhere
+        # a copied folder, or another node's shard, names a launcher elsewhere
         gone = isinstance(launcher, dict) and process_identity.is_alive(launcher) is False
         left = dict(orphans.marked_processes(last)) if gone and isinstance(last, str) and last != run else {}
         if not left:
@@ -128,8 +127,8 @@ def write_plan(
     own: Collection[str],
     command: Sequence[str],
 ) -> None:
-    """What `status` holds the journal against: the trials, which of them are this command's own, and the system that
-    each would be measured on; which answer the report begins with; and the mark of the processes that are started."""
+    """Write what `status` compares the journal with: the trials, this command's own among them, and the system of each.
+    The file also names the answer that the report begins with, and the mark of the processes that are started."""
     systems = provenance.systems_here(planned)
     distinct = list(dict.fromkeys(systems.values()))
     record = {

@@ -1,7 +1,4 @@
-"""The account of an attempt, which is a row: what the parent knows before it, what it left, what came of it.
-
-Not covered: running it (attempt_trial.py), when it is tried again (trial_loop.py), the schema (schema.py).
-"""
+"""The row of an attempt: what the parent knows before it, what the attempt left, and its outcome."""
 
 from __future__ import annotations
 
@@ -28,7 +25,8 @@ from vramsweep.harness.sweep.plan import Planned
 
 
 def initial_columns(item: Planned, own: Sequence[machine.Gpu] | None = None) -> Row:
-    """What every attempt's row of the trial says, whatever comes of it; `own` are its GPUs, where that is settled."""
+    """Return the columns that every attempt's row of the trial has, whatever its outcome; `own` are its GPUs, if that
+    is settled."""
     known: Row = machine.machine_facts() | axis_columns(item)
     if item.trial is None:
         return known
@@ -41,27 +39,27 @@ def initial_columns(item: Planned, own: Sequence[machine.Gpu] | None = None) -> 
 
 
 def started_columns(number: int) -> Row:
-    """What an attempt's row says of its beginning, which is now; `number` counts the trial's attempts."""
+    """Return the columns about an attempt's start, which is now; `number` counts the trial's attempts."""
     return {"attempt": number, "started_at": now(), "host_load": machine.host_load(), "node_trials": []}
 
 
 def unstarted_row(item: Planned, kind: Outcome, reason: str | None) -> Row:
-    """Make the row of a trial that no process is started for: it cannot run, or is skipped as that was asked for."""
+    """Make the row of a trial for which no process is started: it cannot run, or the user asked to skip it."""
     never = {"attempt": 0, "terminal": True, "outcome": kind, "reason": reason}
     return initial_columns(item) | never | {"started_at": now()}
 
 
 def process_columns(done: AttemptResult, environ: Mapping[str, str], gpu_name: str | None) -> Row:
-    """The columns that an attempt filled; `gpu_name` is the parent's, which counts where it has one."""
+    """Return the columns that an attempt filled; `gpu_name` is the parent's and takes precedence if it is known."""
     evidence = done.evidence
     found: Row = {"environment": worker_environment.recorded_variables(environ)}
-    filled: Row = (evidence.result or {}).get("values", {})  # what the worker does not know the parent may
+    filled: Row = (evidence.result or {}).get("values", {})  # the parent may know what the worker does not
     found |= {name: value for name, value in filled.items() if value is not None}
     found |= {"duration_s": done.duration_s, "exit_code": evidence.exit_code}
     found |= {"isolation": done.isolation, "cold_reason": done.cold_reason}
-    found["gpu_name"] = gpu_name or found.get("gpu_name")  # with several, the system is the first one's
+    found["gpu_name"] = gpu_name or found.get("gpu_name")  # with several GPUs, the system is the first one's
     spent = found.pop("steps_s", None)
-    late = outcome.describe_end(evidence)  # then it is not known what it spent after the measured steps
+    late = outcome.describe_end(evidence)  # then the time after the measured steps is unknown
     found["overhead_s"] = None if spent is None or late else done.duration_s - spent
     notes = [*(found.get("notes") or []), *done.notes, late]
     found["notes"] = [note for note in notes if note] or None
@@ -70,9 +68,10 @@ def process_columns(done: AttemptResult, environ: Mapping[str, str], gpu_name: s
 
 
 def classified_row(row: Row, trial: Trial, evidence: outcome.Evidence, phase: str | None, final: bool) -> Row:
-    """The row with its outcome; `phase` is where the attempt ended, `final`: none follows, whatever came of it."""
+    """Return the row with its outcome. `phase` is where the attempt ended; `final`: no other one follows, whatever the
+    outcome."""
     kind, reason = outcome.classify(evidence)
-    reason = reason and redaction.mask_text(reason, worker_environment.secrets(os.environ))  # which a library may quote
+    reason = reason and redaction.mask_text(reason, worker_environment.secrets(os.environ))  # a library may quote them
     foreign, after = evidence.foreign, row.get("foreign_processes")  # what the worker saw; None if it could not tell
     row = row | {
         "outcome": kind,
@@ -86,11 +85,11 @@ def classified_row(row: Row, trial: Trial, evidence: outcome.Evidence, phase: st
 
 
 def phase(records: Sequence[Mapping[str, Any]]) -> str:
-    """Where an attempt stopped, from the records it left."""
+    """Return where an attempt stopped, from the records that it left."""
     records = [record for record in records if record.get("event") != ENDED]
     if not records:
         return "start"
-    if "phase" in records[-1]:  # a simulated run says more
+    if "phase" in records[-1]:  # a prediction records more
         step = records[-1].get("at_step")
         return "load" if step is None else f"step {step}, {records[-1]['phase']}"
     if done := [r["step"] for r in records if "step" in r]:
@@ -99,17 +98,18 @@ def phase(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def count_attempts(folder: Path) -> int:
-    """The highest number of an attempt so far; a killed parent leaves attempts without a row."""
+    """Return the highest number of an attempt so far; a killed parent leaves attempts without a row."""
     return max((int(p.name) for p in folder.glob("*") if p.name.isdecimal()), default=0)
 
 
 def now() -> str:
-    """This moment as rows have it."""
+    """Return the current time as rows have it."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def axis_columns(planned: Planned) -> Row:
-    """The axis columns of a row. A value that does not fit its column (an invalid trial's) is left to `trial`."""
+    """Return the axis columns of a row. A value that does not fit its column (an invalid trial's) is left to
+    `trial`."""
     flat = dict(planned.resolved)
     nested = {name: flat.get(name) for name in ("model", "allocator", "device", "protocol")}
     device = planned.trial.device if planned.trial else None
@@ -138,7 +138,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """The value as a row can keep it; what JSON has no word for, a number that is not finite among it, is text."""
+    """Return the value as a row can keep it; what JSON cannot hold, such as a non-finite number, becomes text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,7 +1,6 @@
-"""The sweep: from planned trials to rows in the journal. Skip what is done, run, append, report progress.
+"""The sweep: from planned trials to rows in the journal. Skip finished ones, run the rest, append, report progress.
 
-The parent is the only writer of the journal. Not covered: the command line (harness/config/compose.py), what is planned
-(plan.py).
+The parent is the only writer of the journal.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from vramsweep.harness.sweep.trial_loop import run_all
 
 
 class Interrupted(SystemExit):
-    """The user has stopped a sweep, or their terminal has gone; `at_once` if what ran then was ended."""
+    """The user has stopped a sweep, or the terminal has gone; `at_once` if the trials that ran were ended."""
 
     def __init__(self, status: int, at_once: bool) -> None:
         super().__init__(status)
@@ -52,13 +51,13 @@ def run(
     command: Sequence[str] = (),
     interrupts: Interrupts | None = None,
 ) -> tuple[dict[str, Row], int]:
-    """Run every trial without an answer; returns the row that counts for each trial, by id, and the exit status.
+    """Run every trial without an answer; return the row that counts for each trial, by id, and the exit status.
 
-    Of a shard, only its share of them. `earlier` are the trials of the same command's batches before this one: they
-    stay in the folder's plan. `launcher` is theirs too, with its fork servers; without one it is made, and ended, here.
-    `began_s`: when the command began, by time.monotonic(), from where the budget counts; without it, now. `command`:
-    the words that the folder's plan keeps. `interrupts` says when to stop; without it, the user does. The status of a
-    sweep that its budget has stopped is that of the trials which ran. Raises Interrupted and UserError.
+    Of a shard, only its share runs. `earlier` are the trials of the same command's earlier batches: they stay in the
+    folder's plan. They share `launcher` and its fork servers; without one, it is made and ended here. `began_s`: when
+    the command began, by time.monotonic(), from where the budget counts; without it, now. `command`: the words that the
+    folder's plan keeps. `interrupts` says when to stop; without it, the user does. If the budget stops a sweep, its
+    status is that of the trials that ran. Raises Interrupted and UserError.
     """
     budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(own_files(folder) / LOG)
     resume.refuse_links(folder)
@@ -113,7 +112,7 @@ def _resumed(
     budget: Budget,
     command: Sequence[str],
 ) -> tuple[list[Planned], dict[str, Row]]:
-    """Run what the journals have no answer for; this shard's trials, and the row that counts for each, by id.
+    """Run what the journals do not answer; return this shard's trials, and the row that counts for each, by id.
 
     `whole` are the sweep's trials, of every batch.
     """
@@ -147,15 +146,15 @@ def _resumed(
 
 
 def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDominance) -> bool:
-    """Whether its row says that it was skipped, and still would be, for this or another reason."""
+    """Return whether the trial's row says that it was skipped, and it still would be, for this or another reason."""
     skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
     return skipped and dominators.reason(item) is not None
 
 
 def report(folder: Path, brief: bool = False) -> int:
-    """Write figures, tables and report of the sweep in `folder`, if anything in it is finished; return the exit status.
+    """Write figures, tables and report of the sweep in `folder` if anything is finished there; return the exit status.
 
-    A process of its own does that, and says what it has written; `brief`: only where, as the rest is on the screen.
+    A separate process does so and prints what it wrote; with `brief` only where, because the screen has the rest.
     """
     if not terminal(read(folder)[0]):
         return 0

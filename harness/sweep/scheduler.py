@@ -1,11 +1,10 @@
-"""Places for trials: which of them may start now, on which cards and CPUs, and the threads that see them through.
+"""Slots for trials: which trials may start now, on which GPUs and CPUs, and the threads that see them through.
 
-A place is a card; without cards, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
-back. One that does not fit yet is passed by: those behind it that do fit go first. A card that fails trial after trial
-rests, and a trial that has failed on one card waits for another (gpu_health.py).
+A resource is a GPU; without GPUs, a share of the machine's CPUs. A trial takes as many as it has ranks, and gives them
+back. One that does not fit yet is passed by: those behind it that do fit go first. A GPU that fails trial after trial
+rests, and a trial that has failed on one GPU waits for another (gpu_health.py).
 
-Not covered: cards that are not alike, of which only those of the first one's name have places, unless a trial needs all
-of them.
+Of GPUs that differ, only those of the first one's name are resources, unless a trial needs all of them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.sweep import provenance
 from vramsweep.harness.sweep.plan import Planned
 
-NAP_S = 0.1  # of a slot that waits for something else than its worker: how soon it sees that it is to stop
+NAP_S = 0.1  # after which a slot that waits for something other than its worker sees that it is to stop
 
 
 class Stopped(BaseException):
@@ -35,7 +34,8 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class Resource:
-    """`card` is None where there is none, or it cannot be told from others; `cpus` is empty for all of them."""
+    """A GPU or a share of the CPUs. `card` is None if there is no GPU, or if it cannot be told from others; `cpus` is
+    empty for all CPUs."""
 
     card: machine.Gpu | None = None
     cpus: tuple[int, ...] = ()
@@ -43,8 +43,8 @@ class Resource:
 
 @dataclass
 class Slot:
-    """Where a trial runs. `beside` are the ids of the trials that ran at the same time, so far; `check` raises once it
-    is to stop, and `sleep` waits as long as it is not."""
+    """The GPUs and CPUs where a trial runs. `beside` are the ids of the trials that ran at the same time, so far.
+    `check` raises once the trial is to stop, and `sleep` waits as long as it is not."""
 
     cards: Sequence[machine.Gpu] = ()
     cpus: tuple[int, ...] = ()
@@ -54,13 +54,13 @@ class Slot:
 
 
 def list_resources(planned: Iterable[Planned], slots: int | None) -> list[Resource]:
-    """The places there are for these trials: `slots` at most, but as many as the ranks of the largest trial.
+    """Return the resources for these trials: `slots` at most, but as many as the ranks of the largest trial.
 
-    Without `slots`: every card, or one place where there are none.
+    Without `slots`: every GPU, or one resource if there are none.
     """
     ranks = [item.trial.world_size for item in planned if item.trial and item.trial.device.name == "cuda"]
     visible = machine.visible_gpus(os.environ) if ranks else []
-    if None in (card.uuid for card in visible):  # they cannot be shared out
+    if None in (card.uuid for card in visible):  # such GPUs cannot be shared out
         return [Resource()]
     alike = [card for card in visible if card.name == visible[0].name]
     cards = alike if max(ranks, default=0) <= len(alike) else visible
@@ -71,12 +71,12 @@ def list_resources(planned: Iterable[Planned], slots: int | None) -> list[Resour
 
 
 def _shares(cpus: Sequence[int], cards: Sequence[machine.Gpu], count: int) -> list[tuple[int, ...]]:
-    """Neighbouring CPUs for each place, of those next to its card where that is known of all cards; all for each where
-    there is but one place, or fewer CPUs than places."""
+    """Return neighbouring CPUs for each resource, near its GPU if that is known of all GPUs. With one resource, or
+    fewer CPUs than resources, each gets all of them (an empty tuple)."""
     if count == 1 or len(cpus) < count:
         return [()] * count
     near = [tuple(cpu for cpu in machine.cpus_near(card) if cpu in cpus) for card in cards] or [()]
-    if () in near or sum(map(len, set(near))) > len({cpu for of in near for cpu in of}):  # not known, or no nodes
+    if () in near or sum(map(len, set(near))) > len({cpu for of in near for cpu in of}):  # unknown, or overlapping
         near = [tuple(cpus)] * count
     dealt = {of: iter(_dealt(of, near.count(of))) for of in near}
     return [next(dealt[of]) for of in near]
@@ -88,7 +88,8 @@ def _dealt(cpus: tuple[int, ...], count: int) -> list[tuple[int, ...]]:
 
 
 def resources_needed(item: Planned, count: int) -> int:
-    """How many of `count` places a trial takes: none to be told that it cannot run; one rank is simulated for all."""
+    """Return how many of `count` resources a trial takes: none if it cannot run. A simulated trial takes one, because
+    one rank is simulated for all."""
     if item.trial is None:
         return 0
     return 1 if item.trial.device.name == "simulated" else min(item.trial.world_size, count)
@@ -102,10 +103,9 @@ class _Running:
 
 
 class Pool(contextlib.AbstractContextManager["Pool"]):
-    """Runs trials in `threads` on `places`. Use it as a context manager: where the block is left by an exception,
-    what still runs is stopped first. `exclusive`: never two at a time. `asked` raises when no trial is to be tried
-    again. `health` is that of the cards, which outlives it.
-    """
+    """The trials that run in `threads` on `places`. Use it as a context manager: if an exception leaves the block, what
+    still runs is stopped first. `exclusive`: never two at a time. `asked` raises if no trial is to be tried again.
+    `health` is that of the GPUs, which outlives the pool."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self._stopped, left = True, True
         while left:
-            with contextlib.suppress(KeyboardInterrupt):  # it is stopping
+            with contextlib.suppress(KeyboardInterrupt):  # already stopping
                 wait(self._running)
                 left = any(not future.done() for future in self._running)
 
@@ -133,14 +133,14 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         return len(self._running)
 
     def first_fitting(self, waiting: Sequence[Planned]) -> tuple[int, Sequence[Resource]] | None:
-        """Return which of `waiting` is the first that there are places for now, and these; None where there is none."""
+        """Return the index of the first of `waiting` that resources are free for, and these; None if there is none."""
         if not self._free or (self._exclusive and self._running):
             return None
         fitting = ((at, self._fitting(item)) for at, item in enumerate(waiting))
         return next(((at, places) for at, places in fitting if places is not None), None)
 
     def start(self, item: Planned, places: Sequence[Resource], run: Callable[[Slot], Row]) -> None:
-        """Run a trial on places that `first_fitting` named."""
+        """Run a trial on resources that `first_fitting` returned."""
         taken = tuple(places)
         for place in taken:
             self._free.remove(place)
@@ -153,7 +153,7 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         future.add_done_callback(self._ended.put)
 
     def wait(self) -> tuple[Planned, Row | None]:
-        """The next trial that has come to its end, and its row; None where it was not tried again, as `asked` raised
+        """Return the next trial that has ended, and its row; no row if it was not tried again, because `asked` raised
         Finished. Raises what running it raised."""
         future = self._ended.get()
         over = self._running.pop(future)
@@ -166,9 +166,9 @@ class Pool(contextlib.AbstractContextManager["Pool"]):
         return over.item, row
 
     def _fitting(self, item: Planned) -> list[Resource] | None:
-        """Free places for a trial, None where there are too few. It waits for those that it should have. Cards that are
-        not as the first are for trials alone that need them, as another card is another system; then come those that
-        rest, and those that it has failed on."""
+        """Return free resources for a trial, None if there are too few: it waits for those that it should have. It gets
+        GPUs of another name than the first only if it needs them, because another GPU is another system. It also avoids
+        resting GPUs, and then those on which it has failed."""
         resting = self._health.resting(time.monotonic())
 
         def avoided(place: Resource) -> tuple[bool, bool, int]:

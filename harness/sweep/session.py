@@ -1,7 +1,4 @@
-"""One command's sweep: the trials, folder, launcher and rows that all its batches share.
-
-Not covered: from words to configurations (harness/config/compose.py), running trials (run_trials.py).
-"""
+"""One command's sweep: the trials, folder, launcher and rows that all its batches share."""
 
 from __future__ import annotations
 
@@ -35,12 +32,13 @@ Answer = Row | float | None
 
 @dataclass
 class Session(contextlib.AbstractContextManager["Session"]):
-    """What the batches of one command share. Use it as a context manager, which ends its launcher.
+    """The state that the batches of one command share. Use it as a context manager, which ends its launcher.
 
-    `words` are the command line's, after the `verb`. `suffix` ends the folder's name (None: the device); `divisible`:
-    the verb's sweep may be divided into shards. `folder` is the first batch's: all are one sweep. `preset` names a
-    preset of cases, `detected` the device that `auto` stood for, if it was asked; `auto`: it is the sweep's. `launcher`
-    outlives a batch, as its fork servers are what takes time to start. `notes` are lines for who reads the plan.
+    `words` are the command line's, after the `verb`. `suffix` ends the folder's name (None: the device). `divisible`:
+    the verb's sweep may be divided into shards. `folder` is the first batch's, because all batches are one sweep.
+    `preset` names a preset of cases. `detected` is the device that `auto` stood for, if it was asked; `auto`: it is the
+    sweep's. `launcher` outlives a batch, because its fork servers take time to start. `notes` are lines for readers of
+    the plan.
     """
 
     words: Sequence[str] = ()
@@ -57,7 +55,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
     auto: bool = False
     launcher: Launcher | None = None
     notes: list[str] = field(default_factory=list)
-    began_s: float = field(default_factory=time.monotonic)  # the budget is of the whole command
+    began_s: float = field(default_factory=time.monotonic)  # the budget covers the whole command
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self.launcher is not None:
@@ -65,24 +63,24 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     @property
     def trials(self) -> list[Planned]:
-        """The trials of all batches so far."""
+        """Trials of all batches so far."""
         return list(self.planned.values())
 
     @property
     def command(self) -> list[str]:
-        """The verb and its words."""
-        return ["sweep" if self.verb == "run" else self.verb, *self.words]  # of which words `run` has made its own
+        """Command line words, the verb first."""
+        return ["sweep" if self.verb == "run" else self.verb, *self.words]  # `run` has turned its words into a sweep's
 
     @property
     def slurm(self) -> shards.Slurm | None:
-        """What Slurm is asked for where jobs of it are to run the sweep; None where this command runs it."""
+        """Options of the Slurm jobs that are to run the sweep; None if this command runs it."""
         settings = self.settings
         return shards.slurm(settings.cluster) if settings and settings.action == "run" and not settings.shard else None
 
     def add(self, configs: Sequence[Mapping[str, Any]], whole: bool = True) -> list[list[Planned]]:
         """Take configurations into the sweep; return each one's trials, one a repeat.
 
-        `whole`: these are all that the command has. Raises UserError for settings that contradict each other.
+        `whole`: the command has no others. Raises UserError for settings that contradict each other.
         """
         settings = self.settings = plan.settings(configs)
         self._refuse_parts(whole)
@@ -90,9 +88,9 @@ class Session(contextlib.AbstractContextManager["Session"]):
             expanded = plan.expand_trials(configs, settings.repeats)
             earlier, batch = self.planned, plan.order_trials(expanded)
         devices = {config["device"]["name"] for config in configs if isinstance(config.get("device"), Mapping)}
-        self.auto = {self.detected} == devices  # of a list, Hydra composes the default too
+        self.auto = {self.detected} == devices  # with a list, Hydra composes the default too
         self.place(settings, batch, "slurm" if self.slurm and self.auto else self.suffix)
-        if settings.action == "run" and whole:  # before a folder is made: most likely a mistyped value
+        if settings.action == "run" and whole:  # before a folder is made: the likely cause is a mistyped value
             refuse_invalid(p.reason for p in (batch if self.slurm else resume.reject_too_many_ranks(batch)))
             if devices == {"cuda"} and not self.slurm and not journal.files(self.folder)[0].exists():
                 _refuse_without_cuda()
@@ -104,7 +102,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
     def first_trials(self, configs: Sequence[Mapping[str, Any]]) -> tuple[list[Planned], Settings]:
         """Return the first trial of each configuration, before any is run, for a sweeper that chooses among them; and
-        the settings. Raises UserError where the sweep cannot come in batches."""
+        the settings. Raises UserError if the sweep cannot come in batches."""
         settings = self.settings = plan.settings(configs)
         self._refuse_parts(whole=False)
         planned = [one for one, *_ in plan.expand_trials(configs, 1)]
@@ -112,14 +110,14 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return planned, settings
 
     def place(self, settings: Settings, planned: Sequence[Planned], suffix: str | None = None) -> Path:
-        """Return the folder of the command's sweep, which is called after its first trials."""
+        """Return the folder of the command's sweep, which is named after its first trials."""
         self.settings = settings
         if self.folder == Path():
             self.folder = Path(settings.results) / (settings.name or _name(planned, self.preset, suffix or self.suffix))
         return self.folder
 
     def start(self) -> Launcher:
-        """Return the launcher of all the command's batches."""
+        """Return the launcher of all the command's batches, started at the first call."""
         assert self.settings is not None
         if self.launcher is None:
             signals.on_sigterm()
@@ -128,12 +126,12 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return self.launcher
 
     def run(self, expanded: Sequence[Sequence[Planned]]) -> list[Answer]:
-        """Run the trials of configurations that `add` returned; the answer of each.
+        """Run the trials of configurations that `add` returned; return the answer of each.
 
         An answer is the terminal row of the first repeat, None if it was not run. With `objective` it is that column's
-        value instead, the median over repeats: None where a repeat has none (out of memory, invalid, failed), which is
-        how an optimising sweeper learns that the trial failed: Optuna's counts a value that is no number as a failure
-        and goes on, while NaN ends its study.
+        median over the repeats, None if a repeat has no value (out of memory, invalid, failed). None tells an
+        optimising sweeper that the trial failed. Optuna's counts a value that is no number as a failure and continues,
+        while NaN ends its study.
         """
         settings = self.settings
         assert settings is not None
@@ -147,13 +145,13 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return [answer_of([rows.get(p.trial_id) for p in of_one], settings.objective) for of_one in expanded]
 
     def answer(self, configs: Sequence[Mapping[str, Any]]) -> list[Answer]:
-        """Answer a batch of configurations now; with None where the command only plans."""
+        """Answer a batch of configurations now; with None if the command only plans."""
         expanded = self.add(configs, whole=False)
         running = self.settings is not None and self.settings.action == "run"
         return self.run(expanded) if running else [None] * len(configs)
 
     def run_aside(self, planned: Sequence[Planned], suffix: str) -> dict[str, Row]:
-        """Run trials that this sweep needs to know of, in the folder NAME-suffix next to its own; their rows by id."""
+        """Run trials that this sweep needs to know of, in the folder NAME-suffix next to its own; return rows by id."""
         assert self.settings is not None
         signals.on_sigterm()
         alone = dataclasses.replace(self.settings, report=False, others=False, skip_dominated=False)
@@ -161,7 +159,7 @@ class Session(contextlib.AbstractContextManager["Session"]):
         return run_trials.run(planned, alone, place, command=self.command)[0]
 
     def _refuse_parts(self, whole: bool) -> None:
-        """Raise UserError where a command cannot be divided, because its next step depends on rows of all trials."""
+        """Raise UserError if a command cannot be divided, because its next step depends on rows of all trials."""
         settings = self.settings
         if settings is None or not (settings.shard or shards.slurm(settings.cluster)):
             return
@@ -174,14 +172,14 @@ class Session(contextlib.AbstractContextManager["Session"]):
 
 
 def _refuse_without_cuda() -> None:
-    """Raise UserError where no trial could be measured, before a worker is started to find that out."""
+    """Raise UserError if no trial could be measured, before a worker is started to find that out."""
     device, why = machine.choose_device(os.environ)
     if device != "cuda":
         raise UserError(f"device=cuda: {why} (`vramsweep doctor`); predict instead, with gpu=h100-80gb for device=cuda")
 
 
 def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:
-    """Return what the rows of one configuration's repeats come to."""
+    """Return the answer that the rows of one configuration's repeats give."""
     if objective is None:
         return rows[0]
     values = [row[objective] for row in rows if row is not None and row[objective] is not None]
@@ -191,7 +189,7 @@ def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:
 def refuse_invalid(
     reasons: Iterable[str | None], could: str = "can", where: str = "; `vramsweep plan` lists them"
 ) -> None:
-    """Raise UserError where every trial has a reason for which it cannot run, or was seen to be impossible."""
+    """Raise UserError if every trial has a reason why it cannot run, or was found to be impossible."""
     first, *more = dict.fromkeys(reasons)
     if first is not None and None not in more:
         others = f" (and {len(more)} more reasons{where})" if more else ""
@@ -199,7 +197,7 @@ def refuse_invalid(
 
 
 def refuse_impossible_rows(session: Session) -> None:
-    """Raise UserError if no trial of any batch can run, or could."""
+    """Raise UserError if no trial of any batch can run, by the plan or by its row."""
     refuse_invalid(p.reason for p in session.trials)
     if session.settings is not None and session.settings.action == "run" and session.settings.shard is None:
         rows = [session.rows.get(name, {}) for name in session.planned]
@@ -208,7 +206,7 @@ def refuse_impossible_rows(session: Session) -> None:
 
 
 def _refuse_blind_node(settings: Settings) -> None:
-    """Raise UserError in a job for a GPU whose node has none, because it would predict where all others measure."""
+    """Raise UserError in a job for a GPU on a node without one, because it would predict where all others measure."""
     slurm = shards.slurm(settings.cluster) if settings.shard else None
     if slurm and slurm.gpus != 0:
         raise UserError(
@@ -218,7 +216,7 @@ def _refuse_blind_node(settings: Settings) -> None:
 
 
 def _name(planned: Sequence[Planned], preset: str | None, suffix: str | None) -> str:
-    """What a sweep's folder is called: after its preset of cases, else after its models and runners."""
+    """Name a sweep's folder after its preset of cases, else after its models and runners."""
 
     def of(key: str) -> str:
         return "+".join(sorted({str((p.resolved.get(key) or {}).get("name")) for p in planned}))

@@ -1,10 +1,9 @@
-"""A sweep in shards: each takes its own share of the same plan, on whatever machine, and writes a journal of its own.
+"""A sweep in shards: each takes its own share of one plan, on whatever machine, and writes a journal of its own.
 
-`shard=3/16` takes a sixteenth of the trials, drawn by lot, in the order of the whole. The lot is of a trial's position
-in what the command composes, which is the same on every machine, while the order depends on what can run there: a
-package that one node lacks moves nothing of the others'. So they are the whole, and no axis is one shard's alone.
-Pure, but for `refuse_other_division`. Not covered: who starts them (slurm_jobs.py, or the user by hand), drawing the
-lot (plan.take_share), merging (journal.read).
+`shard=3/16` takes a sixteenth of the trials, drawn by lot, in the order of the whole. The lot depends on a trial's
+position in what the command composes, which is the same on every machine. It does not depend on the order, which
+depends on what can run there. So a package that one node lacks moves no trials of the others. Together the shards are
+the whole, and no axis is one shard's alone. Pure, except for `refuse_other_division`.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ class Shard:
 
     @property
     def writer(self) -> str | None:
-        """What its journal and its plan are called after; None for a whole sweep."""
+        """Name of the shard in its journal's and its plan's file names; None for a whole sweep."""
         return f"{self.number}of{self.count}" if self.count > 1 else None
 
 
 def parse(text: str | None) -> Shard:
-    """The shard that `shard=` names: the third of sixteen by 3/16, the whole by null. Raises UserError."""
+    """Parse `shard=`: 3/16 is the third of sixteen, null is the whole. Raises UserError."""
     if text is None:
         return Shard()
     number, _, count = str(text).partition("/")
@@ -52,7 +51,7 @@ def parse(text: str | None) -> Shard:
 
 @dataclass(frozen=True)
 class Slurm:
-    """What each job of a Slurm cluster asks for; conf/cluster/slurm.yaml documents each."""
+    """The options of each job of a Slurm cluster; conf/cluster/slurm.yaml documents each. Raises UserError."""
 
     name: str
     partition: str | None = None
@@ -90,7 +89,7 @@ class Slurm:
 
 
 def slurm(options: Mapping[str, Any]) -> Slurm | None:
-    """What `cluster` asks for, None where the sweep runs on this machine. Raises UserError."""
+    """Parse the options of `cluster`; None if the sweep runs on this machine. Raises UserError."""
     known = {one.name for one in dataclasses.fields(Slurm)}
     if not isinstance(options, Mapping) or options.get("name") not in ("none", "slurm"):
         raise UserError(f"cluster={options}: allowed is cluster=none or cluster=slurm")
@@ -105,8 +104,8 @@ def slurm(options: Mapping[str, Any]) -> Slurm | None:
 
 
 def refuse_other_division(folder: Path, shard: Shard) -> None:
-    """Look, once this shard's journal is locked, that none of another number of shards is being written: they would
-    share trials. Raises UserError, which names it."""
+    """Raise UserError, naming the journal, if one of another number of shards is being written: they would share
+    trials. Call it once this shard's journal is locked."""
     for file in journal.files(folder):
         found = _WRITER.fullmatch(file.name)
         count = int(found[1]) if found else 1 if file.name == journal.NAME else None

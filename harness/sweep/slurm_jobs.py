@@ -1,10 +1,9 @@
-"""A sweep as jobs of a Slurm cluster, by submitit: each runs one shard with our own launcher, on its node.
+"""A sweep as jobs of a Slurm cluster, by submitit: each job runs one shard with our own launcher, on its node.
 
-`submit` is for the node that has sbatch: it composed the command to find mistakes, and submits an array of the shards
-that have something to do. `run_job` is what a job runs: the same words and its shard=, so that the device, and what
-counts as finished, are decided where the trials run. A job that is told to end (preempted, its time nearly over)
-flushes its journal, ends its workers and puts itself back into the queue. Not covered: which trials a shard has
-(shards.py).
+`submit` is for the node that has sbatch. The command was composed there to find mistakes, and `submit` submits an array
+of the shards that have something to do. `run_job` is what a job runs: the same words and its shard=. So the device, and
+what counts as finished, are decided where the trials run. A job that must end (preempted, or its time nearly over)
+flushes its journal, ends its workers and goes back into the queue.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from vramsweep.harness.sweep import plan, provenance, resume, row_builder, shard
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.shards import Shard, Slurm
 
-WARNING_S = 90  # before the end of its time a job hears SIGUSR2; Slurm may be up to a minute early
-RunSweep = Callable[[Sequence[str]], int]  # from words to an exit status; found again by its name in a job
-ASKED_S = 20.0  # for an answer of Slurm's own commands
+WARNING_S = 90  # between SIGUSR2 and the end of a job's time; Slurm may be up to a minute early
+RunSweep = Callable[[Sequence[str]], int]  # from words to an exit status; a job imports it by its name
+ASKED_S = 20.0  # to wait for an answer of Slurm's own commands
 
 
 def submit(
@@ -44,10 +43,9 @@ def submit(
 ) -> None:  # fmt: skip
     """Submit a job for each shard that has a trial to do and no job yet; `words` are the command line's.
 
-    A job calls `sweep` with its words, by the name under which it can be imported.
-
-    With `auto` the jobs' nodes decide the device, so what is planned here says nothing of what is done: all shards go.
-    Raises UserError: no Slurm here, sbatch's refusal, jobs of another number of shards.
+    A job calls `sweep` with its words, by the name under which it can be imported. With `auto` the jobs' nodes decide
+    the device, so the plan made here does not show what is done: all shards are submitted. Raises UserError: no Slurm
+    here, sbatch's refusal, jobs of another number of shards.
     """
     if gone := next((name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None), None):
         raise UserError(f"cluster=slurm: there is no {gone} here; submit where Slurm's commands are, on the login node")
@@ -92,7 +90,7 @@ def _array(job: str) -> str:
 
 
 def _parameters(planned: Sequence[Planned], slurm: Slurm, auto: bool) -> dict[str, object]:
-    """What submitit is told: sbatch's options by its own names for them, None for what is left to the cluster."""
+    """Return submitit's parameters: sbatch's options by submitit's names, None for what is left to the cluster."""
     on_cards = [p.trial.world_size for p in planned if p.trial and (auto or p.trial.device.name == "cuda")]
     gpus = max(on_cards, default=0) if slurm.gpus is None else slurm.gpus
     return {
@@ -113,23 +111,23 @@ def _submitted(
     slurm: Slurm, wanted: Sequence[Shard], words: Sequence[str], folder: Path, parameters: Mapping[str, object],
     sweep: RunSweep,
 ) -> list[str]:  # fmt: skip
-    """Submit the shards as one array; the names of the jobs. Raises UserError."""
-    import submitit  # here: a second, which only those wait for who submit
+    """Submit the shards as one array and return the names of the jobs. Raises UserError."""
+    import submitit  # here, because it takes a second: only who submits waits for it
 
     place = own_files(folder) / CLUSTER
     if place.is_symlink():
         raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
-    python = shlex.join(build_command("submitit")[:-2])  # it adds `-u -m submitit.core._submit`, which start.py reads
+    python = shlex.join(build_command("submitit")[:-2])  # submitit adds `-u -m submitit.core._submit` for start.py
     executor = submitit.SlurmExecutor(folder=place, python=python)
     executor.update_parameters(**parameters)
     lines = [[*words, f"shard={shard.number}/{shard.count}"] for shard in wanted]
     own = [str((own_files(folder) / journal.name(shard.writer)).absolute()) for shard in wanted]
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it repeats sbatch's errors there
+        with contextlib.redirect_stderr(io.StringIO()):  # submitit repeats sbatch's errors there
             jobs = executor.map_array(functools.partial(run_job, sweep), lines, own)
     except OSError as error:
         raise UserError(f"cannot write {place}: {error.strerror}; choose a writable folder with results=DIR") from None
-    except Exception as error:  # of submitit's and subprocess's, which say it in many lines
+    except Exception as error:  # of submitit and subprocess, whose texts have many lines
         _tidy(place)
         raise UserError(f"cluster=slurm: {_refusal(error)}") from None
     record = {name: f"{shard.number}/{shard.count}" for name, shard in submitted_jobs(folder).items()}
@@ -140,7 +138,7 @@ def _submitted(
 
 
 def _refusal(error: Exception) -> str:
-    """Slurm's own line of what submitit says of a command that failed."""
+    """Return Slurm's own lines of the error that submitit raises when a command fails."""
     lines = [line.strip() for line in f"{error}\n{error.__cause__}".splitlines()]
     own = [line for line in lines if line.startswith("sbatch: error:")]
     said = "; ".join(line.removeprefix("sbatch: error:").strip() for line in own)
@@ -148,7 +146,7 @@ def _refusal(error: Exception) -> str:
 
 
 def _tidy(place: Path) -> None:
-    """Take away what was written for jobs that do not exist, and the folder if nothing else is in it."""
+    """Remove the files written for jobs that do not exist, and the folder if nothing else is in it."""
     for file in (*place.glob("*.pkl"), *place.glob(".submission_file_*.sh")):
         file.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
@@ -157,7 +155,7 @@ def _tidy(place: Path) -> None:
 
 
 def submitted_jobs(folder: Path) -> dict[str, Shard]:
-    """The jobs that were ever submitted for the sweep in this folder, by name, and the shard of each."""
+    """Return the jobs that were ever submitted for the sweep in this folder: the shard of each, by the job's name."""
     found: dict[str, Shard] = {}
     with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, RecursionError):
         for name, text in json.loads(read_content(own_files(folder) / CLUSTER / JOBS))["jobs"].items():
@@ -167,12 +165,12 @@ def submitted_jobs(folder: Path) -> dict[str, Shard]:
 
 
 def in_queue() -> set[str]:
-    """The user's jobs that wait or run, an array's by ARRAY_TASK. Raises UserError where Slurm does not answer."""
+    """Return the user's jobs that wait or run, an array's by ARRAY_TASK. Raises UserError if Slurm does not answer."""
     return set(_ask_slurm("squeue", "--me", "--noheader", "--array", "--format=%i").split())
 
 
 def is_waiting(folder: Path) -> bool:
-    """Whether a job of this sweep waits or runs, as far as can be asked from here."""
+    """Return whether a job of this sweep waits or runs, as far as can be asked from here."""
     jobs = submitted_jobs(folder)
     with contextlib.suppress(UserError):
         return bool(jobs) and not jobs.keys().isdisjoint(in_queue())
@@ -180,7 +178,7 @@ def is_waiting(folder: Path) -> bool:
 
 
 def _ask_slurm(*command: str) -> str:
-    """What one of Slurm's commands answers. Raises UserError."""
+    """Return the output of one of Slurm's commands. Raises UserError if there is none."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=ASKED_S).stdout
     except subprocess.CalledProcessError as error:
@@ -193,8 +191,8 @@ def _ask_slurm(*command: str) -> str:
 def run_job(sweep: RunSweep, words: Sequence[str], own: str) -> None:
     """Run the sweep of one shard, whose journal is `own`, in its job. Ends the process with the sweep's status.
 
-    Slurm signals every process of a job. SIGTERM is its preemption, a requeue by hand or scancel; SIGUSR2 comes before
-    the end of its time. Both end the sweep at once, with every finished row kept.
+    Slurm signals every process of a job. SIGTERM means preemption, a requeue by hand or scancel. SIGUSR2 comes before
+    the end of the job's time. Both end the sweep at once, with every finished row kept.
     """
     heard: list[int] = []
 
@@ -202,7 +200,7 @@ def run_job(sweep: RunSweep, words: Sequence[str], own: str) -> None:
         heard.append(number)
         raise KeyboardInterrupt
 
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # in the place of submitit's, which passes over SIGTERM
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # replaces submitit's handlers, which ignore SIGTERM
         signal.signal(number, hear)
     before = _size(own)
     try:
@@ -212,7 +210,7 @@ def run_job(sweep: RunSweep, words: Sequence[str], own: str) -> None:
         status = 2
     except KeyboardInterrupt:
         status = 130
-    for number in (signal.SIGTERM, signal.SIGUSR2):  # from here on the end is the aim
+    for number in (signal.SIGTERM, signal.SIGUSR2):  # the job is ending: further signals are ignored
         signal.signal(number, signal.SIG_IGN)
     if status == 130:
         if signal.SIGUSR2 in heard and _size(own) == before:
@@ -230,8 +228,8 @@ def _size(file: str) -> int:
 
 
 def _requeue() -> None:
-    """Put this job back into the queue if Slurm has not: one that it ends itself, as scancel or a requeue tell it, is
-    COMPLETING by now; one that was only signalled, as at the beginning of a preemption's grace, still RUNNING."""
+    """Put this job back into the queue if Slurm has not. A job that Slurm ends, told by scancel or a requeue, is
+    COMPLETING by now. One that was only signalled, as at the beginning of a preemption's grace, is still RUNNING."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     if job is None:

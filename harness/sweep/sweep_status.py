@@ -1,4 +1,4 @@
-"""How far a sweep is, from its folder alone: readable while it runs, by anyone, without a lock."""
+"""The progress of a sweep, from its folder alone: readable while it runs, by anyone, without a lock."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from vramsweep.harness.sweep.resume import rows_for_system
 
 @dataclass(frozen=True)
 class Status:
-    """A sweep's state: running (a journal of it is locked), waiting (jobs of it are in a cluster's queue), finished, or
-    stopped with trials left. Counts are of the folder's trials, whichever command they were of; `total` are those with
-    a row that counts and those that the last command has still to run. `command_done` of `command_total` are its own.
-    """
+    """A sweep's state: running (a journal of it is locked), waiting (its jobs are in a cluster's queue), finished, or
+    stopped with trials left. Counts are of the folder's trials, from all its commands. `total` counts those with a row
+    that counts and those that the last command has still to run. `command_done` of `command_total` are its own."""
 
     folder: str
     state: str
@@ -32,7 +31,7 @@ class Status:
     oom: int
     invalid: int
     failed: int
-    stopped: int  # by a fault of the machine, and without an answer yet
+    stopped: int  # by a fault of the machine, without an answer yet
     last_row_at: str | None
     unreadable: int
     skipped: int = 0
@@ -41,19 +40,19 @@ class Status:
 
     @property
     def apart(self) -> bool:
-        """Whether the folder holds more than what the last command was of."""
+        """Return whether the folder holds more than the last command's trials."""
         return self.command_total is not None and (self.done, self.total) != (self.command_done, self.command_total)
 
 
 def read_status(folder: Path) -> Status:
-    """The status of one sweep's folder. Raises UserError if neither a journal is in it nor a job of it."""
+    """Return the status of one sweep's folder. Raises UserError if it has neither a journal nor a job."""
     begun = any(file.exists() for file in journal.files(folder))
     rows, unreadable = journal.read(folder) if begun or not slurm_jobs.submitted_jobs(folder) else ([], 0)
     return status_from_rows(folder, rows, unreadable, journal.plans(folder))
 
 
 def status_from_rows(folder: Path, rows: Sequence[Row], unreadable: int, plans: Sequence[Mapping[str, Any]]) -> Status:
-    """The same from rows, the lines that could not be believed, and the plans of the folder's writers."""
+    """Return the status from rows, the number of lines not believed, and the plans of the folder's writers."""
     begun = any(file.exists() for file in journal.files(folder))
     wanted, any_system = _wanted(plans)
     asked = {} if wanted is None else rows_for_system(rows, wanted, any_system)[0]
@@ -86,23 +85,21 @@ def status_from_rows(folder: Path, rows: Sequence[Row], unreadable: int, plans: 
 
 
 def progress(of: Status) -> str:
-    """How far it is, in words; where the folder holds more than the last command asked for, that too."""
+    """Describe how far the sweep is, and also the last command if the folder holds more than its trials."""
     total = "?" if of.total is None else of.total
     own = f"; the last command: {of.command_done}/{of.command_total}" if of.apart else ""
     return f"{of.done}/{total}: {counts(of)}{own}"
 
 
 def counts(of: Status) -> str:
-    """What came out, in words."""
+    """Describe the counts of outcomes in words."""
     names = ("ok", "oom", "invalid", "skipped", "failed", "stopped", "unreadable")
     return ", ".join(f"{count} {name}" for name in names if (count := getattr(of, name))) or "no rows yet"
 
 
 def _wanted(plans: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str | None, ...]] | None, bool]:
-    """The last plan's trials, each with its system, and whether any system counts; None where no plan of today is.
-
-    The system of a shard's trials is what its own plan says, wherever it ran.
-    """
+    """Return the last plan's trials, each with its system, and whether any system counts. The trials are None without a
+    plan in the current format. The system of a shard's trials is that of its own plan, wherever it ran."""
     try:
         wanted = _systems(plans[-1])
         for one in plans:
@@ -116,7 +113,7 @@ def _wanted(plans: Sequence[Mapping[str, Any]]) -> tuple[dict[str, tuple[str | N
 
 
 def _systems(found: Mapping[str, Any]) -> dict[str, tuple[str | None, ...]]:
-    """A plan's trials, each with its system. Raises ValueError, LookupError or TypeError where it is none of today."""
+    """Return a plan's trials, each with its system. Raises ValueError, LookupError or TypeError for another format."""
     if found["id_version"] != ID_VERSION:
         raise ValueError(found["id_version"])
     systems = [tuple(one) for one in found["systems"]]

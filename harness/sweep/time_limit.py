@@ -1,4 +1,4 @@
-"""How long a sweep may take, as the user said it: a time, or a cost at a price an hour."""
+"""The time that a sweep may take, as the user gives it: a time, or a cost at a price an hour."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vramsweep.harness.messages.errors import UserError
 
 
 def parse_limit(budget: object, max_cost: object, price_per_hour: object) -> tuple[float, str] | None:
-    """The seconds that a sweep may take and the setting that says so, in words; None where there is no limit.
+    """Return the seconds that a sweep may take and the setting that says so, in words; None if there is no limit.
 
-    Of a time and a cost the tighter one counts. Raises UserError for values that are none.
+    Of a time and a cost the tighter one counts. Raises UserError for invalid values.
     """
     given = None if budget is None else units.parse_seconds(str(budget), f"budget={budget}")
     limits = [] if given is None else [(given, f"budget of {duration_words(given)}")]
@@ -31,7 +31,7 @@ def parse_limit(budget: object, max_cost: object, price_per_hour: object) -> tup
 
 
 def duration_words(spent: float) -> str:
-    """Seconds in the two largest units: 8 h, 1 h 30 min, 12 s."""
+    """Format seconds in the two largest units: 8 h, 1 h 30 min, 12 s."""
     if spent < 10:
         return f"{spent:.2g} s"
     units = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"))

@@ -1,7 +1,4 @@
-"""The loop over a sweep's trials: which of them starts now, which is tried again, and when the sweep stops.
-
-Not covered: what there is to do (resume.py), where a trial can run (scheduler.py), one attempt (attempt_trial.py).
-"""
+"""The loop over a sweep's trials: which of them starts now, which is tried again, and when the sweep stops."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ def run_all(
     budget: Budget,
     dominators: OomDominance | None = None,
 ) -> dict[str, Row]:
-    """Run the trials, and once more those that a fault of the machine stopped, as long as that gets any further.
+    """Run the trials, and once more those that a fault of the machine stopped, as long as that makes progress.
 
-    Simulated ones are first predicted together, as many as share a template. Only what the budget allows is started,
-    and with `dominators` what neither they nor others that run out of memory here dominate: that is skipped, unless it
-    is predicted. One that failed and may not again is tried again at once, on another card where there is one. Raises
-    UserError once `settings.breaker` trials in a row have failed the same way, and Finished or KeyboardInterrupt; what
-    runs then comes to its end before, but for KeyboardInterrupt.
+    Simulated ones are first predicted together, grouped by fork server. Only what the budget allows is started. With
+    `dominators`, a trial is skipped if one that ran out of memory, before or here, dominates it, unless a batch
+    predicted it. A transient failure is tried again at once, on another GPU if there is one. Raises UserError once
+    `settings.breaker` trials in a row have failed the same way, and Finished or KeyboardInterrupt. Running trials end
+    before, except for KeyboardInterrupt.
     """
     done: dict[str, Row] = {}
 
@@ -120,7 +117,7 @@ def run_all(
 
 
 def _same_failures(before: list[Row], row: Row) -> list[Row]:
-    """The failures in a row that are the same one, this row's last. Others on the device will leave: no failure."""
+    """Return the consecutive equal failures, this row's last. Contention is no failure: other users will leave."""
     kind, reason = row["outcome"], row["reason"]
     if outcome.is_answer(kind):
         return []
@@ -131,7 +128,8 @@ def _same_failures(before: list[Row], row: Row) -> list[Row]:
 
 
 def _spans_lengths(streak: Sequence[Row], lengths: Collection[int]) -> bool:
-    """The longest trials come first, and only they may be too slow or too long: the next length shows it."""
+    """Return whether the failures are of several lengths, or only one is left. The longest trials come first, and only
+    they may be too slow or too long: the next length shows it."""
     return len(lengths) < 2 or len({row["seq_len"] for row in streak}) > 1
 
 
