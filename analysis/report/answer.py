@@ -1,7 +1,6 @@
-"""What a reader wants first, as data: what was asked, the answers to six questions, and what they rest on.
+"""The answer card of a report as data: the question, the answers to six questions, and their basis.
 
-Not covered: how the answers are found (tiles.py), sentences with all their numbers (findings.py), the layout, which is
-a template's.
+In: rows, groups, fits and limits. Out: a `Card`, which a template lays out.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from vramsweep.harness.hardware.gpu_lookup import find_gpu
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import publication_check as check
 
-CARDS = 2  # in the question; more are counted there, and named among what varied
-JUDGED = 50_000  # rows of a folder that are read again for the verdict
+CARDS = 2  # GPUs that the question names; more are counted there, and named among what varied
+JUDGED = 50_000  # most rows of a folder that are read again for the verdict
 _CALLED = {
     "trial.device.gpu": "GPU", "gpu_name": "GPU", "cpu_name": "processor", "micro_batch": "batch",
     "seq_len": "length", "allocator_conf": "allocator's options",
@@ -36,9 +35,9 @@ _CALLED = {
 
 @dataclass(frozen=True)
 class Card:
-    """What was asked, the configuration that the answers are `of` ("" where there is one only), and the answers.
+    """The question, what varied, the configuration `of` the answers ("" if there is only one), and the answers.
 
-    `counts` are rows: measured, predicted, imported, flagged, unproven.
+    `counts` are numbers of rows: measured, predicted, imported, flagged, unproven.
     """
 
     asked: str
@@ -54,7 +53,7 @@ class Card:
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """In reading order."""
+        """Return the answers in reading order."""
         return (self.fits, self.cost, self.speed, self.dominates, self.allocator, self.trust)
 
 
@@ -62,9 +61,9 @@ def card(
     table: Table, found: Sequence[Group], head: Head | None, fits: Sequence[Fit], limits: Sequence[Limit],
     beside: Beside, judged: check.Verdict | None,
 ) -> Card:  # fmt: skip
-    """The answers, from rows, their groups, fits and limits; most of them of `head`.
+    """Return the answers from rows, their groups, fits and limits; most of them are about `head`.
 
-    `judged` is harness/sweep/publication_check.py's verdict on the folder, None where the rows came without one.
+    `judged` is the verdict of harness/sweep/publication_check.py on the folder, None if the rows came without one.
     """
     what, varied = describe_question(table, found)
     number = counts(table)
@@ -84,7 +83,7 @@ def card(
 
 
 def brief(table: Table) -> Card:
-    """The answers of a table alone: only the configuration that they are of is fitted."""
+    """Return the answers from a table alone; only the configuration that they are about is fitted."""
     found = groups(table)
     head = tiles.head(found)
     mine = [head.group] if head else []
@@ -93,7 +92,7 @@ def brief(table: Table) -> Card:
 
 
 def verdict(table: Table) -> check.Verdict | None:
-    """What `vramsweep check` says of the folder that the rows are of; None of rows from elsewhere, and of very many."""
+    """Return what `vramsweep check` says of the rows' folder; None without a folder, and for more than JUDGED rows."""
     folder = Path(table.source)
     if not folder.is_dir() or len(table.frame) > JUDGED:
         return None
@@ -104,25 +103,25 @@ def verdict(table: Table) -> check.Verdict | None:
 
 
 def counts(table: Table) -> dict[str, int]:
-    """How many rows that finished, or ran out of memory, are what."""
+    """Count the ok and oom rows that are measured, predicted, imported, flagged, and predicted but unproven."""
     frame = table.frame
     told = frame[is_(frame, "outcome", "ok", "oom")]
     kind = tiles.kinds(told)
     lists = {name: told[name].list.len().fillna(0).astype(int).gt(0) for name in ("flags", "unproven")}
-    unproven = lists["unproven"] & kind.eq(PREDICTED)  # what was measured needs no such proof
+    unproven = lists["unproven"] & kind.eq(PREDICTED)  # a measured row needs no such proof
     return {one: int(kind.eq(one).sum()) for one in (MEASURED, PREDICTED, IMPORTED)} | {
         "flagged": int(lists["flags"].sum()), "unproven": int(unproven.sum()),
     }  # fmt: skip
 
 
 def axis_name(key: str) -> str:
-    """What a reader calls a setting that distinguishes groups."""
+    """Return a reader's name for a setting that distinguishes groups."""
     plain = key.removeprefix("trial.").removeprefix("runner.options.")
     return _CALLED.get(key) or plain.replace("_", " ").replace(".", " ")
 
 
 def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
-    """What was run on what, as a question; and what varied, "" where nothing did."""
+    """Return what was run on which device, as a question, and what varied ("" if nothing did)."""
     invalid = is_(table.frame, "outcome", "invalid")
     frame = table.frame if invalid.all() else table.frame[~invalid]
     axes = list(dict.fromkeys(key for group in found for key in group.settings))
@@ -136,7 +135,7 @@ def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
 
 
 def _describe_devices(frame: pd.DataFrame) -> str:
-    """The devices; a card that was measured and predicted once."""
+    """Return the devices in words; a GPU that was both measured and predicted appears once."""
     kind = tiles.kinds(frame)
     own = frame[kind.eq(MEASURED)]
     cards = list(own["gpu_name"].dropna().unique())

@@ -29,12 +29,12 @@ from vramsweep.analysis.report import findings, summary, tables, tiles
 from vramsweep.analysis.report.picker import Picker, picker
 from vramsweep.analysis.report.summary import Summary
 
-FITTED = 24  # groups at most; fits of more would take longer than anyone waits at the end of a sweep
-SHOWN = 200  # groups that figures, findings and warnings look at
+FITTED = 24  # most groups; fits of more would take longer than anyone waits at the end of a sweep
+SHOWN = 200  # most groups that figures, findings and warnings consider
 PREDICTED = "predicted"
 FITS = "° beyond the fitted lengths; safe: a new run fits with 97.5 %, beside the CUDA context"
 JOBS = "; of load and steps alone, although other parts of the job need more"
-LENGTHS = 12_000  # over all fitted groups, for the same reason
+LENGTHS = 12_000  # most lengths over all fitted groups, for the same reason as FITTED
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Content:
 
 @dataclass(frozen=True)
 class Fitting:
-    """What was asked of fits: the x that they are of, and the kinds that figures draw beside the chosen one; and the
-    command that asked it."""
+    """A request for fits: their range of x, the curve kinds drawn next to the chosen one, and its command."""
 
     start: float | None = None
     stop: float | None = None
@@ -80,7 +79,7 @@ ALL_ROWS = Fitting()
 
 
 def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS) -> Content:
-    """Fit, draw and describe; measured, predicted and foreign rows each by themselves.
+    """Fit, draw and describe a table; measured, predicted and imported rows each by themselves.
 
     Raises UserError if there is no `answer` of that name.
     """
@@ -89,7 +88,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     limits: list[Limit] = []
     views: list[tuple[str, View]] = []
     found: list[str] = []
-    leading: list[str] = []  # said before the fits, also in the terminal
+    leading: list[str] = []  # sentences before the fits, also shown in the terminal
     notes: list[str] = []
     worlds = split_worlds(table)
     beside = Beside(table)
@@ -183,7 +182,8 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
 
 
 def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
-    """What to ask next: where an edge is that only the predictor knows, or a length that would tell most."""
+    """Return what to ask next: a maximum only the predictor knows, or the length that would tell most; "" for neither.
+    """
     if any(limit.remark == EDGE for limit in limits):
         return f"{EDGE} (--largest seq_len, or micro_batch, with the same settings)."
     known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]
@@ -191,7 +191,7 @@ def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
 
 
 def _led(found: list[Group], by: Group) -> list[Group]:
-    """The groups with the one most like `by` first, which figures then begin with."""
+    """Return the groups with the one most like `by` first, because figures begin with it."""
 
     def alike(group: Group) -> int:
         return sum(group.settings.get(key) == value for key, value in by.settings.items())
@@ -201,13 +201,13 @@ def _led(found: list[Group], by: Group) -> list[Group]:
 
 
 def _beyond(card: answers.Card) -> str:
-    """What the curve says, for the answers' own configuration, of lengths that were not tried; "" for nothing."""
+    """Return what the curve says of untried lengths for the answers' own configuration; "" for nothing."""
     told = card.fits.interval
     return f"B{told[1:]}: {card.of or 'of all'}." if told.startswith("by the curve") else ""
 
 
 def split_worlds(table: Table) -> list[tuple[str, Table]]:
-    """Parts that must not share a figure: measured per device, predicted, and each foreign origin; largest first."""
+    """Return what must not share a figure, largest first: rows measured per device, predicted, each imported origin."""
     frame = table.frame
     keys = frame["foreign"].fillna("").astype("string") + "|" + frame["device"].fillna("unknown").astype("string")
     parts = []

@@ -1,11 +1,9 @@
-"""LaTeX by templates (templates/*.tex.j2): whatever they show is text, unless it was made here; and tables that fit.
+"""LaTeX from templates (templates/*.tex.j2), in which all text is escaped unless it was made here; and tables that fit.
 
-A table is a tuple of `Column`s. It stands in one column of a paper (3.5 in) where it fits there, with text that wraps
-in the rest of the width, else over both (`table*`, 7.25 in); columns and lines that fit in neither are left out, and
-said. Nothing is shrunk. Numbers are siunitx's (version 3), with units in the head.
-
-Not covered: which tables there are (paper_tables.py); other classes' fonts: widths are Computer Modern's at 8 pt, which
-is wider than most.
+A table is a tuple of `Column`s. It stands in one column of a paper (3.5 in) if it fits there, with text that wraps in
+the rest of the width; otherwise over both (`table*`, 7.25 in). Columns and lines that fit in neither are left out, and
+a note says so. Nothing is shrunk. Numbers are siunitx's (version 3), with units in the head. Widths are those of
+Computer Modern at 8 pt, which is wider than most other fonts.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ class Tex(str):
     """Text that is LaTeX already."""
 
 
-_COMMANDS = {  # [ and * would belong to the \\ of the line before
+_COMMANDS = {  # [ and * too, because the \\ of the line before would take them
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
     "|": r"\textbar{}", "[": "{[}", "]": "{]}", "*": "{*}", "`": r"\textasciigrave{}", '"': "''",
@@ -44,11 +42,11 @@ _ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308"
 _LIGATURES = re.compile(r"(?<=-)(?=-)|(?<=')(?=')|(?<=,)(?=,)|(?<=[?!])(?=`)")
 _LINE_ENDS = re.compile(r"[\n\r\t]+")
 _BREAKS = re.compile(r"(?<=[A-Za-z0-9)\]])([_/=:@+-]|[.,](?!\d))(?=[A-Za-z0-9(\[])")
-LONG = 14  # letters of a word that has nowhere to break; a longer one may break anywhere
+LONG = 14  # most letters of a word that has nowhere to break; a longer one may break anywhere
 
 
 def tex(text: object) -> Tex:
-    """Text for LaTeX: nothing in it is a command. A sign that TeX's fonts do not have is written by its number."""
+    """Return the text for LaTeX: nothing in it is a command. A sign missing in TeX's fonts is written by its number."""
     if isinstance(text, Tex):
         return text
     plain = escape_text(_LINE_ENDS.sub(" ", str(text)))
@@ -70,12 +68,12 @@ def _sign(sign: str) -> str:
 
 
 def slug(text: str) -> str:
-    """A label's or file's name of any text: letters, digits, _ . and -."""
+    """Return a name for a label or file from any text: letters, digits, _ . and -."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-.") or "x"
 
 
 def _pieces(text: str) -> list[list[str]]:
-    """The words of a text, each in the pieces between which a line may break; a number stays with the word before."""
+    """Split a text into words, and each word where a line may break. A number stays with the word before it."""
     plain = re.sub(r" (?=[·\d])", "\u00a0", escape_text(_LINE_ENDS.sub(" ", text)))
     words = []
     for word in plain.split(" "):
@@ -85,7 +83,7 @@ def _pieces(text: str) -> list[list[str]]:
 
 
 def _breakable(text: str) -> Tex:
-    """The same with places to break a line inside long words, so that a narrow column holds them."""
+    """Return LaTeX with places to break a line inside long words, so that a narrow column holds them."""
     return Tex(" ".join(r"\allowbreak{}".join(map(tex, word)) for word in _pieces(text)))
 
 
@@ -98,17 +96,17 @@ def _environment(**own: Any) -> jinja2.Environment:
 
 
 def render(template: str, **values: Any) -> str:
-    """The LaTeX template of this name with these values; what its expressions give is `tex`."""
+    """Fill the LaTeX template of this name; `tex` escapes what its expressions return."""
     made = _environment(
         block_start_string=r"\BLOCK{", block_end_string="}", variable_start_string=r"\VAR{", variable_end_string="}",
         comment_start_string=r"\#{", comment_end_string="}", finalize=tex,
     )  # fmt: skip
-    made.filters["plain"] = Tex  # of a name that is a `slug`
+    made.filters["plain"] = Tex  # for a name that is a `slug`
     return made.get_template(template).render(**values)
 
 
 def markdown(template: str, **values: Any) -> str:
-    """A Markdown template with these values, which are Markdown already (markup.py)."""
+    """Fill a Markdown template with values that are Markdown already (markup.py)."""
     return _environment().get_template(template).render(**values)
 
 
@@ -117,12 +115,12 @@ _WIDTHS = {**dict.fromkeys("iljI.,:;'!|[]", 2.7), **dict.fromkeys("tfr()°· ", 
 _SMALL, _CAPITAL = 4.4, 6.2
 ONE_COLUMN, TWO_COLUMNS = 252.0, 520.0  # 3.5 in and 7.25 in, less a little
 GAP = 6.0  # between columns: twice \tabcolsep
-NUMBER = 4.26  # a digit
-_NARROWEST = 44.0  # of a column whose text wraps
+NUMBER = 4.26  # of a digit
+_NARROWEST = 44.0  # least width of a column whose text wraps
 
 
 def width(text: str) -> float:
-    """How wide the text is set, in points, rather too wide."""
+    """Return the width of the text when set, in points; rather too wide than too narrow."""
     shown = "".join(code if (code := _sign(sign)).startswith("[U+") else sign for sign in text)
     return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _SMALL) for sign in shown)
 
@@ -139,8 +137,8 @@ _SPREAD = re.compile(rf"({_NUMBER}) ± ({_NUMBER})\Z")
 
 @dataclass(frozen=True)
 class Column:
-    """One column: what its head says, its cells as text, its unit. Cells of `numbers` are `12.3`, `12.3(4)` as siunitx
-    writes an uncertainty, `12°`, or words: –, `12 [−1, 25]`."""
+    """One column: its head, its cells as text, its unit. A cell of `numbers` is `12.3`, `12.3(4)` (an uncertainty as
+    siunitx writes it), `12°`, or words: –, `12 [−1, 25]`."""
 
     head: str
     cells: tuple[str, ...]
@@ -149,21 +147,21 @@ class Column:
 
     @property
     def heads(self) -> list[str]:
-        """The head in lines no wider than its cells or its longest word, the unit in the last."""
+        """Return the head in lines no wider than its cells or its longest word; the unit is the last line."""
         cells = max(map(width, self.cells), default=0.0)
         room = max(min(cells, _NARROWEST) if self.kind == "text" else cells, *map(width, self.head.split()), 0.0)
         return [*break_lines(self.head, room, width), *([f"({self.unit})"] if self.unit else [])]
 
     @property
     def natural(self) -> float:
-        """Its width where nothing wraps."""
+        """Return the width in points if nothing wraps."""
         words = [cell for cell in self.cells if self.kind == "text" or not _CELL.fullmatch(cell)]
         numbers = 0.0 if self.kind == "text" else _Shape.of(self.cells).width + NUMBER * (BEYOND in "".join(self.cells))
         return max(numbers, *map(width, (*words, *self.heads)), 0.0)
 
     @property
     def narrowest(self) -> float:
-        """Its width where text wraps."""
+        """Return the width in points if text wraps."""
         if self.kind != "text":
             return self.natural
         pieces = (width(piece) for cell in self.cells for word in _pieces(cell) for piece in word)
@@ -172,7 +170,7 @@ class Column:
 
 @dataclass(frozen=True)
 class _Shape:
-    """What a column of numbers needs: a sign, digits before and after the point, and of an uncertainty."""
+    """The format of a column of numbers: a sign, digits before and after the point, digits of an uncertainty."""
 
     signed: bool = False
     whole: int = 1
@@ -181,7 +179,7 @@ class _Shape:
 
     @classmethod
     def of(cls, cells: Iterable[str]) -> _Shape:
-        """The shape that holds every one of these."""
+        """Return the shape that holds all of these cells."""
         found = [match for cell in cells if (match := _CELL.fullmatch(cell))]
         return cls(
             any(match[1] for match in found),
@@ -192,12 +190,12 @@ class _Shape:
 
     @property
     def width(self) -> float:
-        """In points."""
+        """Return the width in points."""
         signs = 1.6 * self.signed + 0.7 * (self.after > 0) + 1.6 * (self.spread > 0) + 0.4 * (self.whole > 4)
         return NUMBER * (self.whole + self.after + self.spread + signs)
 
     def __str__(self) -> str:
-        """As siunitx wants to be told."""
+        """Return the shape as an option of siunitx."""
         point, spread = f".{self.after}" if self.after else "", f"({self.spread})" if self.spread else ""
         return f"table-format={'+' * self.signed}{self.whole}{point}{spread}"
 
@@ -206,12 +204,12 @@ _CELL = re.compile(rf"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?{BEYON
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A cell of a number; – where it is not known."""
+    """Return the cell of a number; – if it is unknown."""
     return "–" if value is None or pd.isna(value) else f"{float(value):.{digits}f}"
 
 
 def columns(frame: pd.DataFrame) -> list[Column]:
-    """Columns of a frame of text cells: numbers in one unit are numbers, with the unit in the head."""
+    """Return the columns of a frame of text cells. Numbers in one unit become numbers; the unit goes into the head."""
     return [_column(str(name), [str(cell) for cell in frame[name]]) for name in frame.columns]
 
 
@@ -231,7 +229,7 @@ def _column(name: str, cells: Sequence[str]) -> Column:
 
 
 def split_unit(name: str) -> tuple[str, str]:
-    """A head and the unit in brackets at its end."""
+    """Split a head from the unit in brackets at its end ("" if it has none)."""
     match = re.fullmatch(r"(.*\S) \(([\w/%]+)\)", name)
     return (match[1], match[2]) if match else (name, "")
 
@@ -241,13 +239,13 @@ def _plain(number: str) -> str:
 
 
 # --- tables ---
-MOST = 44  # lines of a table, which a page holds
+MOST = 44  # lines of a table that fit on a page
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a paper: `name` is its file's, `notes` stand below it; a little room is above the rows of `groups`.
-    `says` is what its numbers come to, in sentences."""
+    """A table of a paper: `name` is that of its files, `notes` stand below it, space is above the rows of `groups`.
+    `says` sums up its numbers in sentences."""
 
     name: str
     caption: str
@@ -259,7 +257,7 @@ class Table:
 
     @property
     def frame(self) -> pd.DataFrame:
-        """All of it as text, for CSV and Markdown: `own` where the columns were made of one."""
+        """Return the whole table as text, for CSV and Markdown; `own` if the columns were made from a frame."""
         if self.own is not None:
             return self.own
         return pd.DataFrame({c.head + (f" ({c.unit})" if c.unit else ""): c.cells for c in self.columns})
@@ -267,7 +265,7 @@ class Table:
 
 @dataclass(frozen=True)
 class _Laid:
-    """A table's columns with a width of each that wraps (None: as wide as it is), and whether it takes both columns."""
+    """A table's columns, the width of each that wraps (None: its natural width), and whether it spans both columns."""
 
     columns: tuple[Column, ...]
     wraps: tuple[float | None, ...]
@@ -275,7 +273,7 @@ class _Laid:
 
 
 def latex(table: Table, label: str) -> str:
-    """The table as a float. Every table gets one: what does not fit is left out, and a note says where it is."""
+    """Return the table as a float. Every table gets one: what does not fit is left out, and a note says where it is."""
     laid = _lay(table.columns)
     notes = list(table.notes)
     if gone := [column.head for column in table.columns if column not in laid.columns]:
@@ -297,7 +295,7 @@ def latex(table: Table, label: str) -> str:
 
 
 def _lay(found: Sequence[Column]) -> _Laid:
-    """The layout that keeps most columns: first one column wide without many lines a row, then two."""
+    """Choose the layout that keeps most columns: in one paper column with at most 4 lines a row, else in two."""
     for count in range(len(found), 0, -1):
         kept = tuple(found[:count])
         for star, room in ((False, ONE_COLUMN), (True, TWO_COLUMNS)):
@@ -309,7 +307,7 @@ def _lay(found: Sequence[Column]) -> _Laid:
 
 
 def _wraps(columns: Sequence[Column], room: float) -> tuple[float | None, ...] | None:
-    """Widths of the columns that wrap, in points; None where they do not fit."""
+    """Return the widths in points of the columns that wrap, None for others; None if they do not fit in `room`."""
     room -= GAP * (len(columns) - 1)
     if sum(column.natural for column in columns) <= room:
         return (None,) * len(columns)
@@ -325,7 +323,7 @@ def _wraps(columns: Sequence[Column], room: float) -> tuple[float | None, ...] |
 
 
 def _height(laid: _Laid, row: int) -> int:
-    """How many lines the row takes, roughly."""
+    """Estimate how many lines the row takes."""
     pairs = zip(laid.columns, laid.wraps, strict=True)
     return max((-int(-1.15 * width(c.cells[row]) // wrap) for c, wrap in pairs if wrap), default=1) or 1
 
@@ -341,7 +339,7 @@ def _spec(column: Column, wrap: float | None, star: bool) -> str:
 
 
 def _head(column: Column) -> list[Tex]:
-    """The cells of a head, from above."""
+    """Return the cells of a head, from top to bottom."""
     lines = [tex(line) for line in column.heads]
     if column.unit:
         lines[-1] = Tex(rf"(\unit{{{UNITS.get(column.unit, tex(column.unit))}}})")

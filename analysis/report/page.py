@@ -1,9 +1,8 @@
-"""report.html: one self-contained page. Everything from rows is escaped; nothing is fetched, the page forbids it.
+"""report.html: one self-contained page. Everything from rows is escaped. Nothing is fetched; the page forbids it.
 
-What is large (plotly, figures, rows) is deflated and in base64, and report.js unpacks it: a page of 20,000 rows stays a
-few megabytes. The page needs a browser of 2023 or later for that (DecompressionStream).
-
-Not covered: what is said (content.py), how it looks and reacts (templates/, report.css, report.js, rows.js).
+In: a report's content. Out: the page's text. Large parts (plotly, figures, rows) are deflated and in base64, so that a
+page of 20,000 rows stays a few megabytes. To unpack them, report.js needs a browser of 2023 or later
+(DecompressionStream).
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from vramsweep.analysis.report.row_data import MOST, row_data
 from vramsweep.harness.messages.terminal import escape_text
 
 COLUMN = (1064, 460)  # px of a figure on a wide screen
-BEHIND = 40  # rows of the data behind a figure; its CSV has all
+BEHIND = 40  # rows shown of the data behind a figure; its CSV has all
 HOLDS = "What holds the peak"
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
 _SECTIONS = (
@@ -44,7 +43,7 @@ NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}
 
 
 def render(content: Content) -> str:
-    """The whole page as text."""
+    """Return the whole page of a report as text."""
     picker = content.picker
     kinds = list(dict.fromkeys(own[KIND] for own in picker.settings if KIND in own))
     choices = {"axes": [axis.key for axis in picker.axes], "groups": picker.settings, "kind": KIND}
@@ -63,28 +62,28 @@ def render(content: Content) -> str:
 
 
 def of_figures(title: str, parts: Sequence[tuple[Figure, pd.DataFrame]]) -> str:
-    """A page of figures alone, each with its table below."""
+    """Return a page of figures alone, each with its table below."""
     drawn = [figure for figure, _ in parts]
     return page("figures", drawn, title=title, parts=parts, holds=HOLDS, drawn=bool(parts), choices=NO_CHOICES)
 
 
 def page(template: str, figures: Sequence[Figure], **values: Any) -> str:
-    """A template of templates/, filled; behind each of its figures a picture, for print and where no script runs."""
+    """Fill a template of templates/, with a picture behind each of its figures, for print and where no script runs."""
     drawn = drawing.draw_pngs([layout.static(figure).plot for figure in figures], COLUMN) if figures else []
     pictures = {one.name: base64.b64encode(png).decode() for one, png in zip(figures, drawn, strict=True) if png}
     return _environment().get_template(f"{template}.html.j2").render(values | {"pictures": pictures})
 
 
 def packed(text: str) -> Markup:
-    """Deflated and in base64: no character of it is markup."""
+    """Return the text deflated and in base64: none of its characters is markup."""
     return Markup(base64.b64encode(zlib.compress(text.encode(), 9)).decode())
 
 
 def grid(frame: pd.DataFrame, picker: Picker | None = None) -> dict[str, Any]:
-    """A frame as a template sets it: its columns, which stand to the right if they are numbers, and its lines.
+    """Return a frame as a template needs it: its columns (those of numbers stand to the right) and its lines.
 
-    A line has the number of its group where its index names one of the picker's, and beside the first number that each
-    flag of the group is about that flag in words.
+    A line has the number of its group if its index names a group of the picker. The first number of each kind (memory,
+    speed) then carries in words the group's flags against that kind.
     """
     columns = [{"name": str(name), "number": markup.numeric(frame[name])} for name in frame.columns]
     lines = []
@@ -105,7 +104,7 @@ def grid(frame: pd.DataFrame, picker: Picker | None = None) -> dict[str, Any]:
 
 @cache
 def _environment() -> Environment:
-    """Whatever a template shows is text, and what would turn the direction of writing is written out in it."""
+    """Return the templates' environment: it escapes all values, and characters that change the writing direction."""
     made = Environment(
         loader=FunctionLoader(lambda name: _read(f"templates/{name}")), autoescape=True, undefined=StrictUndefined,
         finalize=lambda value: value if isinstance(value, Markup) else escape_text(str(value)), trim_blocks=True,
@@ -123,23 +122,23 @@ def _read(name: str) -> str:
 
 
 def _spec(figure: Figure) -> Markup:
-    """The plot, and what changes in it on a narrow screen."""
+    """Return the plot and its changes on a narrow screen, packed."""
     narrow = json.dumps(layout.on_phone(figure), separators=(",", ":"))
     return packed(f'{{"plot":{figure.plot.to_json()},"narrow":{narrow}}}')
 
 
 def _json(value: Any) -> Markup:
-    """JSON for a script element, which `</script>` would end."""
+    """Return JSON for a script element. It escapes `<`, because `</script>` would end the element."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", r"\u003c"))
 
 
 def _links(text: str) -> Markup:
-    """Escaped, with addresses as links."""
+    """Return the escaped text, with addresses as links."""
     return Markup(_ADDRESS.sub(lambda found: f'<a href="{found[0]}">{found[0]}</a>', str(escape(escape_text(text)))))
 
 
 def _beginning(frame: pd.DataFrame) -> pd.DataFrame:
-    """The first rows of the data behind a figure, as text."""
+    """Return the first rows (at most BEHIND) of the data behind a figure, as text."""
     return frame.head(BEHIND).astype(object).map(_cell).reset_index(drop=True)
 
 

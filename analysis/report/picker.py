@@ -1,9 +1,8 @@
-"""What the reader of a page can choose among, and which choice each group and row belongs to.
+"""The choices of a page's reader, and the choices to which each group and row belongs.
 
-An axis is a setting that distinguishes groups; where rows are of several kinds (measured, predicted, foreign), the kind
-is one too. Values are compared as text, as figures say them in their traces (`meta.settings`).
-
-Not covered: choosing, which the page does (report.js).
+In: a table's groups. Out: a `Picker` for report.js. An axis is a setting that distinguishes groups. If rows are of
+several kinds (measured, predicted, imported), the kind is an axis too. Values are compared as text, as figures write
+them into their traces (`meta.settings`).
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from vramsweep.harness.rows.quality_flags import BY_NAME
 
 KIND = "rows"
 _WORDS = {"None": "not known", "True": "yes", "False": "no", "": "none"}
-MOST = 200  # values of one axis: nobody looks through more
+MOST = 200  # most values of an axis; nobody looks through more
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One select: its key in settings, what it is called, and its values: as settings have them, and in words."""
+    """One select: its key in settings, its name, and its values, each as settings have it and in words."""
 
     key: str
     name: str
@@ -38,8 +37,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Picker:
-    """The axes; of each group its settings, label and flags (how many rows have each); of each row its group, -1 where
-    it is of none."""
+    """The axes; settings, label and flags (rows of each) by group; the group of each row, -1 if it has none."""
 
     axes: tuple[Axis, ...] = ()
     settings: tuple[dict[str, str], ...] = ()
@@ -49,12 +47,12 @@ class Picker:
     numbers: dict[str, int] = field(default_factory=dict, repr=False)
 
     def number(self, group: Any) -> int | None:
-        """Which group an id is of."""
+        """Return the number of the group with this id, None if there is none."""
         return self.numbers.get(str(group))
 
 
 def picker(table: Table, worlds: Sequence[tuple[str, Sequence[Group]]]) -> Picker:
-    """Of the groups of a table's worlds, by name; rows of none of them are always shown."""
+    """Return the picker for groups of the table, given by the name of their kind. Rows of no group are always shown."""
     of_row = np.full(len(table.frame), -1, dtype=np.int64)
     every = [group for _, groups in worlds for group in groups]
     for number, group in enumerate(every):
@@ -81,7 +79,7 @@ def _axes(settings: Sequence[dict[str, str]]) -> tuple[Axis, ...]:
 
 
 def order(value: str) -> tuple[int, float, str]:
-    """What sorts settings: numbers by size, then words."""
+    """Return the key that sorts a setting's values: numbers by size, then words."""
     try:
         return 0, float(value), value
     except ValueError:
@@ -89,12 +87,12 @@ def order(value: str) -> tuple[int, float, str]:
 
 
 def forbidding(flags: dict[str, int], claim: str) -> dict[str, int]:
-    """The flags that speak against a claim, or are to be said beside any number."""
+    """Return the flags that speak against a claim, or that belong next to any number."""
     return {name: n for name, n in flags.items() if name not in BY_NAME or claim in (BY_NAME[name].forbids or (claim,))}
 
 
 def in_words(flags: dict[str, int]) -> str:
-    """Flags as a sentence: each with its meaning, and in how many rows where that is more than one thing."""
+    """Return flags as a sentence: of each the number of rows, its name and its meaning."""
     said = []
     for name, n in flags.items():
         meaning = f": {BY_NAME[name].meaning}" if name in BY_NAME else ""
@@ -103,7 +101,7 @@ def in_words(flags: dict[str, int]) -> str:
 
 
 def claim_of(column: str) -> str | None:
-    """What kind of number a column of a report's table holds, by its unit; None for what no flag is about."""
+    """Return the kind of number in a column of a report's table, by its unit or name; None if no flag is about it."""
     if "GiB" in column or "MiB" in column or column in METRICS:
         return "memory"
     return "speed" if "tokens/s" in column else None

@@ -1,6 +1,6 @@
-"""lock.txt: the exact versions that rows were measured with and tables were made with, as a requirements file.
+"""lock.txt, a requirements file: the exact versions that rows were measured with and tables were made with.
 
-Not covered: where packages come from; what is built from source (flash-attn), whose build is not told by its version.
+In: rows. Out: the file's text, without package sources. A version does not identify a source build (flash-attn).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NAME, _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"), re.compile(r"[A-Za-
 
 
 def installed() -> dict[str, str]:
-    """What this environment has, version by name; names as the index writes them."""
+    """Return the version of each package in this environment, by the name that the index writes."""
     found = {}
     for one in metadata.distributions():
         name, version = str(one.metadata["Name"] or ""), str(one.version or "")
@@ -35,9 +35,9 @@ def installed() -> dict[str, str]:
 
 
 def text(frame: pd.DataFrame) -> str:
-    """The file. Where this environment is the one that the rows name, all of it; else their versions and analysis's.
+    """Return the file: all of this environment if the rows name it, else the rows' versions and the analysis's.
 
-    Versions of rows come from outside: one that is none is a comment, never a line that pip would read.
+    Versions of rows come from outside. One that is no version becomes a comment, never a line that pip would read.
     """
     here = installed()
     of_rows = {name: sorted(set(frame[column].dropna().astype(str))) for name, column in OF_ROWS.items()}
