@@ -1,6 +1,6 @@
-"""The page of a comparison: what differs in a few words, both sides in one figure, the verdicts, each side's answers.
+"""The page of a comparison: differences in a few words, both sides in one figure, verdicts, each side's answers.
 
-Not covered: how verdicts come about (compare/verdicts.py), the figure (figures/overlay.py).
+In: a comparison and its two tables. Out: the page.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vramsweep.harness.files import outputs
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 
-MOST = 400  # pairs on the page
+MOST = 400  # most pairs on the page
 
 
 def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
-    """The page of a comparison of these two tables. Raises UserError where it cannot be written."""
+    """Write the page of a comparison of these two tables. Raises UserError if it cannot be written."""
     outputs.write(out, render(found, along, sides))
 
 
 def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
-    """The page as text."""
+    """Return the page as text."""
     drawn: Figure | None
     try:
         drawn, undrawn = _in_page(overlay.figure(found, along, sides)), ""
@@ -57,7 +57,7 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
 
 
 def _in_page(drawn: Figure) -> Figure:
-    """As high as its panels need, with the legend above them."""
+    """Return the figure as high as its panels need, with the legend above them."""
     plot = copy.deepcopy(drawn.plot)
     plot.update_layout(
         height=60 + 200 * len(list(plot.select_yaxes())), margin={"l": 68, "r": 12, "t": 64, "b": 56},
@@ -73,13 +73,13 @@ def _scope(found: Comparison) -> str:
 
 
 def _basis(sides: tuple[Table, Table]) -> str:
-    """What was compared: measured rows, predicted ones, or one against the other."""
+    """Say what was compared: measured rows, predicted ones, or one with the other."""
     of = [" and ".join(sorted(tiles.kinds(side.frame).unique())) for side in sides]
     return of[0] if of[0] == of[1] else f"{of[1]} against {of[0]}"
 
 
 def _answers(found: Comparison, basis: str) -> list[tiles.Tile]:
-    """The verdicts in a few words: memory that was compared, and speed."""
+    """Return the verdicts in a few words: two memory quantities that were compared, and speed."""
     told = []
     first = ("peak_reserved_bytes", "peak_allocated_bytes")
     for one in sorted(found.memory, key=lambda one: first.index(one.metric) if one.metric in first else len(first)):
@@ -107,7 +107,7 @@ def _verdicts(found: Comparison) -> pd.DataFrame:
 
 
 def _differs(found: Comparison) -> pd.DataFrame | None:
-    """Each difference once: a setting of the trial often says again what a column says."""
+    """Return each difference once, because a setting of the trial often repeats what a column says."""
     once: dict[tuple[str, str], str] = {}
     for name, sides in found.differs.items():
         once.setdefault(sides, name)

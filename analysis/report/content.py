@@ -182,8 +182,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
 
 
 def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
-    """Return what to ask next: a maximum only the predictor knows, or the length that would tell most; "" for neither.
-    """
+    """Return what to ask next: a maximum only the predictor knows, or the most informative length; "" for neither."""
     if any(limit.remark == EDGE for limit in limits):
         return f"{EDGE} (--largest seq_len, or micro_batch, with the same settings)."
     known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]

@@ -1,4 +1,4 @@
-"""Pages of figures that are no report: what `vramsweep timeline` and `vramsweep replay` have found, from its JSON."""
+"""Pages of figures without a report, drawn from the JSON of `vramsweep timeline` and `vramsweep replay`."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from vramsweep.harness.messages.errors import UserError
 def draw(data: Path, out: Path) -> None:
     """Draw timelines, or the what-if table of a recording (WhatIf.to_json), into a self-contained page.
 
-    Raises UserError.
+    Raises UserError if the data cannot be read, or is something else.
     """
     try:
         found = json.loads(read_content(data))

@@ -1,6 +1,6 @@
-"""What the rows say in sentences: coverage, findings, warnings, the methods paragraph, how to reproduce a row.
+"""The rows in sentences: coverage, findings, warnings, the methods paragraph, how to reproduce a row.
 
-Every sentence is computed from rows and fits; nothing here draws or writes files.
+In: rows and fits. Out: sentences, all computed from them. Nothing here draws or writes files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vramsweep.harness.rows.schema import BY_NAME
 from vramsweep.harness.spec.runner_table import STARTING, USER_CODE
 from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
-COMMAND = "command"  # in what was asked: shown as code
+COMMAND = "command"  # a key of `swept_axes`, whose value is shown as code
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 _MACHINE = (
     "gpu_name", "gpu_uuid", "driver_version", "cuda_version", "torch_version", "transformers_version",
@@ -37,12 +37,12 @@ _MACHINE = (
 
 
 def coverage(table: Table) -> dict[str, int]:
-    """How many trials ended how, most frequent first."""
+    """Count the trials by outcome, most frequent first."""
     return {str(outcome): int(n) for outcome, n in table.frame["outcome"].fillna("unknown").value_counts().items()}
 
 
 def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
-    """The different values of a column in words, or "" when none is known."""
+    """Return the different values of a column in words, or "" if none is known."""
     if not (unique := sorted(value for value in frame[column].unique() if not pd.isna(value))):
         return ""
     if len(unique) > most and BY_NAME.get(column) is not None and BY_NAME[column].type in (int, float):
@@ -52,17 +52,17 @@ def values(frame: pd.DataFrame, column: str, most: int = 6) -> str:
 
 
 def name_source(table: Table) -> str:
-    """The files or the folder that the rows are from, without the folders that these are in."""
+    """Return the names of the rows' files or folder, without the folders above them."""
     return " and ".join(Path(one).name for one in table.source.split(" and "))
 
 
 def machine(table: Table) -> dict[str, str]:
-    """Machine and versions: what is known, each column with its different values."""
+    """Return what is known of machine and versions: the different values of each column."""
     return {name: text for name in _MACHINE if (text := values(table.frame, name))}
 
 
 def swept_axes(table: Table) -> dict[str, str]:
-    """What was asked for: the axes and their values."""
+    """Return what was asked for: the axes and their values."""
     names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
     left_out = (
         "parameters", "trainable_parameters", "foreign", "allocator_conf_effective", "attention_effective",
@@ -74,7 +74,7 @@ def swept_axes(table: Table) -> dict[str, str]:
 
 
 def _script(table: Table, most: int = 3) -> dict[str, str]:
-    """The command of runner=script as it was given, and its own axes by the names that it calls them."""
+    """Return the command of runner=script as it was given, and the script's own axes by its own names for them."""
     rows = table.frame[table.frame["runner"].isin(STARTING)]
     commands = EXTRA + "runner.command"
     first = rows.drop_duplicates(commands) if commands in rows else rows.head(1)
@@ -89,19 +89,19 @@ def _script(table: Table, most: int = 3) -> dict[str, str]:
 
 
 def _in_use(frame: pd.DataFrame) -> set[str]:
-    """Techniques that some row does not have at the default, and the settings of those."""
+    """Return the techniques that some row does not have at the default, and the settings of those techniques."""
     changed = {axis.name for axis in AXES if axis.default is None or _in_effect(frame, axis).any()}
     return changed | {a.name for a in AXES if a.of is not None and frame[a.of[0]].isin(a.of[1]).any()}
 
 
 def _in_effect(frame: pd.DataFrame, axis: Axis) -> pd.Series[bool]:
-    """Which rows have this technique otherwise than by default, and with what it belongs to."""
+    """Mark the rows that use this technique other than by default, together with the setting it belongs to."""
     changed = frame[axis.name].notna() & frame[axis.name].ne(axis.default) & frame["outcome"].ne("invalid").fillna(True)
     return changed & (axis.of is None or frame[axis.of[0]].isin(axis.of[1]) | frame["runner"].isin(USER_CODE))
 
 
 def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
-    """Say how memory grows, of a few groups; compare/lengths.py has what is found of lengths that vary."""
+    """Say how memory grows in a few groups of fixed length; compare/lengths.py has the findings on varying lengths."""
     found = []
     for group in [group for group in groups if not group.varies][:3]:
         if (fit := next((f for f in fits if f.group == group.id and f.metric.memory), None)) is not None:
@@ -110,13 +110,13 @@ def findings(groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
 
 
 def of_fit(fit: Fit) -> str:
-    """How a quantity grows, in a sentence."""
+    """Say in a sentence how a quantity grows."""
     which = f" ({fit.label})" if fit.settings else ""
     return f"{fit.metric.label.capitalize()}{which}: {'; '.join(fit_wording.explain(fit)[:6])}."
 
 
 def estimates(table: Table, most: int = 3) -> list[str]:
-    """The fastest simulated row of each card, by the roofline."""
+    """Name the fastest simulated row of each GPU, by the roofline."""
     speed = "estimated_tokens_per_s"
     rows = table.ok(speed, "seq_len", "micro_batch", "precision", "simulated_gpu").dropna(subset=[speed])
     best = rows.sort_values(speed, ascending=False).drop_duplicates("simulated_gpu").head(most)
@@ -128,7 +128,7 @@ def estimates(table: Table, most: int = 3) -> list[str]:
 
 
 def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
-    """Each calibration's fastest row, with how far the estimate may be trusted. `rows` are calibrate.calibrated's."""
+    """Name each calibration's fastest row, and how far to trust the estimate. `rows` are calibrate.calibrated's."""
     sentences = []
     for one in found:
         mine = rows[rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision)]
@@ -143,7 +143,7 @@ def calibrations(found: Sequence[Calibration], rows: pd.DataFrame) -> list[str]:
 
 
 def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list[str]:
-    """What a reader must know before believing a number."""
+    """List what a reader must know before believing a number."""
     found = list(table.warnings)
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
@@ -161,7 +161,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     found += _unflagged(frame[frame["flags"].isna()])
     if len(contended := table.frame[table.frame["outcome"].eq("contended").fillna(False)]):
         found.append(f"{_rows(len(contended))} could not have the device alone: {name_rows(contended, table.frame)}")
-    if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # how much, no flag says
+    if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # no flag says how much
         most = format_size(left["step_growth_bytes"].max())
         found.append(
             f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}"
@@ -174,13 +174,13 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
 
 
 def _unflagged(frame: pd.DataFrame) -> list[str]:
-    """What flags would say of rows that have none: imported ones, and those of version 1."""
+    """Say what flags would say of rows that have none: imported rows, and rows of version 1."""
     found = []
     lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "others used the device"}
     for column, what in lists.items():
         if (hit := frame[column].list.len().fillna(0).astype(int) > 0).any():
             found.append(f"{what} in {_rows(int(hit.sum()))}: {name_rows(frame[hit], frame)}")
-    creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always does
+    creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always rises
     leaking = frame["step_growth_bytes"].gt(0).fillna(False)
     if len(rising := frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]):
         found.append(f"memory was still rising at the end of {_rows(len(rising))}: {name_rows(rising, frame)}")
@@ -190,7 +190,7 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
 
 
 def _repeats(groups: Sequence[Group]) -> list[str]:
-    """Repeats whose memory is not the same to the byte, pair by pair."""
+    """List, pair by pair, the repeats whose memory is not byte-identical."""
     found: list[repeats.Apart] = []
     axes = ["seq_len", "micro_batch", "seed"]
     for group in groups:
@@ -231,12 +231,12 @@ def _rows(n: int) -> str:
 
 
 def unproven(frame: pd.DataFrame) -> str:
-    """The techniques of these rows that no card has been seen to run as predicted; "" for none."""
+    """Name the techniques of these rows that no GPU has been seen to run as predicted; "" for none."""
     return ", ".join(sorted({str(name) for of_row in frame["unproven"].dropna() for name in of_row}))
 
 
 def methods(table: Table, fits: Sequence[Fit]) -> str:
-    """A paragraph for the methods section of a paper: only what the rows say."""
+    """Return a paragraph for the methods section of a paper: only what the rows say."""
     frame = table.frame
     own = frame[frame["device"].ne("simulated").fillna(True)]
     techniques = {axis.name: frame[_in_effect(frame, axis)] for axis in AXES if axis.default is not None}
@@ -253,7 +253,7 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
 
 
 def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:
-    """The command that runs this row's trial again, or why there is none; for a foreign row where it came from."""
+    """Return the command that runs this row's trial again, or why there is none; for an imported row its origin."""
     if not pd.isna(row["foreign"]):
         return f"imported from {row['foreign']}"
     if trial is None:

@@ -1,6 +1,6 @@
-"""index.html: the sweeps below a folder, each with what it comes to, how far it is, and its report.
+"""index.html: the sweeps below a folder, each with its findings, its progress and its report.
 
-Not covered: comparing them (`vramsweep compare`); sweeps more than two folders down.
+In: a folder. Out: the page. Sweeps more than two folders down are not found.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ NAME = "index.html"
 
 @dataclass(frozen=True)
 class Entry:
-    """A sweep. `about` says of what it is, `state` how far it is (running, waiting, stopped, finished), `last` when its
-    last attempt began; null where it has no rows that can be read, and `about` says why then. `report` is the address
-    of its page, from the index; null where there is none yet."""
+    """A sweep of the index: `about` describes it, `state` is running, waiting, stopped or finished, and `last` is when
+    its last attempt began. Without readable rows these two are null, and `about` says why. `report` is the address of
+    its page, relative to the index; null if there is none yet."""
 
     folder: str
     about: str
@@ -40,14 +40,14 @@ class Entry:
 
     @property
     def command(self) -> str:
-        """What makes its report."""
+        """Return the command that makes the sweep's report."""
         return shlex.join(["vramsweep", "report", self.folder])
 
 
 def read(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
     """Return the sweeps below `place`, the last one first, for an index in `folder`; `say` hears which one is read.
 
-    Raises UserError where there is none.
+    Raises UserError if there is none.
     """
     if not (sweeps := find_sweeps(place)):
         raise UserError(describe_missing(place))
@@ -59,7 +59,7 @@ def read(place: Path, folder: Path, say: Callable[[str], None]) -> list[Entry]:
 
 
 def write(found: Sequence[Entry], place: Path, folder: Path) -> None:
-    """Write the index of sweeps below `place` into `folder`. Raises UserError where that cannot be written."""
+    """Write the index of sweeps below `place` into `folder`. Raises UserError if it cannot be written."""
     values = {"title": f"Sweeps in {place}", "entries": found, "drawn": False, "choices": page.NO_CHOICES}
     try:
         with outputs.into_folder(folder, "index", folder.resolve() == place.resolve()) as (draft, _):
@@ -69,7 +69,7 @@ def write(found: Sequence[Entry], place: Path, folder: Path) -> None:
 
 
 def text(of: Entry) -> str:
-    """An entry for a terminal."""
+    """Return an entry as text for a terminal."""
     return "\n".join([f"{of.folder}  {_state(of)}".rstrip(), *(f"  {line}" for line in (of.about, *of.findings))])
 
 

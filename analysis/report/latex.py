@@ -1,7 +1,7 @@
 """LaTeX from templates (templates/*.tex.j2), in which all text is escaped unless it was made here; and tables that fit.
 
-A table is a tuple of `Column`s. It stands in one column of a paper (3.5 in) if it fits there, with text that wraps in
-the rest of the width; otherwise over both (`table*`, 7.25 in). Columns and lines that fit in neither are left out, and
+A table is a tuple of `Column`s. It stands in one column of a paper (3.5 in) if it fits, with text that wraps in the
+rest of the width. Otherwise it spans both (`table*`, 7.25 in). Columns and lines that fit in neither are left out, and
 a note says so. Nothing is shrunk. Numbers are siunitx's (version 3), with units in the head. Widths are those of
 Computer Modern at 8 pt, which is wider than most other fonts.
 """

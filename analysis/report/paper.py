@@ -1,7 +1,7 @@
-"""The folder for a paper: tables and figures for LaTeX, the methods, the rows themselves, and what makes it all again.
+"""The folder for a paper: tables and figures for LaTeX, the methods, the rows, and what makes it all again.
 
-Not covered: which files of a folder may be replaced or deleted (harness/files/outputs.py); traces and recordings beyond
-those that a table shows, which stay in the sweep's folder.
+In: rows. Out: the folder; harness/files/outputs.py decides which of its files may be replaced or deleted. Traces and
+recordings beyond those that a table shows stay in the sweep's folder.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from vramsweep.harness.files.sweep_folder import OWN, own_files
 from vramsweep.harness.rows import journal
 from vramsweep.version import __version__
 
-DIGESTS = "SHA256SUMS"  # as sha256sum reads it
+DIGESTS = "SHA256SUMS"  # in the format of sha256sum
 
 
 def write_paper(
     table: Table, folder: Path, answer: str | None = None, given: Sequence[str] = (), fitting: Fitting = ALL_ROWS
 ) -> Written:
-    """Write the paper's folder. `given` are the words that said how to read the rows (--ranks, --set, ...), for making
-    it again. Raises UserError where it cannot be written."""
+    """Write the paper's folder. To make it again, keep `given`: the arguments that tell how to read the rows (--ranks,
+    --set, ...). Raises UserError if the folder cannot be written."""
     content = collect(table, answer, fitting)
     prefix = latex.slug(findings.values(table.frame, "sweep", 1) or Path(table.source).stem)
     figures, tables = _named(content.figures), paper_tables.tables(content)
@@ -75,7 +75,7 @@ def write_paper(
 
 
 def _named(figures: Sequence[Figure]) -> list[Figure]:
-    """The figures by names that LaTeX takes, each its own."""
+    """Return the figures by names that LaTeX takes, each different."""
     found: dict[str, Figure] = {}
     for figure in figures:
         name = first = latex.slug(figure.name)
@@ -88,7 +88,7 @@ def _named(figures: Sequence[Figure]) -> list[Figure]:
 def _write_figures(
     figures: Sequence[Figure], content: Content, folder: Path, prefix: str
 ) -> tuple[list[str], list[str]]:
-    """The data of each, and where it could be drawn its PDF and the LaTeX that shows it; their names, and notes."""
+    """Write each figure's data, and its PDF and LaTeX if it can be drawn. Return the names of these, and notes."""
     for figure in figures:
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
     notes = files.images(figures, folder, ["pdf"]) if figures else []
@@ -110,15 +110,15 @@ def _write_table(table: latex.Table, folder: Path, prefix: str) -> None:
 
 
 def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
-    """The rows as they were read, and what a report reads beside them; the command that makes a paper of them.
+    """Copy the rows as read, and what a report reads next to them. Return the command that makes a paper of the copies.
 
-    What is a link out of the sweep's folder is not copied: it may have come from elsewhere, and this is to be shared.
+    Links out of the sweep's folder are not copied, because they may come from elsewhere and the copy is to be shared.
     """
     source, words = Path(table.source), list(given)
     journals = [file for file in journal.files(source) if file.is_file()] if source.is_dir() else []
     if journals and all(file_names.is_inside(source, os.path.relpath(file, source)) for file in journals):
         for file in (*journals, *_other_files(table, source)):
-            name = os.path.relpath(file, source)  # a row may name any place
+            name = os.path.relpath(file, source)  # a row may name any path
             if file_names.is_inside(source, name) and file.is_file():
                 _copy(file, folder, Path(name))
         own = folder / own_files(source).relative_to(source)
@@ -139,7 +139,7 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
 
 
 def _other_files(table: Table, source: Path) -> Iterator[Path]:
-    """What a report of the sweep in this folder reads besides its journals."""
+    """Yield what a report of the sweep in this folder reads besides its journals."""
     own = own_files(source)
     yield from sorted((*source.glob("plan*.json"), *source.glob(f"{OWN}/plan*.json")))
     yield own / inferred_points.NAME
@@ -155,7 +155,7 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 
 
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
-    """What the rows say of their machine, what made the folder, and the command that makes it again."""
+    """Write what the rows say of their machine, what made the folder, and the command that makes it again."""
     said = {
         "vramsweep": __version__,
         "command": ["paper", *command],
@@ -168,8 +168,8 @@ def _write_environment(content: Content, folder: Path, command: Sequence[str]) -
 
 
 def _write_digests(folder: Path) -> None:
-    """Digests of what comes out the same, byte for byte, when the folder is made again: not of PDFs, which hold their
-    date. Of a foreign CSV the data of figures differ too, because its rows' ids come from its path."""
+    """Write the digests of what is byte-identical when the folder is made again. PDFs are left out because they hold
+    their date. From an imported CSV the figures' data differ too, because its rows' ids come from its path."""
     whole = [
         folder / "methods.tex", folder / "results.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv"),
     ]  # fmt: skip

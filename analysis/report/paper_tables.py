@@ -1,6 +1,7 @@
-"""The tables of a paper: what is asked first is laid out for one column, everything else is the report's own tables.
+"""The tables of a paper. Settings, maximum lengths and fits are laid out for one column; others are the report's own.
 
-Measured, predicted and foreign rows never share one of the first; every caption names card, versions and protocol.
+The former never mix measured, predicted and imported rows. Each caption names GPU, versions and protocol; of imported
+rows, their source.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, numb
 from vramsweep.harness.rows import repeats
 from vramsweep.version import __version__
 
-CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of which a paper shows up to SIZES
+CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of GPUs, of which a paper shows up to SIZES
 SIZES = 5
-OWN = ("settings", "frontier", "fits")  # of the report's tables: here laid out anew, or apart
+OWN = ("settings", "frontier", "fits")  # tables of the report that others replace here
 SAID = {
     "ran": "ran with",
     "fits": "fits with",
@@ -43,15 +44,15 @@ BRACKETS = {"(": "In brackets, in units of the last digit: half of the 95 % inte
             "[": "In square brackets: the 95 % interval of {}, where its half is no less than the value."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
-MOST_SAID = 3  # sentences of a table
-_VALUE = re.compile(r"[+-]?\d+(?:\.\d+)?")  # at the beginning of a cell
+MOST_SAID = 3  # most sentences about a table
+_VALUE = re.compile(r"[+-]?\d+(?:\.\d+)?")  # a number at the beginning of a cell
 MOST_DIGITS = 6  # of MiB: a millionth is a byte
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 FITTED = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 
 def tables(content: Content) -> list[Table]:
-    """Every table of the paper's folder, in reading order; none is empty."""
+    """Return every table of the paper's folder in reading order; none is empty."""
     worlds = split_worlds(content.table)
     made: list[Table] = []
     for world, rows in worlds:
@@ -90,8 +91,8 @@ def _configurations(count: int) -> str:
 
 
 def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: Sequence[str] = ()) -> str:
-    """The least and the largest number of each column, of the lines `at` some places or of all; of columns whose heads
-    are `named`, with the line that has the largest."""
+    """Return the least and the largest number of each column, over the lines `at` or over all. For columns whose heads
+    are `named`, add the line that has the largest."""
     said = []
     for column in columns[1:]:
         cells = [(place, column.cells[place]) for place in at or range(len(column.cells))]
@@ -108,17 +109,17 @@ def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: S
 
 
 def _grouped(text: str) -> str:
-    """A number with its thousands apart."""
+    """Return a number with its thousands apart."""
     return f"{float(text):{'+' * (text[0] == '+')},.{len(text.partition('.')[2])}f}".replace("-", "−")
 
 
 def sentence(title: str, more: str) -> str:
-    """A caption: what it shows, and of what."""
+    """Return a caption: what it shows, then `more`, of which rows."""
     return f"{title}{'' if title.endswith(('?', '.', '!')) else '.'} {more}".strip()
 
 
 def context(world: str, rows: Rows) -> str:
-    """What a caption says of its rows: on what, with which versions, by which protocol."""
+    """Return what a caption says of its rows: on which device, with which versions, by which protocol."""
     frame = rows.frame
     if frame["foreign"].notna().any():
         return f"From {values(frame, 'foreign', 3)}, read by vramsweep {__version__}."
@@ -137,7 +138,7 @@ def context(world: str, rows: Rows) -> str:
 
 
 def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | None:
-    """Memory and speed of each configuration at the longest sequence that ran, and the first that did not."""
+    """Return memory and speed of each configuration at the longest sequence that ran, and the first that did not."""
     names, spans, peaks, speeds = [], [], [], []
     remarks: dict[str, str] = {}
     for group in found:
@@ -170,19 +171,19 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
 
 
 def _speed(found: pd.Series[float]) -> str:
-    """The mean with its interval where that is known, else the median."""
+    """Return the mean with its interval if that is known, else the median."""
     if (sure := repeats.interval(list(found)) if len(found) else None) is None:
         return number(found.median() if len(found) else None)
     return _uncertain(sure.mean, (sure.low, sure.high))
 
 
 def _brackets(cells: Sequence[str], what: str) -> list[str]:
-    """What the brackets in these cells say of `what`."""
+    """Return the notes that explain the brackets in these cells; `what` is what they are an interval of."""
     return [note.format(what) for sign, note in BRACKETS.items() if any(sign in cell for cell in cells)]
 
 
 def _unit(sizes: Iterable[float | None]) -> Unit:
-    """The unit for these sizes; GiB where none is known."""
+    """Return the unit for these sizes in bytes; GiB if none is known."""
     return unit_of(max((abs(size) for size in sizes if size is not None and not pd.isna(size)), default=float(GIB)))
 
 
@@ -191,7 +192,7 @@ def _in(unit: Unit, size: float | None) -> str:
 
 
 def _models(fits: Sequence[Fit], about: str) -> list[Table]:
-    """A table of fits for each fitted quantity; one for those of which it is the same."""
+    """Return a table of fits for each fitted quantity; quantities whose tables are equal share one."""
     found: dict[Table, list[list[Fit]]] = {}
     for column in FITTED:
         mine = [fit for fit in fits if fit.metric.column == column]
@@ -207,7 +208,7 @@ def _models(fits: Sequence[Fit], about: str) -> list[Table]:
 
 
 def _models_of(mine: Sequence[Fit]) -> Table | None:
-    """The line, the parabola and the chosen model of each fit, a line for each of their pieces; no name and caption."""
+    """Return a line for each piece of each fit's line, parabola and chosen model, without name and caption."""
     found = [
         (fit, one, key, number_of, piece)
         for fit in mine
@@ -251,7 +252,7 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
 
 
 def _of_fits(fits: Sequence[Fit]) -> str:
-    """What the first fit says and rests on; how often which kind of curve was chosen, and how far it is off."""
+    """Describe the first fit and its rows, how often each kind of curve was chosen, and the worst misfit."""
     first, names = fits[0], [NAMES[fit.chosen.model.kind] for fit in fits]
     (low, high), worst = first.range, max(fits, key=lambda fit: fit.chosen.worst)
     kinds = ", ".join(f"{names.count(name):,} × {name}" for name in dict.fromkeys(names))
@@ -268,18 +269,18 @@ def _of_fits(fits: Sequence[Fit]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Four digits of it, down to MOST_DIGITS after the point."""
+    """Return a number to four digits, down to MOST_DIGITS after the point."""
     return number(value, min(max(3 - floor(log10(abs(value))), 0), MOST_DIGITS)) if value else number(0.0)
 
 
 def _slope(slope: float, ends: tuple[float, float] | None) -> str:
-    """Four digits; with its interval where that is known. A level has none, as far as can be told."""
+    """Return a slope to four digits, or with its interval if known; – for a level, which has none."""
     return (_digits(slope) if ends is None else _uncertain(slope, ends)) if slope or ends else "–"
 
 
 def _uncertain(value: float, ends: tuple[float, float]) -> str:
-    """`12.3(4)`: the value with the longer half of its interval, of which two digits are told, rounded up, in units of
-    the last digit. `12 [−1, 25]`: with the interval, where its half is no less than the value; – where all is 0."""
+    """Return `12.30(42)`: the value, and the longer half of its interval in units of the last digit. The half is
+    rounded up to two digits. Return `12 [−1, 25]` if the half is no less than the value, and – if all is 0."""
     half = max(ends[1] - value, value - ends[0])
     digits = min(max(1 - floor(log10(half)), 0), MOST_DIGITS) if half > 0 else MOST_DIGITS
     spread = max(ceil(half * 10**digits - 1e-9), 1)
@@ -292,7 +293,7 @@ def _uncertain(value: float, ends: tuple[float, float]) -> str:
 
 
 def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
-    """The largest length for each of a few sizes of card: what ran, what is safe, what the curve says, what failed."""
+    """Return the maximum length for a few GPU sizes: what ran, what is safe, what the curve says, what failed."""
     known = [limit for limit in limits if limit.remark != FEW]
     of_use = [size for size in CARDS if any(limit.gib == size and limit.value is not None for limit in known)]
     of_use = of_use[:SIZES] or [size for size in CARDS if any(limit.gib == size for limit in known)][:1]
@@ -331,7 +332,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
 
 
 def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
-    """What fits in the smallest and in the largest of the GPUs that are shown."""
+    """Describe what fits in the smallest and in the largest of the GPUs that are shown."""
     ends = dict.fromkeys((min(sizes, key=float), max(sizes, key=float)))
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
@@ -342,7 +343,7 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
 
 
 def _distinct_limits(limits: Iterable[Limit]) -> Iterator[Limit]:
-    """Without those of larger cards that say no more than the one before: all that was tried fits, no curve ends."""
+    """Yield limits, without those of larger GPUs that add nothing: all that was tried fits, and no curve ends."""
     before: dict[tuple[str, int | None], Limit] = {}
     for limit in limits:
         last = before.get((limit.group, limit.multiples_of))
@@ -354,8 +355,8 @@ def _distinct_limits(limits: Iterable[Limit]) -> Iterator[Limit]:
 def _table(
     name: str, caption: str, heads: Sequence[str], lines: Sequence[Sequence[str]], notes: Sequence[str]
 ) -> Table | None:
-    """The table without columns that nothing is known of; None where there is no line. All but the first are numbers,
-    their unit in brackets."""
+    """Return the table without columns of unknowns; None if no line or column is left. Columns after the first are
+    numbers, with their unit in brackets in the head."""
     if not lines:
         return None
     first, *others = zip(*lines, strict=True)

@@ -1,6 +1,6 @@
-"""The rows of a page's table as columns, so that thousands of them stay small: texts that repeat are said once.
+"""The rows of a page's table as columns. Texts that repeat are stored once, so that thousands of rows stay small.
 
-Not covered: sorting, searching and showing them (rows.js); rows beyond `MOST`, which are in rows.csv.
+In: a table and its picker. Out: plain data for rows.js. Rows beyond `MOST` are only in rows.csv.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MOST = 20_000
 
 
 def row_data(table: Table, picker: Picker) -> dict[str, Any]:
-    """Columns of equal length by name; `texts` are what other columns point into, `flags` say what each forbids.
+    """Return columns of equal length by name; other columns point into `texts`, and `flags` say what each forbids.
 
-    Numbers are in bytes and tokens/s, null where not known. A command is given by its words, as places in `words`.
+    Numbers are in bytes and tokens/s, null if unknown. A command is a list of its words, as indices into `words`.
     """
     frame = table.frame.head(MOST)
     known = trials(Path(table.source), set(frame["trial_id"].dropna()))
@@ -70,7 +70,7 @@ def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:
 
 
 def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
-    """Texts as places in a list of the different ones."""
+    """Return the different texts, and each text as an index into them."""
     at: dict[str, int] = {}
     places = [at.setdefault(text, len(at)) for text in texts]
     return {"texts": list(at), "at": places}

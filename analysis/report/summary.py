@@ -1,7 +1,7 @@
-"""What a finished sweep comes to, on one screen: a row for each configuration, three findings, where things are.
+"""A finished sweep on one screen: a row for each configuration, three findings, and where things are.
 
-From rows alone, at the largest length (or batch) of each configuration that fitted; – is unknown. Not covered: curves
-and their intervals, which the report and `vramsweep fit` have; what a question's preset answers (analysis/answers).
+In: rows alone. Out: a `Summary` and its text, at the largest length (or batch) of each configuration that fitted; – is
+unknown. Curves and intervals are in the report and `vramsweep fit`; answers of presets are in analysis/answers.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 from vramsweep.harness.sweep import result_table
 from vramsweep.harness.sweep.result_table import Line
 
-LOOKED = 200  # configurations that are looked at
+LOOKED = 200  # most configurations that are considered
 WIDTH = 110  # columns, where the output is no terminal
 ROOM = 13  # lines of the table
-LEAST = 0.02  # of memory: what a change must save to be told
+LEAST = 0.02  # share of memory that a change must save to be a finding
 UNITS = {"seq_len": "tokens", "micro_batch": "samples"}
 BASES = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
-# What a user may change and still train the same model: no model, card, data or version.
+# Settings that a user may change and still train the same model: no model, GPU, data or version.
 CHANGES = (
     "precision", "allocator", "allocator_conf", "sharding", "offload_optimizer", "offload_param", "zero_init",
     *(axis.name for axis in AXES if axis.name != "precision"),
@@ -41,8 +41,8 @@ PLAIN = DEFAULTS | {"allocator": "default", "sharding": "none", "precision": "fp
 
 @dataclass(frozen=True)
 class Summary:
-    """A finished sweep. `axis` is what `tried` and `fits` of its lines are along; `more` configurations were
-    not looked at."""
+    """A finished sweep. `tried` and `fits` of its lines are values of `axis`. `more` counts the configurations that
+    were not considered."""
 
     title: str
     axis: str
@@ -52,7 +52,7 @@ class Summary:
 
 
 def summary(table: Table, beyond: str = "") -> Summary:
-    """What the rows come to; `beyond` is what a curve says of lengths that were not tried."""
+    """Return what the rows come to; `beyond` is what a curve says of lengths that were not tried."""
     axis = result_table.choose_axis(records(table.frame[["seq_len", "micro_batch"]]))
     found = groups(table, axis)
     frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
@@ -63,7 +63,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
     keys = [[order(str(value)) for value in group.settings.values()] for group in found]
     shown = [line for _, line in sorted(zip(keys, lines, strict=False), key=lambda pair: pair[0])]
     reached = {(line.fits, group.positions) for line, group in zip(lines, found, strict=False) if line.fits is not None}
-    if axis == "seq_len" and len(reached) == 1 and len({*reached.pop()}) == 1:  # every configuration goes as far
+    if axis == "seq_len" and len(reached) == 1 and len({*reached.pop()}) == 1:  # every configuration uses all positions
         beyond = "The model has no more positions."
     findings = [*_fits(lines, axis, frames, beyond), *_changes(found, frames, axis)]
     findings += [*_fastest(lines), *_waste(lines)]
@@ -71,7 +71,7 @@ def summary(table: Table, beyond: str = "") -> Summary:
 
 
 def text(found: Summary, width: int) -> str:
-    """For a terminal of so many columns."""
+    """Return the summary for a terminal of `width` columns."""
     console = Console(width=width, color_system=None, force_terminal=False)
     grid, notes = result_table.make_result_table(found.lines, found.axis, width, ROOM, found.more)
     with console.capture() as captured:
@@ -90,7 +90,7 @@ def text(found: Summary, width: int) -> str:
 
 
 def _title(table: Table) -> str:
-    """Which sweep, how its trials ended, where it ran or what it is predicted for."""
+    """Return the sweep's name, how its trials ended, and where it ran or what it is predicted for."""
     frame = table.frame
     sweeps = frame["sweep"].dropna().unique()
     name = str(sweeps[0]) if len(sweeps) == 1 else name_source(table)
@@ -119,7 +119,7 @@ def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
 
 
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:
-    """What fits: the largest, and whether anything did not."""
+    """Say what fits: the largest length or batch, and whether anything did not."""
     known = [line for line in lines if line.fits is not None and line.tried is not None]
     if (best := max(known, key=lambda line: line.fits or 0, default=None)) is None:
         return []
@@ -138,7 +138,7 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
             f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. {beyond or 'More was not tried.'}"
         ]
     text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
-    short = (line for line in known if line.fits != line.tried or line.torn)  # of the others more may fit
+    short = (line for line in known if line.fits != line.tried or line.torn)  # in the others more may fit
     if (worst := min(short, key=lambda line: line.fits or 0)).fits == best.fits:
         return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
     if nothing > 1:
@@ -147,9 +147,9 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
 
 
 def _changes(found: Sequence[Group], frames: Sequence[pd.DataFrame], axis: str) -> list[str]:
-    """The one setting that saves most memory where all others are those of the reference, at the largest that both ran.
+    """Name the one setting that saves most memory while all others equal the reference's, at the largest that both ran.
 
-    The reference is the configuration that is plainest. What was measured comes before what is predicted.
+    The reference is the plainest configuration. Measured savings come before predicted ones.
     """
     looked = list(found[: len(frames)])
     if not looked:
@@ -171,8 +171,8 @@ def _saves(
     found: Sequence[Group], frames: Sequence[pd.DataFrame], pair: tuple[int, int], name: str, rest: Mapping[str, Any],
     axis: str,
 ) -> tuple[bool, float, str] | None:  # fmt: skip
-    """Whether two groups were measured, what share of memory the second saves, and how to say it; None where that is
-    little or unknown."""
+    """Return whether the second group is measured, which share of memory it saves, and a sentence on it. Return None if
+    the share is little or unknown."""
     sides = [frames[n][frames[n]["outcome"].eq("ok").fillna(False).to_numpy(bool)] for n in pair]
     resident = any(found[n].resident for n in pair)
     base = next((b for b in ("peak_reserved_bytes", *BASES[:2]) if not (resident and b == "peak_reserved_bytes")
@@ -202,7 +202,7 @@ def _saves(
 
 
 def _waste(lines: Sequence[Line]) -> list[str]:
-    """Where most is reserved beyond what is allocated."""
+    """Name the configuration that reserves most in relation to what is allocated."""
     worst = max(lines, key=lambda line: line.reserved_over_allocated or 0, default=None)
     if worst is None or (worst.reserved_over_allocated or 0) < 1 + LEAST:
         return []
@@ -211,7 +211,7 @@ def _waste(lines: Sequence[Line]) -> list[str]:
 
 
 def _fastest(lines: Sequence[Line]) -> list[str]:
-    """Where nothing can be changed for another: the highest measured speed."""
+    """Name the highest measured speed at the largest that fits."""
     known = [line for line in lines if line.tokens_per_s is not None and not line.estimated]
     best = max(known, key=lambda line: line.tokens_per_s or 0, default=None)
     return [f"Fastest at the largest that fits: {best.tokens_per_s:,.0f} tokens/s ({best.label})."] if best else []

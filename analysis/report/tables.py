@@ -1,6 +1,6 @@
-"""Tables of groups, fits, limits and estimates: frames whose cells are text (markup.py sets them).
+"""Tables of groups, fits, limits and estimates: frames whose cells are text, which markup.py sets.
 
-The index of one whose lines are each of one group is the groups' ids, for pages whose reader chooses among them.
+If each line is about one group, the index holds the groups' ids, for pages whose reader chooses among groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BETWEEN = "95 % between processes (tokens/s)"
 
 
 def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
-    """One line per group: how many rows of each outcome, range of lengths, memory and speed at the longest length."""
+    """Return a line per group: number of rows by outcome, the longest length, and memory and speed there."""
     lines = []
     for group in groups:
         frame = group.take("outcome", "seq_len", "peak_allocated_bytes", "peak_reserved_bytes", "tokens_per_s")
@@ -52,7 +52,7 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
 
 
 def _between(speeds: pd.Series[Any]) -> str:
-    """The interval of speed from repeats, each a process; what there is instead where it was measured once."""
+    """Return the interval of speed from repeats, each a process; "none: one process" if measured once."""
     if speeds.empty:
         return "–"
     if (found := repeats.interval(list(speeds))) is None:
@@ -61,7 +61,7 @@ def _between(speeds: pd.Series[Any]) -> str:
 
 
 def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
-    """One line per curve of the line, the parabola and the chosen model of each fit."""
+    """Return a line per curve of each fit's line, parabola and chosen model."""
     curves = [(fit, one, key) for fit in fits for one in fit.shown for key in one.model.curves]
     lines = [
         {
@@ -83,8 +83,8 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
 
 
 def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
-    """One line per group, one column per memory size; ° marks a limit beyond the measured range. Groups with too few
-    lengths for a curve have none."""
+    """Return a line per group and a column per memory size; ° marks a limit beyond the measured range. Groups with too
+    few lengths for a curve have no line."""
     curved = {limit.group for limit in limits if limit.remark != FEW}
     lines: dict[tuple[str, str], dict[str, str]] = {}
     for limit in (one for one in limits if one.group in curved):
@@ -98,7 +98,7 @@ def of_limits(limits: Sequence[Limit]) -> pd.DataFrame:
 
 
 def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:
-    """One line per whole job: the peak of each part that was seen, and which is the largest."""
+    """Return a line per whole job: the peak of each part that was seen, and the part with the largest."""
     lines, seen = [], [part for part in OF_JOBS if any(part in job.peaks for job in jobs)]
     for job in jobs:
         sizes = {called(part): format_size(job.peaks[part]) if part in job.peaks else "–" for part in seen}
@@ -107,7 +107,7 @@ def of_jobs(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
-    """One line per calibration: efficiencies (what share of the roofline's speed real kernels reach) and errors."""
+    """Return a line per calibration: efficiencies (the share of the roofline's speed that kernels reach) and errors."""
     lines = []
     for one in calibrations:
         line = {"GPU": one.gpu, "precision": one.precision, "measured rows": f"{one.rows:,}"}
@@ -122,7 +122,7 @@ def of_calibrations(calibrations: Sequence[Calibration]) -> pd.DataFrame:
 
 
 def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 6) -> pd.DataFrame:
-    """Estimated speed of each group at up to `most` lengths, what bounds it, and calibrated where that is possible."""
+    """Return each group's estimated speed at up to `most` lengths, what bounds it, and calibrated where possible."""
     steps = calibrated.set_index("trial_id")
     lines, ids = [], []
     known = [group for group in groups if len(group.ok(*SECONDS))] if len(steps) else []

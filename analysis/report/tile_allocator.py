@@ -1,6 +1,6 @@
-"""What the allocator changed, in a few words: over pairs of equal settings, and what fits only with one of them.
+"""The answer about the allocator in a few words: its changes over pairs of equal settings, and what fits only with one.
 
-Measured pairs come first: predicted ones answer only where no card ran a pair.
+Measured pairs come first, then imported ones. Predicted pairs answer only if no GPU ran a pair.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vramsweep.analysis.report.tiles import KINDS, NARROW, UNKNOWN, Head, Tile, 
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 
-_COMPARED = 2_000  # rows of two allocators; more would take longer than anyone waits
+_COMPARED = 2_000  # most rows of an allocator; more would take longer than anyone waits
 _Pairs = list[tuple[Mapping[str, Any], verdicts.Memory]]
 
 
 def allocator(table: Table, of: Head | None) -> Tile:
-    """By how much the allocator that changes most changes reserved memory, over all pairs of equal settings."""
+    """Return what the allocator that saves most, else costs most, changes in reserved memory over equal settings."""
     question = "What did the allocator change?"
     known = table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool), "allocator"].dropna()
     if len(names := [str(name) for name in known.value_counts().index]) < 2:
@@ -39,14 +39,14 @@ def allocator(table: Table, of: Head | None) -> Tile:
 
 
 def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[verdicts.OverAll, _Pairs]]:
-    """Of each allocator that can be held against the base: the verdict over all pairs, and each pair's."""
+    """Return, for each allocator that can be compared with the base, the verdict over all pairs and each pair's."""
     every = {name: _compared(table, base, name) for name in names if name != base}
     return {name: one for name, one in every.items() if one is not None and one[0].change is not None}
 
 
 def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, _Pairs]], kind: str) -> Tile:
     changes = {name: over.change or 0.0 for name, (over, _) in found.items()}
-    saves = min(changes, key=lambda one: changes[one])  # what to change, if anything helps
+    saves = min(changes, key=lambda one: changes[one])  # the allocator to change to, if any helps
     name = saves if changes[saves] < 0 else max(changes, key=lambda one: changes[one])
     over, pairs = found[name]
     what = METRICS[over.metric].label.removeprefix("peak ")
@@ -77,8 +77,8 @@ def _less(change: float) -> str:
 
 
 def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _Pairs] | None:
-    """The verdict on reserved memory over all pairs, else on the first memory that both sides know; and that of each
-    pair, with its settings."""
+    """Return the verdict over all pairs on reserved memory, else on the first memory that both sides know; and each
+    pair's verdict with its settings. Return None if nothing can be compared."""
     try:
         one, two = (_some(side) for side in groups.split(table, "allocator", [base, other]))
         found = verdicts.compare(one, two, (base, other))
@@ -90,7 +90,7 @@ def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _P
 
 
 def _some(side: Table) -> Table:
-    """At most about `_COMPARED` rows, of evenly spaced lengths."""
+    """Return at most about `_COMPARED` rows, of evenly spaced lengths."""
     if len(side.frame) <= _COMPARED:
         return side
     different = np.sort(side.frame["seq_len"].dropna().unique())
@@ -99,7 +99,7 @@ def _some(side: Table) -> Table:
 
 
 def _unused(of: Head | None) -> str:
-    """What was reserved beyond the peak of what was allocated, else active, at most."""
+    """Say by how much at most peak reserved exceeded peak allocated, or peak active if that is unknown."""
     if of is None or of.group.resident:
         return ""
     base = next((one for one in ("allocated", "active") if of.frame[f"peak_{one}_bytes"].notna().any()), "allocated")

@@ -1,4 +1,4 @@
-"""What dominates the peak, in a few words: its largest part where the parts are known, else what grows with length."""
+"""The answer about what dominates the peak: its largest part if the parts are known, else what grows with length."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from vramsweep.harness.messages.units import format_size
 
 
 def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside: Beside) -> Tile:
-    """The largest part of the peak at the longest, of the row's own or of those predicted for its settings; without any
-    what grows with length against what does not; where nothing ran, what was held when memory ran out."""
+    """Return the largest part of the peak at the longest length, from the row or a prediction for its settings. Without
+    parts, compare what grows with length with what does not. If nothing ran, show memory when it ran out."""
     question = "What dominates the peak?"
     if of is None:
         lost = ended(frame, "oom").sort_values(["seq_len", "micro_batch"])
@@ -45,7 +45,7 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
     peaks = {phase: float(v) for phase in PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = memory_fit(of, found)
-    whole = fit is not None and fit.range[0] <= of.frame["seq_len"].min()  # else its fixed part is none
+    whole = fit is not None and fit.range[0] <= of.frame["seq_len"].min()  # else its intercept is no fixed part
     grows = _growing(fit, float(of.longest)) if fit is not None and whole else None
     if fit is not None and grows is not None:
         value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
@@ -60,13 +60,13 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
 
 
 def _parts(row: pd.Series[Any]) -> dict[str, float]:
-    """The parts of a row's peak that are known, in bytes; {} where they are nothing."""
+    """Return the known parts of a row's peak in bytes; {} if they sum to 0."""
     found = {called(part): float(row[column]) for part, column in OF_PEAK.items() if not pd.isna(row[column])}
     return found if sum(found.values()) > 0 else {}
 
 
 def _twin(of: Head, beside: Beside) -> pd.Series[Any] | None:
-    """The predicted row of these settings, this length and batch, that knows its parts."""
+    """Return the predicted row with these settings, length and batch that knows its parts, None if there is none."""
     if (rows := beside.of(of.group)) is None:
         return None
     same = rows["outcome"].eq("ok") & rows["seq_len"].eq(of.longest) & rows["micro_batch"].eq(of.row["micro_batch"])
@@ -74,7 +74,7 @@ def _twin(of: Head, beside: Beside) -> pd.Series[Any] | None:
 
 
 def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> Tile:
-    """The largest part, and the few after it."""
+    """Return the answer that names the largest part and the few after it."""
     total = sum(parts.values())
     first, *others = sorted(parts, key=lambda name: -parts[name])
     share = {name: f"{100 * size / total:.0f}{NARROW}%" for name, size in parts.items()}
@@ -84,7 +84,7 @@ def _largest(question: str, parts: Mapping[str, float], of: str, basis: str) -> 
 
 
 def _growing(fit: Fit, longest: float) -> float | None:
-    """The share of the curve at the longest that grows with length; None where its parts are none."""
+    """Return the share of the curve at the longest length that grows with length; None if its terms are no parts."""
     _, fixed, slope, square, _ = last_piece(fit)
     peak = float(fit.value(np.array([longest]))[0])
     share = (slope * longest + square * longest**2) / peak if peak > 0 else float("nan")

@@ -1,9 +1,7 @@
-"""Does it fit, what does a token cost, how fast is it: each answered in a few words from rows, fits and limits.
+"""Answers in a few words: whether it fits, what a token costs, how fast it is.
 
-All answers but the fastest are of one configuration: the one in which the longest length ran.
-
-Not covered: what dominates (tile_parts.py), the allocator (tile_allocator.py), what was asked and whether to trust it
-(answer.py).
+In: rows, fits and limits. Out: `Tile`s. All but the fastest are about one configuration: the one in which the longest
+length ran.
 """
 
 from __future__ import annotations
@@ -28,16 +26,16 @@ from vramsweep.harness.rows import repeats
 MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", "estimated"
 KINDS = (MEASURED, IMPORTED, PREDICTED)  # the surest first
 UNKNOWN = "–"
-NARROW = "\u202f"  # the space before a percent sign, which no line is broken at
+NARROW = "\u202f"  # the space before a percent sign, at which no line breaks
 # Median errors of predictions against published peaks whose script and versions are known (docs/validation.md).
 ERRORS = {"peak_allocated_bytes": "0.004 %", "peak_reserved_bytes": "3.5 %"}
-FLAT = 0.01  # of the peak: what a curve rises by over all lengths, to be called flat
+FLAT = 0.01  # share of the peak: a curve that rises by less over all lengths is flat
 
 
 @dataclass(frozen=True)
 class Tile:
-    """One question and its answer in a few words; its interval, a sentence about it, and what it rests on. "–" and ""
-    where nothing is known."""
+    """One question and its answer in a few words, with its interval, a sentence about it, and its basis. Unknown parts
+    are "–" or ""."""
 
     question: str
     value: str = UNKNOWN
@@ -48,7 +46,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Head:
-    """The configuration that answers are of: its name, the rows that finished, the longest length and its row."""
+    """The configuration that the answers are about: its name, finished rows, longest length and that length's row."""
 
     group: Group
     name: str
@@ -59,12 +57,12 @@ class Head:
 
     @property
     def kind(self) -> str:
-        """Measured, predicted or imported."""
+        """Return measured, predicted or imported."""
         return kind_of(self.row)
 
 
 def head(groups: Sequence[Group]) -> Head | None:
-    """The longest length that ran: what was measured first; of equals the largest batch, in the least memory."""
+    """Choose the longest length that ran, measured rows first; among equals the largest batch in the least memory."""
     found: list[tuple[tuple[float, ...], Group, Any]] = []
     for group in groups:
         rows = group.ok("seq_len", also=("micro_batch", "peak_reserved_bytes", "foreign", "device"))
@@ -83,13 +81,13 @@ def head(groups: Sequence[Group]) -> Head | None:
 
 
 def join(*parts: str) -> str:
-    """Parts of a sentence, the empty ones left out."""
+    """Join the parts of a sentence, leaving out empty ones."""
     text = "; ".join(part for part in parts if part)
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
 def ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
-    """The rows of one outcome."""
+    """Return the rows of one outcome."""
     return frame[is_(frame, "outcome", outcome)]
 
 
@@ -99,28 +97,28 @@ def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
 
 
 def kinds(frame: pd.DataFrame) -> pd.Series[str]:
-    """What each row is: measured, predicted or imported."""
+    """Return the kind of each row: measured, predicted or imported."""
     found = pd.Series(MEASURED, index=frame.index).mask(is_(frame, "device", "simulated"), PREDICTED)
     return found.mask(frame["foreign"].notna(), IMPORTED)
 
 
 def basis(row: pd.Series[Any]) -> str:
-    """What a row is, and of a prediction whether any of its techniques is unproven."""
+    """Return a row's kind; for a prediction, also whether any of its techniques is unproven."""
     kind, unproven = kind_of(row), row["unproven"]
     doubt = kind == PREDICTED and isinstance(unproven, list | np.ndarray) and len(unproven)
     return kind + (", unproven" if doubt else "")
 
 
 def _name(group: Group | None, row: pd.Series[Any]) -> str:
-    """The configuration: what distinguishes it, the batch always."""
+    """Return the configuration in words: what distinguishes it, and always the batch."""
     batch = {} if pd.isna(row["micro_batch"]) else {"micro_batch": int(row["micro_batch"])}
     own = batch | dict(group.settings if group else {})
     return label(own) if own else ""
 
 
 def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: Sequence[Limit]) -> Tile:
-    """The longest length that ran, what ran out of memory, and how far the curve goes on this card; of other cards with
-    these settings, those that differ."""
+    """Return the longest length that ran, what ran out of memory, and how far the curve goes on this GPU. Name other
+    GPUs on which less fits with these settings."""
     question = "Does it fit? How long can I go?"
     oom = ended(frame, "oom")
     ok = ended(frame, "ok")
@@ -154,7 +152,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
 
 
 def _nothing(question: str, oom: pd.DataFrame) -> Tile:
-    """What the smallest needs where nothing fits, and which card has as much."""
+    """Return what the smallest trial needs if nothing fits, and which GPU has as much."""
     small = oom.sort_values(["seq_len", "micro_batch"]).iloc[0]
     need = small["unlimited_peak_reserved_bytes"]
     would = ""
@@ -170,7 +168,7 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
 
 
 def _elsewhere(of: Head, groups: Sequence[Group]) -> list[str]:
-    """What fits on other cards with the same settings, where that is less."""
+    """Say what fits on other GPUs with the same settings, if that is less."""
     rest = {key: value for key, value in of.group.settings.items() if key not in ON_CARD}
     found: dict[int, list[str]] = {}
     for group in groups:
@@ -193,7 +191,7 @@ def _at(row: pd.Series[Any]) -> str:
 
 
 def size_of_card(row: pd.Series[Any]) -> float | None:
-    """The nominal size (GiB) of the card that a row is of, as the frontier knows sizes; None if that is not known."""
+    """Return the nominal size (GiB) of the row's GPU, as the frontier lists sizes; None if it is unknown."""
     name = row["simulated_gpu"] if str(row["device"]) == "simulated" else row["gpu_name"]
     listed = {gpu.name: gpu for gpu in gpu_lookup.GPUS}.get(str(name)) or gpu_lookup.find_gpu(str(name))
     if listed is not None:
@@ -206,7 +204,7 @@ def size_of_card(row: pd.Series[Any]) -> float | None:
 
 
 def _reach(of: Head, limits: Sequence[Limit]) -> str:
-    """How far the curve goes on this card; on which card the longest fits, where the rows name none."""
+    """Say how far the curve goes on this GPU; if the rows name no GPU, on which one the longest length fits."""
     mine = [limit for limit in limits if limit.group == of.group.id and limit.multiples_of is None]
     if (gib := size_of_card(of.row)) is None:
         whole = [limit.gib for limit in mine if limit.largest_ok == of.longest]
@@ -233,7 +231,7 @@ def memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
 
 
 def last_piece(fit: Fit) -> tuple[float, float, float, float, tuple[float, float] | None]:
-    """The piece that holds at the longest: from where, its level, slope and square; the slope's 95 % interval."""
+    """Return the piece of the curve at the longest: its start, level, slope, square, and the slope's 95 % interval."""
     key, curve = next(iter(fit.chosen.model.curves.items()))
     pieces = list(enumerate(curve.lines(), 1))
     number, (start, _, a, b, c) = next((p for p in reversed(pieces) if not p[1][0] >= fit.range[1]), pieces[0])
@@ -241,7 +239,7 @@ def last_piece(fit: Fit) -> tuple[float, float, float, float, tuple[float, float
 
 
 def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
-    """What one more token (of any sample) takes at the longest, and the part that no length changes."""
+    """Return what one more token (of any sample) costs at the longest length, and the part that no length changes."""
     question = "What does a token cost?"
     if of is None:
         return Tile(question, about="No row holds a peak.")
@@ -260,9 +258,9 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         told = join(f"{fit.metric.label} is {sizes}")
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
-    if of.kind == PREDICTED:  # how well a curve goes through predictions is not how far these are off
+    if of.kind == PREDICTED:  # a curve's fit to predictions does not say how far these are off
         interval = f"real GPUs were {ERRORS[fit.metric.column]} off (median)" if fit.metric.column in ERRORS else ""
-    whole = low <= of.frame["seq_len"].min()  # what a curve from a longer one on says of none is no part of any
+    whole = low <= of.frame["seq_len"].min()  # a curve that begins at a longer length has no fixed part
     base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 and whole else ""
     where = f"so from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
     grows = "more with every token: its square counts" if square > 0 else ""
@@ -275,19 +273,19 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
 
 
 def _fine(value: float) -> str:
-    """Bytes to three digits."""
+    """Return bytes to three digits."""
     unit = unit_of(min(abs(value), MIB))
     return f"{float(f'{value / unit.bytes:.3g}'):,g} {unit.name}"
 
 
 def _between(low: float, high: float) -> str:
-    """An interval of bytes; of ends that are alike to three digits, how far they are from their middle."""
+    """Return an interval of bytes; if its ends agree to three digits, their distance from the middle."""
     ends = _fine(low), _fine(high)
     return f"{ends[0]} to {ends[1]}" if ends[0] != ends[1] else f"± {_fine(max((high - low) / 2, 1))}"
 
 
 def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile:
-    """The highest tokens/s that was timed, else estimated, of the head's model; of equal ones that of the head."""
+    """Return the highest timed tokens/s of the head's model, else the highest estimate; of equal ones the head's."""
     question = "How fast is it?"
     ok = ended(frame, "ok")
     if of is not None and not pd.isna(of.row["model"]):  # a smaller model is always faster
@@ -310,11 +308,11 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
-    timed = timed if varying(timed).all() else timed[~varying(timed)]  # of lengths that vary, padding is counted
+    timed = timed if varying(timed).all() else timed[~varying(timed)]  # where lengths vary, padding is counted
     best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
     group = _group(best, groups)
     runs = ended(group.frame, "ok") if group else timed.loc[[best.name]]
-    for axis in ("seq_len", "micro_batch"):  # an unknown one is like no other
+    for axis in ("seq_len", "micro_batch"):  # an unknown value equals no other
         runs = runs[runs[axis].eq(best[axis]).fillna(False).astype(bool)]
     sure = repeats.interval([float(v) for v in runs["tokens_per_s"].dropna()])
     interval = "one process, so no interval"
@@ -330,6 +328,6 @@ def _group(row: pd.Series[Any], groups: Sequence[Group]) -> Group | None:
 
 
 def _point(row: pd.Series[Any], group: Group | None) -> str:
-    """Where a row is: its length, and its configuration."""
+    """Return a row's length and configuration in words."""
     length = "" if pd.isna(row["seq_len"]) else f"at {int(row['seq_len']):,} tokens"
     return ", ".join(part for part in (length, _name(group, row)) if part)

@@ -1,6 +1,6 @@
-"""What a finished sweep leaves behind: report.html, rows.csv, figures and README.txt. The folder for a paper: paper.py.
+"""What a finished sweep leaves behind: report.html, rows.csv, figures and README.txt. paper.py has the paper's folder.
 
-Which files of a folder may be replaced or deleted: harness/files/outputs.py.
+In: a table. Out: files; harness/files/outputs.py decides which files of a folder may be replaced or deleted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.rows import journal
 
-NOTES = 3  # that the end of a sweep shows; the report has all
+NOTES = 3  # most notes that the end of a sweep shows; the report has all
 
 
 @dataclass(frozen=True)
 class Written:
-    """Where things are (name to path), the fitted models in words, notes, and what is shown on a screen."""
+    """The paths of what was written by name, the fitted models in words, notes, and what is shown on a screen."""
 
     places: dict[str, Path]
     summary: str
@@ -42,9 +42,10 @@ class Written:
     screen: Summary | None = None
 
     def text(self, said: Collection[str] = (), width: int | None = None) -> str:
-        """For a terminal of so many columns (as wide as it is), without the notes that were `said` there before.
+        """Return the text for a terminal of `width` columns (None: its own width), without the notes `said`, shown
+        before.
 
-        What a preset's question comes to stands in place of the table. Fits are in the report.
+        The answer to a preset's question replaces the table. Fits are in the report.
         """
         wide = width or (Console().width if Console().is_terminal else summary.WIDTH)
         parts = [self.answer.text() if self.answer else summary.text(self.screen, wide) if self.screen else ""]
@@ -55,7 +56,7 @@ class Written:
         return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), self.list_places()]))
 
     def list_places(self) -> str:
-        """Where things are, a line each."""
+        """Return the paths, a line each."""
         places = {name: str(path) for name, path in self.places.items()}
         if "report" in places:
             places = {"report": places["report"]} | places
@@ -65,7 +66,7 @@ class Written:
         return "\n".join(f"{name:<9} {place}" for name, place in places.items())
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; nothing is left out."""
+        """Return everything as plain data for programs."""
         places = {name: str(path) for name, path in self.places.items()}
         own: dict[str, Any] = {"answer_table": self.answer.frame.to_dict("records")} if self.answer else {}
         if self.screen:
@@ -85,10 +86,9 @@ def write_report(
     say: Callable[[str], None] | None = None,
     fitting: Fitting = ALL_ROWS,
 ) -> Written:
-    """Write report.html, rows.csv, figures/, README.txt and the answer of that name into `folder`; `say` hears how far
-    it is.
+    """Write report.html, rows.csv, figures/, README.txt and the answer of that name into `folder`.
 
-    Raises UserError when it cannot be written, or there is no such answer.
+    `say` hears the progress. Raises UserError if a file cannot be written, or there is no such answer.
     """
     content, source = collect(table, answer, fitting), Path(table.source)
     beside = folder.resolve() in (source.resolve(), source.resolve().parent, sweep_of(source.resolve()))
@@ -104,7 +104,7 @@ def write_report(
             others = write_residuals(content, draft / "figures") | _write_answer(content.answer, draft / "figures")
             places |= {name: folder / "figures" / file.name for name, file in others.items()}
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")
-            if not beside or any(one.exists() for one in journal.files(folder)):  # else it is somebody's folder
+            if not beside or any(one.exists() for one in journal.files(folder)):  # else it is a folder of the user's
                 (draft / "README.txt").write_text(_read_me(content, folder), "utf-8", "backslashreplace")
             notes = files.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
@@ -113,7 +113,7 @@ def write_report(
 
 
 def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
-    """residuals.csv, where anything predicted could be compared with a measurement; where it is."""
+    """Write residuals.csv if a prediction could be compared with a measurement; return its path by name."""
     path = folder / "residuals.csv"
     if content.residuals.empty:
         return {}
@@ -122,7 +122,7 @@ def write_residuals(content: Content, folder: Path) -> dict[str, Path]:
 
 
 def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
-    """answer.csv and answer.md; where the latter is."""
+    """Write answer.csv and answer.md; return the path of the latter by name."""
     if answer is None:
         return {}
     files = [folder / "answer.csv", folder / "answer.md"]
@@ -132,7 +132,7 @@ def _write_answer(answer: Answered | None, folder: Path) -> dict[str, Path]:
 
 
 def _read_me(content: Content, folder: Path) -> str:
-    """README.txt: what lies in a folder, and the commands that go on with it."""
+    """Return README.txt: what lies in the folder, and the commands that continue or repeat the work."""
     planned = [one["command"] for one in journal.plans(folder)[-1:] if isinstance(one.get("command"), list)]
     words = [str(word) for one in planned for word in one]
     verb = [] if words and words[0].isalpha() else ["sweep"]  # plans of earlier versions do not name it
@@ -154,5 +154,5 @@ def _read_me(content: Content, folder: Path) -> str:
 
 
 def unwritable(error: OSError, folder: Path) -> UserError:
-    """What to say where a file could not be written."""
+    """Return the error for a file that could not be written."""
     return UserError(f"cannot write {error.filename or folder}: {error_reason(error)}; choose a folder with --out")
