@@ -12,11 +12,10 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 
 
 def as_figure(table: Mapping[str, Any]) -> Figure:
-    """Reserved memory over the events of a recording, one line for each setting, above what was allocated, with the
-    recorded peak named.
+    """Draw reserved memory over the events of a recording, a line for each setting, above allocated; name the peak.
 
-    `table` is the what-if table as plain data (harness.allocator.replay.WhatIf); sizes there are in bytes. Allocated
-    is drawn once, from the recorded settings: other settings change it only by rounding.
+    `table` is the what-if table as plain data (harness.allocator.replay.WhatIf), with sizes in bytes. Allocated is
+    drawn once, from the recorded settings, because other settings change it only by rounding.
     """
     rows, limit, peak = table["rows"], table["memory_limit"], table["rows"][0]["holders"]
     unit, called = axis_unit(max(point["reserved"] for row in rows for point in row["timeline"]))
@@ -61,7 +60,7 @@ def as_figure(table: Mapping[str, Any]) -> Figure:
 
 
 def holders(table: Mapping[str, Any]) -> pd.DataFrame:
-    """What holds the recorded peak, as text cells; the recording says who asked, not what for."""
+    """Return what holds the recorded peak, as text cells; the recording says who asked, not what for."""
     peak = table["rows"][0]["holders"]
     rows = [
         {

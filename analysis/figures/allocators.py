@@ -1,6 +1,6 @@
-"""Allocators compared: peak reserved and speed against length, as ratios to the first, and one against the other.
+"""Figures that compare allocators: peak reserved and speed against length, their ratios, and one against the other.
 
-Not covered: lines of reserved over the events of a recording (allocator.py).
+In: a view's groups. Out: figures; ratios are to the first allocator.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_plot, sentence
 from vramsweep.analysis.figures.style import MOST, Look, View, names, shared
 
-FEW = 60  # lengths: through more, lines are thin
-SETS = 6  # of allocators with all else equal, of which the page's reader chooses one
+FEW = 60  # lengths; if there are more, lines are thin
+SETS = 6  # most sets of allocators with all else equal; the page's reader chooses one
 RESERVED, SPEED = "peak_reserved_bytes", "tokens_per_s"
 PANELS = ((0.58, 1.0), (0.29, 0.52), (0.0, 0.23))  # of the height: memory, speed, ratios
 RATIOS = ((RESERVED, "reserved", "solid"), (SPEED, "speed", "dot"))
@@ -27,8 +27,8 @@ FEWER = ((0.33, 1.0), (0.0, 0.27))  # memory and ratios alone
 
 @dataclass(frozen=True)
 class Side:
-    """One allocator's rows: `middle`, `low` and `high` are medians and ends of repeats, a line a length, in bytes and
-    tokens/s, NaN where unknown."""
+    """One allocator's rows. `middle`, `low` and `high` are medians and ends of repeats, a line a length, in bytes and
+    tokens/s, NaN if unknown."""
 
     name: str
     look: Look
@@ -39,14 +39,14 @@ class Side:
 
 
 def compared(view: View) -> list[Figure]:
-    """Draw the largest group and those that differ from it in the allocator; of other settings when chosen."""
+    """Draw the largest group and those that differ from it only in the allocator; other settings appear when chosen."""
     sets: list[list[Side]] = []
     left = list(view.groups)
     shown: list[Group] = []
     while left and len(sets) < SETS:
         own = others_equal(left, ("allocator",))
         left = [group for group in left if all(group is not one for one in own)]
-        own.sort(key=lambda group: group.settings.get("allocator") != "default")  # what others are held against
+        own.sort(key=lambda group: group.settings.get("allocator") != "default")  # others are compared with it
         known = [g for g in own[:MOST] if not g.resident and g.ok(RESERVED, "seq_len")["seq_len"].nunique() > 1]
         sides = [_side(view, g, name, bool(sets)) for g, name in zip(known, names(known) if known else (), strict=True)]
         if len(sides) > 1 and any(len(_common(sides[0], side)) for side in sides[1:]):
@@ -78,13 +78,13 @@ def _common(one: Side, other: Side) -> pd.Index[Any]:
 
 
 def _ratio(base: Side, side: Side, column: str) -> pd.Series[float]:
-    """Of the side to the base, at each length that both have."""
+    """Return the ratio of the side to the base, at each length that both have."""
     found: pd.Series[float] = (side.middle[column] / base.middle[column]).dropna()
     return found
 
 
 def _differs(base: Side, side: Side) -> str:
-    """How much a side reserves and how fast it is, as ratios to the base: median and ends."""
+    """Say how much a side reserves and how fast it is, as ratios to the base: median and ends."""
     said = []
     for column, words in ((RESERVED, "reserves {} times as much{}"), (SPEED, "runs at {} times the speed{}")):
         if len(found := _ratio(base, side, column)):
@@ -94,7 +94,7 @@ def _differs(base: Side, side: Side) -> str:
 
 
 def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
-    """Memory, speed and ratios to the first allocator over each other, along one axis of lengths."""
+    """Draw memory, speed and ratios to the first allocator in panels over each other, along one axis of lengths."""
     largest = max(float(side.high[RESERVED].max()) for side in sets[0])
     unit, called = plots.axis_unit(largest)
     titles = (f"reserved ({called})", *["tokens/s"] * fast, f"× {plots.escape(sets[0][0].name)}")
@@ -121,7 +121,7 @@ def _against_length(sets: Sequence[Sequence[Side]], fast: bool) -> Any:
 
 
 def _against_speed(sets: Sequence[Sequence[Side]]) -> Any:
-    """Peak reserved over tokens/s, a line of lengths for each allocator."""
+    """Draw peak reserved over tokens/s, a line of lengths for each allocator."""
     largest = max(float(side.high[RESERVED].max()) for side in sets[0])
     unit, called = plots.axis_unit(largest)
     plot = new_plot("throughput (tokens/s)", f"peak reserved memory ({called})")
@@ -137,7 +137,7 @@ def _against_speed(sets: Sequence[Sequence[Side]]) -> Any:
 
 
 def _draw(plot: Any, side: Side, x: Any, column: str, unit: int, **more: Any) -> End:
-    """One allocator's medians at x, with the spread of its repeats where there are any; where the line ends."""
+    """Draw one allocator's medians at x, with the spread of its repeats if there are any; return the line's end."""
     known = side.middle[column].notna() & pd.Series(x, side.middle.index).notna()
     middle, low, high = (one.loc[known, column].to_numpy(float) / unit for one in (side.middle, side.low, side.high))
     at = np.asarray(pd.Series(x, side.middle.index)[known], dtype=float)
@@ -145,7 +145,7 @@ def _draw(plot: Any, side: Side, x: Any, column: str, unit: int, **more: Any) ->
     spread = {"type": "data", "array": high - middle, "arrayminus": middle - low, "thickness": 1, "width": 2}
     own = {"customdata": lengths} | ({"error_y": spread} if np.any(high > low) else {})
     more |= {"showlegend": "yaxis" not in more, "legendgroup": side.name}
-    if np.any(np.diff(at) <= 0) and len(at) > FEW:  # to and fro: a line of many would be a knot
+    if np.any(np.diff(at) <= 0) and len(at) > FEW:  # x goes to and fro: a line of many points would be a knot
         plots.add_points(plot, at, middle, lengths, side.look, side.name)
     else:
         plots.add_line(plot, at, middle, side.look, side.name, {"width": 2 if len(at) <= FEW else 1.3}, **own, **more)

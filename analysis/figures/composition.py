@@ -1,8 +1,8 @@
-"""The main figure: peak memory by what it is, bars at lengths (else batches, else one for each configuration).
+"""The main figure: peak memory by what it is for, as bars at lengths (else batches, else one for each configuration).
 
-Parts are those that predicted rows carry, to the byte: they sum to the peak allocated, and what is reserved beyond lies
-on top. Measured peaks of equal settings are points over the stack: what these were made of, nobody has counted. Rows
-without parts are never divided (phases.py shows what is known of them).
+Parts are those of predicted rows, and exact: they sum to the peak allocated, and what is reserved but unused lies on
+top. Measured peaks of equal settings are points over the stack, because nobody has counted their parts. Rows without
+parts are never divided (phases.py shows what is known of them).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, new_pl
 from vramsweep.analysis.figures.style import GREY, Look, View, names
 from vramsweep.harness.messages.units import format_size
 
-# From the ground up, as people know them. Okabe and Ito's colours, and greys for what nobody asked for.
+# From the bottom up, the familiar ones first. Okabe and Ito's colours, and greys for what nobody asked for.
 PARTS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -39,19 +39,19 @@ OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved, unused"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
-BARS = 20  # that stand beside each other at most
-OUT = 4  # crosses beside them
-CONFIGURATIONS = 16  # of which the page's reader can choose one; bars: as many are shown
-THIN = 300  # of the axis: a part less than this is not looked for
+BARS = 20  # most bars next to each other
+OUT = 4  # most crosses next to them
+CONFIGURATIONS = 16  # of which the page's reader chooses one; as lying bars, so many are shown at once
+THIN = 300  # a part below 1/THIN of the axis is not in the legend
 
 
 def called(part: str) -> str:
-    """A part in words."""
+    """Return a part in words."""
     return part.replace("_", " ")
 
 
 def composition(view: View, beside: Beside | None = None, measured: Sequence[Group] = ()) -> list[Figure]:
-    """The figure of these rows, or none where no row knows its parts; `measured` are groups of rows that a card ran."""
+    """Draw the figure of these rows, none if no row knows its parts; `measured` are groups of rows that a GPU ran."""
     if not view.predicted:
         return []
     for axis in AXES:
@@ -66,7 +66,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
 
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:
-    """The rows that finished and know their parts, one for each place on the axis, in order."""
+    """Return the rows that finished and know their parts, one for each place on the axis, in order."""
     need = [*OF_PEAK.values(), *PEAKS, axis]
     also = [f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer")]
     if any(column not in group.source for column in need):
@@ -76,7 +76,7 @@ def _rows(group: Group, axis: str) -> pd.DataFrame:
 
 
 def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
-    """What is stacked, from the ground up: each part in bytes, shape (rows,), and what is reserved beyond them."""
+    """Return what is stacked, from the bottom: each part in bytes, shape (rows,), then what is reserved but unused."""
     found = {part: rows[column].to_numpy(float) for part, column in OF_PEAK.items()}
     return found | {BEYOND: rows[PEAKS[1]].to_numpy(float) - rows[PEAKS[0]].to_numpy(float)}
 
@@ -84,7 +84,7 @@ def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
 def _stacked(
     view: View, known: Sequence[Group], axis: str, every: int, beside: Beside | None, measured: Sequence[Group]
 ) -> Figure:  # fmt: skip
-    """Standing bars at places that were computed, one configuration at a time, up to the GPU that was asked for."""
+    """Draw standing bars at places that were computed, one configuration at a time, up to the GPU's limit."""
     first = known[0]
     stacks = [_some(_rows(group, axis), axis) for group in known]
     rows, ran, out = stacks[0], _ran(first, axis, beside, measured), _some(_out(first, axis), axis, OUT)
@@ -125,7 +125,7 @@ def _stacked(
 
 
 def _some(rows: pd.DataFrame, axis: str, most: int = BARS) -> pd.DataFrame:
-    """The rows at no more places than can stand beside each other, spread evenly, both ends among them."""
+    """Return the rows at no more places than fit next to each other, spread evenly, including both ends."""
     places = np.sort(rows[axis].unique())
     return rows[rows[axis].isin(places[plots.spread(places, most)])] if len(places) else rows
 
@@ -135,7 +135,7 @@ def _place(value: float) -> str:
 
 
 def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top: float) -> None:
-    """The bars of one configuration, a part over the other."""
+    """Draw the bars of one configuration, a part over the other."""
     x = list(map(_place, rows[axis]))
     for part, size in sizes(rows).items():
         if size.any():
@@ -144,14 +144,14 @@ def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
 
 
 def _add_part(plot: Any, part: str, named: bool, **more: Any) -> None:
-    """Bars of one part in its colour; what is reserved beyond all parts is hatched."""
+    """Draw bars of one part in its colour; what is reserved but unused is hatched."""
     pattern = {"pattern": {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}}
     marker = {"color": GREY, **pattern} if part == BEYOND else {"color": PARTS[part]}
     plot.add_bar(name=called(part), legendgroup=part, showlegend=named, marker=marker, **more)
 
 
 def _phases(rows: pd.DataFrame, axis: str) -> str:
-    """Which phase holds the peak from where on."""
+    """Say which phase holds the peak, and from where on."""
     held, places = highest(rows), [int(place) for place in rows[axis]]
     if not (turns := [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]):
         return ""
@@ -160,7 +160,7 @@ def _phases(rows: pd.DataFrame, axis: str) -> str:
 
 
 def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:
-    """Measured rows of the settings and the card of this predicted group, as far as its batch or length is theirs."""
+    """Return measured rows of this predicted group's settings and GPU, of the same batches (or lengths) only."""
     other = next(name for name in AXES if name != axis)
     mine = group.take(other, "trial_id")
     found = []
@@ -185,7 +185,7 @@ def _measured(plot: Any, ran: pd.DataFrame, axis: str, look: Look, unit: int) ->
 
 
 def _out(group: Group, axis: str) -> pd.DataFrame:
-    """The rows that run out of memory."""
+    """Return the rows that run out of memory."""
     rows = group.take(axis, "outcome", "unlimited_peak_reserved_bytes", "trial_id")
     return rows[rows["outcome"].eq("oom").fillna(False) & rows[axis].notna()].sort_values(axis)
 
@@ -202,7 +202,7 @@ def _crosses(plot: Any, out: pd.DataFrame, axis: str, own: Any, look: Look, unit
 
 
 def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) -> Figure:
-    """A lying bar for each configuration."""
+    """Draw a lying bar for each configuration."""
     frame = pd.DataFrame(rows)
     return _lying(
         view, known, sizes(frame), frame, "peak memory", "Peak memory by component",
@@ -212,7 +212,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
 
 
 def _out_of_memory(view: View) -> list[Figure]:
-    """Where nothing fits: what was to be held when memory ran out, the request included."""
+    """Draw what was to be held when memory ran out, including the request, if nothing fits."""
     found = []
     for group in view.groups:
         rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
@@ -232,7 +232,7 @@ def _out_of_memory(view: View) -> list[Figure]:
 
 
 def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
-    """What a row that ran out of memory held then or asked for, by part, in bytes; {} where that is not known."""
+    """Return what a row held or requested when it ran out of memory, by part, in bytes; {} if that is unknown."""
     try:
         told = dict(json.loads(row["oom_parts_bytes"]))
     except (ValueError, TypeError, RecursionError):
@@ -244,7 +244,7 @@ def _lying(
     view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, title: str,
     caption: str,
 ) -> Figure:  # fmt: skip
-    """Stacked bars that lie, one a row, with the card's limit where it is near."""
+    """Draw stacked bars that lie, one a row, with up to three limits of GPUs, the rows' own first."""
     total = np.sum(list(stack.values()), axis=0)
     own = card_limit(known[0], float(total.max()))
     top = max(float(total.max()), own.size if own is not None else 0.0)
@@ -284,7 +284,7 @@ def _lying(
 
 
 def _most(row: pd.Series[Any], axis: str | None) -> str:
-    """What dominates the peak, in words."""
+    """Say what dominates the peak: its two largest parts."""
     allocated = float(row[PEAKS[0]])
     parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
     shares = [f"{called(part)} {float(row[OF_PEAK[part]]) / allocated:.0%}" for part in parts]
@@ -293,7 +293,7 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
 
 
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:
-    """What is drawn of a configuration: its rows' own numbers."""
+    """Return what is drawn of a configuration: its rows' own numbers."""
     kept = [*AXES, *OF_PEAK.values(), *PEAKS, "trial_id"]
     return rows[kept].assign(group=group.label, **{BEYOND.replace(" ", "_") + "_bytes": sizes(rows)[BEYOND]},
                              phase=highest(rows))  # fmt: skip

@@ -1,7 +1,7 @@
 """PNG, JPEG, SVG and PDF, without a browser.
 
-Plotly's own script draws an SVG, by an engine in this process (V8) on the document of dom.js; vl-convert, which brings
-the font, makes the others of it.
+Plotly's own script draws an SVG, by an engine in this process (V8) on the document of dom.js. vl-convert, which brings
+the font, makes the other formats of it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from py_mini_racer import MiniRacer
 
 SIZE = (700, 500)  # px, as in plotly
-POINT = 72 / 96  # of a CSS pixel
+POINT = 72 / 96  # points of a CSS pixel
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot as a file, whose suffix says the format; pixels (None: the plot's own), drawn `scale` times as fine."""
+    """A plot as a file, whose suffix gives the format. Width and height are in pixels (None: the plot's own). It is
+    drawn `scale` times as fine."""
 
     plot: go.Figure
     file: Path
@@ -43,19 +44,19 @@ class Picture:
 
 
 class NotDrawn(RuntimeError):
-    """Some pictures are not there; says in one line why."""
+    """The error that some pictures were not drawn; it says why in one line."""
 
 
 def draw(pictures: Sequence[Picture]) -> None:
-    """Write the files, as many as can be. Raises NotDrawn."""
-    # A thread of its own: Ctrl-C ends with the picture that is drawn, not between the engine and who waits for it, and
-    # the engine would otherwise wait for the event loop of a notebook, which waits for this.
+    """Write as many of the files as possible. Raises NotDrawn if some could not be written."""
+    # Use another thread, so that Ctrl-C takes effect after the current picture, not between the engine and its caller.
+    # Also, the engine would otherwise wait for the event loop of a notebook, which waits for us.
     with ThreadPoolExecutor(1) as thread:
         try:
             formats, engine = _formats(), thread.submit(_engine).result()
         except ImportError as error:
             raise NotDrawn(missing_package(error.name or str(error))) from None
-        except Exception as error:  # whatever its library raises where a system cannot load it
+        except Exception as error:  # its library may raise anything if it cannot be loaded
             raise NotDrawn(f"V8, which draws them, did not start: {' '.join(str(error).split())[:150]}") from None
         try:
             problems = list(filter(None, thread.map(partial(_write, engine, formats), pictures)))
@@ -66,7 +67,8 @@ def draw(pictures: Sequence[Picture]) -> None:
 
 
 def draw_pngs(plots: Sequence[go.Figure], size: tuple[int, int]) -> list[bytes]:
-    """Return each plot as a PNG so many px wide, and high unless it says how high; empty where it cannot be drawn."""
+    """Return each plot as a PNG of this width and height in px (its own height comes first); empty if it cannot be
+    drawn."""
     with tempfile.TemporaryDirectory() as place:
         pictures = [
             Picture(plot, Path(place) / f"{at}.png", size[0], round(plot.layout.height or size[1]))
@@ -78,7 +80,7 @@ def draw_pngs(plots: Sequence[go.Figure], size: tuple[int, int]) -> list[bytes]:
 
 
 def draw_one(picture: Picture) -> None:
-    """Write one file that a user named, a picture or a page. Raises UserError."""
+    """Write one file that a user named, a picture or a page. Raises UserError if it cannot be drawn."""
     out = picture.file
     if out.suffix == ".html":
         return write(out, lambda place: picture.plot.write_html(place, config={"displaylogo": False}))
@@ -90,7 +92,7 @@ def draw_one(picture: Picture) -> None:
 
 
 def _engine() -> MiniRacer:
-    """Start an engine that has plotly's script. Raises ImportError."""
+    """Start an engine that has plotly's script. Raises ImportError if its package is missing."""
     from py_mini_racer import MiniRacer
 
     engine = MiniRacer()
@@ -100,14 +102,14 @@ def _engine() -> MiniRacer:
 
 
 def _formats() -> dict[str, Callable[[str], bytes]]:
-    """Name what makes a file's content of an SVG, by the suffix. Raises ImportError."""
+    """Return the function for each suffix that makes the file from an SVG. Raises ImportError without vl-convert."""
     import vl_convert as made
 
     return {".png": made.svg_to_png, ".svg": str.encode, ".pdf": made.svg_to_pdf, ".jpg": made.svg_to_jpeg}
 
 
 def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], picture: Picture) -> str:
-    """Write a file; return what is wrong where it cannot be, or nothing."""
+    """Write a file; return what is wrong if it cannot be written, else an empty text."""
     try:
         if picture.file.suffix not in formats:
             return f"{picture.file.name}: allowed are {', '.join(formats)}"
@@ -115,13 +117,13 @@ def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], pic
             part.write_bytes(formats[picture.file.suffix](_svg(engine, picture)))
     except OSError as error:
         return f"{picture.file}: {error_reason(error)}"
-    except Exception as error:  # of plotly's script, or of its SVG: it costs no other picture
+    except Exception as error:  # of plotly's script or its SVG; other pictures are still drawn
         return f"{picture.file.name}: {next(iter(str(error).splitlines()), type(error).__name__)}"
     return ""
 
 
 def _svg(engine: MiniRacer, picture: Picture) -> str:
-    """Draw the plot by plotly's script. Raises RuntimeError, with the script's reason."""
+    """Draw the plot by plotly's script. Raises RuntimeError with the script's reason."""
     own, asked = picture.plot.layout, (picture.width, picture.height)
     width, height = (a or b or c for a, b, c in zip(asked, (own.width, own.height), SIZE, strict=True))
     scale = POINT if picture.file.suffix == ".pdf" else picture.scale  # a pixel of an SVG is a point of a PDF

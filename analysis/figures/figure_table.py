@@ -1,7 +1,6 @@
-"""Every figure of a report, in reading order: a new one is a module with a function of a View, and an entry here.
+"""Every figure of a report, in reading order. A new one is a module with a function of a View, and an entry here.
 
-Not covered: figures of a folder's other files (timeline.py, inferred.py), of comparisons (overlay.py,
-residuals.py).
+Figures of a folder's other files (timeline.py, inferred.py) and of comparisons (overlay.py, residuals.py) are not here.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from vramsweep.analysis.figures.phases import NAME as PHASES
 from vramsweep.analysis.figures.plots import Figure, of_world
 from vramsweep.analysis.figures.style import View, looks
 
-# Modules of this folder, each with its function of a View, which returns figures: none where the rows do not allow any.
+# Modules of this folder, each with its function of a View. It returns no figures if the rows do not allow any.
 FIGURES = (
     "frontier.frontier_chart", "memory.by_length", "allocators.compared", "phases.phases",
     "tradeoffs.heat_map", "lengths.of_lengths", "parts.of_jobs", "throughput.throughput", "throughput.iterations",
@@ -27,9 +26,9 @@ FIGURES = (
 
 
 def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> list[Figure]:
-    """All figures that these rows allow, the main one first; `worlds` are measured, predicted, foreign rows by name.
+    """Return all figures that these rows allow, the main one first; `worlds` are the rows of each kind, by its name.
 
-    A configuration has one colour in all of them.
+    The kinds are measured, predicted and imported. A configuration has one colour in all figures.
     """
     alike = looks([group for _, view in worlds for group in (*view.groups, *view.varied)])
     alone = len(worlds) == 1
@@ -52,24 +51,24 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
             ]
             main.append(shown(figure, known, *ran))
         others += [shown(figure, known) for build in builders for figure in build(known)]
-    if not main:  # the phases are what is known where parts are not
+    if not main:  # if no parts are known, the phases come first
         others.sort(key=lambda figure: not figure.name.startswith(PHASES))
     return [*main, *others]
 
 
 def with_source(figures: Sequence[Figure], frame: pd.DataFrame) -> list[Figure]:
-    """The same, where each says of which of these rows it is."""
+    """Return the figures, in which each now says of which of these rows it is."""
     return [one if one.source else replace(one, source=source(rows_of(one, frame))) for one in figures]
 
 
 def rows_of(figure: Figure, frame: pd.DataFrame) -> pd.DataFrame:
-    """The rows that a figure shows, by the ids in its data; all where it says none."""
+    """Return the rows that a figure shows, by the ids in its data; all rows if it names none."""
     found = frame[frame["trial_id"].isin(_ids(figure))]
     return found if len(found) else frame
 
 
 def _ids(figure: Figure) -> set[str]:
-    """The trials that a figure shows before anybody chose others."""
+    """Return the trials that a figure shows before its reader chooses others."""
     if "trial_id" not in figure.data:
         return set()
     shown = figure.data[figure.data["shown"]] if "shown" in figure.data else figure.data
@@ -77,8 +76,7 @@ def _ids(figure: Figure) -> set[str]:
 
 
 def source(frame: pd.DataFrame) -> str:
-    """Return the small print: whether these rows are measured, on which GPU, of which model, precision and batch, with
-    which versions, of which sweep."""
+    """Return the small print of rows: measured or predicted, GPU, model, precision, batch, versions, sweep, count."""
     predicted = frame["device"].eq("simulated").fillna(False)
     sweep = _few("sweeps", frame["sweep"])
     foreign = frame["foreign"].dropna().unique()
@@ -100,6 +98,6 @@ def source(frame: pd.DataFrame) -> str:
 
 
 def _few(what: str, column: pd.Series[str], most: int = 3) -> str:
-    """Its values, or how many there are."""
+    """Return the column's values, or how many there are if they are more than `most`."""
     found = [str(one) for one in column.dropna().unique()]
     return ", ".join(found) if len(found) <= most else f"{len(found)} {what}"

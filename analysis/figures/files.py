@@ -10,7 +10,7 @@ from vramsweep.analysis.figures.drawing import NotDrawn, Picture, draw, draw_one
 from vramsweep.analysis.figures.layout import column, page, static
 from vramsweep.analysis.figures.plots import Figure
 
-# Nothing leads out of a page, and each button is a stop of the keyboard.
+# No button leads out of a page, and they are few because each is a stop of the keyboard.
 CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
 
 
@@ -19,7 +19,7 @@ def write(
 ) -> list[str]:
     """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
 
-    `say` hears how far it is. Returns notes: one line saying which of the static formats are not there, and why.
+    `say` hears the progress. Returns notes: one line saying which static formats are missing, and why.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for number, figure in enumerate(figures, 1):
@@ -37,8 +37,8 @@ def write(
 
 
 def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
-    """PDF for one column of a paper, SVG for a page, PNG as both (`<name>.png`, `<name>.column.png`: 300 dpi);
-    returns notes."""
+    """Write PDF for one column of a paper, SVG for a page, PNG for both (`<name>.png`, `<name>.column.png`: 300 dpi).
+    Return notes."""
     pictures: list[Picture] = []
     for figure in map(static, figures):
         for kind in formats:
@@ -57,8 +57,8 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
 
 
 def write_one(figure: Figure, out: Path) -> None:
-    """Write a figure to a file that a user named: PDF for one column of a paper, the others for a page. Raises
-    UserError."""
+    """Write a figure to a file that a user named: PDF for one column of a paper, other formats for a page. Raises
+    UserError if it cannot be drawn."""
     if out.suffix == ".html":
         draw_one(Picture(page(figure).update_layout(width=None), out))
     else:
@@ -67,7 +67,7 @@ def write_one(figure: Figure, out: Path) -> None:
 
 
 def plotly_script() -> str:
-    """The whole plotly.js, to be embedded once in a page."""
+    """Return the whole plotly.js, to be embedded once in a page."""
     from plotly.offline import get_plotlyjs
 
     return str(get_plotlyjs())

@@ -1,7 +1,7 @@
-"""What fits in which card: a row for each setting, on an axis of length, the cards below each other.
+"""The figure of what fits in which GPU: a row for each setting on an axis of length, GPUs below each other.
 
-Whoever asks how far they can go looks for their card, then reads along the rows to a length: so that is the real axis,
-and cards are headings. A bar is solid as far as rows ran, hatched as far as a new run is safe, a tick is the estimate.
+Readers look for their GPU, then along its rows to a length. Therefore length is the axis, and GPUs are headings. A bar
+is solid as far as rows ran, hatched as far as a new run is safe; a tick is the estimate.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from vramsweep.analysis.figures.style import ON_CARD, Look, View, baseline, name
 from vramsweep.analysis.model.memory_frontier import ALL, REACH, Limit, as_frame
 from vramsweep.analysis.model.observations import allocator_limits
 
-CARDS, LINES = 3, 18  # at most: cards where there are several settings, and rows in all
-APART = 1.4  # times as large: cards nearer to each other say nearly the same
+CARDS, LINES = 3, 18  # at most: GPUs where there are several settings, and rows in all
+APART = 1.4  # times as large: GPUs closer to each other say nearly the same
 AROUND = 90  # px of the figure that are not rows
 ROW = 26  # px
 
 
 def frontier_chart(view: View) -> list[Figure]:
-    """Rows of the cards that this sweep is about, and of those around them that have something to say."""
+    """Draw rows for the GPUs that this sweep is about, and for those of nearby sizes that add something."""
     every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
     said = {(one.gib, one.group): one for one in every if _reach(one) > 0}
     having = {group for _, group in said}
     alike = _group_by_setting([group for group in view.groups if group.id in having])
     shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
     if max((group.take("seq_len")["seq_len"].nunique() for group in shown), default=0) < 2:
-        return []  # of one length, the composition says whether it fits
+        return []  # with one length, the composition says whether it fits
     of = {first.id: [first, *others] for first, *others in alike}
     best = {(size, group.id): found for size in sorted({size for size, _ in said}) for group in shown
             if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
@@ -63,7 +63,7 @@ def _drawn(
     view: View, shown: Sequence[Group], sizes: Sequence[float], best: Mapping[tuple[float, str], tuple[Limit, Group]],
     least: Mapping[tuple[float, str], int],
 ) -> Any:  # fmt: skip
-    """The rows below each other, under their card's name where a card has several; `least` is what does not fit."""
+    """Draw the rows below each other, under their GPU's name if it has several; `least` is what does not fit."""
     plot: Any = new_plot("sequence length (tokens)", "")
     cardless = [replace(g, settings={k: v for k, v in g.settings.items() if k not in ON_CARD}) for g in shown]
     at, ticks, top, widest = 0.0, [], 0, 0
@@ -100,7 +100,7 @@ def _drawn(
 
 
 def _group_by_setting(groups: Sequence[Group]) -> list[list[Group]]:
-    """The groups that differ in their card alone stand for one setting: of each card its own rows say most."""
+    """Collect the groups that differ only in their GPU into one setting. For each GPU, its own rows say most."""
     found: dict[Any, list[Group]] = {}
     for group in groups:
         rest = {key: value for key, value in group.settings.items() if key not in ON_CARD}
@@ -111,7 +111,7 @@ def _group_by_setting(groups: Sequence[Group]) -> list[list[Group]]:
 def _nearest(
     said: Mapping[tuple[float, str], Limit], size: float, groups: Sequence[Group]
 ) -> tuple[Limit, Group] | None:
-    """What is said of a size by the group whose own card is nearest to it."""
+    """Return the limit for a size from the group whose own GPU is nearest to that size, None if no group has one."""
     known = [(one, group) for group in groups if (one := said.get((size, group.id))) is not None]
 
     def away(one: tuple[Limit, Group]) -> float:
@@ -122,18 +122,18 @@ def _nearest(
 
 
 def _gpu_limits(frame: pd.DataFrame) -> list[float]:
-    """What the cards of these rows have for the allocator, GiB."""
+    """Return what the allocator may use of these rows' GPUs, in GiB."""
     limits = allocator_limits(frame)
     return [float(one) / GIB for one in np.unique(limits[np.isfinite(limits)])]
 
 
 def _reach(one: Limit) -> int:
-    """The largest length of which anything good is said."""
+    """Return the largest length that ran, is safe, or is estimated to fit; 0 if there is none."""
     return max(one.largest_ok or 0, one.low or 0, one.value or 0)
 
 
 def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], most: int) -> list[float]:
-    """The sizes of the rows' own cards, then those nearest below and above, not too near to each other."""
+    """Return the sizes of the rows' own GPUs, then the nearest ones below and above that are not too close together."""
     usable = {size: one.usable_gib for (size, _), (one, _) in best.items()}
     own = _gpu_limits(view.table.frame[["memory_limit_bytes", "device_total_bytes"]])
     kept = sorted({min(usable, key=lambda size: abs(usable[size] - limit)) for limit in own})[:most]
@@ -141,7 +141,7 @@ def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], mo
     for (size, who), (one, _) in best.items():
         said[size].append((who, one.largest_ok, one.low, one.value))
     ran = {size: sum(one.largest_ok or 0 for (gib, _), (one, _) in best.items() if gib == size) for size in usable}
-    middle = kept[0] if kept else min(size for size in ran if ran[size] == max(ran.values()))  # all that ran does
+    middle = kept[0] if kept else min(size for size in ran if ran[size] == max(ran.values()))  # all that ran fits it
     kept = kept or [middle]
     for size in sorted(usable, key=lambda size: abs(np.log(size / middle))):
         new = all(abs(np.log(size / other)) > np.log(APART) and said[size] != said[other] for other in kept)
@@ -151,7 +151,7 @@ def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], mo
 
 
 def _beyond(view: View, one: Limit) -> int | None:
-    """The length up to which the fit says that all fits, where it says no more than that."""
+    """Return the length up to which the fit says that all fits, if it says no more than that; else None."""
     if one.value is not None or not one.extrapolated:
         return None
     fit = next((fit for fit in view.fits if fit.group == one.group and fit.metric.label == one.basis), None)
@@ -161,7 +161,7 @@ def _beyond(view: View, one: Limit) -> int | None:
 def _row(
     plot: Any, at: float, one: Limit, look: Look, name: str, predicted: bool, beyond: int | None
 ) -> tuple[int, str]:  # fmt: skip
-    """One setting on one card; how far it reaches on the axis, and what that is in words."""
+    """Draw one setting on one GPU; return how far it reaches on the axis, and what that is in words."""
     proven, low = 0 if predicted else one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     pale = 0.25 if one.extrapolated else 0.45
     bar: dict[str, Any] = {"y": [at], "orientation": "h", "showlegend": False, "width": 0.62, "name": escape(name)}

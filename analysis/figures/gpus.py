@@ -1,4 +1,4 @@
-"""What a card's allocator can have, as lines in a figure: the rows' own card, and others that are near."""
+"""What the allocator may use of a GPU, as lines in a figure: the rows' own GPU, and others that are near."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vramsweep.analysis.model.observations import allocator_limits
 from vramsweep.harness.hardware.gpu_lookup import lowest_limit_gpu, memory_limit
 from vramsweep.harness.messages.units import format_size
 
-NEAR = 1.35  # times the largest peak: a limit so far up still is in the figure
+NEAR = 1.35  # times the largest peak: a limit up to here is still in the figure
 OTHERS = 3
-APART = 0.09  # of the axis
+APART = 0.09  # of the axis, between two lines
 
 
 @dataclass(frozen=True)
 class CardLimit:
-    """A line: what it is called, bytes, whether it is of the rows' own card, and whether the figure reaches it."""
+    """A limit as a line: its name, bytes, whether it is of the rows' own GPU, and whether the figure reaches it."""
 
     name: str
     size: float
@@ -31,12 +31,12 @@ class CardLimit:
     near: bool
 
     def told(self) -> str:
-        """What a caption says where the line is not drawn."""
+        """Return what a caption says of a line that is not drawn; "" if it is drawn."""
         return "" if self.near else f"The limit of {self.name}, {format_size(self.size)}, is above the figure."
 
 
 def card_limit(group: Group, most: float) -> CardLimit | None:
-    """What the allocator could have on the card of these rows, whose largest peak is `most`; None where unknown."""
+    """Return the limit of these rows' GPU, whose largest peak is `most`; None if unknown, or for resident sets."""
     frame = group.take("device_total_bytes", "memory_limit_bytes", *CARD)
     limits = allocator_limits(frame)
     if group.resident or not np.isfinite(limits).any():
@@ -47,8 +47,8 @@ def card_limit(group: Group, most: float) -> CardLimit | None:
 
 
 def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
-    """Other cards that lie within a figure that reaches to `top` bytes, not too near to each other: those that the rows
-    are of, then the largest few of other sizes."""
+    """Return limits of other GPUs within a figure that reaches to `top` bytes, not too close together. GPUs of the rows
+    come first, then the largest few of other sizes."""
     mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
     limits = mine.groupby("card")["limit"].max().dropna()
     swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
@@ -65,7 +65,7 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
 
 
 def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False, right: bool = False) -> None:
-    """A line across the plot with its name at its left, or right, above it; `upright`: across bars that lie."""
+    """Draw a line across the plot, with its name above it at the left (or `right`); `upright`: across lying bars."""
     colour, width, dash = (INK, 1.6, "dash") if limit.own else (GREY, 1, "dot")
     line = {"color": colour, "width": width, "dash": dash}
     words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}

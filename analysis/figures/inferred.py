@@ -1,7 +1,7 @@
-"""Measured points, and beside them what hydra/sweeper=adaptive inferred of the others: never in the same way.
+"""Figures of measured points and of what hydra/sweeper=adaptive inferred of the others, drawn in different ways.
 
-Measured are markers; inferred is a thin line with the band that a run lies in at 95 %, and the legend says which is
-which. From inferred.jsonl, beside the journal.
+Measured points are markers. Inferred ones are a thin line with the band in which a run lies with 95 %; the legend names
+both. They are read from inferred.jsonl, next to the journal.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from vramsweep.analysis.figures.plots import COLOURS, End, Figure, escape
 from vramsweep.analysis.figures.style import Look
 from vramsweep.harness.files import inferred_points
 
-FIGURES = 4  # at most
+FIGURES = 4  # most figures
 COLUMNS = {"peak_allocated_bytes": "allocated", "peak_reserved_bytes": "reserved"}
 
 
 def of_inferred(table: Table) -> list[Figure]:
-    """One figure for each configuration of which something was inferred, along length, else along batch."""
-    ran = set(table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]), "trial_id"])  # by another command since
+    """Draw a figure for each configuration of which something was inferred, along length, else along batch."""
+    ran = set(table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]), "trial_id"])  # run by another command since
     lines = pd.DataFrame([line for line in inferred_points.read(Path(table.source)) if line.get("trial_id") not in ran])
     if not {"configuration", "seq_len", "micro_batch", *list(COLUMNS)[:1]} <= set(lines):
         return []
@@ -39,7 +39,7 @@ def of_inferred(table: Table) -> list[Figure]:
 
 
 def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
-    """The rows that differ from this one in length and batch only; None if it is not in the table."""
+    """Return the rows that differ from this trial only in length and batch; None if it is not in the table."""
     frame = table.frame
     if (first := frame[frame["trial_id"] == trial_id]).empty:
         return None
@@ -53,7 +53,7 @@ def _measured(table: Table, trial_id: str) -> pd.DataFrame | None:
 def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
     axis = "seq_len" if lines["seq_len"].nunique() > 1 else "micro_batch"
     other = next(name for name in AXES if name != axis)
-    most = lines[other].mode().iloc[0]  # of a grid, one line of it
+    most = lines[other].mode().iloc[0]  # one line of a grid
     lines = lines[lines[other] == most].sort_values(axis)
     measured = measured[measured[other] == most].sort_values(axis)
     unit, called = plots.axis_unit(max(float(lines[name].max()) for name in COLUMNS if name in lines))

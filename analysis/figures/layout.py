@@ -1,7 +1,7 @@
-"""A figure laid out for where it stands: alone as a file, in one column of a paper, on a narrow screen.
+"""A figure laid out for its place: alone as a file, in one column of a paper, on a narrow screen.
 
-A file says what it is of by itself: its title above, and below, in small print, card, versions and source. Sizes are
-those of CSS: 96 px are an inch, 4/3 px a point.
+A file explains itself: its title is above; GPU, versions and source are below in small print. Sizes are those of CSS:
+96 px are an inch, 4/3 px a point.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from vramsweep.analysis.figures.plots import ABOVE, BLOG, DIRECT, INK, WORLD, Fi
 
 POINT = 96 / 72
 COLUMN = (336, 250)  # px: 3.5 in x 2.6 in; taller where a legend has many lines
-TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the least that can be read there
+TEXT, SMALL = 8 * POINT, 7 * POINT  # px: of a column's text, and the smallest text that can be read there
 AROUND = 110  # px of a column above and below its plot, without a legend
 PHONE = (360, 390)  # px, of a figure on a phone
 PHONE_TEXT = 12.0  # px
-LONGEST = 18  # characters of labels that stand beside a narrow plot; longer ones make a legend
+LONGEST = 18  # most characters of a label next to a narrow plot; longer ones make a legend
 _PAPER, _DARK = "#fff", "#000"
-# Widths of letters in em, of DejaVu Sans, which is what is drawn where the fonts that are asked for are not there, and
-# wider than they are.
+# Widths of letters in em, of DejaVu Sans: it is drawn if the requested fonts are missing, and is wider than they are.
 _WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
 _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
 LINE = 19  # px of a line of a legend, in plotly
-LINES = 3  # of such a name
-ROWS = 0.56  # of a column's width is at most for names of rows
+LINES = 3  # most lines of a row's name
+ROWS = 0.56  # share of a column's width that names of rows take at most
 BAR = 56  # px beside a plot for a colour bar
 
 
 def page(figure: Figure) -> go.Figure:
-    """The figure as wide as a page, by itself."""
+    """Return the figure as wide as a page, with its title and small print."""
     plot: Any = go.Figure(figure.plot)
     below = 8 + (plot.layout.margin.b or 52)
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
@@ -47,7 +46,7 @@ def page(figure: Figure) -> go.Figure:
 
 
 def static(figure: Figure) -> Figure:
-    """The figure without what only a click would show, and without places where nothing else stands."""
+    """Return the figure without what only a click would show, and without places where nothing else stands."""
     plot: Any = go.Figure(figure.plot)
     plot.data = [trace for trace in plot.data if trace["visible"] in (None, True)]
     if (places := plot.layout.xaxis.categoryarray) is not None:
@@ -57,7 +56,8 @@ def static(figure: Figure) -> Figure:
 
 
 def column(figure: Figure) -> go.Figure:
-    """The figure for one column of a paper, 3.5 in wide, in 8 pt: labels or a legend that fit, the small print in 7."""
+    """Return the figure for one column of a paper, 3.5 in wide: text in 8 pt, labels or a fitting legend, small print
+    in 7."""
     plot: Any = go.Figure(figure.plot)
     change = narrow(plot, COLUMN[0], COLUMN[1] - AROUND, TEXT)
     apply_narrow(plot, change)
@@ -70,18 +70,18 @@ def column(figure: Figure) -> go.Figure:
 
 
 def on_phone(figure: Figure) -> dict[str, Any]:
-    """What changes on a screen as narrow as a phone's: as of `narrow`."""
+    """Return what changes on a screen as narrow as a phone's, in the form of `narrow`."""
     return narrow(figure.plot, PHONE[0], PHONE[1] - AROUND, PHONE_TEXT)
 
 
 def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
-    """What changes where a plot of so many px has little room, in letters of so many px, `inner` high without axis and
-    legend: `layout`, by trace number `traces`, the `height` in all; whether labels stay `beside` their lines.
+    """Return what changes where a plot has little room: `width` px, letters of `text` px, `inner` px high without axis
+    and legend. Keys: `layout`, `traces` by number, the whole `height`, and whether labels stay `beside` their lines.
 
-    Short labels stay there, moved apart; instead of long ones there is a legend below.
+    Short labels stay there, moved apart; a legend below replaces long ones.
     """
     ticks = _ticks(plot, ROWS * width / text)
-    if plot.layout.height is not None:  # of rows: as many as there are
+    if plot.layout.height is not None:  # of a plot of rows: its own height
         lines = max((name.count("<br>") for _, name in ticks), default=0)
         inner = max(70, int((0.62 + 0.35 * lines) * plot.layout.height * text / TEXT) - 10)
     labels = [(i, t) for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)]
@@ -124,7 +124,7 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
 
 
 def _smaller(trace: Any, beside: Sequence[str]) -> dict[str, Any]:
-    """Smaller markers; what has its name beside it is not in the legend."""
+    """Return a trace's smaller marker, and leave it out of the legend if its name stands next to it."""
     found: dict[str, Any] = {"showlegend": False} if trace.name in beside else {}
     if trace.type == "scatter" and isinstance(trace.marker.size, int | float):
         found["marker"] = {"size": trace.marker.size * (0.5 if str(trace.marker.symbol)[:4] == "line" else 0.75)}
@@ -132,7 +132,7 @@ def _smaller(trace: Any, beside: Sequence[str]) -> dict[str, Any]:
 
 
 def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[tuple[Any, str]]) -> dict[str, Any]:
-    """The axes of a plot so wide and high, with the names of its rows."""
+    """Return the axes of a plot `across` px wide and `inner` px high, with the names of its rows."""
     x: dict[str, Any] = {"title": {"font": {"size": text}, "standoff": 4}}
     if (reach := _reach(plot, across, text)) is not None:
         x["range"] = [plot.layout.xaxis.range[0], reach]
@@ -142,7 +142,7 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
         most = max(4, min(5, int(across / (5 * text))))
         x |= {"tickangle": 0} | _ticks_of(plot, plot.layout.xaxis, most, x.get("range"))
         lengths = plot.layout.xaxis.tickformat == ",~d"
-        x |= {"tickformat": "~s"} if lengths and across < 5 * text * most else {}  # 5k
+        x |= {"tickformat": "~s"} if lengths and across < 5 * text * most else {}  # as 5k
     found = {"xaxis": x, "yaxis": _wrapped(plot, plot.layout.yaxis, inner, text)}
     if ticks:
         size = 0.88 * text if any("<br>" in name for _, name in ticks) else text
@@ -155,12 +155,12 @@ def _axes(plot: Any, across: float, inner: float, text: float, ticks: Sequence[t
 
 
 def _places(plot: Any) -> set[str]:
-    """What the x axis of a plot calls its places."""
+    """Return the places on a plot's x axis, as text."""
     return {str(one) for trace in plot.data if trace.x is not None for one in trace.x}
 
 
 def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
-    """Where rows of a plot stand and what they are called, in several lines where a name is longer than so many em."""
+    """Return where rows of a plot stand and their names; a name wider than `room` em takes several lines."""
     bars = [t for t in plot.data if t.type == "bar" and t.orientation == "h"]
     axis = plot.layout.yaxis
     every = dict.fromkeys(x for t in bars for x in t.y)
@@ -173,8 +173,8 @@ def _ticks(plot: Any, room: float) -> list[tuple[Any, str]]:
 
 
 def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float, text: float) -> list[dict[str, Any]]:
-    """The notes that have room in a narrow plot: a card's heading begins where the names of rows do; of the lines that
-    stand, those that come first keep their names."""
+    """Return the notes that have room in a narrow plot. A GPU's heading begins where the names of rows do. Of upright
+    lines whose names would overlap, the first keep theirs."""
     taken: list[tuple[float, float]] = []
     kept = []
     for note in plot.layout.annotations:
@@ -199,7 +199,7 @@ def tick_step(low: float, high: float) -> float:
 
 
 def _ticks_of(plot: Any, axis: Any, most: int, ends: Sequence[float] | None = None) -> dict[str, Any]:
-    """Three ticks at least on an axis of numbers whose ends are known, else at most so many."""
+    """Return at least three ticks for an axis of numbers whose ends are known, else at most `most`."""
     name = axis.plotly_name.replace("axis", "")
     if axis.tickvals is not None or axis.type not in (None, "linear"):
         return {}
@@ -215,7 +215,7 @@ def _ticks_of(plot: Any, axis: Any, most: int, ends: Sequence[float] | None = No
 
 
 def _wrapped(plot: Any, axis: Any, height: float, text: float) -> dict[str, Any]:
-    """Fewer ticks, and the title in as many lines as it needs."""
+    """Return the axis with fewer ticks, and its title in as many lines as it needs."""
     low, high = axis.domain or (0.0, 1.0)
     words = str(axis.title.text or "").replace("<br>", " ")
     told = "<br>".join(textwrap.wrap(words, max(9, int(height * (high - low) / (0.56 * text)))))
@@ -224,7 +224,7 @@ def _wrapped(plot: Any, axis: Any, height: float, text: float) -> dict[str, Any]
 
 
 def _reach(plot: Any, across: float, text: float) -> float | None:
-    """Where the x axis must end for the words behind its points to have room; None where there are none."""
+    """Return where the x axis must end, so that the words behind its points have room; None if there are no words."""
     ends = [
         float(x) / (1 - min(0.8, 0.5 * text * len(html.unescape(str(word))) / across))
         for trace in plot.select_traces(selector={"type": "scatter"})
@@ -235,7 +235,7 @@ def _reach(plot: Any, across: float, text: float) -> float | None:
 
 
 def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
-    """Make a plot what `narrow` says."""
+    """Change a plot as `narrow` says."""
     plot.layout.annotations = change["layout"]["annotations"]
     plot.update_layout({name: value for name, value in change["layout"].items() if name != "annotations"})
     for number, update in change["traces"].items():
@@ -243,22 +243,22 @@ def apply_narrow(plot: Any, change: dict[str, Any]) -> None:
 
 
 def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, small: float, below: float) -> go.Figure:
-    """With its title above and its small print below what is there; `below` px are of axis and legend."""
+    """Return the plot with its title above and its small print below; `below` px are taken by axis and legend."""
     width, height = size
     plot.layout.annotations = [note for note in plot.layout.annotations if note.name != WORLD]
     beside = [str(t.text[0]).strip() for t in plot.data if t.meta and t.meta.get(DIRECT) and t.visible is not False]
     for trace in plot.data:
         if trace.name and any(told == trace.name or told.startswith(f"{trace.name}, ") for told in beside):
-            trace.showlegend = False  # its name stands beside it
+            trace.showlegend = False  # its name stands next to it
     for note in plot.layout.annotations:
         if note.name == "limit":  # it may stand on an area
             note.bgcolor = "rgba(255,255,255,0.75)"
     title = break_lines(figure.title, (width - 12) / (text * _BOLD))
     told = break_lines(figure.source, (width - 12) / small)
-    first = 6 + 0.7 * text * (len(title) > 1)  # px from the top: of several lines it is where the first one stands
+    first = 6 + 0.7 * text * (len(title) > 1)  # px from the top to the first line
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     if legend:
-        plot.layout.legend.y = ABOVE["y"]  # there is no note between
+        plot.layout.legend.y = ABOVE["y"]  # no note is between
     top = 8 + 1.25 * text * len(title) + (26 * _legend(plot, width - 80, text=13)[0] if legend else 4)
     bottom = 1.3 * small * len(told) + 4
     if plot.layout.showlegend and plot.layout.legend.yref == "container":
@@ -280,8 +280,7 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
 
 
 def _legend(plot: Any, room: float, beside: Sequence[str] = (), text: float = TEXT) -> tuple[int, int]:
-    """How many lines a legend takes in so many px, and how many entries stand abreast: its columns are as wide as its
-    longest entry."""
+    """Return a legend's lines in `room` px, and the entries of a line; columns are as wide as the longest entry."""
     named = {
         str(trace.legendgroup or trace.name)
         for trace in plot.data
@@ -292,12 +291,12 @@ def _legend(plot: Any, room: float, beside: Sequence[str] = (), text: float = TE
 
 
 def text_width(text: str) -> float:
-    """How wide a line of text is set, in em."""
+    """Return how wide a line of text is set, in em."""
     return sum(_WIDTHS.get(sign, _CAPITAL if sign.isupper() else _LETTER) for sign in text)
 
 
 def break_lines(text: str, room: float, width: Callable[[str], float] = text_width) -> list[str]:
-    """The text in lines of at most so many em, or of what `width` measures it in."""
+    """Return the text in lines of at most `room` em, or of the unit in which `width` measures."""
     lines: list[str] = []
     for word in text.split():
         if lines and width(f"{lines[-1]} {word}") <= room:

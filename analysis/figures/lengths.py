@@ -1,4 +1,4 @@
-"""The figure of runs whose lengths vary: what the allocator holds, step by step, under each setting."""
+"""The figure of runs whose lengths vary: reserved memory, step by step, under each allocator setting."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import GREY, MOST, End, Figure, escape
 from vramsweep.analysis.figures.style import Look, View
 
-FIGURES = 4  # at most
+FIGURES = 4  # most figures
 
 
 def of_lengths(view: View) -> list[Figure]:
-    """One figure for each comparison: a line a setting of reserved, and the peak allocated of each step."""
+    """Draw a figure for each comparison: reserved as a line a setting, and the peak allocated of each step."""
     known = [one for one in view.runs if one.drawn()]
     return [_figure(view, one, number) for number, one in enumerate(known[:FIGURES])]
 

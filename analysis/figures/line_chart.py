@@ -1,4 +1,4 @@
-"""One column of the rows against length, a line a configuration: what several figures are."""
+"""Charts of one or two columns of the rows against length, a line a configuration: several figures are such charts."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.plots import LENGTH, End, Figure, finish, new_panels, sentence
 from vramsweep.analysis.figures.style import View, baseline, names
 
-PANELS = (((0.0, 1.0),), ((0.54, 1.0), (0.0, 0.46)))  # of the height: of one column, of two
+PANELS = (((0.0, 1.0),), ((0.54, 1.0), (0.0, 0.46)))  # of the height: for one column, for two
 
 
 def having(groups: Sequence[Group], *columns: str) -> Sequence[Group]:
-    """The groups, or none if their table knows nothing of one of these columns."""
+    """Return the groups, or none if their table knows nothing of one of these columns."""
     return groups if groups and all(groups[0].source[column].notna().any() for column in columns) else []
 
 
 def groups_with(groups: Sequence[Group], column: str, *also: str) -> list[tuple[Group, pd.DataFrame]]:
-    """Groups that know a column at more than one length, with its rows, and what these have of other columns."""
+    """Return the groups that know a column at more than one length, with their rows of it and of columns `also`."""
     found = [(g, g.ok(column, "seq_len", also=also)) for g in having(groups, column)]
     return [(g, rows) for g, rows in found if rows["seq_len"].nunique() > 1]
 
@@ -29,10 +29,10 @@ def lines(
     view: View, found: Sequence[tuple[Group, pd.DataFrame]], columns: Mapping[str, str], scale: float, name: str,
     title: str, caption: str, prefer: Sequence[str],
 ) -> list[Figure]:  # fmt: skip
-    """The figure of these groups' rows, medians of repeats; none where there are none. The first axis begins at zero.
+    """Draw these groups' rows as medians of repeats; no figure if there are none. The first axis begins at zero.
 
-    `columns` have the titles of their panels, two at most; one without a title is not drawn, and in the data all the
-    same.
+    `columns` maps columns to the titles of their panels, two at most. One without a title is not drawn, but is in the
+    data.
     """
     of = {group.id: rows for group, rows in found}
     shown, note = baseline([group for group, _ in found], prefer)

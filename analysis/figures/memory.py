@@ -1,7 +1,4 @@
-"""Peak memory against length: the fit above its rows, where a new run lies, what did not fit, and what the fit misses.
-
-Not covered: the fit itself (model/fit.py).
-"""
+"""Figures of peak memory against length: rows, their fit, where a new run lies, what did not fit, and residuals."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, UNITS
 from vramsweep.analysis.model.predictors import BASES
 
-CONFIGURATIONS = 6  # of which the page's reader can choose; those beyond the first few are hidden until then
+CONFIGURATIONS = 6  # of which the page's reader can choose; all but the first few are hidden until then
 TOGETHER = 3
 ABOVE, STRIP = (0.28, 1.0), (0.0, 0.2)  # of the height: the fits, and below them the residuals
 ZERO = {"zeroline": True, "zerolinecolor": GREY, "zerolinewidth": 1}
@@ -34,7 +31,7 @@ PLAIN_DASHES = {"linear": "dot", "quadratic": "dashdot"}
 
 
 def by_length(view: View) -> list[Figure]:
-    """Peak allocated (else active) and reserved memory of a few groups that differ in batch."""
+    """Draw peak allocated (else active) and reserved memory of a few groups that differ in batch."""
     fitted = {fit.group for fit in view.fits if fit.metric.memory}
     most = {fit.group: fit.lengths for fit in view.fits}
     known = [group for group in view.groups if group.id in fitted]
@@ -84,7 +81,7 @@ def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
     panels = {f"{metric.label} ({called})": ABOVE, "": STRIP}
     plot = plots.new_panels(f"{axis} ({UNITS[fit.axis]})", panels, yaxis2=ZERO)
     ends: list[End] = []
-    name = "chosen curve" if fit.modulus else fit.chosen.model.name  # a line's class follows it
+    name = "chosen curve" if fit.modulus else fit.chosen.model.name  # the class of lengths follows it
     data = _draw(plot, fit, Look(plots.COLOURS[0]), name, unit, ends)
     for trace in plot.data if fit.axis != "seq_len" else ():
         trace.hovertemplate = trace.hovertemplate and trace.hovertemplate.replace(" tokens", f" {UNITS[fit.axis]}")
@@ -97,7 +94,7 @@ def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
 
 
 def _add_plain(plot: Any, fit: Fit, look: Look, unit: int, asked: Sequence[str]) -> None:
-    """The line and the parabola of all points: drawn where asked for, else behind the legend, one entry for all."""
+    """Draw line and parabola of all points, hidden unless `asked` for; all fits share one legend entry a kind."""
     x = np.linspace(*fit.range, 160)
     for one in fit.shown[:-1]:
         kind = one.model.kind
@@ -113,7 +110,7 @@ def _add_plain(plot: Any, fit: Fit, look: Look, unit: int, asked: Sequence[str])
 
 
 def _drawn_fits(view: View, group: Group) -> list[Fit]:
-    """The group's fits that are drawn; a process's resident set says little beside tensor bytes."""
+    """Return the group's fits that are drawn; without resident sets, which say little next to tensor bytes."""
     own = {fit.metric.column: fit for fit in view.fits if fit.group == group.id}
     first = own.get("peak_allocated_bytes") or own.get("peak_active_bytes")
     reserved = None if group.resident else own.get("peak_reserved_bytes")
@@ -121,8 +118,8 @@ def _drawn_fits(view: View, group: Group) -> list[Fit]:
 
 
 def parts_of(fit: Fit, many: int = 160) -> list[tuple[Array, str]]:
-    """The x at which a fit is drawn and what these are: a line for the lengths that are not aligned, and one for those
-    that are, instead of a comb."""
+    """Return the x at which a fit is drawn, each with its name. Lengths that are not aligned and those that are have a
+    line each, instead of a comb."""
     x = np.linspace(max(fit.range[0], 1), fit.range[1], many)
     if not (modulus := fit.modulus):
         return [(np.unique(fit.predictor.of_other_class(x)) if isinstance(fit.predictor, Unaligned) else x, "")]
@@ -131,7 +128,7 @@ def parts_of(fit: Fit, many: int = 160) -> list[tuple[Array, str]]:
 
 
 def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]) -> pd.DataFrame:
-    """One fit: band of a new run, points, lines on top of them, labels, residuals; what was drawn."""
+    """Draw one fit: band of a new run, points, lines on top of them, labels, residuals; return the data."""
     points, dashed = fit.points, fit.metric.column == "peak_reserved_bytes"
     at = plots.thin(points.x, points.y)
     ids = np.array(points.ids, dtype=object)[at]
@@ -147,7 +144,7 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
     plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
     plain = {one.model.kind: one.model.predict(points.x) for one in fit.shown if one.model.kind in PLAIN}
     return pd.DataFrame(
-        {  # of all points: those that are drawn are fewer
+        {  # of all points; fewer are drawn
             "group": fit.label,
             "metric": fit.metric.column,
             fit.axis: points.x,
@@ -162,7 +159,8 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
 
 
 def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:
-    """Rows that ran out of memory, as crosses at their length on the card's limit: what they needed is not known."""
+    """Draw rows that ran out of memory as crosses at their length on the GPU's limit, because their need is unknown.
+    Return them."""
     rows = group.take("seq_len", "outcome", "trial_id").assign(group=group.label)
     rows = rows[rows["outcome"].eq("oom").fillna(False) & rows["seq_len"].notna()]
     if limit is not None and len(rows):
@@ -176,8 +174,7 @@ def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.D
 
 
 def _strip_range(plot: Any, memory: bool = True) -> None:
-    """The residuals, until here in the column's unit, in theirs; as far as nearly all of them reach, the same up and
-    down."""
+    """Convert residuals from the column's unit to their own; show nearly all of them, the same up and down."""
     found = [np.abs(np.asarray(t.y, dtype=float)) for t in plot.data if t.yaxis == "y2" and t.visible is not False]
     most = float(np.nanpercentile(np.concatenate(found), 99.5)) if found else 0.0
     unit = unit_of(most) if memory else Unit(1, "s", 3)
@@ -192,7 +189,7 @@ def _strip_range(plot: Any, memory: bool = True) -> None:
 
 
 def _lines_are(fits: Sequence[Fit]) -> str:
-    """What points, lines and bands are, and what the lines rest on; of each quantity, where that is not the same."""
+    """Say what points, lines and bands are, and what the lines rest on (of each quantity, if that differs)."""
     of: dict[str, list[str]] = {}
     for fit in fits:
         of.setdefault(fit.basis, []).append(fit.metric.label)

@@ -1,6 +1,6 @@
-"""Both sides of a comparison in one chart: memory and speed against an axis, with what lies between them below.
+"""Both sides of a comparison in one chart: memory and speed against an axis, and their differences below.
 
-The panels share their axis, so that where a difference begins can be read off all of them.
+The panels share their axis, so that all of them show where a difference begins.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages.errors import UserError
 
-OWN = {"out_of_memory", "trial_ids"}  # columns by which the data of a figure is known
+OWN = {"out_of_memory", "trial_ids"}  # columns by which a CSV is recognized as a figure's data
 BETWEEN = COLOURS[2]
 BLOG, COLUMN = (800, 250, 150), (336, 120, 85)  # pixels: width, height of an upper panel, of a lower one
-DENSE = 100  # points; from here on they are smaller, and a running median is the line between them
+DENSE = 100  # points; more are smaller, and their difference has a running median
 
 
 def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) -> Figure:
-    """The longest line of pairs, in as many panels as the rows allow; `sides` are both sets, for its small print.
+    """Draw the longest line of pairs in as many panels as the rows allow; `sides` are both sets, for its small print.
 
-    Raises UserError where there is nothing.
+    Raises UserError if there is nothing to draw.
     """
     if along.axis is None:
         raise UserError("nothing to draw: all pairs have one length and one batch, and a figure needs two of either")
@@ -89,10 +89,10 @@ def _sources(sides: Sequence[Table]) -> str:
 
 
 def write(drawn: Figure, out: Path) -> None:
-    """The figure by the suffix, and the data drawn as CSV beside it.
+    """Write the figure in the format of its suffix, and the drawn data as CSV next to it.
 
     HTML, PNG and SVG are at blog width with their caption, PDF is at column width without; the small print is in all.
-    Raises UserError.
+    Raises UserError if the CSV would replace another file, or nothing can be drawn.
     """
     small = out.suffix == ".pdf"
     plot, width, height = _sized(_captioned(drawn, small), COLUMN if small else BLOG)
@@ -108,7 +108,7 @@ def write(drawn: Figure, out: Path) -> None:
 
 
 def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.DataFrame:
-    """A line a combination, sorted along the axis: sizes of both sides (bytes, tokens/s), null where unknown.
+    """Return a line a combination, sorted along the axis: sizes of both sides (bytes, tokens/s), null if unknown.
 
     `out_of_memory` names the side that ran out of it.
     """
@@ -129,7 +129,7 @@ def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.
             row |= {f"{SPEED}_a": one.speed.a, f"{SPEED}_b": one.speed.b}
         found.append({**row, "trial_ids": " ".join(one.trial_ids)})
     frame = pd.DataFrame(found).sort_values(axis, kind="stable").reset_index(drop=True)
-    for name in (*METRICS, SPEED):  # what the sides nowhere both know is not drawn
+    for name in (*METRICS, SPEED):  # what both sides know nowhere together is not drawn
         sides = [f"{name}_{side}" for side in "ab"]
         if not (set(sides) <= set(frame) and frame[sides].notna().all(axis=1).any()):
             frame = frame.drop(columns=sides, errors="ignore")
@@ -188,14 +188,14 @@ def _points(plot: Any, row: int, x: Array, y: Array, number: int, name: str, uni
 
 
 def _twice(x: Array) -> bool:
-    """Whether some places have several points, as where equal tokens are of other lengths: no line joins them."""
+    """Check whether some places have several points, as where equal tokens are of other lengths: no line joins them."""
     return len(np.unique(x)) < len(x)
 
 
 def _line(
     plot: Any, row: int, x: Array, y: Array, colour: str, dash: str, width: float, name: str | None = None
 ) -> None:
-    """A line without points; in the legend if it has a name."""
+    """Draw a line without points; it is in the legend if it has a name."""
     known = np.flatnonzero(np.isfinite(y))
     at = known[plots.thin(x[known], y[known])]
     plot.add_scatter(
@@ -206,9 +206,9 @@ def _line(
 
 
 def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> None:
-    """What lies between the sides: points, and where they are dense their running median.
+    """Draw the difference between the sides: points, and their running median if they are dense.
 
-    The panel reaches as far as these, outliers of dense ones left out, and `others`, with room for a note.
+    The panel reaches as far as these (without outliers, if dense) and `others`, with room for a note.
     """
     known = np.flatnonzero(np.isfinite(y))
     x, y = x[known], y[known]
@@ -233,7 +233,7 @@ def _gap(plot: Any, row: int, x: Array, y: Array, unit: str, *others: Array) -> 
 
 
 def _turn(plot: Any, row: int, turn: Level, along: Along) -> None:
-    """Where a difference changes: a line and the interval, in this panel and the one above it."""
+    """Draw where a difference changes: a line and the interval, in this panel and the one above it."""
     for panel in (row - 1, row):
         plot.add_vrect(x0=turn.low, x1=turn.high, fillcolor=GREY, opacity=0.18, line_width=0, row=panel, col=1)
         plot.add_vline(x=turn.at, line={"color": "#444", "width": 1.2, "dash": "dot"}, row=panel, col=1)
@@ -255,7 +255,7 @@ def _crosses(plot: Any, row: int, data: pd.DataFrame, x: Array, top: float) -> N
 
 
 def _style(plot: Any, axis: str) -> None:
-    """The look of the other figures, in every panel."""
+    """Give every panel the look of the other figures."""
     look = plots.new_plot("", "").layout
     plain = {name: value for name, value in look.xaxis.to_plotly_json().items() if name not in ("title", "anchor")}
     plot.update_layout(font=look.font, paper_bgcolor="#fff", plot_bgcolor=look.plot_bgcolor, hovermode="closest")
@@ -266,13 +266,13 @@ def _style(plot: Any, axis: str) -> None:
 
 
 def _sized(plot: Any, size: tuple[int, int, int]) -> tuple[Any, int, int]:
-    """The figure at a width, with its legend above and room for its caption below; its width and height."""
+    """Return the figure at a width, its legend above and room for its caption below; and its width and height."""
     width, upper, lower = size
     small = width < BLOG[0]
     panels = len(list(plot.select_yaxes())) // 2
     caption = max((a.text.count("<br>") + 1 for a in plot.layout.annotations if a.name == "caption"), default=0)
     bottom = (40 if small else 56) + (14 if small else 17) * caption
-    used, rows = 0, 1  # of the legend, as plotly will break it
+    used, rows = 0, 1  # of the legend, as plotly breaks it
     for trace in plot.data:
         if trace.name and trace.showlegend is not False:
             wide = 50 + (6 if small else 7) * len(trace.name)
@@ -305,7 +305,7 @@ def _captioned(drawn: Figure, small: bool) -> Any:
 
 
 def _names(comparison: Comparison) -> list[str]:
-    """What the sides are called in the legend: a file by the end of its path that tells it from the other."""
+    """Return the sides' names in the legend: a file by the end of its path that tells it from the other."""
     a, b = (Path(name).parts for name in (comparison.a, comparison.b))
     parts = 1 + next((i for i, (x, y) in enumerate(zip(a[::-1], b[::-1], strict=False)) if x != y), 0)
     return [f"{side} {plots.short('/'.join(name[-parts:]), 46)}" for side, name in (("A", a), ("B", b))]

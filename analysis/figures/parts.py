@@ -1,4 +1,4 @@
-"""The figure of whole jobs (protocol=job): the peak of each part, beside that of the steps."""
+"""The figure of whole jobs (protocol=job): the peak of each part, next to that of the steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evalu
 
 
 def of_jobs(view: View) -> list[Figure]:
-    """Bars of each part's peak, a group of them for each of the jobs that most exceed their steps; the steps marked."""
+    """Draw each part's peak as a bar, grouped by job, for the jobs that most exceed their steps; frame the steps."""
     if not (jobs := view.jobs):
         return []
     shown = jobs[:JOBS]

@@ -1,6 +1,6 @@
-"""Which phase of a step needs how much, and where the peak of it lies.
+"""The figure of a step's phases: how much memory each needs, and which holds the peak.
 
-Not covered: what the memory is of (composition.py).
+In: rows. It does not show what the memory is for, as composition.py does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vramsweep.analysis.model.phases import PHASES
 
 NAME = "memory_by_phase"
 COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
-# Their own hues, lighter and darker: the colours of configurations and of parts mean something else.
+# Hues of their own, lighter and darker, because the colours of configurations and of parts mean something else.
 LOOKS = {
     "load": Look("#8c8c8c", "circle", "dot"),
     "forward": Look("#6a51a3", "square", "dash"),
@@ -31,12 +31,12 @@ HATCH = {"shape": "\\", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, 
 
 
 def highest(rows: pd.DataFrame) -> list[str]:
-    """The phase that holds each row's peak; "" where no phase's is known."""
+    """Return the phase that holds each row's peak; "" if no phase's peak is known."""
     return list(highest_of(rows[list(COLUMNS)].to_numpy(float, na_value=np.nan), PHASES))
 
 
 def phases(view: View) -> list[Figure]:
-    """Peak allocated of each phase of a step against length, over what is allocated and reserved in all."""
+    """Draw the peak allocated of each phase of a step against length, over allocated and reserved of the whole run."""
     known = [g for g in having(view.groups, *COLUMNS[1:]) if len(g.ok(*COLUMNS[1:], "seq_len"))]
     if not known:
         return []

@@ -1,7 +1,6 @@
-"""How every figure looks: plotly, colour-blind safe, markers too, labels at the lines; and what they are drawn with.
+"""The look of all figures, and what they are drawn with: plotly, colour-blind safe, markers too, labels at the lines.
 
-With each figure goes the data that it shows, with the trial ids of its source rows, and a line that says what these
-are. Not covered: the figures themselves, one module each (figure_table.py), and their files (files.py, layout.py).
+Each figure carries the data that it shows with the trial ids of its source rows, and a line on what these rows are.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from vramsweep.harness.messages.terminal import escape_text
 __all__ = ["COLOURS", "GREY", "MARKERS", "MOST", "Look"]
 
 LENGTH = "sequence length (tokens)"
-INK = "#555"  # of text, which a dark page brightens
-WORLD = "world"  # the annotation that says what kind of rows a figure shows
-DIRECT = "direct"  # meta of the traces that are labels
+INK = "#555"  # of text; a dark page brightens it
+WORLD = "world"  # name of the annotation that tells a figure's kind of rows
+DIRECT = "direct"  # marks the traces that are labels, in their meta
 Box = tuple[float, float, float, float]
-MANY = 100  # points from which on they are small
+MANY = 100  # points; if there are more, they are small
 POINTS = 1500  # more points in one trace than this cannot be told apart, and make a browser slow
 BLOG = (800, 460)
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A drawn figure: file name, title, what it shows in a sentence, the plot, the data behind it, and its source: card
-    and versions of its rows, and whether they were measured."""
+    """A drawn figure: file name, title, caption, plot, and the data behind it. `source` gives the GPU and versions of
+    its rows, and whether they were measured."""
 
     name: str
     title: str
@@ -48,7 +47,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class End:
-    """Where a line ends, for its label: position on the axes, name, look."""
+    """The end of a line, for its label: position on the axes, name, look."""
 
     x: float
     y: float
@@ -57,7 +56,7 @@ class End:
 
 
 def add_band(plot: Any, x: Array, low: Array, high: Array, look: Look, **more: Any) -> None:
-    """An area, whose ends may be infinite or unknown: `finish` clips them."""
+    """Draw an area. Its ends may be infinite or unknown, because `finish` clips them."""
     low, high = np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
     plot.add_scatter(
         x=np.array([*x, *x[::-1]]), y=np.array([*high, *low[::-1]]), fill="toself", mode="lines", line={"width": 0},
@@ -69,7 +68,7 @@ def add_points(
     plot: Any, x: Array, y: Array, ids: Any, look: Look, name: str, legend: bool = True, hollow: bool = False,
     faded: float = 1.0, **more: Any,
 ) -> None:  # fmt: skip
-    """Rows as markers; `faded` is their opacity where a line is what counts."""
+    """Draw rows as markers; `faded` is their opacity if a line matters more."""
     many = len(x) > MANY
     plot.add_scatter(
         x=x, y=y, mode="markers", name=escape(name), customdata=[escape(str(one)) for one in ids], legendgroup=name,
@@ -81,7 +80,7 @@ def add_points(
 
 
 def add_curve(plot: Any, x: Array, y: Array, look: Look, name: str, dash: str = "") -> None:
-    """A line without points, and not in the legend: its points are."""
+    """Draw a line without points. It is not in the legend, because its points are."""
     plot.add_scatter(
         x=x, y=y, mode="lines", name=escape(name), legendgroup=name, hoverinfo="skip", showlegend=False,
         line={"color": look.colour, "width": 2, "dash": dash or look.dash, "simplify": False}, **look.trace,
@@ -91,7 +90,7 @@ def add_curve(plot: Any, x: Array, y: Array, look: Look, name: str, dash: str = 
 def add_line(
     plot: Any, x: Array, y: Array, look: Look, name: str, line: Mapping[str, Any] = MappingProxyType({}), **more: Any
 ) -> None:
-    """Points joined by a line, points only where they are few."""
+    """Draw points joined by a line; markers only if there are few points."""
     plot.add_scatter(
         x=x, y=y, mode="lines+markers" if len(x) <= 60 else "lines", name=escape(name),
         line={"color": look.colour, "width": 2, "dash": look.dash} | dict(line),
@@ -104,7 +103,7 @@ def add_text(
     plot: Any, x: Any, y: Any, text: Sequence[str], look: Look, place: str, size: int = 12, direct: bool = False,
     **more: Any,
 ) -> None:  # fmt: skip
-    """Words at points of the axes, which go where their configuration's traces go; `direct`: the name of a line."""
+    """Write words at points of the axes, shown with their configuration's traces; `direct` marks the name of a line."""
     meta = {"settings": dict(look.settings)} | ({DIRECT: True} if direct else {})
     plot.add_scatter(
         x=list(x), y=list(y), text=[escape(one) for one in text], mode="text", textposition=place, showlegend=False,
@@ -114,12 +113,13 @@ def add_text(
 
 
 def axis_unit(largest: float) -> tuple[int, str]:
-    """The unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
+    """Return the unit in which sizes up to `largest` bytes are drawn: its bytes and its name."""
     return (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
 
 
 def thin(x: Array, y: Array, most: int = POINTS) -> Any:
-    """Indices of at most about `most` points that keep the picture: evenly spaced, and each stretch's extremes."""
+    """Return indices of at most about `most` points: evenly spaced plus each stretch's extremes, to keep the picture.
+    """
     if len(x) <= most:
         return np.arange(len(x))
     keep = {0, len(x) - 1}
@@ -129,12 +129,12 @@ def thin(x: Array, y: Array, most: int = POINTS) -> Any:
 
 
 def spread(x: Array, most: int) -> Any:
-    """Indices of at most `most` of these, evenly spaced, both ends among them."""
+    """Return indices of at most `most` of these, evenly spaced, including both ends."""
     return np.unique(np.linspace(0, len(x) - 1, min(len(x), most)).round().astype(int))
 
 
 def escape(text: str) -> str:
-    """Text for plotly, which reads a subset of HTML, links among it."""
+    """Escape text for plotly, which reads a subset of HTML, including links."""
     return escape_text(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
@@ -148,7 +148,7 @@ def faint(colour: str, opacity: float = 0.18) -> str:
 
 
 def ink(colour: str) -> str:
-    """The colour, dark enough for text on white: a contrast of about 4.5."""
+    """Return the colour, dark enough for text on white: a contrast of about 4.5."""
     if len(colour) != 7:
         return colour
     linear = [(v / 255) ** 2.2 for v in _rgb(colour)]
@@ -157,7 +157,7 @@ def ink(colour: str) -> str:
 
 
 def shade(colour: str, share: float) -> str:
-    """Darker: so much of its light."""
+    """Return the colour with this share of its light."""
     return "#" + "".join(f"{round(v * share):02x}" for v in _rgb(colour))
 
 
@@ -188,7 +188,7 @@ def new_plot(x_title: str, y_title: str) -> go.Figure:
 
 
 def new_panels(x_title: str, panels: Mapping[str, tuple[float, float]], **layout: Any) -> Any:
-    """Return an empty plot with panels over each other along one axis: of each its title and part of the height."""
+    """Return an empty plot with panels over each other along one axis, by title and part of the height."""
     plot = new_plot(x_title, "")
     for number, (title, domain) in enumerate(panels.items(), 1):
         own = {**AXIS, "domain": domain, "anchor": "x", "title": {"text": title}, "tickformat": ",~g"}
@@ -197,9 +197,9 @@ def new_panels(x_title: str, panels: Mapping[str, tuple[float, float]], **layout
 
 
 def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = False, share: float = 1.0) -> None:
-    """Set the y range (from zero unless that wastes half of it, or `zero`) and put each label at the end of its line.
+    """Set the y range (from zero unless that wastes half of it, or if `zero`) and label the end of each line.
 
-    `share` is that of the plot's height which the axis has.
+    `share` is the share of the plot's height that the axis has.
     """
     low, high = min(reach), max(reach)
     low = 0.0 if zero or low < 0.5 * high else low - 0.08 * (high - low)
@@ -220,7 +220,7 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
     plot.update_layout(margin={"r": round(right)})
     if any(isinstance(x, float | int | np.number) for trace in plot.data for x in trace.x[:1]):
         plot.update_xaxes(range=[first - 0.03 * span, last + 0.03 * span])
-    if len({end.x for end in ends}) == 1 and ends[0].x == last:  # behind all that is drawn: in their order
+    if len({end.x for end in ends}) == 1 and ends[0].x == last:  # to the right of all that is drawn: keep their order
         for end, y in zip(ends, apart([end.y for end in ends], 16 / up, low, high), strict=True):
             add_text(plot, [end.x], [y], [f" {short(end.name)} "], end.look, "middle right", direct=True)
         return
@@ -237,7 +237,7 @@ def finish(plot: Any, ends: Sequence[End], reach: Sequence[float], zero: bool = 
 
 
 def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """The places moved as little as need be, so that each is `gap` from the next and all are within the range."""
+    """Move the places as little as needed, so that each is `gap` from the next and all are within the range."""
     order = np.argsort(places, kind="stable")
     found = np.array(places, dtype=float)
     at = low + gap / 2
@@ -252,7 +252,7 @@ def apart(places: Sequence[float], gap: float, low: float, high: float) -> list[
 
 
 def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
-    """Positions of what is drawn, thinned; categories count from 0."""
+    """Return positions of what is drawn, thinned; categories count from 0."""
     found = []
     for trace in plot.data:
         if trace.visible is False or trace.mode == "text" or trace.yaxis not in (None, "y") or not len(trace.x):
@@ -264,7 +264,7 @@ def _numbers(plot: Any, most: int = 200) -> list[tuple[float, float]]:
 
 
 def _overlaps(box: Box, others: Array) -> bool:
-    """Whether a box (left, bottom, right, top) overlaps any of the others, shape (n, 4)."""
+    """Check whether a box (left, bottom, right, top) overlaps any of the others, shape (n, 4)."""
     left, bottom, right, top = others.T
     return bool(np.any((box[0] < right) & (left < box[2]) & (box[1] < top) & (bottom < box[3])))
 
@@ -274,9 +274,9 @@ def short(name: str, most: int = 34) -> str:
 
 
 def of_world(figure: Figure, world: str, alone: bool) -> Figure:
-    """The figure with what kind its rows are of (predicted, measured on cuda, from a foreign file) written on it.
+    """Return the figure marked with the kind of its rows (predicted, measured on cuda, imported from a file).
 
-    The file's name says it too unless there are no others.
+    The file's name says it too, unless it is `alone`: there are no figures of other rows.
     """
     name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")[:120]
     plot = go.Figure(figure.plot)
@@ -285,7 +285,7 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
         font={"size": 12, "color": GREY}, name=WORLD,
     )  # fmt: skip
     plot.update_layout(margin={"t": 28})
-    if plot.layout.legend.yref == "paper":  # over it
+    if plot.layout.legend.yref == "paper":  # move it above the annotation
         height = (plot.layout.height or BLOG[1]) - 80
         plot.update_layout(legend={"y": max(plot.layout.legend.y, 1 + 20 / height)}, margin={"t": 48})
     return replace(

@@ -1,4 +1,4 @@
-"""The only figures that show predictions beside measurements: one against the other, and how far apart they are."""
+"""Figures of predictions compared with measurements: one against the other, and the relative prediction errors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS
 
 
 def of_residuals(found: pd.DataFrame) -> list[Figure]:
-    """The figures that these residuals allow, in reading order."""
+    """Return the figures that these residuals allow, in reading order."""
     return [figure for figure in (predicted_against_measured(found), residuals(found)) if figure is not None]
 
 
 def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
-    """Predicted over measured peak allocated and reserved, one point a configuration."""
+    """Draw predicted over measured peak allocated and reserved, one point a configuration."""
     known = found[found["component"].isin(HEADLINES)].dropna(subset=["predicted_bytes", "measured_bytes"])
     if known.empty:
         return None
@@ -50,7 +50,7 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
 
 
 def residuals(found: pd.DataFrame) -> Figure | None:
-    """The relative residuals of each component: a box over all configurations, and the configurations as points."""
+    """Draw the relative residuals of each component: a box over all configurations, and each as a point."""
     known = found[found["relative"].notna()]
     if not (names := [name for name in COMPONENTS if (known["component"] == name).any()]):
         return None

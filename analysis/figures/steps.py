@@ -1,4 +1,4 @@
-"""Step by step: how long a step takes, and whether the memory that it reserves has stopped rising."""
+"""Figures of a run step by step: how long a step takes, and whether reserved memory has stopped rising."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vramsweep.analysis.figures.line_chart import having
 from vramsweep.analysis.figures.plots import End, Figure, finish, new_plot
 from vramsweep.analysis.figures.style import MOST, View
 
-PLATEAU = 5  # measured steps: in fewer nothing can be seen to have stopped
+PLATEAU = 5  # measured steps; fewer cannot show that memory has stopped rising
 
 
 def steps(view: View) -> list[Figure]:
-    """Step times, and peak reserved, step by step: is the run steady, has memory stopped rising."""
+    """Draw step times and peak reserved, step by step: is the run steady, has memory stopped rising."""
     found = []
     rising = ("Has memory stopped rising?", "peak reserved of the step (GiB)")
     for name, column, scale, (title, axis), least in (
@@ -52,13 +52,13 @@ def steps(view: View) -> list[Figure]:
 
 
 def _long(group: Group, column: str, least: int) -> pd.DataFrame:
-    """One row a length of those that counted at least so many steps."""
+    """Return one row a length, of those that counted at least so many steps."""
     rows = group.ok(column, "seq_len").sort_values("seq_len").drop_duplicates("seq_len")
     return rows[rows[column].map(len) >= least]
 
 
 def _shade(number: int, count: int) -> str:
-    """One hue from light to dark, as lengths grow: colours stand for configurations."""
+    """Return one hue from light to dark as lengths grow, because colours stand for configurations."""
     share = number / max(count - 1, 1)
     return "#" + "".join(
         f"{round(a + share * (b - a)):02x}" for a, b in zip((150, 180, 205), (20, 50, 90), strict=True)

@@ -1,7 +1,7 @@
-"""What figures are drawn from, and how a configuration looks in all of them.
+"""What figures are drawn from, and the look of a configuration in all of them.
 
-A colour stands for one configuration in every figure of a report, predicted or measured. Each trace says which settings
-it is of (`meta`), so that a page can let its reader choose among them.
+A colour stands for one configuration in every figure of a report, predicted or measured. Each trace names its settings
+(`meta`), so that a page can let its reader choose among them.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "bowtie")
 DASHES = ("solid", "dashdot", "longdash")
 GREY = "#7f7f7f"
-ON_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")  # settings that say on which card
-MOST = 6  # configurations in one figure
-# What two rows of one configuration share, whoever measured or predicted them.
+ON_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")  # settings that name the GPU
+MOST = 6  # most configurations in one figure
+# Columns in which rows of one configuration are equal, whoever measured or predicted them.
 _SHARED = (*COMPARED, "micro_batch", "allocator_conf", "data", "protocol")
 
 
 @dataclass(frozen=True)
 class Look:
-    """How what is drawn of one configuration looks, and which settings it is of."""
+    """The look of what is drawn of one configuration, and the settings of that configuration."""
 
     colour: str
     symbol: str = MARKERS[0]
@@ -42,21 +42,21 @@ class Look:
 
     @property
     def trace(self) -> dict[str, Any]:
-        """What every trace of it carries."""
+        """Return what every trace of the configuration carries."""
         own: dict[str, Any] = {"meta": {"settings": dict(self.settings)}}
         return own | ({"visible": False} if self.hidden else {})
 
     def numbered(self, number: int) -> Look:
-        """The same configuration in another colour: one of several things that are known of it."""
+        """Return this configuration's look in another colour, for one of several quantities."""
         return replace(self, colour=COLOURS[number % MOST], symbol=MARKERS[number % MOST], dash="solid")
 
 
 @dataclass(frozen=True)
 class View:
-    """What a table's figures are drawn from: rows of one kind (measured, predicted, of one foreign file).
+    """What a table's figures are drawn from: rows of one kind (measured, predicted, imported from one file).
 
-    Of `varied` groups the lengths vary from sample to sample. `looks` are by the groups' ids; a group that is not there
-    looks like the first. `curves` are the kinds that are drawn beside the chosen one.
+    In `varied` groups the lengths vary from sample to sample. `looks` are by the groups' ids; a group that is missing
+    there looks like the first. `curves` are the kinds that are drawn next to the chosen one.
     """
 
     table: Table
@@ -71,23 +71,23 @@ class View:
     curves: Sequence[str] = ()
 
     def look(self, group: Group, hidden: bool = False) -> Look:
-        """How this configuration looks in every figure."""
+        """Return the look of this configuration in every figure."""
         return replace(self.looks.get(group.id) or Look(COLOURS[0], settings=settings(group)), hidden=hidden)
 
     def of_trial(self, trial_id: str) -> Look:
-        """How the configuration of a row looks."""
+        """Return the look of a row's configuration."""
         every = (*self.groups, *self.varied)
         found = (self.look(group) for group in every if group.take("trial_id")["trial_id"].eq(trial_id).any())
         return next(found, Look(COLOURS[0]))
 
 
 def settings(group: Group) -> dict[str, str]:
-    """What tells the group from the others, as text."""
+    """Return what distinguishes the group from the others, as text."""
     return {key: str(value) for key, value in group.settings.items()}
 
 
 def looks(groups: Sequence[Group]) -> dict[str, Look]:
-    """The look of each group, by its id: of the first one and those nearest to it all are different.
+    """Return the look of each group, by its id. The first one and those nearest to it all look different.
 
     Colours repeat after eight configurations, then with another marker and dash.
     """
@@ -101,7 +101,7 @@ def looks(groups: Sequence[Group]) -> dict[str, Look]:
 
 
 def _apart(group: Group, base: Group) -> int:
-    """In how many settings it differs from the first; groups of other worlds come after those of the first's."""
+    """Count the settings that differ from the first group's; groups with other settings than that come last."""
     if set(group.settings) != set(base.settings):
         return 1000
     return sum(value != base.settings[key] for key, value in group.settings.items())
@@ -111,15 +111,15 @@ def _identity(group: Group) -> tuple[str, ...]:
     first = group.source.iloc[group.rows[0]]
     known = card(group.take(*CARD)).dropna()
     which = str(known.iloc[0]) if len(known) else str(first.get("gpu_name"))
-    foreign = ("allocator",) if pd.isna(first.get("allocator_conf")) else ()  # of which the name is all that is known
+    foreign = ("allocator",) if pd.isna(first.get("allocator_conf")) else ()  # only its name is known
     keys = (*_SHARED, *foreign, *extras(group.source, EXTRAS_APART))
     return (which, *(str(plain_value(first.get(name))) for name in keys))
 
 
 def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[Group], str]:
-    """At most six groups that can be read in one figure, and which these are when there are more.
+    """Return at most six groups that can be read in one figure, and which these are if there are more.
 
-    With too many, the largest group and those that differ from it in one setting of `prefer` only (else in any one).
+    If there are too many, take the largest and those that differ from it in one setting, ones of `prefer` first.
     """
     if len(groups) <= MOST:
         return list(groups), ""
@@ -136,18 +136,18 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
 
 
 def shared(groups: Sequence[Group]) -> dict[str, Any]:
-    """The settings in which these groups are equal."""
+    """Return the settings in which these groups are equal."""
     return {k: v for k, v in groups[0].settings.items() if all(g.settings.get(k) == v for g in groups)}
 
 
 def names(groups: Sequence[Group]) -> list[str]:
-    """Labels of groups that stand in one figure: only what differs between these."""
+    """Return labels of groups that stand in one figure: only what differs between these."""
     same = shared(groups)
     found = [label(_drop_repeated({k: v for k, v in group.settings.items() if k not in same}), 2) for group in groups]
     return [name + f" ({found[:i].count(name) + 1})" * (found.count(name) > 1) for i, name in enumerate(found)]
 
 
 def _drop_repeated(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what only repeats another setting: an allocator's name says its configuration, a card's name is one."""
+    """Drop settings that only repeat another: an allocator's name tells its configuration, and a GPU is named once."""
     again = {"allocator_conf": "allocator", "trial.device.gpu": "simulated_gpu", "gpu_name": "trial.device.gpu"}
     return {key: value for key, value in settings.items() if again.get(key) not in settings}

@@ -1,4 +1,4 @@
-"""Speed against length: tokens, samples and steps per second as measured, a share of the card's peak, an estimate."""
+"""Figures of speed against length: measured tokens, samples and steps per second, share of the GPU's peak, estimate."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vramsweep.analysis.model.curves import FEWEST
 from vramsweep.analysis.model.fit import FEWEST_TIMES, Fit
 
 SPEEDS = ("samples_per_s", "tokens_per_s")
-OF_A_STEP = ("micro_batch", "grad_accum", "world_size")  # whose product is its samples
+OF_A_STEP = ("micro_batch", "grad_accum", "world_size")  # their product is the samples of a step
 
 
 def throughput(view: View) -> list[Figure]:
-    """Tokens per second against length; the curve is tokens per step over the fitted step time, where there is one:
-    fewer lengths than a line of step times takes are points alone."""
+    """Draw tokens per second against length; the curve is tokens per step over the fitted step time. Groups with too
+    few lengths for a line of step times are points alone."""
     fits = {fit.group: fit for fit in view.fits if fit.metric.column == "step_median_s" and fit.samples_per_step}
     shown, note = baseline([g for g in view.groups if g.id in fits] or _few(view), ("precision", "micro_batch"))
     if not shown:
@@ -56,7 +56,7 @@ def throughput(view: View) -> list[Figure]:
 
 
 def _draw_fit(plot: Any, fit: Fit, look: Look, name: str, banded: bool) -> tuple[float, float]:
-    """The curve of a fit's throughput, with its interval if `banded`; where it ends."""
+    """Draw the curve of a fit's throughput, with its interval if `banded`; return where it ends."""
     samples = fit.samples_per_step or 1
     for part, _ in parts_of(fit):
         predicted, tokens = fit.predict(part), part * samples
@@ -69,14 +69,14 @@ def _draw_fit(plot: Any, fit: Fit, look: Look, name: str, banded: bool) -> tuple
 
 
 def _few(view: View) -> list[Group]:
-    """The groups with some lengths, but fewer than a line of step times takes."""
+    """Return the groups with some lengths, but fewer than a line of step times takes."""
     counts = {g.id: g.ok("tokens_per_s", "seq_len")["seq_len"].nunique() for g in view.groups if not g.varies}
     return [group for group in view.groups if FEWEST <= counts.get(group.id, 0) < FEWEST_TIMES]
 
 
 def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
-    """The rows, how far each one's step time lies over the fitted one (a share), and whether it is outside the interval
-    for a new run; nothing is without a fit."""
+    """Return the rows, with how far each step time lies over the fitted one (a share). Mark those outside the interval
+    for a new run. Without a fit, nothing is outside."""
     if fit is None:
         return group.ok("tokens_per_s", "seq_len").sort_values("seq_len").assign(over_fit=np.nan, outside=False)
     rows = group.ok("tokens_per_s", "seq_len", "step_median_s").sort_values("seq_len")
@@ -88,7 +88,7 @@ def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
 
 
 def _misses(rows: pd.DataFrame) -> str:
-    """How many rows the fit misses, and the worst of them."""
+    """Say how many rows the fit misses, and name the worst of them."""
     if (missed := rows[rows["outside"]]).empty:
         return "All lie inside the fit's 95 % interval for a new run."
     worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
@@ -100,7 +100,7 @@ def _misses(rows: pd.DataFrame) -> str:
 
 
 def mfu(view: View) -> list[Figure]:
-    """Model FLOP/s utilisation against length."""
+    """Draw model FLOP/s utilisation against length."""
     return lines(
         view, groups_with(view.groups, "mfu"), {"mfu": "MFU (% of dense peak)"}, 0.01, "mfu",
         "Model FLOP/s utilisation",
@@ -109,8 +109,8 @@ def mfu(view: View) -> list[Figure]:
 
 
 def iterations(view: View) -> list[Figure]:
-    """Optimizer steps per second against length, as scripts count them; below samples per second, unless a step has one
-    sample: then they are the same."""
+    """Draw optimizer steps per second against length, as scripts count them. Samples per second are below, unless a
+    step has one sample: then they are the same."""
     found, each = [], set()
     for group, rows in () if view.predicted else groups_with(view.groups, "step_median_s", *SPEEDS, *OF_A_STEP):
         samples = rows["samples_per_s"].fillna(rows["tokens_per_s"] / rows["seq_len"])
@@ -129,7 +129,7 @@ def iterations(view: View) -> list[Figure]:
 
 
 def estimated(view: View) -> list[Figure]:
-    """Estimated tokens per second against length; only simulated rows have it, and it knows no allocator."""
+    """Draw estimated tokens per second against length. Only simulated rows have it; no allocator changes it."""
     speed = "estimated_tokens_per_s"
     return lines(
         view, groups_with(whatever(view.groups, "allocator"), speed),

@@ -1,7 +1,7 @@
-"""The figure of a step's timeline: what is held from event to event, stacked by what it is for, and its peak.
+"""The figure of a step's timeline: memory from event to event, stacked by what it is for, and its peak.
 
-The data is that of `vramsweep timeline --json` (harness/verbs/timeline.py, runners/predict/memory_timeline.py), sizes
-there in bytes.
+In: the data of `vramsweep timeline --json` (harness/verbs/timeline.py, runners/predict/memory_timeline.py), with sizes
+in bytes.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.messages.units import format_gib, format_size
 from vramsweep.harness.process.interpreter import build_command
 
-HEADROOM = 1.3  # of the y axis above what is drawn, for the names of phases and the peak
+HEADROOM = 1.3  # of the y axis over what is drawn, for the names of phases and the peak
 _WIDTH = 300  # px of the plot in one column of a paper, where names of phases must not overlap
 
 
 def of_timelines(records: Sequence[Mapping[str, Any]]) -> list[tuple[Figure, pd.DataFrame]]:
-    """The figure of each record and the table of what holds its peak."""
+    """Return the figure of each record and the table of what holds its peak."""
     return [(of_timeline(record), holders(record)) for record in records]
 
 
 def of_timeline(record: Mapping[str, Any]) -> Figure:
-    """One step: areas by category that sum to allocated, reserved above, phases, limit, peak."""
+    """Draw one step: areas by category that sum to allocated, reserved above, phases, limit, peak."""
     data, told = record["timeline"], label(record["about"])
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     event = np.array(data["event"])
@@ -48,7 +48,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
     plot = new_plot("allocation or free, in order (not in time)", f"memory ({called})")
     for name, colour in PARTS.items():
         if (sizes := np.array(data["parts"][name])).any():
-            thin = float(sizes.max()) < reach / 300  # too thin to be looked for
+            thin = float(sizes.max()) < reach / 300  # too thin to be in the legend
             plot.add_scatter(
                 x=event, y=sizes / unit, name=of_part(name), stackgroup="held", mode="lines",
                 line={"width": 0 if thin else 0.8, "shape": "hv", "color": colour}, fillcolor=colour,
@@ -88,7 +88,7 @@ def of_timeline(record: Mapping[str, Any]) -> Figure:
 
 
 def label(about: Mapping[str, Any]) -> str:
-    """What the timeline is of, in words."""
+    """Return in words what the timeline is of."""
     many = [f"{about['sharding']} on {about['world_size']} GPUs"] if about["world_size"] > 1 else []
     setting = [] if about["allocator"] == "default" else [f"allocator {about['allocator']}"]
     size = f"{about['seq_len']:,} tokens × {about['micro_batch']:,}"
@@ -96,7 +96,7 @@ def label(about: Mapping[str, Any]) -> str:
 
 
 def holders(record: Mapping[str, Any]) -> pd.DataFrame:
-    """What holds the peak: text cells, the largest storages first, those of several layers in one row."""
+    """Return what holds the peak as text cells: the largest storages first, those of several layers in one row."""
     peak = record["timeline"]["peak"]
     rows = []
     for one in peak["alike"]:
@@ -121,7 +121,7 @@ def holders(record: Mapping[str, Any]) -> pd.DataFrame:
 
 
 def _phases(plot: Any, phases: Sequence[Mapping[str, Any]], events: int) -> None:
-    """Bands and names; a name that has no room beside the one before stands a line lower."""
+    """Draw bands and names; a name that has no room next to the one before stands a line lower."""
     ends = [0.0, 0.0]
     many = len(phases) > 9
     for number, phase in enumerate(phases):
@@ -146,7 +146,7 @@ def _phases(plot: Any, phases: Sequence[Mapping[str, Any]], events: int) -> None
 
 
 def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, left: bool, below: bool) -> None:
-    """The line, its name at its left or right end, on the side where reserved is not, and where a request fails."""
+    """Draw the limit, its name at the left or right end, away from reserved, and where a request fails."""
     plot.add_hline(y=limit / unit, line={"dash": "dash", "color": "#555", "width": 1.5})
     plot.add_annotation(
         x=0 if left else 1, xref="paper", y=limit / unit, text=f"limit {format_size(limit)}", showarrow=False,
@@ -186,12 +186,12 @@ def _frame(record: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(columns).assign(trial_id=record["trial_id"])
 
 
-SECONDS = 120  # replays take a second, the first ones the time to start torch
+SECONDS = 120  # a replay takes a second, and the first ones also start torch
 
 
 def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFrame]], list[str]]:
-    """Figures, the tables of what holds their peaks (title, file name, text cells) and notes; nothing where the rows
-    are not predicted or their traces are gone."""
+    """Return figures, the tables of what holds their peaks (title, file name, text cells) and notes. All are empty if
+    no row is predicted or the traces are gone."""
     folder = own_files(Path(table.source))
     if not (folder / "traces").is_dir() or not (table.frame["device"] == "simulated").any():
         return [], [], []

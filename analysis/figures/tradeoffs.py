@@ -1,4 +1,4 @@
-"""Trades: memory over batch and length at once, and memory against speed."""
+"""Figures of trade-offs: memory over batch and length at once, and memory against speed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAT = ("micro_batch", "seq_len", "peak_reserved_bytes", "peak_allocated_bytes"
 
 
 def heat_map(view: View) -> list[Figure]:
-    """Peak reserved (else allocated) over batch and length, with the edge beyond which it ran out of memory."""
+    """Draw peak reserved (else allocated) over batch and length, with the border beyond which memory ran out."""
     shown = others_equal(view.groups, ("micro_batch",))[:MOST]
     rows = pd.concat([g.take(*_HEAT) for g in shown]) if shown else pd.DataFrame({"outcome": []})
     rows = rows[rows["outcome"].isin(["ok", "oom"])]
@@ -57,7 +57,7 @@ def heat_map(view: View) -> list[Figure]:
 
 
 def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> None:
-    """A line along the cell borders between the largest length that fitted and the first that did not."""
+    """Draw a line along cell borders between the largest length that fitted and the first that did not."""
     corners: list[tuple[float, float]] = []
     for row, batch in enumerate(batches if oom else ()):
         first = next((i for i, s in enumerate(lengths) if (int(batch), int(s)) in oom), len(lengths))
@@ -68,7 +68,7 @@ def _edge(plot: Any, lengths: Any, batches: Any, oom: set[tuple[int, int]]) -> N
 
 
 def pareto(view: View) -> list[Figure]:
-    """Memory against speed at one length: what is not beaten in both is joined by a line."""
+    """Draw memory against speed at one length; a line joins the points that no other beats in both."""
     if not (groups := view.groups):
         return []
     what = "allocated" if groups[0].resident else "reserved"  # a process's resident set says little
