@@ -1,5 +1,5 @@
-// The little of a browser's document that plotly.js needs to draw an SVG: elements, selectors, sizes of text; no events.
-// Text is measured as Liberation Sans, which is as wide as Arial and Helvetica: an SVG asks for these.
+// The parts of a browser's document that plotly.js needs to draw an SVG: elements, selectors, sizes of text; no events.
+// Text is measured as Liberation Sans, because it is as wide as Arial and Helvetica, for which an SVG asks.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -28,7 +28,7 @@ const widths = Object.fromEntries(Object.entries(ADVANCES).map(([weight, table])
   weight, new Map(Object.entries(table).flatMap(([width, letters]) => [...letters].map((one) => [one, Number(width)]))),
 ]));
 
-/** How wide a line of text is set, in em. */
+/** Return the width of a line of text, in em. */
 function textWidth(text, weight) {
   const known = widths[weight === "bold" || weight >= 600 ? "bold" : "normal"];
   let sum = 0;
@@ -112,7 +112,7 @@ class Text extends Node {
   cloneNode() { return new Text(this.data); }
 }
 
-/** What `style` of an element is: the declarations of its attribute. */
+/** The `style` of an element: the declarations of its attribute. */
 class Style {
   constructor(element) { this.element = element; }
 
@@ -177,7 +177,7 @@ class Element extends Node {
   }
 
   get innerHTML() { return this.childNodes.map(serialize).join(""); }
-  set innerHTML(text) { this.textContent = text; } // of no markup that is drawn
+  set innerHTML(text) { this.textContent = text; } // no drawn markup is set this way
   get outerHTML() { return serialize(this); }
 
   cloneNode(deep) {
@@ -222,7 +222,7 @@ class Element extends Node {
   get clientHeight() { return this.offsetHeight; }
 }
 
-/** What a heat map is drawn on: as rectangles of an SVG inside the SVG, which stay sharp. */
+/** The canvas of a heat map: rectangles of an SVG inside the SVG, because they stay sharp. */
 class Canvas extends Element {
   getContext() {
     const rectangles = this.rectangles = [];
@@ -257,7 +257,7 @@ const PLACED = {
 };
 const parsed = new Map();
 
-/** A selector as its alternatives, each the steps that an element and those around it have to match, inmost first. */
+/** Split a selector into alternatives: steps that an element and its ancestors must match, the element's first. */
 function alternatives(selector) {
   if (!parsed.has(selector)) {
     const each = selector.split(/,(?![^[(]*[\])])/).map((one) => one.trim().replace(/\s*>\s*/g, " >").split(/\s+(?![^[]*\])/));
@@ -327,7 +327,7 @@ const asBox = (points) => {
   return { x: left, y: top, left, right, top, bottom, width: right - left, height: bottom - top };
 };
 
-/** The corners of what an element draws, where a matrix puts them. */
+/** Return the corners of what an element draws, transformed by a matrix. */
 function extent(element, matrix) {
   if (style(element, "display") === "none") return [];
   if (element.nodeName === "text" || element.nodeName === "tspan") {
@@ -343,7 +343,7 @@ function extent(element, matrix) {
 const corners = ([x, y, width, height], [a, b, c, d, e, f]) =>
   [[x, y], [x + width, y], [x, y + height], [x + width, y + height]].map(([u, v]) => [a * u + c * v + e, b * u + d * v + f]);
 
-/** Points that a path goes through, or is bent towards. */
+/** Return the points that a path goes through, or is bent towards. */
 function pathPoints(path) {
   const found = [];
   let x = 0, y = 0;
@@ -360,7 +360,7 @@ function pathPoints(path) {
   return found;
 }
 
-/** Where a path of straight lines is after so much of its length, and the length until there. */
+/** Return where a path of straight lines is after the `wanted` length, and the length up to there. */
 function alongPath(element, wanted) {
   const [[x, y], ...others] = pathPoints(element.getAttribute("d") ?? "");
   const at = { x, y, length: 0 };
@@ -389,7 +389,7 @@ function fontSize(element) {
   return own.endsWith("%") ? (number(own) / 100) * fontSize(element.parentNode) : number(own);
 }
 
-/** The boxes (x, y, width, height) of the pieces of a text: a tspan with a place of its own begins a line. */
+/** Return the boxes (x, y, width, height) of a text's pieces: a tspan with an x of its own begins a line. */
 function textBoxes(element) {
   const lines = [];
   let y = number(element.getAttribute("y"));
@@ -442,7 +442,7 @@ class Document extends Node {
 
   createElementNS(space, name) {
     const made = new (name === "canvas" ? Canvas : Element)(name, space);
-    if (name === "text") made.setAttribute("xml:space", "preserve"); // for readers that know no `white-space: pre`
+    if (name === "text") made.setAttribute("xml:space", "preserve"); // for viewers that do not know `white-space: pre`
     return made;
   }
   createElement(name) { return this.createElementNS(HTML, name.toLowerCase()); }
@@ -466,11 +466,11 @@ Object.assign(globalThis, {
 });
 new Document();
 
-// Names of clips and patterns are random: the same figure has the same, so that it is the same file.
+// Names of clips and patterns are random. A fixed seed gives the same figure the same names, and so the same file.
 let seed = 1;
 Math.random = () => { seed = (seed * 48271) % 2147483647; return seed / 2147483647; };
 
-/** What a figure becomes, filled in when it is drawn: `svg`, which is shown `scale` times as large; or the `error`. */
+/** Return an object that is filled in once the figure is drawn: `svg`, shown `scale` times as large; or `error`. */
 function draw(figure, width, height, scale) {
   const found = {};
   const { data, layout } = JSON.parse(figure);

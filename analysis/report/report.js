@@ -1,10 +1,10 @@
-// Figures, the picker, copying and tips. What is packed in the page (deflate in base64) is unpacked here, nothing fetched.
+// Figures, the picker, copying and tips. Parts packed in the page (deflate in base64) are unpacked here; nothing is fetched.
 "use strict";
 const page = (function () {
   const byId = (id) => document.getElementById(id);
   const choices = JSON.parse(byId("choices").textContent);
   const state = { picks: new Map(), search: "" };
-  const listeners = []; // called when what is chosen has changed
+  const listeners = []; // called when the choice has changed
 
   async function unpack(id) {
     const text = atob(byId(id).textContent.trim());
@@ -14,7 +14,7 @@ const page = (function () {
     return new Response(stream).text();
   }
 
-  // What is of these settings is shown if no choice contradicts them; what says nothing of an axis is shown.
+  // Settings are shown if no choice contradicts them; settings without an axis are shown whatever is chosen on it.
   function chosen(settings) {
     for (const [key, value] of state.picks) if (key in settings && String(settings[key]) !== value) return false;
     return true;
@@ -43,7 +43,7 @@ const page = (function () {
     return shown;
   }
 
-  // What a narrow screen changes is in the page (layout.py): this alone is laid over the figure.
+  // The page holds the changes for a narrow screen (layout.py); only these are laid over the figure.
   const NARROW = 560;
   function over(base, change) {
     if (!change || typeof change !== "object" || Array.isArray(change)) return change === undefined ? base : change;
@@ -62,12 +62,12 @@ const page = (function () {
     div.nextElementSibling.hidden = !none;
     if (none) return;
     const data = plot.data.map((trace, i) => over(over(trace, small ? narrow.traces[i] : undefined), { visible: shown[i] }))
-      .filter((trace) => trace.visible !== false); // what nobody sees costs nothing
+      .filter((trace) => trace.visible !== false); // do not draw what nobody sees
     const layout = over(structuredClone(plot.layout), small ? narrow.layout : undefined); // plotly writes into it
     layout.height = small ? narrow.height : plot.layout.height || 460;
     div.style.height = layout.height + "px";
     div.querySelector(":scope > img")?.remove();
-    if (div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the room of a legend that has gone
+    if (div._fullLayout) div._fullLayout._reservedMargin = {}; // plotly keeps the space of a legend that is gone
     await window.Plotly.react(div, data, layout, { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "resetScale2d"]] });
   }
 
@@ -143,7 +143,7 @@ const page = (function () {
   }
   window.addEventListener("hashchange", read);
 
-  // What a link leads to may be folded.
+  // The target of a link may be folded.
   function open(id) {
     const target = document.getElementById(id), fold = target && target.querySelector(":scope > details");
     if (fold) fold.open = true;
@@ -172,7 +172,7 @@ const page = (function () {
     byId("said").textContent = words;
   }
 
-  // --- tips: by the mouse and by the keyboard; a reader's software has them as labels
+  // --- tips, by the mouse and by the keyboard; screen readers get them as labels
   const tip = byId("tip");
   function hint(event) {
     const of = event.target.closest && event.target.closest("[data-tip]");

@@ -1,4 +1,4 @@
-// The table of rows: searched, sorted and paged; filled when it is first opened.
+// The table of rows: search, sorting and pages. It is filled when it is first opened.
 "use strict";
 (function () {
   const byId = (id) => document.getElementById(id);
@@ -33,7 +33,7 @@
 
   function copied(i) {
     const text = element("code", command(i), { class: "command", title: command(i) });
-    if (!command(i).startsWith("python ")) return text; // it says why there is none
+    if (!command(i).startsWith("python ")) return text; // the text says why there is no command
     const button = element("button", "Copy", { type: "button", "aria-label": "Copy the command of trial " + data.trial[i] });
     button.addEventListener("click", () => page.copy(command(i), "The command is copied."));
     return element("div", [button, text], { class: "copied" });
@@ -43,7 +43,7 @@
     return element("span", sign, { class: "badge " + kind, role: "note", tabindex: "0", "aria-label": words, "data-tip": words });
   }
 
-  // What speaks against this number, where it is.
+  // Badges next to a number, for what speaks against it.
   function badges(i, claim) {
     const against = data.flagged[i].map((at) => data.flags[at]).filter((f) => !f.forbids.length || f.forbids.includes(claim));
     const found = [];
@@ -94,7 +94,7 @@
       const keys = new Map(order.map((i) => [i, column.value(i)])), way = sorted.down ? -1 : 1;
       order.sort((a, b) => {
         const x = keys.get(a), y = keys.get(b);
-        if (x === null || y === null) return (x === null) - (y === null); // what is not known is last either way
+        if (x === null || y === null) return (x === null) - (y === null); // unknown values are last in both directions
         return (typeof x === "number" ? x - y : x < y ? -1 : x > y ? 1 : 0) * way || a - b;
       });
     }
@@ -114,7 +114,7 @@
 
   async function fill() {
     if (data) return;
-    data = {}; // not twice
+    data = {}; // do not fill it twice
     data = JSON.parse(await page.unpack("rows-data"));
     byId("search").value = page.state.search;
     arrange();
