@@ -81,7 +81,7 @@ def narrow(plot: Any, width: int, inner: int, text: float) -> dict[str, Any]:
     Short labels stay there, moved apart; a legend below replaces long ones.
     """
     ticks = _ticks(plot, ROWS * width / text)
-    if plot.layout.height is not None:  # of a plot of rows: its own height
+    if plot.layout.height is not None:  # a plot of rows has a height of its own
         lines = max((name.count("<br>") for _, name in ticks), default=0)
         inner = max(70, int((0.62 + 0.35 * lines) * plot.layout.height * text / TEXT) - 10)
     labels = [(i, t) for i, t in enumerate(plot.data) if t.meta and t.meta.get(DIRECT)]
@@ -178,7 +178,7 @@ def _notes(plot: Any, reach: Sequence[float] | None, across: float, left: float,
     taken: list[tuple[float, float]] = []
     kept = []
     for note in plot.layout.annotations:
-        if note.name == "beside":  # there is no room
+        if note.name == "beside":  # it has no room
             continue
         if note.name == "limit" and note.yref == "paper" and reach:
             low, high = reach
@@ -258,7 +258,7 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     first = 6 + 0.7 * text * (len(title) > 1)  # px from the top to the first line
     legend = plot.layout.legend.yref == "paper" and plot.layout.showlegend
     if legend:
-        plot.layout.legend.y = ABOVE["y"]  # no note is between
+        plot.layout.legend.y = ABOVE["y"]  # no note lies between
     top = 8 + 1.25 * text * len(title) + (26 * _legend(plot, width - 80, text=13)[0] if legend else 4)
     bottom = 1.3 * small * len(told) + 4
     if plot.layout.showlegend and plot.layout.legend.yref == "container":

@@ -81,7 +81,7 @@ def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
     panels = {f"{metric.label} ({called})": ABOVE, "": STRIP}
     plot = plots.new_panels(f"{axis} ({UNITS[fit.axis]})", panels, yaxis2=ZERO)
     ends: list[End] = []
-    name = "chosen curve" if fit.modulus else fit.chosen.model.name  # the class of lengths follows it
+    name = "chosen curve" if fit.modulus else fit.chosen.model.name  # a line's class of lengths follows it
     data = _draw(plot, fit, Look(plots.COLOURS[0]), name, unit, ends)
     for trace in plot.data if fit.axis != "seq_len" else ():
         trace.hovertemplate = trace.hovertemplate and trace.hovertemplate.replace(" tokens", f" {UNITS[fit.axis]}")

@@ -129,7 +129,7 @@ def _data(comparison: Comparison, axis: str, settings: Mapping[str, Any]) -> pd.
             row |= {f"{SPEED}_a": one.speed.a, f"{SPEED}_b": one.speed.b}
         found.append({**row, "trial_ids": " ".join(one.trial_ids)})
     frame = pd.DataFrame(found).sort_values(axis, kind="stable").reset_index(drop=True)
-    for name in (*METRICS, SPEED):  # what both sides know nowhere together is not drawn
+    for name in (*METRICS, SPEED):  # a quantity that both sides never know together is not drawn
         sides = [f"{name}_{side}" for side in "ab"]
         if not (set(sides) <= set(frame) and frame[sides].notna().all(axis=1).any()):
             frame = frame.drop(columns=sides, errors="ignore")

@@ -118,8 +118,7 @@ def axis_unit(largest: float) -> tuple[int, str]:
 
 
 def thin(x: Array, y: Array, most: int = POINTS) -> Any:
-    """Return indices of at most about `most` points: evenly spaced plus each stretch's extremes, to keep the picture.
-    """
+    """Return at most about `most` indices that keep the picture: evenly spaced ones, and each stretch's extremes."""
     if len(x) <= most:
         return np.arange(len(x))
     keep = {0, len(x) - 1}

@@ -308,7 +308,7 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
 
 
 def _timed(question: str, timed: pd.DataFrame, groups: Sequence[Group]) -> Tile:
-    timed = timed if varying(timed).all() else timed[~varying(timed)]  # where lengths vary, padding is counted
+    timed = timed if varying(timed).all() else timed[~varying(timed)]  # if lengths vary, padding counts as tokens
     best = timed.iloc[int(timed["tokens_per_s"].astype(float).argmax())]
     group = _group(best, groups)
     runs = ended(group.frame, "ok") if group else timed.loc[[best.name]]
