@@ -1,7 +1,7 @@
 """DistributedDataParallel: every rank holds the whole model, and gradients are averaged in buckets.
 
 In a simulated run torch's own reducer (torch/csrc/distributed/c10d/reducer.cpp) makes its buckets of fake tensors.
-What it reads on the host is real: the order in which buckets are built anew, which parameters were used.
+The host tables that it reads are real: the order in which buckets are rebuilt, and which parameters were used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vramsweep.runners.trace import step_tracer
 
 
 def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The wrapped model, the size of its buckets with what else it was told, and what the model counts."""
+    """Return the wrapped model, its arguments with the bucket size in MiB, and the model's parameter counts."""
     net = build.model(trial, device)
     process_group.join(trial, device)
     wrapped = DistributedDataParallel(
@@ -39,7 +39,7 @@ def sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any], di
 
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:
-    """Raise InvalidTrial unless the model is, or holds, a DistributedDataParallel of as many ranks as asked for."""
+    """Raise InvalidTrial unless the model is or contains a DistributedDataParallel over `world_size` ranks."""
     found = next((m for m in net.modules() if isinstance(m, DistributedDataParallel)), None)
     if found is None:
         raise InvalidTrial(
@@ -52,7 +52,7 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """Where live tensors are counted, buckets are noted when they are made: no tensor in Python is one."""
+    """Return a context that records new buckets on a CPU, for its count of live tensors: no tensor in Python is one."""
     makers = ((DistributedDataParallel, "_ddp_init_helper"), (c10d.Reducer, "_rebuild_buckets"))
     return patched((*one, _noting(getattr(*one))) for one in makers if trial.device.name == "cpu")
 
@@ -66,7 +66,7 @@ def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Noted(TorchDispatchMode):
-    """Notes the floating-point storages that are made."""
+    """Dispatch mode that records newly made floating-point storages in HELD_BY_CODE."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -77,7 +77,7 @@ class _Noted(TorchDispatchMode):
 
 @contextlib.contextmanager
 def traced(trial: Trial) -> Iterator[None]:
-    """The reducer on fake tensors."""
+    """Let torch's reducer work on fake tensors inside the context."""
     reducing = _Reducing()
     made = DistributedDataParallel.__init__
 
@@ -85,7 +85,7 @@ def traced(trial: Trial) -> Iterator[None]:
         made(self, module, **rest)
 
     replaced = [
-        (DistributedDataParallel, "__init__", without_ids),  # a module on the CPU takes none
+        (DistributedDataParallel, "__init__", without_ids),  # a module on the CPU takes no device_ids
         (library, "_verify_param_shape_across_processes", lambda *args, **kwargs: None),  # it compares real ranks
         (DistributedDataParallel, "_ddp_init_helper", reducing.on_host(DistributedDataParallel._ddp_init_helper)),
         (DistributedDataParallel, "_set_static_graph", reducing.on_host(DistributedDataParallel._set_static_graph)),
@@ -99,17 +99,17 @@ def traced(trial: Trial) -> Iterator[None]:
 
 
 class _Reducing(TorchDispatchMode):
-    """Host tables of the reducer are real, and its averages have a result: the fake group's have none."""
+    """Dispatch mode with real host tables for the reducer and a result for its averages; the fake group has none."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._making = False  # the reducer makes tables just now
+        self._making = False  # while the reducer makes its tables
         self._tables: dict[int, torch.Tensor] = {}
         self._buckets: dict[int, weakref.ref[torch.Tensor]] = {}
         self._views = False
 
     def on_host(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, making its tables of integers on the host."""
+        """Return the function, wrapped so that it makes its integer tables on the host."""
 
         def run(owner: Any, *args: Any) -> Any:
             self._making = True
@@ -122,7 +122,7 @@ class _Reducing(TorchDispatchMode):
         return run
 
     def held(self) -> dict[str, list[torch.Tensor]]:
-        """The buckets, by what step_tracer.py calls them: where gradients are views into them they are these."""
+        """Return live buckets by category: "gradients" if gradients are views into them, else "communication"."""
         alive = [bucket for reference in self._buckets.values() if (bucket := reference()) is not None]
         return {"gradients" if self._views else "communication": alive}
 

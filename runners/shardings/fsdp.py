@@ -2,18 +2,16 @@
 
 FSDP1 (`torch.distributed.fsdp.FullyShardedDataParallel`) flattens a block to one parameter, FSDP2 (`fully_shard`)
 divides each tensor. In the plain loop each transformer block is a unit of its own and the rest of the model another.
-Precision is FSDP's own, without autocast: bf16 keeps weights, gradients and optimizer state in fp32, gathers and
-computes in bf16 and reduces gradients in fp32; bf16_pure holds everything in bf16; fp32 and tf32 change no dtype.
-`runner.options` are arguments of the class, sharding_strategy and backward_prefetch by their names, or of
-`fully_shard`: reshard_after_forward (true: a block's gathered weights are freed after its forward pass and gathered
-again for its backward pass).
+Precision is FSDP's own, without autocast. bf16 keeps weights, gradients and optimizer state in fp32, gathers and
+computes in bf16 and reduces gradients in fp32. bf16_pure keeps everything in bf16; fp32 and tf32 change no dtype.
+`runner.options` are arguments of the class (sharding_strategy and backward_prefetch by name) or of `fully_shard`.
+The latter takes reshard_after_forward; true frees a block's gathered weights after its forward pass and gathers them
+again for its backward pass.
 
-Under the Trainer `runner.options.fsdp_config` is the user's fsdp_config; what axes say is not in it
-(harness/spec/runner_table.py). Precision is accelerate's: with bf16 and fp16 a policy that gathers, computes and
-reduces in half precision, and parameters in fp32 (accelerate/state.py AcceleratorState, utils/fsdp_utils.py
-fsdp2_prepare_model, accelerator.py prepare_model).
-
-Not covered: what accelerate and FSDP need where there is no card (fsdp_traced.py, loaded only there).
+Under the Trainer `runner.options.fsdp_config` is the user's fsdp_config, without what axes set
+(harness/spec/runner_table.py). Precision is accelerate's: bf16 and fp16 gather, compute and reduce in half precision,
+with parameters in fp32 (accelerate/state.py AcceleratorState, utils/fsdp_utils.py fsdp2_prepare_model, accelerator.py
+prepare_model). What accelerate and FSDP need without a GPU is in fsdp_traced.py, loaded only there.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ Sharded = tuple[Any, dict[str, Any], dict[str, Any]]
 
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:
-    """Raise InvalidTrial unless the model is divided, as asked for, over as many ranks as asked for."""
+    """Raise InvalidTrial unless the model is divided as the trial's sharding says, over `world_size` ranks."""
     size = _ranks_of_fsdp1(net) if trial.sharding == "fsdp1" else _ranks_of_fsdp2(net)
     if size != trial.world_size:
         raise InvalidTrial(
@@ -67,12 +65,12 @@ def _ranks_of_fsdp2(net: torch.nn.Module) -> int:
 
 
 def sharded(trial: Trial, device: torch.device) -> Sharded:
-    """The model with this rank's parts on the device, what FSDP was told, and what the model counts."""
+    """Return the model with this rank's shards, FSDP's arguments, and the whole model's parameter counts."""
     return _flattened(trial, device) if trial.sharding == "fsdp1" else _by_tensor(trial, device)
 
 
 def _flattened(trial: Trial, device: torch.device) -> Sharded:
-    """The model is made on the host."""
+    """Make the model on the host and wrap it in FSDP1."""
     process_group.join(trial, device)
     net = build.model(trial, interface.host(trial))
     counts = model_description.counts(net)
@@ -96,7 +94,7 @@ def _flattened(trial: Trial, device: torch.device) -> Sharded:
 
 
 def _named(option: str, kind: Any, name: str) -> Any:
-    known = [member.name for member in kind if "HYBRID" not in member.name]  # which need groups of ranks within a node
+    known = [member.name for member in kind if "HYBRID" not in member.name]  # HYBRID needs groups of ranks in a node
     if name.upper() not in known:
         raise InvalidTrial(no_such_value(f"runner.options.{option}={name}", option, name, known))
     return kind[name.upper()]
@@ -124,9 +122,9 @@ def _by_tensor(trial: Trial, device: torch.device) -> Sharded:
 
 
 def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
-    """The transformer blocks: the elements of the module list that holds most parameters.
+    """Return the transformer blocks: the elements of the module list that has most parameters.
 
-    Raises InvalidTrial for a model without one.
+    Raises InvalidTrial for a model without a module list.
     """
     lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
@@ -135,8 +133,8 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def materialize(net: torch.nn.Module, device: torch.device) -> None:
-    """Give this rank's shards memory on the device and random values: those a transformer usually starts from."""
-    with fake_placement.on_host():  # if the device is
+    """Give this rank's shards memory on the device and the random values that a transformer usually starts from."""
+    with fake_placement.on_host():  # has an effect only if the device is the host
         net._apply(lambda tensor: torch.empty_like(tensor, device=device) if tensor.is_meta else tensor)
     with torch.no_grad():
         for name, parameter in net.named_parameters():
@@ -148,7 +146,7 @@ def materialize(net: torch.nn.Module, device: torch.device) -> None:
 
 
 def arguments(trial: Trial) -> dict[str, Any]:
-    """TrainingArguments for this version of FSDP."""
+    """Return TrainingArguments for this version of FSDP. Raises InvalidTrial for an invalid key of fsdp_config."""
     version = int(trial.sharding.removeprefix("fsdp"))
     own = trial.runner.options.get("fsdp_config", {})
     for key, value in own.items():
@@ -169,12 +167,12 @@ def arguments(trial: Trial) -> dict[str, Any]:
     if trial.offload_param:
         told["fsdp_config"]["cpu_offload"] = True
         if trial.device.name == "cuda" and "ddp_backend" not in trial.runner.options:
-            told["ddp_backend"] = "cuda:nccl,cpu:gloo"  # as `accelerate launch` does: norms are taken on the host
+            told["ddp_backend"] = "cuda:nccl,cpu:gloo"  # as `accelerate launch` does: norms are computed on the host
     return told
 
 
 def _wanted(key: str, value: Any, version: int) -> str | None:
-    """What a value of fsdp_config must be, where it is not: accelerate meets it with a KeyError or less."""
+    """Return what a value of fsdp_config must be, or None if it is valid; accelerate would raise a KeyError at most."""
     if key == "reshard_after_forward" and version == 2:
         return None if str(value).lower() in ("true", "false") else "true or false"
     if key == "transformer_layer_cls_to_wrap":
@@ -192,15 +190,15 @@ def _wanted(key: str, value: Any, version: int) -> str | None:
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:
-    """The model is made on the host; FSDP moves it unit by unit."""
+    """Return the host, where the model is made; FSDP moves it unit by unit."""
     return interface.host(trial)
 
 
 def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None:
-    """Raise InvalidTrial for a key that is not heeded, and for a class to wrap that the model lacks."""
+    """Raise InvalidTrial for a key that transformers ignores, and for a class to wrap that the model lacks."""
     config: Any = made.fsdp_config
     ignored = next((key for key in config if key not in config.asked), None)
-    if ignored == "version":  # ours, which 4.57 has no word for: it would not wrap layers either
+    if ignored == "version":  # we set it; transformers 4.57 lacks it and would not wrap layers either
         raise InvalidTrial(
             f"sharding={trial.sharding} with runner=trainer: TrainingArguments of transformers "
             f"{transformers.__version__} know no version of FSDP; install a newer one, or use runner=torch"
@@ -223,20 +221,20 @@ def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None
 
 
 def told(net: torch.nn.Module) -> dict[str, Any]:
-    """How many units were wrapped, the model itself among them: 1 is a model that is gathered as a whole."""
+    """Return the number of wrapped units as a column, the model included; 1 means that it is gathered as a whole."""
     units = sum(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in net.modules())
     return {"runner_config": {"fsdp_units": units}}
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """FSDP over ranks that have no card."""
-    from vramsweep.runners.shardings import fsdp_traced  # private names, which no card is to depend on
+    """Return a context manager in which FSDP runs over ranks that have no GPU."""
+    from vramsweep.runners.shardings import fsdp_traced  # uses private names; no run on a GPU must depend on them
 
     return fsdp_traced.on_cpu(trial)
 
 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """FSDP on fake tensors."""
+    """Return a context manager in which FSDP runs on fake tensors."""
     from vramsweep.runners.shardings import fsdp_traced
 
     return fsdp_traced.traced(trial)

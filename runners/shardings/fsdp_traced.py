@@ -1,8 +1,8 @@
-"""FSDP1 and FSDP2 where there is no card: over gloo on a CPU, and on fake tensors.
+"""FSDP1 and FSDP2 without a GPU: over gloo on a CPU, and on fake tensors.
 
-On a CPU accelerate would leave FSDP out and wrap the model in DistributedDataParallel (AcceleratorState: MULTI_CPU is
-none of the kinds that take a plugin), so it is told that the ranks are cards. All of it goes by private names of torch
-2.13 and accelerate 1.15; a run on a card does not load this module.
+On a CPU accelerate would leave FSDP out and wrap the model in DistributedDataParallel, because its kind MULTI_CPU takes
+no plugin (AcceleratorState). So accelerate is told that the ranks are GPUs. Every replacement uses private names of
+torch 2.13 and accelerate 1.15; a run on a GPU does not load this module.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ _DEFAULT_MESH = next(
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """The process group joined, and accelerate's belief in cards where there are none."""
+    """Join the process group; return a context manager in which accelerate takes the ranks for GPUs."""
     device = torch.device("cpu")
     mesh = process_group.mesh(trial, device)
     replaced = [
         (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
         (PartialState, "set_device", lambda self: setattr(self, "device", device)),
-        (plugins, "is_cuda_available", lambda: True),  # it asks where sync_module_states is to make parameters
+        (plugins, "is_cuda_available", lambda: True),  # asks where sync_module_states makes parameters
         (torch.cuda, "current_device", lambda: device),
-        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # which are to be on a card
-        # torch refuses to, without a card to pin for
+        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # requires a GPU
+        # torch refuses to pin memory without a GPU
         (torch.Tensor, "pin_memory", lambda tensor, *args: fake_placement.pinned(tensor) if tensor.is_meta else tensor),
         (torch.cpu.Stream, "synchronize", lambda self: None),
         (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
@@ -62,7 +62,7 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """FSDP on fake tensors: host memory, on device meta, is moved, not taken for what is to be made later."""
+    """Return a context for FSDP on fake tensors, which moves host memory (device meta) as if it were allocated."""
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "cpu", _to_host),
         (fsdp2_collectives, "torch", _TorchOnTheHost()),
@@ -72,16 +72,16 @@ def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
         (fsdp2_init, "_move_states_to_device", _moved),
         (fsdp1_init, "_move_module_to_device", _module_moved),
         (fsdp1_init, "_need_to_materialize_module", lambda *args: (False, False)),
-        # an offloaded optimizer's state, which fused kernels step on the host
+        # fused kernels update an offloaded optimizer's state on the host (device meta)
         (optimizers, "_get_fused_kernels_supported_devices", lambda: ["cuda", "cpu", "meta"]),
-        # accelerate tells parameters apart by it
+        # accelerate tells parameters apart by their addresses
         (torch.Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata),
-        (DistributedDataParallel, "__init__", _no_ddp),  # whose reducer needs what ddp.py puts in its place
+        (DistributedDataParallel, "__init__", _no_ddp),  # its reducer needs the replacements of ddp.py
     ]
     tracer = step_tracer.active()
     if tracer is not None and trial.sharding == "fsdp1":  # FSDP2 frees nothing that another stream may use
         replaced += stream_events.replaced(tracer)
-        for module in (fsdp1_flat, fsdp1_runtime):  # which would leave a CPU's tensors out
+        for module in (fsdp1_flat, fsdp1_runtime):  # their own leaves out a CPU's tensors
             replaced.append((module, "_no_dispatch_record_stream", lambda tensor, stream: tensor.record_stream(stream)))
     return patched(replaced)
 
@@ -91,10 +91,10 @@ def _no_ddp(*args: Any, **kwargs: Any) -> None:
 
 
 def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:
-    """In the place of what moves a module's tensors; those that are there already stay, and those without memory.
+    """Move a module's tensors, in place of FSDP's function; skip those already there and those without memory.
 
-    The tensor's object goes on: modules and an optimizer know it. `.data` cannot be exchanged across devices for fake
-    tensors.
+    Each tensor's object stays, because modules and an optimizer refer to it. `.data` of fake tensors cannot be
+    exchanged across devices.
     """
     for tensor in itertools.chain(parameters, buffers):
         if tensor.device != device and not _without_memory(tensor):
@@ -105,13 +105,13 @@ def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], 
 
 
 def _without_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is on device meta as such, not in host memory."""
+    """Return whether the tensor is on device meta as such, not in host memory."""
     tracer = step_tracer.active()
     return tensor.is_meta and not (tracer is not None and tracer.holds(tensor))
 
 
 def _reset(parameter: FSDPParam) -> None:
-    """`FSDPParam.reset_sharded_param`, and what it does for a shard in a CPU's memory for one that stands for it."""
+    """Run `FSDPParam.reset_sharded_param`, and do for a shard on device meta what it does for one in a CPU's memory."""
     _reset_sharded_param(parameter)
     shard: Any = parameter.sharded_param
     local = shard._local_tensor
@@ -123,13 +123,13 @@ def _reset(parameter: FSDPParam) -> None:
 
 
 def _module_moved(module: torch.nn.Module, ignored: Any, ignored_buffers: Any, device: torch.device) -> None:
-    """In the place of FSDP1's, which leaves out what an inner FSDP has flattened."""
+    """Move a module, in place of FSDP1's function, which also leaves out what an inner FSDP has flattened."""
     buffers = [buffer for buffer in module.buffers() if buffer not in ignored_buffers]
     _moved(list(fsdp1_init._get_orig_params(module, ignored)), buffers, device)
 
 
 class _TorchOnTheHost:
-    """torch as FSDP2 uses it to send gradients to host memory: what it names "cpu" is there."""
+    """Stand-in for torch where FSDP2 sends gradients to host memory: its device "cpu" is device meta."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -144,6 +144,6 @@ _reset_sharded_param = FSDPParam.reset_sharded_param
 
 
 def _to_host(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """`Tensor.cpu`, of FSDP to host memory."""
+    """Replace `Tensor.cpu`: calls by FSDP move the tensor to host memory (device meta), others run as usual."""
     ours = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.distributed.fsdp.")
     return tensor.to("meta") if ours else _cpu(tensor, *args, **kwargs)

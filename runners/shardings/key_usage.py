@@ -1,4 +1,4 @@
-"""A configuration that tells which of its keys a library has looked at: those that it ignores would have no effect."""
+"""A configuration that records which of its keys a library reads, because keys that it ignores have no effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class KeyUsage(dict[str, Any]):
-    """A node of a configuration that remembers which keys were asked for; nodes in it do likewise."""
+    """Node of a configuration that remembers which of its keys were read; nodes inside it do likewise."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__({k: KeyUsage(v) if isinstance(v, Mapping) else v for k, v in values.items()})
@@ -30,7 +30,7 @@ class KeyUsage(dict[str, Any]):
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        return KeysView(self)  # whose `in` asks for one
+        return KeysView(self)  # its `in` asks for the key
 
     def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
         return super().__iter__()

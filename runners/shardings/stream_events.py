@@ -1,6 +1,6 @@
-"""What a traced run's streams and events do, and `record_stream`, noted for runners/trace/stream_lag.py.
+"""Replacements by which the tracer records streams, events and `record_stream` (for runners/trace/stream_lag.py).
 
-The streams are torch.cpu's, which are only told apart; a library is given them in the place of CUDA's.
+A library gets torch.cpu's streams in place of CUDA's; they can only be told apart.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vramsweep.runners.trace import step_tracer
 
 
 def replaced(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
-    """What streams and events are replaced by so that the tracer takes note: owner, name, stand-in.
+    """Return replacements (owner, name, stand-in) with which the tracer records what streams and events do.
 
-    An event is never found to have passed, as on a card that is behind: who asks then waits for it.
+    An event never reports that it has passed, as on a GPU that is behind, so the caller waits for it.
     """
     tracer.noting = True
     numbers: dict[int, int] = {}
@@ -28,7 +28,7 @@ def replaced(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
 
     def record(event: Any, stream: Any = None) -> None:
         kept.append(event)
-        numbers[id(event)] = next(counter)  # events are recorded again, and mean the last time
+        numbers[id(event)] = next(counter)  # an event can be recorded again; the last time counts
         tracer.note("record", numbers[id(event)], here(stream))
 
     def record_event(stream: Any, event: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""The DeepSpeed configuration of a trial: generated from its axes, overrides merged in, checked for what is ignored."""
+"""The DeepSpeed configuration of a trial: made from its axes, merged with overrides, checked for ignored keys."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ from vramsweep.runners.trace import step_tracer
 
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 WHERE = "ds_config (the file, or runner.options)"
-PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for what they do not know
+PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for unknown keys
 
 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """DeepSpeed on a card that is not there."""
+    """Return a context manager in which DeepSpeed runs on a GPU that does not exist."""
     return zero_traced.behave()
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """A CPU taken for a device of DeepSpeed's, and the ranks meet over gloo, or over the group that is simulated.
+    """Return a context in which a CPU is a device of DeepSpeed's, and ranks meet over gloo or over the simulated group.
 
-    Left alone, DeepSpeed compiles a kernel for its shared memory for 20 s, accelerate takes each rank for the only one
-    where it sees no card, and TrainingArguments want bf16 on a CPU with use_cpu only, which switches DeepSpeed off.
+    Otherwise DeepSpeed compiles a kernel for its shared memory for 20 s, and accelerate without a GPU takes each rank
+    for the only one. TrainingArguments accept bf16 on a CPU only with use_cpu, which switches DeepSpeed off.
     """
     if trial.device.name == "cpu" and trial.precision == "fp16" and not get_accelerator().is_fp16_supported():
         raise InvalidTrial("precision=fp16: DeepSpeed says that this CPU has no fp16; use bf16 or fp32, or device=cuda")
@@ -69,9 +69,9 @@ def _no_kernel(builder: Any, verbose: bool = True) -> None:
 
 
 def ds_config(trial: Trial) -> dict[str, Any]:
-    """The configuration that DeepSpeed's engine is given: the axes', over it the user's file, over it the options.
+    """Return the configuration for DeepSpeed's engine: the axes', overridden by the user's file, then by the options.
 
-    "auto" is the Trainer's word: here it leaves a value to the axes, or else to DeepSpeed's own default.
+    "auto" is a value for the Trainer: here it leaves a key to the axes, or else to DeepSpeed's own default.
     """
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": trial.micro_batch,
@@ -88,10 +88,10 @@ def ds_config(trial: Trial) -> dict[str, Any]:
 
 
 def trainer_config(trial: Trial) -> dict[str, Any]:
-    """What the Trainer is given as `deepspeed`: the user's file over what the axes say that no TrainingArguments do.
+    """Return the Trainer's `deepspeed`: the user's file over what the axes, but no TrainingArguments, say.
 
-    The Trainer fills in what is "auto" (transformers/integrations/deepspeed.py: HfTrainerDeepSpeedConfig); where there
-    is no file that is everything it can, as its documentation has it.
+    The Trainer fills in what is "auto" (transformers/integrations/deepspeed.py: HfTrainerDeepSpeedConfig). Without a
+    file, that is everything it can fill in, as in its documentation.
     """
     config: dict[str, Any] = {
         **dict.fromkeys((MICRO, ACCUM, BATCH), AUTO),
@@ -103,7 +103,7 @@ def trainer_config(trial: Trial) -> dict[str, Any]:
         config["gradient_clipping"] = AUTO
     given = _file(trial)
     zero = given.get("zero_optimization", {})
-    given["zero_optimization"] = {  # which the Trainer does not fill in
+    given["zero_optimization"] = {  # the Trainer does not fill in the offloads and the stage
         key: _decided(value) if key in OFFLOADS and isinstance(value, Mapping) else value
         for key, value in zero.items()
         if (key, value) != ("stage", AUTO)
@@ -114,7 +114,7 @@ def trainer_config(trial: Trial) -> dict[str, Any]:
                 "type": "AdamW",
                 "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO),
             }
-        elif trial.offload_optimizer and trial.optimizer != "default":  # or accelerate would put DeepSpeed's there
+        elif trial.offload_optimizer and trial.optimizer != "default":  # else accelerate would use DeepSpeed's
             config["zero_force_ds_cpu_optimizer"] = False
     return merged(config, given)
 
@@ -126,7 +126,7 @@ def _zero_optimization(trial: Trial) -> dict[str, Any]:
 
 
 def _file(trial: Trial) -> dict[str, Any]:
-    """The user's configuration, with what DeepSpeed called otherwise by its name of today; empty without one."""
+    """Return the user's configuration, {} without one; former keys get today's name, or are left to the axis."""
     if trial.ds_config is None:
         return {}
     try:
@@ -135,38 +135,38 @@ def _file(trial: Trial) -> dict[str, Any]:
         raise InvalidTrial(str(error)) from None
     if "bfloat16" in found and "bf16" not in found:
         found["bf16"] = found.pop("bfloat16")
-    for once in OFFLOADED_ONCE.values():  # the axis says it, by the name of today
+    for once in OFFLOADED_ONCE.values():  # the axis sets it, by today's name
         found.get("zero_optimization", {}).pop(once.rpartition(".")[2], None)
     return found
 
 
 def _decided(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what it leaves to others."""
+    """Return the configuration without the keys that it leaves to others ("auto")."""
     nodes = {k: _decided(v) if isinstance(v, Mapping) else v for k, v in config.items()}
     return {key: value for key, value in nodes.items() if value != AUTO}
 
 
 def divided(trial: Trial) -> bool:
-    """Whether the model is made under zero.Init."""
+    """Return whether the model is made under zero.Init."""
     return trial.sharding == "zero3" and trial.zero_init
 
 
 def place(trial: Trial, device: torch.device) -> torch.device:
-    """Where the model is made: on the host where it is whole and others are to bring it to the device."""
+    """Return where the model is made: the host, if it is whole and others move it to the device; else the device."""
     if divided(trial) or (trial.runner.name == "deepspeed" and trial.sharding != "zero3"):
         return device
     return interface.host(trial)
 
 
 def arguments(trial: Trial) -> dict[str, Any]:
-    """TrainingArguments. With use_cpu (or ACCELERATE_USE_CPU) accelerate would silently leave DeepSpeed out."""
+    """Return TrainingArguments. With use_cpu (or ACCELERATE_USE_CPU) accelerate would silently leave DeepSpeed out."""
     return {"deepspeed": trainer_config(trial), "use_cpu": False}
 
 
 def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
-    """Raise RuntimeError if the model was not made as `zero_init` asks: under zero.Init every parameter has a ds_id.
+    """Raise RuntimeError if the model was not made as `zero_init` says: under zero.Init every parameter has a ds_id.
 
-    Adapters are put into the model that was made, and wait for the engine to divide them.
+    Adapters are added to the finished model, and the engine divides them later.
     """
     base = [p for p in net.parameters() if trial.adapter == "none" or not p.requires_grad]
     found = {hasattr(parameter, "ds_id") for parameter in base}
@@ -177,8 +177,7 @@ def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
 
 
 def checked(trial: Trial, net: Any) -> None:
-    """Raise InvalidTrial unless what trains is DeepSpeed's engine as asked for: stage, batch, ranks, precision,
-    offloads."""
+    """Raise InvalidTrial unless DeepSpeed's engine trains with the trial's stage, batch, ranks, precision, offloads."""
     if not isinstance(net, deepspeed.DeepSpeedEngine):
         raise InvalidTrial(f"sharding={trial.sharding}: what trains is {type(net).__name__}, not DeepSpeed's engine")
     stage = runner_table.sharding(trial.sharding).stage
@@ -205,10 +204,10 @@ def checked(trial: Trial, net: Any) -> None:
 
 
 def agreed(trial: Trial, arguments: Any) -> None:
-    """Raise InvalidTrial for what of the file the Trainer's arguments contradict, and for what DeepSpeed ignores of it.
+    """Raise InvalidTrial for values of the file that the Trainer's arguments contradict, or that DeepSpeed ignores.
 
-    The Trainer would say the first when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize); the second
-    zero.Init would meet first.
+    The Trainer would report the former when training begins (HfTrainerDeepSpeedConfig.trainer_config_finalize).
+    zero.Init would be the first to meet the latter.
     """
     given = arguments.hf_deepspeed_config
     if given.mismatches:
@@ -220,27 +219,27 @@ def agreed(trial: Trial, arguments: Any) -> None:
 
 
 def told(net: Any) -> dict[str, Any]:
-    """DeepSpeed's optimizer with the one in it, and the configuration in force."""
+    """Return columns: the names of DeepSpeed's optimizer and of the one in it, and the configuration in force."""
     config = json.loads(json.dumps(net.config, default=str), parse_constant=str)  # accelerate prints every inf steps
     return {"optimizer_effective": wrapped(net.optimizer), "runner_config": {"deepspeed": config}}
 
 
 def skipped(net: Any) -> int:
-    """Updates that were skipped for an overflow."""
+    """Return the number of updates that were skipped because of an overflow."""
     return int(net.skipped_steps)
 
 
 def wrapped(optimizer: Any) -> str:
-    """DeepSpeed's optimizer and the one in it, which at stage 0 in fp32 are the same."""
+    """Return the names of DeepSpeed's optimizer and of the one in it, which at stage 0 in fp32 are the same."""
     name, inner = model_description.optimizer_name(optimizer), getattr(optimizer, "optimizer", None)
     return name if inner is not None else f"{name}({name})"
 
 
 def heeded(config: Mapping[str, Any]) -> None:
-    """Raise InvalidTrial for a key of the configuration that DeepSpeed does not look at, with the closest one it does.
+    """Raise InvalidTrial for a key of the configuration that DeepSpeed does not read, with the closest one it reads.
 
-    DeepSpeed reads its whole configuration when it makes a DeepSpeedConfig: models of pydantic forbid what they do not
-    know, while of everything else unknown keys have no effect. Nodes that it asks for nothing it passes on.
+    DeepSpeed reads its whole configuration when it makes a DeepSpeedConfig. Its pydantic models forbid unknown keys;
+    elsewhere unknown keys have no effect. Nodes of which it reads no key are passed on.
     """
     asked = KeyUsage(config)
     try:
@@ -253,7 +252,7 @@ def heeded(config: Mapping[str, Any]) -> None:
         raise InvalidTrial(text) from None
     except deepspeed.DeepSpeedConfigError as error:
         raise InvalidTrial(f"{WHERE}: {error}") from None
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another kind
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:  # a value of another type
         raise InvalidTrial(f"{WHERE}: DeepSpeed cannot read it: {error}") from None
     if taken.optimizer_name not in (None, *DEEPSPEED_OPTIMIZERS) and not hasattr(torch.optim, taken.optimizer_name):
         raise InvalidTrial(
@@ -271,7 +270,7 @@ def heeded(config: Mapping[str, Any]) -> None:
 
 
 def _schedule(taken: Any) -> None:
-    """Raise InvalidTrial for a schedule that DeepSpeed does not have, or that lacks an argument."""
+    """Raise InvalidTrial for a schedule that DeepSpeed does not have, or whose arguments do not fit."""
     name = taken.scheduler_name
     if name is None:
         return
@@ -288,7 +287,7 @@ def _schedule(taken: Any) -> None:
 
 
 def _ignored(node: KeyUsage, before: str = "") -> Iterator[tuple[str, set[str]]]:
-    """Dotted names of the keys that nobody asked for, each with what was asked for beside it."""
+    """Yield the dotted names of the keys that nobody read, each with the keys that were read in the same node."""
     if not node.asked or before in PASSED_ON:
         return
     for key, value in dict.items(node):
@@ -299,7 +298,7 @@ def _ignored(node: KeyUsage, before: str = "") -> Iterator[tuple[str, set[str]]]
 
 
 def _fields(model: Any = DeepSpeedConfigModel) -> set[str]:
-    """The fields of all of DeepSpeed's models."""
+    """Return the fields of all of DeepSpeed's pydantic models."""
     return set(model.model_fields).union(*(_fields(kind) for kind in model.__subclasses__()))
 
 
@@ -309,7 +308,7 @@ def _closest(name: str, known: Iterable[str]) -> str:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested settings with those of `over` in place of the same of `base`."""
+    """Return nested settings: `base`, with those of `over` in place of its own."""
     found = dict(base)
     for key, value in over.items():
         held = found.get(key)

@@ -1,11 +1,10 @@
-"""DeepSpeed's engine on fake tensors: what it believes to run on, and what it is told where it asks for values.
+"""DeepSpeed's engine on fake tensors: the accelerator that it sees, and answers where it asks for values.
 
-`behave` gives DeepSpeed an accelerator like CUDA's, with streams that are only told apart, and answers the questions
-that have no answer here as on a run where all goes well: no overflow, nothing to clip, all ranks agree.
+`behave` gives DeepSpeed an accelerator like CUDA's, whose streams can only be told apart. Questions that have no answer
+here are answered as in a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
-What its streams and events do, and `record_stream`, is noted for stream_lag.py (stream_events.py).
-
-Not covered: everything else that CUDA does differently (cuda_emulation.py, which also keeps host memory apart).
+Its streams, events and calls of `record_stream` are recorded for stream_lag.py (stream_events.py). Everything else that
+CUDA does differently is in cuda_emulation.py, which also keeps host memory apart.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     stream = staticmethod(torch.cpu.stream)
 
     def device(self, device_index: Any = None) -> torch.device:
-        return torch.device("cuda", 0)  # at each call: the trace has the CPU for it (cuda_emulation.py)
+        return torch.device("cuda", 0)  # made at each call, because cuda_emulation.py makes it the CPU
 
     def current_stream(self, device_index: Any = None) -> Any:
         return torch.cpu.current_stream()
@@ -62,7 +61,7 @@ _ANSWERS = {
     "current_device_name": "cuda:0",
     "current_device": 0,
     "device_count": 1,
-    "available_memory": 1 << 60,  # a trace does not depend on how large the card is
+    "available_memory": 1 << 60,  # a trace does not depend on the size of the GPU
     "is_fp16_supported": True,
 }
 for _name, _answer in _ANSWERS.items():
@@ -70,16 +69,16 @@ for _name, _answer in _ANSWERS.items():
 
 
 def made_on_host(optimizer: Any, params: Any, lr: float = 1e-3, **settings: Any) -> None:
-    """DeepSpeedCPUAdam's `__init__` without its kernel, which is compiled.
+    """Run DeepSpeedCPUAdam's `__init__` without its kernel, which would have to be compiled.
 
-    DeepSpeed tells by the class itself what ZeRO supports, so no other can take its place.
+    DeepSpeed decides by the class itself what ZeRO supports, so no other class can take its place.
     """
     torch.optim.Optimizer.__init__(optimizer, params, {"lr": lr, "amsgrad": False})
     optimizer.opt_id, optimizer.ds_opt_adam = 0, SimpleNamespace(destroy_adam=nothing)
 
 
 def stepped_on_host(optimizer: Any, closure: Any = None) -> None:
-    """DeepSpeedCPUAdam's `step`: its state, in host memory beside the parameters, and no temporaries."""
+    """Run DeepSpeedCPUAdam's `step`: make its state in host memory, like the parameters, and no temporaries."""
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         if not optimizer.state[parameter]:
             moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
@@ -87,7 +86,7 @@ def stepped_on_host(optimizer: Any, closure: Any = None) -> None:
 
 
 def behave() -> contextlib.AbstractContextManager[None]:
-    """DeepSpeed on a card that is not there, until the context is left."""
+    """Return a context manager in which DeepSpeed runs on a GPU that does not exist."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),
         (DeepSpeedCPUAdam, "__init__", made_on_host),
@@ -103,9 +102,9 @@ def behave() -> contextlib.AbstractContextManager[None]:
 
 
 def noted(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
-    """What gathering is replaced by, too, so that the tracer takes note: owner, name, stand-in."""
+    """Return replacements (owner, name, stand-in) with which the tracer records streams, events and gathering."""
 
-    def synchronize(*device: Any) -> None:  # of the accelerator, as DeepSpeed's throughput timer asks for in each step
+    def synchronize(*device: Any) -> None:  # the accelerator's; DeepSpeed's throughput timer calls it in each step
         for stream in tracer.streams():
             tracer.note("join", stream)
 
@@ -113,7 +112,7 @@ def noted(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
 
     def gathered(handle: Any, *args: Any, **kwargs: Any) -> None:
         gather(handle, *args, **kwargs)
-        tracer.know("communication", [parameter.data for parameter in handle.params])  # copies, no collective's own
+        tracer.know("communication", [parameter.data for parameter in handle.params])  # copies, not a collective's
 
     return [
         *stream_events.replaced(tracer),
@@ -123,11 +122,11 @@ def noted(tracer: step_tracer.Tracer) -> list[tuple[Any, str, Any]]:
 
 
 def nothing(*args: Any) -> None:
-    """In the place of what there is no use for."""
+    """Do nothing, in place of functions that have no use here."""
 
 
 def held(optimizer: Any) -> dict[str, list[torch.Tensor]]:
-    """Tensors that ZeRO's optimizer keeps for itself at this moment, by what step_tracer.py calls them."""
+    """Return the tensors that ZeRO's optimizer keeps for itself at this moment, by category (step_tracer.py)."""
     buckets = [bucket.buffer for bucket in getattr(optimizer, "ipg_buckets", {}).values()]
     buckets.append(getattr(optimizer, "temp_grad_buffer_for_gpu_offload", None))  # on the way to the host
     return {
