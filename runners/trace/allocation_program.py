@@ -1,12 +1,12 @@
-"""What a trace asks of the allocator, in order, sizes apart: the same for every length, so it is worked out once.
+"""A trace's operations on the allocator, in order and without sizes. Every length has the same, so they are made once.
 
-Here it is settled when a block that another stream uses comes back (stream_lag.py).
+This module decides when a block that another stream uses comes back (stream_lag.py).
 
-A step asks for what the one before asked for, but a replay cannot leave it out: after two steps the allocator does not
-stand where it stood after one (the small blocks of a batch lie elsewhere, and reserved may have grown).
+Steps request the same, but a replay cannot leave one out, because the allocator's state after two steps differs from
+that after one: the small blocks of a batch lie elsewhere, and reserved may have grown.
 
-`growth` is what each step leaves behind: what is allocated at its end beyond what was at the end of the one before. Not
-covered: that of measured runs, whose counters know how much but not of what (harness/rows/quality_flags.py).
+`growth` is what a step leaves behind: bytes allocated at its end beyond the end of the step before. Counters of
+measured runs know how much is left, but not of what (harness/rows/quality_flags.py).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vramsweep.runners.trace.trace_data import Mark, Trace
 
 EMPTY_CACHE = 0
 MIB = 1 << 20
-FEWEST = 3  # steps: the first makes the optimizer's state, so the next two are what is compared
+FEWEST = 3  # steps: the first makes the optimizer's state, so the next two are compared
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Program:
-    """`phases` are the operations of each phase, in order. With S storages, an operation is a number:
+    """A trace's operations on the allocator, as numbers; `phases` has those of each phase, in order. With S storages:
 
-    0 empties the cache; n > 0 asks for storage n - 1, or, beyond S, tells that no stream uses storage n - S - 1 any
-    more; n < 0 frees storage -n - 1, or, beyond -S, lets go of storage -n - S - 1, which another stream still uses.
-    Storage i exists from operation `born[i]` to before `gone[i]`, over all phases.
+    0 empties the cache; n > 0 requests storage n - 1 or, if n > S, says that no stream uses storage n - S - 1 any more;
+    n < 0 frees storage -n - 1 or, if -n > S, releases storage -n - S - 1, which another stream still uses.
+    Storage i exists from operation `born[i]` to before operation `gone[i]`, counted over all phases.
     """
 
     phases: tuple[tuple[Mark, tuple[int, ...]], ...]
@@ -43,28 +43,28 @@ class Program:
     gone: IntArray
 
     def alive(self, number: int) -> list[int]:
-        """The storages that the program holds when it has asked for this one."""
+        """Return the numbers of the storages that exist once this one has been requested."""
         at = self.born[number]
         return [int(n) for n in np.flatnonzero((self.born <= at) & (at < self.gone))]
 
 
 def build_program(trace: Trace, ahead: bool = False) -> Program:
-    """The trace's program; with `ahead`, of a host that waits only where it must (stream_lag.py).
+    """Return the trace's program; with `ahead`, that of a host that waits only where it must (stream_lag.py).
 
-    Traces that share their lists of events, as those made from one symbolic trace do, share it too.
+    Traces that share their lists of events, as those of one symbolic trace do, share their program.
     """
     return _program(_Same(trace, (id(trace.events), id(trace.marks), id(trace.notes), id(trace.streams))), ahead)
 
 
 @dataclass(frozen=True)
 class _Same:
-    """A trace as far as its program goes, equal to another by identity of the lists."""
+    """A trace as a cache key for its program: equal to another if both have the same list objects."""
 
     trace: Trace = field(compare=False)
     lists: tuple[int, ...]
 
 
-@lru_cache(maxsize=16)  # it holds the trace, so that no other list can get the same identity
+@lru_cache(maxsize=16)  # the cache keeps the trace alive, so that no other list can get the same identity
 def _program(same: _Same, ahead: bool) -> Program:
     trace = same.trace
     operations = list(_operations(trace, Ahead(trace.notes if ahead else ())))
@@ -101,8 +101,8 @@ def _operations(trace: Trace, host: Ahead) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Growth:
-    """`bytes` more are held after the last step than after the one before (fewer, where it is negative): what has grown
-    most is of storages that `operator` of `module` asked for in `phase`."""
+    """Growth of memory: `bytes` more are allocated after the last step than after the one before, fewer if negative.
+    It is largest for storages that `operator` of `module` requested in `phase`."""
 
     bytes: int
     module: str
@@ -110,7 +110,7 @@ class Growth:
     phase: str
 
     def note(self) -> str | None:
-        """A note for the row; None where nothing is left behind."""
+        """Return a note for the row, or None if nothing is left behind."""
         if self.bytes <= 0:
             return None
         who = " ".join(filter(None, (self.module, self.operator)))
@@ -119,7 +119,7 @@ class Growth:
 
 
 def growth(trace: Trace) -> Growth | None:
-    """What the last step leaves beyond the one before; None where too few steps were traced."""
+    """Return what the last step leaves beyond the one before, or None if fewer than FEWEST steps were traced."""
     order = build_program(trace)
     ends = _ends(order)
     if len(ends) < FEWEST:
@@ -135,14 +135,14 @@ def growth(trace: Trace) -> Growth | None:
 
 
 def _ends(order: Program) -> list[int]:
-    """How many operations there are until the end of each step."""
+    """Return, for each step, the number of operations up to its end."""
     ends = itertools.accumulate(len(operations) for _, operations in order.phases)
     steps = {mark.step: end for (mark, _), end in zip(order.phases, ends, strict=True) if mark.step is not None}
     return [steps[step] for step in sorted(steps)]
 
 
 def _by_maker(trace: Trace, order: Program, storages: IntArray) -> Counter[tuple[int, str]]:
-    """Bytes of the storages by who asked for them (its number) and in which phase."""
+    """Return the bytes of the storages by (number of the maker that requested them, phase)."""
     ends = np.cumsum([len(operations) for _, operations in order.phases])
     phases = np.searchsorted(ends, order.born[storages], side="right")
     found: Counter[tuple[int, str]] = Counter()

@@ -1,9 +1,7 @@
-"""What CUDA's operators ask of the allocator where the same operators on fake tensors ask otherwise: what comes beside
-their outputs, in which order, and what is done in place.
+"""Allocations of CUDA's operators that differ from those on fake tensors: scratch, their order, and what is in place.
 
-Seen beside the recordings of a card (docs/h100.md), and in the code that each is cited with.
-
-Not covered: which operators run (cuda_emulation.py, sdpa_kernels.py), the record of what they ask for (step_tracer.py).
+Sources: recordings of a GPU (docs/h100.md), and the code cited with each. Which operators run is decided elsewhere
+(cuda_emulation.py, sdpa_kernels.py).
 """
 
 from __future__ import annotations
@@ -23,33 +21,32 @@ from vramsweep.runners.trace import sdpa_kernels
 aten = torch.ops.aten
 KIB = 1 << 10
 MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
-# Operators that allocate their last output first: the mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
+# Operators that allocate their last output first: dropout's mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {aten.native_dropout.default}
-# Outputs that are in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] in aten)
+# Outputs in host memory: the seed and the offset of dropout (Note [Seed and Offset Device] in aten)
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
-# Operators that are several, with what these allocate, but one to a fake tensor (ATen/native/TensorCompare.cpp, isinf).
+# Operators that run and allocate as several, but are one on a fake tensor (ATen/native/TensorCompare.cpp, isinf).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
 ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
-# Autograd's formulas fill fresh zeros in place on a GPU, and out of place where they meet a fake tensor.
+# Autograd's formulas fill fresh zeros in place on a GPU, and out of place if they see a fake tensor.
 IN_PLACE = {
     aten.scatter_add.default: aten.scatter_add_.default,
     aten.index_add.default: aten.index_add_.default,
     aten.index_put.default: aten.index_put_.default,
 }
-# What counts the references to a gradient that the engine alone holds, as an operator is called with it: Python's of
-# the tensor, torch's of the tensor and of its storage.
+# Reference counts of a gradient that only the engine holds, when an operator is called with it: Python's of the tensor,
+# torch's of the tensor and of its storage.
 UNHELD = (3, 4, 2)
 SUMMED_IN_FP32 = (torch.float16, torch.bfloat16, torch.float32)
 MOST_EACH = 256  # values of one thread of a sum (max_values_per_thread)
-# Threads that a card runs at once, by whether it has bf16 tensor cores: an H100's and H200's, and a T4's
+# Threads that a GPU runs at once: an H100's and H200's if it has bf16 tensor cores, else a T4's
 AT_ONCE = {True: 132 * 2048, False: 40 * 1024}
 use_count: Callable[[torch.Tensor], int] = torch.Tensor._use_count  # type: ignore[attr-defined]
 LT_APART = installed_is(LT_WORKSPACES)
 
 
 class Stepwise(NamedTuple):
-    """A size that follows a number in steps and with bounds: `text` is a formula (symbolic_trace.py) with {} for
-    `of`."""
+    """A size that follows the number `of` in steps, within bounds; `text` is its formula (symbolic_trace.py) of {}."""
 
     size: Any
     text: str
@@ -57,8 +54,9 @@ class Stepwise(NamedTuple):
 
 
 def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
-    """What an operator allocates for itself once its outputs are there: sizes in bytes or `Stepwise`, and `Freed` where
-    it gives one of them back before the next. What is left it gives back as it ends, the last first.
+    """Return what an operator allocates for itself after its outputs: sizes in bytes or `Stepwise`, and `Freed`.
+
+    `Freed` stands where it frees one of them before the next. It frees the rest at its end, the last first.
 
     Softmax's backward pass multiplies the gradient with the output (softmax_backward_cuda_out in
     aten/native/cuda/SoftMax.cu). Attention's own softmax looks for rows that are masked as a whole (_safe_softmax in
@@ -74,14 +72,14 @@ def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
 
 
 def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[Stepwise]:
-    """Of a sum over all but the last dimension, as of a bias's gradient: partial sums of blocks that share an output,
-    and their semaphores; of size 0 where the rows are too few for that.
+    """Return a sum's scratch over all but the last dimension (a bias's gradient): partial sums of blocks that share an
+    output, and their semaphores. Both have size 0 if the rows are too few for that.
 
-    setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in ATen/native/cuda/Reduce.cuh; an
-    H200's 378 sums are a test's. Not covered: sums over the first of several dimensions, which are as a rule the few
-    samples of a batch; dtypes that are summed in more than 4 bytes; more than 2 GiB, which is summed in parts; that
-    cards differ in their multiprocessors, which bounds the largest, and that nothing is taken at that very bound.
-    Where the columns are a length, each length has a formula of its own.
+    Source: setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in
+    ATen/native/cuda/Reduce.cuh; a test compares 378 sums of an H200. Not covered: sums over the first of several
+    dimensions, usually the few samples of a batch; dtypes summed in more than 4 bytes; more than 2 GiB, which is summed
+    in parts. Nor that a GPU's multiprocessors bound the largest scratch, and that none is taken at that very bound.
+    If the columns are a length, each length has its own formula.
     """
     if tensor.dim() < 2 or tensor.dtype not in SUMMED_IN_FP32 or not dims or not tensor.is_contiguous():
         return []
@@ -94,7 +92,7 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
     vector = next(n for n in (4, 2, 1) if columns % n == 0)
     threads, across = 512 // vector, columns // vector
     most_wide = min(threads, 1 << (across.bit_length() - 1))
-    high = threads // min(most_wide, 32)  # of rows enough
+    high = threads // min(most_wide, 32)  # if there are rows enough
     wide = min(most_wide, threads // high)
     grid = -(-across // wide)
     blocks = AT_ONCE[capability >= (8, 0)] // (wide * high)
@@ -114,9 +112,9 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
 
 
 def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Callable[[], Any] | None) -> Any:
-    """The operator that a card runs: in place where autograd works so on plain tensors, and not on fake ones.
+    """Return the operator that a GPU runs: in place where autograd is so on plain tensors, but not on fake ones.
 
-    `zeros` gives what the operator before has returned, if these were fresh zeros.
+    `zeros` returns the previous operator's result, if that was fresh zeros.
     """
     if func in IN_PLACE and zeros is not None and args[0] is zeros() and in_backward():
         return IN_PLACE[func]
@@ -126,8 +124,9 @@ def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Call
 
 
 def _accumulates(args: tuple[Any, ...]) -> bool:
-    """Whether autograd's engine adds two gradients of one tensor: in place where nobody else holds the first, and out
-    of place where that is a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
+    """Return whether autograd's engine adds two gradients of one tensor, in place because nobody else holds the first.
+
+    It is out of place for a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
     if not in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
         return False
     if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:
@@ -139,7 +138,7 @@ def _accumulates(args: tuple[Any, ...]) -> bool:
 
 
 def through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
-    """Whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
+    """Check whether a product goes to cuBLASLt, which adds the bias too (aten/src/ATen/native/cuda/Blas.cpp, addmm)."""
     if operator is not aten.addmm.default:
         return False
     bias, _, right = tensors[:3]
@@ -148,5 +147,5 @@ def through_lt(operator: Any, tensors: list[torch.Tensor]) -> bool:
 
 
 def in_backward() -> bool:
-    """Whether autograd's engine is at work in this thread."""
+    """Return whether autograd's engine is running in this thread."""
     return torch._C._current_graph_task_id() != -1

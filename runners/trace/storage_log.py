@@ -1,6 +1,6 @@
-"""The record of one memory: which storages were asked for and freed, in which order, and what each was for.
+"""The log of one memory: which storages were requested and freed, in which order, and what each was for.
 
-Not covered: what asks for them (step_tracer.py), and where an allocator puts them (replay_trace.py).
+step_tracer.py writes it; replay_trace.py decides where an allocator puts the storages.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from vramsweep.runners.trace.trace_data import CATEGORIES, HOST_CATEGORIES, WORK
 
 
 class MemoryLog:
-    """Keeps the record of one memory: which storages are in it now, and what each was for."""
+    """Log of one memory: which storages are in it now, and what each was for."""
 
     def __init__(self, kept: Storages, asked: Callable[[], None]) -> None:
         self.kept = kept
-        self.numbers: dict[int, int] = {}  # storage's address to its number, while it lives
+        self.numbers: dict[int, int] = {}  # from a storage's address to its number, while it lives
         self.known: dict[str, set[int]] = {name: set() for name in CATEGORIES}
-        self._asked = asked  # called for each new storage, to note what else is to be known of it
-        self.sources: list[tuple[tuple[int, int], ...]] = []  # of each storage, what it was made of: memory, number
-        self.collected: set[int] = set()  # whose storages the garbage collector freed, where somebody watches it
+        self._asked = asked  # called for each new storage, to record more about it
+        self.sources: list[tuple[tuple[int, int], ...]] = []  # each storage's inputs: memory, number
+        self.collected: set[int] = set()  # storages that Python's GC freed, if somebody watches it
         self._references: dict[int, weakref.ref[Any]] = {}
         self._closed = False
 
     def allocate(self, size: int) -> int:
-        """Note a request; the storage's number."""
+        """Record a request and return the storage's number."""
         number = len(self.kept.sizes)
         self.kept.sizes.append(size)
         self._asked()
@@ -41,8 +41,7 @@ class MemoryLog:
         return number
 
     def borrow(self, sizes: list[Any]) -> list[int]:
-        """Note what an operator allocates for itself and gives back (`cuda_allocations.scratch`); the storages'
-        numbers."""
+        """Record what an operator allocates for itself and frees (`cuda_allocations.scratch`); return the numbers."""
         taken: list[int] = []
         given: list[int] = []
         for size in sizes:
@@ -55,7 +54,7 @@ class MemoryLog:
         return taken
 
     def room(self) -> int:
-        """Bytes between what is there now and the most that was there so far."""
+        """Return the bytes between what is allocated now and the most that was allocated so far."""
         there = most = 0
         for event in self.kept.events:
             if event:
@@ -64,39 +63,40 @@ class MemoryLog:
         return most - there
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Note a storage if it is new and has a size, and later its death."""
+        """Record a storage if it is new and not empty, and later its death."""
         key = storage._cdata
         if key in self.numbers or not storage.nbytes():
             return
         self.hold_as(storage, self.allocate(storage.nbytes()))
 
     def hold_as(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Take a storage for the one of this number, and note its death."""
+        """Give a storage this number, and later record its death."""
         key = storage._cdata
         self.numbers[key] = number
         self._references[key] = weakref.ref(storage, functools.partial(self.release, key))
 
     def release(self, key: int, _reference: Any = None) -> None:
-        """Note that the storage of this address is gone."""
+        """Record that the storage of this address is freed."""
         number = self.numbers.pop(key)
         del self._references[key]
         if not self._closed:
             self.kept.events.append(-(number + 1))
 
     def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """These are of the category, as far as they are in this memory."""
+        """Put these tensors into the category, as far as they are in this memory."""
         self.known[category] |= {n for t in tensors if (n := self.number(t)) is not None}
 
     def number(self, tensor: torch.Tensor) -> int | None:
-        """Of the storage of this rank's part of it; None if it is not in this memory."""
+        """Return the number of the storage of this rank's part of a tensor, or None if it is not in this memory."""
         tensor = local_part(tensor)
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return None
         return self.numbers.get(tensor.untyped_storage()._cdata)
 
     def close(self) -> list[str]:
-        """Nothing dies any more. The category of each storage; an activation is made in a forward phase and outlives
-        it."""
+        """Record no more frees, and return each storage's category.
+
+        An activation is made in a forward phase and outlives it."""
         self._closed = True
         categories = ["temporaries"] * len(self.kept.sizes)
         made: dict[int, Mark] = {}
@@ -118,12 +118,12 @@ class MemoryLog:
 
 
 def hint(value: Any) -> Any:
-    """A number, also where it is a symbol: that of the trial it was traced for. No guard comes of it."""
+    """Return a number; of a symbol, its value in the trial that was traced. This adds no guard."""
     return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 
 
 def expression(value: Any) -> Any:
-    """A value to compare, also where it is a symbol, of which no guard comes."""
+    """Return a value for comparisons; of a symbol, its expanded expression. This adds no guard."""
     return _expand(value.node.expr) if isinstance(value, torch.SymInt) else value
 
 
@@ -133,13 +133,13 @@ def _expand(expression: Any) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is sharded over ranks: FSDP's DTensor, ZeRO-3's partition."""
+    """Return this rank's part of a tensor that is sharded over ranks: of FSDP's DTensor, or ZeRO-3's partition."""
     part: torch.Tensor = getattr(tensor, "_local_tensor", getattr(tensor, "ds_tensor", tensor))
     return part
 
 
 def of_host(storages: HostStorages, categories: list[str]) -> list[str]:
-    """What host memory was for: there a temporary of the first phase belongs to loading."""
+    """Return the categories of host memory's storages; a temporary of the first phase belongs to loading."""
     loaded = {event for event in storages.events[: storages.marks[0].end] if event > 0} if storages.marks else set()
 
     def of(number: int, name: str) -> str:

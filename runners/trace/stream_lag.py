@@ -1,16 +1,16 @@
 """Blocks that another stream still uses when they are freed: how long the allocator may have to keep them.
 
 `tensor.record_stream(s)` makes the allocator record an event on stream s when the tensor is freed. Until that event has
-passed the block is active, though no longer allocated, and cannot be reused (c10/cuda/CUDACachingAllocator.cpp,
-insert_events and process_events). DeepSpeed's ZeRO-3 does so with every weight that it has gathered and every gradient
-that it has reduced. How many blocks wait depends on how far the host runs ahead of the card, which no trace shows. Two
-bounds need no clock: a card that keeps up gives every block back at once; one that does not gives it back when the host
-has waited for what uses it. `Ahead` follows the second through the trace's notes, by what happens before what. At the
-end of each step the host is taken to wait for the card, as a loop does that reads its loss: one that never waits has no
-bound (what it may be ahead is CUDA's queue of launches).
+passed, the block is active, though no longer allocated, and cannot be reused (c10/cuda/CUDACachingAllocator.cpp,
+insert_events and process_events). DeepSpeed's ZeRO-3 does so with every gathered weight and every reduced gradient.
 
-Memory does not run out for such blocks: before it fails, the allocator waits for all of them (alloc_block,
-release_cached_blocks).
+The number of waiting blocks depends on how far the host runs ahead of the GPU, which no trace shows. Two bounds need no
+clock. Lower: the GPU keeps up, and every block comes back at once. Upper: a block comes back when the host has waited
+for what uses it. `Ahead` computes the upper bound from the trace's notes, by what happens before what. The host is
+taken to wait for the GPU at the end of each step, as a loop does that reads its loss. A loop that never waits has no
+bound but CUDA's queue of launches.
+
+Such blocks cause no OOM: before it fails, the allocator waits for all of them (alloc_block, release_cached_blocks).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ KINDS = {
     "use": "storage a is used by stream b",
 }
 Note = tuple[int, str, int, int]  # events of the trace before it, one of KINDS, and its two numbers
-Times = dict[int, int]  # by stream: everything that it was given before this time is done
+Times = dict[int, int]  # by stream: all its work from before this time is done
 
 
 class Ahead:
-    """A host that waits only where it must. `advance` and `freed` are told the trace's events, in order."""
+    """A host that waits only where it must. Call `advance` and `freed` with the trace's events, in order."""
 
     def __init__(self, notes: Sequence[Note]) -> None:
         self._notes, self._next = notes, 0
-        self._behind: dict[int, Times] = {}  # by stream: what it waits for before its next command
+        self._behind: dict[int, Times] = {}  # by stream: what must be done before its next command
         self._events: dict[int, Times] = {}
-        self._known: Times = {}  # to the host
-        self._news = False  # whether it has waited since `returned` was asked
+        self._known: Times = {}  # what the host knows to be done
+        self._news = False  # whether the host has waited since the last call of `returned`
         self._users: dict[int, set[int]] = {}
         self._waiting: dict[int, Times] = {}  # freed storages, each with what must be done first
 
     def advance(self, index: int) -> None:
-        """Go through what happens before event `index`."""
+        """Process the notes of what happens before event `index`."""
         while self._next < len(self._notes) and self._notes[self._next][0] <= index:
             _, kind, a, b = self._notes[self._next]
             self._next += 1
@@ -59,15 +59,15 @@ class Ahead:
                 self._news = True
 
     def freed(self, number: int) -> bool:
-        """The host frees a storage: whether other streams may still use it."""
+        """Free a storage; return whether other streams may still use it."""
         users = self._users.pop(number, None)
         if users is None:
             return False
-        self._waiting[number] = dict.fromkeys(users, self._next + 1)  # of the next note
+        self._waiting[number] = dict.fromkeys(users, self._next + 1)  # the time of the next note
         return True
 
     def returned(self) -> list[int]:
-        """Storages whose users are known to be done, since the last call; the allocator looks when asked for memory."""
+        """Return storages whose users are newly known to be done; the allocator looks when memory is requested."""
         if not self._news:
             return []
         self._news = False
@@ -77,7 +77,7 @@ class Ahead:
         return done
 
     def _all_of(self, stream: int) -> Times:
-        """What is done once the stream has done all that it has: also what that waits for."""
+        """Return what is done once the stream has done all its work, including what that work waits for."""
         return _later(self._behind.get(stream, {}), {stream: self._next})
 
 
