@@ -1,17 +1,15 @@
-"""CUDA's behaviour on fake CPU tensors: which operators run, in which dtype, on a card of a given generation.
+"""CUDA's behaviour on fake CPU tensors: which operators run, in which dtype, on a GPU of a given generation.
 
-A CPU build of torch casts, attends, drops out and steps its optimizers in another way than CUDA does, and each of
-these changes memory. `behave` puts CUDA's ways in place while a step is traced, for any model, without a compiler:
+A CPU build of torch casts, attends, drops out and steps its optimizers differently from CUDA, and each difference
+changes memory. `behave` puts CUDA's behaviour in place while a step is traced, for any model, without a compiler:
 
 - autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
-- scaled_dot_product_attention: the kernel that the card would pick (sdpa_kernels.py);
+- scaled_dot_product_attention: the kernel that the GPU would pick (sdpa_kernels.py);
 - dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
 - optimizers and gradient clipping: the foreach path, which is the default on CUDA;
-- GradScaler steps without looking at its found-inf flag, whose value does not exist;
+- GradScaler steps without reading its found-inf flag, which has no value;
 - `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device;
 - a device that the program names "cuda" is the CPU, where the fake tensors are.
-
-Not covered: the allocator, and what is traced (step_tracer.py).
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ FP32_OUTPUT = frozenset((
 
 @contextlib.contextmanager
 def behave(capability: Capability) -> Iterator[set[str]]:
-    """CUDA's behaviour on a card of this compute capability, for CPU tensors, until the context is left.
+    """Give CPU tensors CUDA's behaviour on a GPU of this compute capability, until the context is left.
 
     Yields the names of the attention kernels that have run: flash, efficient, math, cudnn.
     """
@@ -73,7 +71,7 @@ def behave(capability: Capability) -> Iterator[set[str]]:
     library = torch.library.Library("aten", "IMPL")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that kernels are overridden is the purpose
+            warnings.simplefilter("ignore")  # overriding kernels is the purpose
             for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability, attended))):
                 for name, kernel in kernels:
                     library.impl(name, kernel, key)
@@ -84,10 +82,10 @@ def behave(capability: Capability) -> Iterator[set[str]]:
 
 
 class CudaIsHere(TorchFunctionMode):
-    """Runs functions that are given a CUDA device on the CPU; moving a tensor to it copies nothing that is there.
+    """Function mode that runs calls with a CUDA device on the CPU; moving a tensor to it copies nothing already there.
 
-    What DeepSpeed names "cpu", makes empty where it names no device, and makes beside a tensor that is there, is in
-    host memory (fake_placement.py).
+    DeepSpeed's tensors are in host memory (fake_placement.py) if it names "cpu", makes them empty without naming a
+    device, or makes them next to a tensor that is there.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,7 +98,7 @@ class CudaIsHere(TorchFunctionMode):
             return move(args[0], args[1].detach())
         host = "cpu"
         made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        # to the host without waiting: page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
+        # to the host without waiting is page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
         unwaited = func is torch.Tensor.to and bool(kwargs.get("non_blocking")) and not args[0].is_meta
         if unwaited and any(
             isinstance(v, torch.device) and v == fake_placement.HOST for v in (*args[1:], *kwargs.values())
@@ -113,7 +111,7 @@ class CudaIsHere(TorchFunctionMode):
             if func is torch.empty and kwargs.get("device") is None:
                 kwargs["device"] = "cpu"
             named = [value for value in (*args, *kwargs.values()) if isinstance(value, (str, torch.device))]
-            if "meta" in named:  # it only wants to remember a shape
+            if "meta" in named:  # DeepSpeed only remembers a shape
                 made = fake_placement.without_memory()
             elif "cpu" in named or fake_placement.HOST in named:
                 made = fake_placement.on_host(pinned=unwaited or bool(kwargs.pop("pin_memory", False)))
@@ -122,7 +120,7 @@ class CudaIsHere(TorchFunctionMode):
 
 
 def _caller() -> str:
-    """The module that called a torch function, looked for past a mode above ours, as `with device` is one."""
+    """Return the module that called a torch function, skipping a mode above ours (`with device` is one)."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") == "torch.utils._device":
         frame = frame.f_back
@@ -130,7 +128,7 @@ def _caller() -> str:
 
 
 def move(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Give a fake tensor the memory of another, which is in another place: to torch, another kind of tensor."""
+    """Give a fake tensor the memory of another on another device, which for torch is another kind of tensor."""
     here: Any = old
     there: Any = new.requires_grad_(old.requires_grad)
     torch._C._swap_tensor_impl(old, new)
@@ -149,7 +147,7 @@ def _registered(key: str) -> set[str]:
 
 
 def _autocast(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Kernels:
-    """CUDA's autocast kernels; operators that only the CPU casts fall through. `casts` holds the cast weights."""
+    """Yield CUDA's autocast kernels; operators that only the CPU casts fall through. `casts` holds the cast weights."""
     cuda = _registered("AutocastCUDA")
     for name in sorted(cuda):
         yield name, _autocast_kernel(name, casts)
@@ -182,9 +180,9 @@ def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tenso
             return operator(*args, **kwargs)
 
     def cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """The last argument first: they are cast within a call's parentheses, which gcc evaluates from the right.
+        """Cast the last argument first, because C++ casts them in a call's parentheses, which gcc evaluates from right.
 
-        aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; its builds for Linux are gcc's.
+        aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; torch's builds for Linux are gcc's.
         """
         last_first = sorted(kwargs, key=places.index, reverse=True)
         named = {key: tree_map(lambda x: cast(x, dtype), kwargs[key]) for key in last_first}
@@ -208,7 +206,7 @@ def _castable(value: Any) -> bool:
 
 
 def _fused(capability: Capability, attended: set[str]) -> Kernels:
-    """Composite operators that CUDA serves with one kernel."""
+    """Yield composite operators that CUDA runs as one kernel."""
 
     def attention(
         query: torch.Tensor,
@@ -251,7 +249,7 @@ def _fused(capability: Capability, attended: set[str]) -> Kernels:
 
 
 def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Replacement]:
-    """Attributes of torch's (and transformers') Python code that ask for a CUDA device: owner, name, stand-in."""
+    """Yield (owner, name, stand-in) for Python code of torch and transformers that asks for a CUDA device."""
     autocast = torch.amp.autocast_mode.autocast
     enter = autocast.__init__
     clear = torch.clear_autocast_cache
@@ -274,7 +272,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     swap_tensors = torch.utils.swap_tensors
 
     def swap(old: torch.Tensor, new: torch.Tensor) -> None:
-        """`Module.to` swaps fake parameters, and torch's own function refuses where fake mode watches them."""
+        """Swap fake parameters for `Module.to`; torch's own function refuses if fake mode watches them."""
         if isinstance(old, DTensor):
             swap_tensors(old, new)
         elif old.device == new.device:
@@ -285,29 +283,30 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward_here(*args: Any, **kwargs: Any) -> Any:
-        """A function mode steps aside for `backward`, but hooks in the backward pass name devices too."""
+        """Run `backward` in our function mode: a mode steps aside for it, but hooks in that pass name devices."""
         with CudaIsHere():
             return run_backward(*args, **kwargs)
 
     load = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
 
     def load_on_host(self: Any) -> Any:
-        """A loader shuffles and collates on the host, with values."""
+        """Let a loader shuffle and collate on the host, with values."""
         with _disable_current_modes():
             return load(self)
 
     iterator = torch.utils.data.DataLoader._get_iterator
 
     def without_workers(self: Any) -> Any:
-        """What a loader's workers take is known without them (harness/machine/host_memory.py), and fake tensors cannot
-        be forked."""
+        """Load without workers, because fake tensors cannot be forked.
+
+        The memory that workers take is known without them (harness/machine/host_memory.py)."""
         self.num_workers = 0
         return iterator(self)
 
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def shapes_outside(self: Any, schema: Any) -> Any:
-        """DTensor learns an operator's shapes on fake tensors of its own, of the whole shape; they take no memory."""
+        """Infer shapes outside: DTensor does so on fake tensors of its own, of the whole shape; they take no memory."""
         with _disable_current_modes():
             return shapes(self, schema)
 
@@ -327,9 +326,8 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         yield owner, "_foreach_supported_types", [*owner._foreach_supported_types, FakeTensor]
     for name in ("_lazy_init", "synchronize", "reset_peak_memory_stats"):
         yield torch.cuda, name, lambda *args, **kwargs: None
-    # imported here, as a cold worker would import it only once the model is built, and then keep the original
+    # imported here, because a cold worker would import it only once the model is built, and then keep the original
     masks = importlib.import_module("transformers.masking_utils")
     if hasattr(masks, "find_packed_sequence_indices"):
-        # it asks for the values of the positions; a custom target's are taken as not packed, mask_facts.py knows the
-        # others'
+        # it reads the values of the positions; a custom target's count as not packed, mask_facts.py has the others
         yield masks, "find_packed_sequence_indices", lambda position_ids: None

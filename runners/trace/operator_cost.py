@@ -1,13 +1,13 @@
-"""What one operator of a traced step asks of the card: FLOPs, bytes moved, kernel launches.
+"""The cost of one operator of a traced step on the GPU: FLOPs, bytes moved, kernel launches.
 
-FLOPs are those of matrix products, convolutions and attention (runners/measure/dispatch_modes.py has the formulas);
-attention that the kernel knows to be causal skips half of its products. Bytes are what the operator's tensors hold,
-inputs read once and outputs written once, an expanded tensor as what is stored of it: the least that a kernel can move.
-An operator that makes no new tensor and changes none is a view and costs nothing. Each other one is taken to be one
-kernel, but those over lists of tensors, which launch as many as their lists need.
+FLOPs are those of matrix products, convolutions and attention (runners/measure/dispatch_modes.py has the formulas).
+Attention that the kernel knows to be causal skips half of its products. Bytes are the least that a kernel can move:
+inputs read once and outputs written once, an expanded tensor as what is stored of it. An operator that makes no new
+tensor and changes none is a view and costs nothing. Each other operator counts as one kernel; those over lists of
+tensors launch as many as their lists need.
 
-Not covered: arithmetic that is no matrix product, which moving its tensors outlasts; operators that launch several
-kernels (sorting in the backward pass of an embedding); copies between host and card.
+Not covered: arithmetic other than matrix products, because moving its tensors takes longer; operators that launch
+several kernels (sorting in the backward pass of an embedding); copies between host and GPU.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vramsweep.runners.measure.dispatch_modes import FORMULAS
 # fmt: off
 FREE = frozenset(("device", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
                   "resize_", "set_"))
-# The changed tensor is not read.
+# Operators that do not read the tensor that they change.
 OVERWRITING = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_copy_",
                          "_foreach_zero_"))
-# The first tensor is touched only where the others point, so for no more bytes than they hold.
+# Operators that touch the first tensor only where the others point, so for no more bytes than these hold.
 SPARSE = frozenset(("embedding", "gather", "index", "index_select", "take", "nll_loss_forward", "index_put_",
                     "index_add_", "index_copy_", "scatter_", "scatter_add_"))
 # fmt: on
@@ -41,11 +41,11 @@ KINDS = {
     torch.float8_e5m2: "fp8",
 }
 
-# What names of fused attention operators have in them: torch's, and flash-attn's (techniques/flash_attention_stub.py).
+# Parts of the names of fused attention operators: torch's, and flash-attn's (techniques/flash_attention_stub.py).
 FUSED_ATTENTION = ("attention", "flash")
 
-# A multi-tensor kernel takes chunks of 65,536 elements, at most 320 of them and as many tensors as its arguments hold,
-# by the number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
+# A launch of a multi-tensor kernel takes at most 320 chunks of 65,536 elements, and as many tensors as its arguments
+# hold, by number of lists (aten/src/ATen/native/cuda/MultiTensorApply.cuh, 4 KiB of arguments; CUDA 13 takes more).
 FUSED = ("_fused_ada", "_fused_sgd")
 MULTI_TENSOR = ("_foreach_", "_amp_foreach_", *FUSED)
 CHUNK = 65_536
@@ -54,7 +54,7 @@ MOST_TENSORS = (110, 64, 48, 36, 30)
 
 
 class Lists(NamedTuple):
-    """Tensors and chunks of them that a multi-tensor kernel goes through, and how many tensors a launch takes."""
+    """Numbers of tensors and of their chunks in a multi-tensor kernel, and the most tensors that a launch takes."""
 
     tensors: int
     chunks: int
@@ -62,8 +62,8 @@ class Lists(NamedTuple):
 
 
 def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) -> Work | None:
-    """What this call asks of a card of this compute capability; None for a view and whatever else launches nothing."""
-    if _launches_nothing(func) or func.namespace in C10D:  # interconnects.py has the time of those
+    """Return the call's cost on a GPU of this compute capability; None for a view or whatever else launches nothing."""
+    if _launches_nothing(func) or func.namespace in C10D:  # interconnects.py times the latter
         return None
     name = _name(func)
     given = _unique((*args, *kwargs.values()))
@@ -80,7 +80,7 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
         read = {key: tensor for key, tensor in read.items() if key not in _unique(args[2])}
     if name in OVERWRITING:
         read = {key: tensor for key, tensor in read.items() if key not in changed}
-    if name == "nll_loss_backward":  # the log-probabilities are there for their shape
+    if name == "nll_loss_backward":  # the log-probabilities are passed only for their shape
         read.pop(id(args[1]))
     moved = [nbytes(tensor) for group in (read, changed, made) for tensor in group.values()]
     if name in SPARSE:
@@ -92,10 +92,10 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
     return Work(kind, flops, sum(moved), launches(find_lists(func, args, out)))
 
 
-# c10d's operators: the kind of each, and which argument holds the whole of what is moved.
+# c10d's operators: the kind of each, and the position of the argument that holds all that is moved.
 COLLECTIVES = {
     **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), ("all_reduce", 0)),
-    "all_reduce": ("all_reduce", 0),  # of DTensor, in a namespace of its own: norms
+    "all_reduce": ("all_reduce", 0),  # DTensor's, in a namespace of its own: norms
     **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_coalesced_"), ("all_gather", 0)),
     "allgather_into_tensor_coalesced_": ("all_gather", 0),
     **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), ("reduce_scatter", 1)),
@@ -108,9 +108,9 @@ C10D = ("c10d", "_c10d_functional")
 
 
 def collective(func: Any, args: Any) -> Collective | None:
-    """The call to the other ranks that an operator of `C10D` is; None for one that moves nothing (barriers, waiting).
+    """Return the collective that an operator of `C10D` is, or None if it moves nothing (barriers, waiting).
 
-    Any other has a kind that nobody has a formula for.
+    An operator missing in COLLECTIVES has its name as the kind, for which nobody has a formula.
     """
     name = _name(func)
     if name in ("barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"):
@@ -120,14 +120,14 @@ def collective(func: Any, args: Any) -> Collective | None:
 
 
 def nbytes(tensor: torch.Tensor) -> int:
-    """Bytes of the different elements of a tensor: a dimension of stride 0 is stored once."""
+    """Return the bytes of the different elements of a tensor: a dimension of stride 0 is stored once."""
     stored = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     least: int = torch.sym_min(stored * tensor.element_size(), tensor.untyped_storage().nbytes())
     return least
 
 
 def _unique(values: Any) -> dict[int, torch.Tensor]:
-    """The tensors in nested lists, each once, by identity."""
+    """Return the strided tensors in nested lists, each once, by identity."""
     found: dict[int, torch.Tensor] = {}
     for value in values:
         if isinstance(value, torch.Tensor):
@@ -141,9 +141,9 @@ def _unique(values: Any) -> dict[int, torch.Tensor]:
 def _arithmetic(
     func: Any, args: Any, kwargs: Any, out: Any, given: dict[int, torch.Tensor], capability: Capability
 ) -> tuple[str, int]:
-    """Kind and number of the FLOPs; kind unknown where the operator's formula does not fit the call.
+    """Return kind and number of the FLOPs; the kind is unknown if the operator's formula does not fit the call.
 
-    The memory-efficient attention kernel makes fp32 products of three tf32 ones where there are tf32 tensor cores
+    The memory-efficient attention kernel makes each fp32 product of three tf32 ones if the GPU has tf32 tensor cores
     (cutlass's OpMultiplyAddFastF32), whatever allow_tf32 says.
     """
     formula = FORMULAS.get(func._overloadpacket)
@@ -152,7 +152,7 @@ def _arithmetic(
     try:
         counted: Any = formula(*args, **kwargs, out_val=out)
         flops: Any = counted if isinstance(counted, torch.SymInt) else int(counted)
-    except Exception:  # attention over lengths that only the card knows: no reason to give up predicting memory
+    except Exception:  # attention over lengths that only the GPU knows: no reason to give up predicting memory
         return UNKNOWN, 1
     dtype = next((t.dtype for t in given.values() if t.is_floating_point()), None)
     kind = KINDS.get(dtype, str(dtype)) if dtype else ""
@@ -166,7 +166,7 @@ def _arithmetic(
 
 
 def find_lists(func: Any, args: Any, out: Any) -> Lists | None:
-    """What a kernel over lists of tensors goes through; None for any other."""
+    """Return what a kernel over lists of tensors goes through, or None for any other kernel."""
     if not (name := _name(func)).startswith(MULTI_TENSOR):
         return None
     lists = [arg for arg in args if isinstance(arg, (list, tuple)) and len(arg) and isinstance(arg[0], torch.Tensor)]
@@ -176,7 +176,7 @@ def find_lists(func: Any, args: Any, out: Any) -> Lists | None:
 
 
 def launches(lists: Lists | None) -> int:
-    """How often a kernel is launched for them."""
+    """Return the number of launches of a kernel over these lists; 1 for any other kernel (None)."""
     if lists is None:
         return 1
     return int(max(math.ceil(lists.tensors / lists.most), math.ceil(lists.chunks / MOST_CHUNKS)))
@@ -189,7 +189,7 @@ def _name(func: Any) -> str:
 
 @functools.cache
 def _launches_nothing(func: Any) -> bool:
-    """Views, whose schemas say that they alias and do not write, and operators that only make or set up tensors."""
+    """Return whether an operator is a view (its schema aliases and does not write) or only makes or sets up tensors."""
     aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
     return _name(func) in FREE or bool(aliases and not any(alias.is_write for alias in aliases))
 
@@ -201,7 +201,7 @@ def _position(func: Any, argument: str) -> int | None:
 
 @functools.cache
 def _mutated(func: Any, given: int) -> tuple[int | str, ...]:
-    """The arguments that the operator changes, by position where `given` positional ones reach them, else by name."""
+    """Return the arguments that the operator changes: by position if among `given` positional ones, else by name."""
     arguments = enumerate(func._schema.arguments)
     changed = [(i, a.name) for i, a in arguments if a.alias_info is not None and a.alias_info.is_write]
     return tuple(i if i < given else name for i, name in changed)

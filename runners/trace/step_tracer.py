@@ -1,12 +1,10 @@
-"""The ordered stream of allocations and frees of a training run on a GPU that is not there.
+"""The allocations and frees of a training run, in order, on a GPU that need not exist. All sizes are in bytes.
 
-`Tracer` is a dispatch mode over FakeTensorMode: it notes each storage when an operator first returns it and again when
-it dies, as CUDA's caching allocator would be asked. A fake tensor stands for one in GPU memory, or in host memory where
-fake_placement.py says so, whose storages are a list of their own. Real tensors stay outside: one-element constants
-(`torch.tensor(0.0)`, the optimizer's step counters) are computed with for real, larger ones (batches) become fake,
-"copied to the GPU", in the first operator that sees them. All sizes are in bytes.
-
-Not covered: CUDA's choice of operators (cuda_emulation.py), replaying the stream (replay_trace.py).
+`Tracer` is a dispatch mode over FakeTensorMode. It records each storage when an operator first returns it and when it
+dies, as CUDA's caching allocator would be asked. A fake tensor stands for one in GPU memory, or in host memory if
+fake_placement.py says so; host storages have a list of their own. Real tensors stay outside. Those of one element
+(`torch.tensor(0.0)`, the optimizer's step counters) are computed for real. Larger ones (batches) become fake, "copied
+to the GPU", in the first operator that sees them. cuda_emulation.py makes CUDA's choice of operators.
 """
 
 from __future__ import annotations
@@ -47,14 +45,14 @@ from vramsweep.runners.trace.trace_data import (
 )
 
 Place = Literal["card", "host"]
-# They look at norms and at the loss scale, which decide nothing about memory: nothing is lost by 0.
+# They read norms and the loss scale, on which no memory depends, so they get 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 
 
 class Tracer(TorchDispatchMode):
-    """Records storages from entry to exit; `record` is a context manager that enters all that is needed.
+    """Dispatch mode that records storages; its context manager `record` enters all that is needed.
 
-    `fake` makes the tensors; where their shapes are symbolic, so are sizes (symbolic_shapes.py).
+    `fake` makes the tensors; if their shapes are symbolic, so are the sizes (symbolic_shapes.py).
     """
 
     def __init__(self, capability: Capability, fake: FakeTensorMode | None = None) -> None:
@@ -75,19 +73,19 @@ class Tracer(TorchDispatchMode):
         self._card = MemoryLog(self.trace, self._note_request)
         self._host = MemoryLog(self.trace.host, self._note_host_request)
         self.books = (self._card, self._host)
-        self.touched: list[list[int | None]] = []  # by each kernel: storages
-        self.lists: dict[int, Lists] = {}  # of kernels, by their numbers
-        self.known: KnownValues | None = None  # of a script, whose tensors in host memory are real but for parameters
-        self._aside = MemoryLog(Storages(), lambda: None)  # of those parameters, which are fake and on the host
+        self.touched: list[list[int | None]] = []  # the storages of each kernel
+        self.lists: dict[int, Lists] = {}  # by number of the kernel
+        self.known: KnownValues | None = None  # of a script: its host tensors are real, except parameters
+        self._aside = MemoryLog(Storages(), lambda: None)  # for those parameters, which are fake and on the host
         self._placing: Place | None = None
-        self._inputs: list[torch.Tensor] = []  # of the operator that runs
-        self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, and how many storages were
-        self.begun: list[tuple[str, int, list[int]]] = []  # of those that ran: path, own parameters, storages before
+        self._inputs: list[torch.Tensor] = []  # of the running operator
+        self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, number of storages then
+        self.begun: list[tuple[str, int, list[int]]] = []  # modules that ran: path, own parameters, storages before
         self._parameters: list[torch.Tensor] = []
         self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self.noting = False  # whether what the streams do matters: somebody calls record_stream
-        # tensors that are neither a parameter's nor its gradient, by category; asked for when a backward pass ends
+        self.noting = False  # whether to record what streams do, because somebody calls record_stream
+        # returns further tensors than parameters and their gradients, by category; called when a backward pass ends
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
     @contextlib.contextmanager
@@ -95,7 +93,7 @@ class Tracer(TorchDispatchMode):
         """Trace everything that runs inside."""
         collects = gc.isenabled()
         gc.disable()
-        gc.freeze()  # what is there already need not be looked through at every mark
+        gc.freeze()  # existing objects need not be searched at every mark
         hook = register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._stepped(optimizer))
         begun = (torch.nn.Module, "__init__", self._note_begun(torch.nn.Module.__init__))
         emptied = patched([(torch.cuda, "empty_cache", lambda: self.trace.events.append(0)), begun])
@@ -116,7 +114,7 @@ class Tracer(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and self.known is None and isinstance(args[0], FakeTensor):
             self._operator, self._zeros = func, None
-            return args[0].device  # torch's C++ asks at every operator
+            return args[0].device  # torch's C++ asks for it at every operator
         if func in cuda_allocations.IN_PARTS:
             with self:
                 return cuda_allocations.IN_PARTS[func](*args, **kwargs)
@@ -149,12 +147,12 @@ class Tracer(TorchDispatchMode):
             out = func(*args, **kwargs)
         if self.known is not None:
             self.known.keep(out, value)
-        with torch._C.DisableTorchFunction():  # it only looks at tensors: other modes need not see it
+        with torch._C.DisableTorchFunction():  # it only reads tensors, so other modes need not see it
             self._note_operator(func, args, kwargs, tensors, out)
         return out
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
-        """Note what an operator that ran has allocated, asked of the card and sent."""
+        """Record what an operator that ran has allocated, computed on the GPU and sent."""
         self.operators.append(func)
         on_host = cuda_allocations.ON_HOST.get(func, ())
         made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
@@ -164,7 +162,7 @@ class Tracer(TorchDispatchMode):
             self._inputs = [tensors[n]] if each else tensors
             self._track(tensor, tensors)
         self._inputs = []  # or they would live until the next operator
-        if func in cuda_allocations.MATMULS:  # whose output is there when the handle is asked for
+        if func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
         on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])
@@ -182,7 +180,7 @@ class Tracer(TorchDispatchMode):
         self._zeros = weakref.ref(out) if func in cuda_allocations.ZEROS else None
 
     def built(self) -> None:
-        """Model and optimizer exist: what is alive now is the model."""
+        """Take everything that is alive for the model, because model and optimizer now exist."""
         for book in self.books:
             book.known["buffers"] = set(book.numbers.values())
         tensors = tensors_alive()
@@ -191,7 +189,7 @@ class Tracer(TorchDispatchMode):
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
-        """A phase ends here. Reference cycles are collected now, as when Python would hangs on all it did before."""
+        """End a phase. Collect reference cycles now, because Python's own time for it depends on all it did before."""
         gc.collect()
         if step is not None and phase == "optimizer":  # as a loop does that reads its loss (stream_lag.py)
             for stream in self.streams():
@@ -200,7 +198,7 @@ class Tracer(TorchDispatchMode):
             self._name_parameters()
         if phase == "backward":
             held = self.held()
-            self.know("parameters", self._parameters)  # whose data a forward pass may have exchanged for another dtype
+            self.know("parameters", self._parameters)  # a forward pass may have replaced their data by another dtype's
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self.know("gradients", [*grads, *held.get("gradients", [])])
             for book in self.books:
@@ -219,7 +217,7 @@ class Tracer(TorchDispatchMode):
         return noted
 
     def _name_parameters(self) -> None:
-        """What was loaded for one parameter goes by its name; several may share a storage."""
+        """Name each storage loaded for one parameter after it; several parameters may share a storage."""
         for module, numbers in self._begun:
             if (one := module()) is not None and (path := self._origins.path(one)) is not None:
                 self.begun.append((path, len(list(one.parameters(recurse=False))), numbers))
@@ -234,36 +232,36 @@ class Tracer(TorchDispatchMode):
                 self.trace.origins[number] = self._maker((names.pop(), operator))
 
     def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """These are of the category."""
+        """Put these tensors into the category, in whichever memory they are."""
         found = list(tensors)
         for book in self.books:
             book.know(category, found)
 
     def note(self, kind: str, a: int, b: int = 0) -> None:
-        """Something about streams happens between two events of the trace."""
+        """Record what a stream does (`kind` is one of stream_lag.KINDS) between two events of the trace."""
         if self.noting:
             self.trace.notes.append((len(self.trace.events), kind, a, b))
 
     def room(self) -> int:
-        """Bytes on the card between what is allocated now and the most that was so far."""
+        """Return the bytes on the GPU between what is allocated now and the most that was so far."""
         return self._card.room()
 
     def stream(self, stream: Any) -> int:
-        """The number of a stream, or of whatever else does work in an order of its own."""
+        """Return the number of a stream, or of whatever else does work in an order of its own."""
         return self._streams.setdefault(stream, len(self._streams))
 
     def streams(self) -> list[int]:
-        """The numbers of all of them."""
+        """Return the numbers of all streams."""
         return list(self._streams.values())
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """`record_stream`: once freed, the tensor's block waits for what this stream has to do until then."""
+        """Record a `record_stream`: once freed, the tensor's block waits for this stream's work up to then."""
         number = self._card.number(tensor)
         if number is not None and self.trace.streams[number] != stream:
             self.note("use", number, stream)
 
     def _collective(self, args: Any, tensors: list[torch.Tensor]) -> None:
-        """NCCL has a stream for each group of ranks. It waits for the current one, which goes on when it is told to."""
+        """Record a collective on NCCL's stream of its group, which waits for the current stream, which waits for it."""
         if not self.noting:
             return
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
@@ -277,13 +275,13 @@ class Tracer(TorchDispatchMode):
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         for state in optimizer.state.values():
             self.know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
-        for group in optimizer.param_groups:  # of half precision's master weights; the model's own count as such
+        for group in optimizer.param_groups:  # half precision's master weights; the model's own stay parameters
             self.know("optimizer_state", group["params"])
             self.know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
     def _handle(self, through_lt: bool) -> None:
-        """The first matrix product of each thread makes a cuBLAS handle, whose workspace stays for good; so does the
-        one of cuBLASLt, where that is apart."""
+        """Allocate for good the workspace of a thread's cuBLAS handle, made by the thread's first matrix product.
+        cuBLASLt has one more where its workspace is separate."""
         backward = cuda_allocations.in_backward()
         wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * through_lt
         for lt, size in wanted:
@@ -292,7 +290,7 @@ class Tracer(TorchDispatchMode):
                 self._card.known[WORKSPACES].add(self._card.allocate(size))
 
     def _sources(self) -> tuple[tuple[int, int], ...]:
-        """The storages that the running operator reads: in which memory, 0 the GPU's and 1 the host's, and number."""
+        """Return the storages that the running operator reads: memory (0 is the GPU's, 1 the host's) and number."""
         found = ((at, book.number(one)) for one in self._inputs for at, book in enumerate(self.books))
         return tuple((at, number) for at, number in found if number is not None)
 
@@ -331,23 +329,23 @@ class Tracer(TorchDispatchMode):
         return bool(fakes) and all(map(self.on_host, fakes))
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
+        """Return whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
         return self._aside.number(tensor) is not None
 
     def placing(self, place: Place) -> contextlib.AbstractContextManager[None]:
-        """What a script makes inside is in this memory."""
+        """Return a context manager in which the tensors that a script makes are in this memory."""
         return patched([(self, "_placing", place)])
 
     def live(self) -> int:
-        """Bytes that are allocated on the card now, unrounded."""
+        """Return the bytes that are allocated on the GPU now, unrounded."""
         return sum(self.trace.sizes[number] for number in self._card.numbers.values())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether it has memory, here or on the host."""
+        """Return whether the tensor has memory, on the GPU or on the host."""
         return any(book.number(tensor) is not None for book in self.books)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """FSDP frees the weights that it gathered, and makes room for them again, in one and the same storage."""
+        """Record a resize: FSDP frees the weights that it gathered, and reallocates them, in the same storage."""
         self._operator = "Storage.resize_"
         book = self._host if storage._cdata in self._host.numbers else self._card
         if storage._cdata in book.numbers:
@@ -358,18 +356,18 @@ class Tracer(TorchDispatchMode):
 
 
 def active() -> Tracer | None:
-    """The tracer that records at this moment, if one does."""
+    """Return the tracer that records at this moment, or None."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Tracer)), None)
 
 
 def _known_as(operator: Any) -> str:
-    """As people write it: aten.mm, whichever overload."""
+    """Return an operator's name as people write it: aten.mm, whichever overload."""
     return "" if operator is None else str(operator.overloadpacket)
 
 
 def _framework_asks() -> bool:
-    """Whether the code of one of `FRAMEWORKS` wants a value, not the model's or the user's."""
+    """Return whether code of one of `FRAMEWORKS` wants a value, not the model's or the user's code."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
