@@ -1,15 +1,13 @@
-"""A trace of few layers, lengthened to that of many that are alike.
+"""A trace of few layers, lengthened to that of many layers that are alike.
 
-Each storage is given to a layer: to the one whose module asked for it, or was made just before it, or whose parameter
-the optimizer made it of. What the middle one of `FEW` layers asks for and frees is then noted again for each layer
-more. A free belongs with the request before it; but where storages of all layers are freed in a row, each with its own
-layer.
+Each storage is assigned to a layer: the one whose module requested it, or was made just before it, or whose parameter
+the optimizer made it from. What the middle one of `FEW` layers requests and frees is then recorded again for each
+further layer. A free belongs to the layer of the request before it. If storages of all layers are freed in a row, each
+belongs to its own layer.
 
-That it is so is not taken for granted: the shorter trace, lengthened by one layer, must be the one that was traced of
-one layer more. Only what has a part for every parameter may be larger in it: the stack of all gradients' norms, say,
-and kernels over lists of all parameters.
-
-Not covered: which trials have such layers, and what traces them (runners/predict/make_trace.py).
+This is checked: the shorter trace, lengthened by one layer, must equal the trace of one layer more. Only what has a
+part for every parameter may be larger there, such as the stack of all gradients' norms and kernels over lists of all
+parameters. runners/predict/make_trace.py decides which trials have such layers, and traces them.
 """
 
 from __future__ import annotations
@@ -34,20 +32,20 @@ from vramsweep.runners.trace.trace_data import HostStorages, Maker, Mark, Storag
 FEW, MIDDLE = 3, 1  # layers of the shorter trace, and the one that stands for all between the first and the last
 JOINING = ("aten.cat", "aten.stack")
 _LAYER = re.compile(r"(?:^|(?<=\.))\d+(?=\.|$)")
-Layers = Sequence[int | None]  # of storages, or of events: whose they are; None: no layer's
+Layers = Sequence[int | None]  # the layer of each storage, or of each event; None: no layer's
 
 
 class Unlike(Exception):
-    """The layers are not alike; the message says in what."""
+    """Raised if the layers are not alike; the message says in what they differ."""
 
 
 @dataclass(frozen=True)
 class Layered:
-    """A trace, and what was noted beside it to lengthen it.
+    """A trace, and what is needed to lengthen it.
 
-    `layers` are those of the storages in GPU and in host memory, `joined` the storages in GPU memory that have a part
-    for every parameter, `wholes` the kernels that go through every parameter, and `lists` what those over lists of
-    tensors have to go through, by the kernel's number.
+    `layers` are those of the storages in GPU and in host memory. `joined` are the storages in GPU memory with a part
+    for every parameter, `wholes` the kernels that go through every parameter. `lists` has the lists of tensors that a
+    kernel goes through, by the kernel's number.
     """
 
     trace: Trace
@@ -60,7 +58,7 @@ class Layered:
 
 @dataclass(frozen=True)
 class Lengthened:
-    """A trace of more layers, and for GPU and host memory which storage of the shorter trace each storage was."""
+    """A trace of more layers; `was` has, for GPU and host memory, each storage's number in the shorter trace."""
 
     trace: Trace
     details: dict[str, Any]
@@ -68,7 +66,7 @@ class Lengthened:
 
 
 def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
-    """Return a finished trace with whose its storages are."""
+    """Return a finished trace with the layers of its storages."""
     trace, books = tracer.trace, tracer.books
     makers = [trace.makers[origin] for origin in trace.origins]
     paths = [[path for path, _ in makers], [path for path, _ in tracer.host_makers]]
@@ -115,7 +113,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
 
 
 def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
-    """Return the trace of so many layers, and its details, from those of `FEW` and of one more. Raises Unlike."""
+    """Return the trace of this many layers, and its details, from those of `FEW` and of one more. Raises Unlike."""
     if shorter.trace.notes or longer.trace.notes:
         raise Unlike("several streams are at work")
     more, memories = layers - FEW, list[_Memory]()
@@ -146,8 +144,8 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Storages, each with who asked for it and what else must be the same; and which storage of a shorter record each
-    was, and by how many layers it moved."""
+    """Storages of one memory, each with its maker and what else must be equal (`kinds`). `was` has each one's number in
+    the shorter record, and by how many layers it moved."""
 
     storages: Storages
     makers: list[Maker]
@@ -169,7 +167,7 @@ def _memories(trace: Trace) -> tuple[_Memory, _Memory]:
 
 
 def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
-    """The same with `more` layers like the middle one. Raises Unlike."""
+    """Return the memory with `more` further layers like the middle one. Raises Unlike."""
     old, keys = memory.storages, _find_keys(memory, layers)
     new, was, numbers = Storages([], [], [], []), list[tuple[int, int]](), dict[Any, int]()
 
@@ -186,7 +184,7 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
 
     start, owners = 0, _find_owners(old, layers)
     for end in _ends(old):
-        down = False  # as in a backward pass, which comes to the last layer first
+        down = False  # as in a backward pass, which starts at the last layer
         for owner, run in groupby(range(start, end), key=owners.__getitem__):
             if owner is not None and owner != MIDDLE:
                 down = owner > MIDDLE
@@ -196,7 +194,7 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
                 for event in happened:
                     own = layers[abs(event) - 1] if event else None
                     if own is not None and (owner is None or (owner - MIDDLE) * (own - MIDDLE) < 0):
-                        note(event, more if own > MIDDLE else 0)  # of the other end
+                        note(event, more if own > MIDDLE else 0)  # of the model's other end
                     else:
                         note(event, by)
         start = end
@@ -208,7 +206,7 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
 
 
 def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
-    """What tells each storage from the others of its layer: who asks for it, in which phase, as which of these."""
+    """Return a key that is unique in a storage's layer: phase, the path in the layer, operator, rank among equals."""
     phases, start = dict[int, int](), 0
     for number, end in enumerate(_ends(memory.storages)):
         phases |= {event - 1: number for event in memory.storages.events[start:end] if event > 0}
@@ -222,7 +220,7 @@ def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
 
 
 def _find_owners(storages: Storages, layers: Layers) -> list[int | None]:
-    """The layer to which each event belongs. What is asked for in its midst for another one is that one's too."""
+    """Return the layer to which each event belongs. Another layer's events amid a layer's own belong to the latter."""
     events, owners, start = storages.events, list[int | None](), 0
     every = {layer for layer in layers if layer is not None}
     phases = [*(mark.phase for mark in storages.marks), "optimizer"]
@@ -242,8 +240,8 @@ def _find_owners(storages: Storages, layers: Layers) -> list[int | None]:
 
 
 def _compare(mine: _Memory, other: _Memory, joined: Set[int]) -> Iterator[tuple[int, Any]]:
-    """Raise Unlike unless `mine`, lengthened by a layer, is the `other`, which was traced; yield the shorter record's
-    storages that have a part for every parameter, each with its size in the other."""
+    """Raise Unlike unless `mine`, lengthened by a layer, equals the traced `other`. Yield the shorter record's storages
+    that are larger there because they have a part for every parameter, each with its size in `other`."""
     for name in ("makers", "kinds"):
         if getattr(mine, name) != getattr(other, name):
             raise Unlike(f"the {name} of storages differ")
@@ -258,7 +256,7 @@ def _compare(mine: _Memory, other: _Memory, joined: Set[int]) -> Iterator[tuple[
 
 
 def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[Work, int]]:
-    """The kernels of a step with those of `more` layers; one that goes through every parameter does more with each."""
+    """Return a step's kernels with those of `more` layers; one that goes through every parameter grows with each."""
     known = (shorter, longer)
     parts = [[kernel for at, kernel in enumerate(one.trace.kernels) if at not in one.wholes] for one in known]
     made = _repeat_calls(parts[0], parts[1], more)
@@ -277,7 +275,7 @@ def _repeat_kernels(shorter: Layered, longer: Layered, more: int) -> list[tuple[
 
 
 def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
-    """Kernels, or calls to other ranks, with those that `more` layers add."""
+    """Return kernels, or calls to other ranks, with those that `more` layers add."""
     counts = [Counter[Any](), Counter[Any]()]
     for of, counted in zip((calls, longer), counts, strict=True):
         for call, count in of:
@@ -290,7 +288,7 @@ def _repeat_calls(calls: list[Any], longer: list[Any], more: int) -> list[Any]:
 
 
 def _extend(value: Any, longer: Any, more: int) -> Any:
-    """A number that each layer adds to, from that of `FEW` layers and of one more; what it does not change."""
+    """Return a number to which each layer adds, from those of `FEW` layers and of one more; equal values stay."""
     if isinstance(value, dict) and value.keys() == longer.keys():
         return {key: _extend(of, longer[key], more) for key, of in value.items()}
     if expression(value) == expression(longer):
@@ -301,12 +299,12 @@ def _extend(value: Any, longer: Any, more: int) -> Any:
 
 
 def _ends(storages: Storages) -> list[int]:
-    """Where phases end, and what follows them."""
+    """Return where each phase ends, and where the events after the last phase end."""
     return [*(mark.end for mark in storages.marks), len(storages.events)]
 
 
 def _count_loaded(storages: Storages) -> int:
-    """How many storages were asked for before the first step."""
+    """Return how many storages were requested before the first step."""
     end = next((mark.end for mark in storages.marks if mark.step is None), 0)
     return sum(event > 0 for event in storages.events[:end])
 
@@ -318,5 +316,5 @@ def _find_layer(path: str) -> int | None:
 
 @lru_cache(maxsize=1 << 16)
 def _in_layer(path: str, by: int) -> str:
-    """The path of the same module some layers later."""
+    """Return the path of the same module `by` layers later."""
     return _LAYER.sub(lambda found: str(int(found[0]) + by), path, count=1) if by else path

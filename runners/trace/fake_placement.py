@@ -1,8 +1,8 @@
-"""Where a fake tensor is in a simulated run: in the card's memory, in the host's, or nowhere.
+"""The place of a fake tensor in a simulated run: GPU memory, host memory, or nowhere.
 
-Device "cpu" is the card. Device "meta" is host memory for what is moved there from the card or made inside `on_host`,
-and for what operators make of it. Every other tensor there has a shape and no memory at all: one that is made there as
-such, or inside `without_memory`, as weights that are sharded before they exist.
+Device "cpu" is the GPU. Device "meta" is host memory for what is moved there from the GPU or made inside `on_host`, and
+for what operators make from it. Every other tensor on "meta" has a shape and no memory at all: one that is made there
+as such, or inside `without_memory`, as weights that are sharded before they exist.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vramsweep.runners.measure.patches import patched
 
 HOST = torch.device("meta")
 Place = Literal["pageable", "pinned", "nowhere"]
-_told: list[Place] = []  # of the contexts that are entered, innermost last
+_told: list[Place] = []  # of the entered contexts, innermost last
 
 
 def current_placement() -> Place | None:
-    """What device meta stands for in the context that is entered last; None outside of all."""
+    """Return what device meta stands for in the innermost context, or None outside of all."""
     return _told[-1] if _told else None
 
 
@@ -35,23 +35,23 @@ def _placement(place: Place) -> Iterator[torch.device]:
 
 
 def on_host(pinned: bool = False) -> contextlib.AbstractContextManager[torch.device]:
-    """What is made on device meta inside is in host memory, page-locked if `pinned`; enters with the device."""
+    """Return a context, entered with device meta, in which that is host memory, page-locked if `pinned`."""
     return _placement("pinned" if pinned else "pageable")
 
 
 def without_memory() -> contextlib.AbstractContextManager[torch.device]:
-    """What is made on device meta inside has no memory, whatever it is made of."""
+    """Return a context in which what is made on device meta has no memory, whatever it is made from."""
     return _placement("nowhere")
 
 
 def pinned(like: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A fresh page-locked tensor of the dtype of `like`, and its shape unless another is given."""
+    """Return a new page-locked tensor with the dtype of `like`, and its shape unless another is given."""
     with on_host(pinned=True):
         return torch.empty(tuple(like.shape if shape is None else shape), dtype=like.dtype, device=HOST)
 
 
 def weightless() -> contextlib.AbstractContextManager[None]:
-    """Modules made inside have their parameters on device meta, each from the moment it is theirs."""
+    """Return a context in which modules have each parameter on device meta from the moment it is registered."""
     register = torch.nn.Module.register_parameter
 
     def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:

@@ -1,11 +1,11 @@
-"""The values of a traced script's whole numbers and truths: what comes from the host is known on the card, too.
+"""Values of a traced script's integers and booleans, so that what comes from the host is known on the GPU too.
 
-Token ids, labels, attention masks and positions come from real data (traced_devices.py), and what is computed of them
-alone is computed for real beside the fake tensors: whether a mask hides anything, how many labels count, where they
-are. What decides memory in a training step nearly always rests on these. A value is a real tensor that a fake one
-carries; a view's is a view, so what is written into one is seen in the other.
+Token ids, labels, attention masks and positions come from real data (traced_devices.py). What depends on them alone is
+computed for real next to the fake tensors: whether a mask hides anything, how many labels count, where they are. Memory
+in a training step nearly always depends on nothing else. A value is a real tensor that a fake one carries; a view's
+value is a view, so a write into one is seen in the other.
 
-Not covered: what rests on weights, as losses do; large tensors; random numbers made on the card.
+Not covered: what depends on weights, as losses do; large tensors; random numbers made on the GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._pytree import tree_iter, tree_map
 
 LIMIT = 1 << 24  # elements of a tensor whose value is kept
-FLOATS = 1 << 10  # the same of one with a point: means and shares of counts
+FLOATS = 1 << 10  # elements of a floating-point one: means and shares of counts
 ASKS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2")
@@ -28,25 +28,25 @@ UNKNOWN: Any = object()
 
 
 class KnownValues:
-    """Computes what is known beside a trace, and keeps it with the fake tensors."""
+    """Computes known values during a trace, and keeps them with the fake tensors."""
 
     def __init__(self) -> None:
         self._lost: dict[int, torch.UntypedStorage] = {}  # storages of values into which something unknown was written
 
     def of(self, tensor: Any) -> torch.Tensor | None:
-        """A fake tensor's value, if it is known."""
+        """Return a fake tensor's value, or None if it is not known."""
         value: torch.Tensor | None = getattr(tensor, "_known_value", None)
         return None if value is None or value.untyped_storage()._cdata in self._lost else value
 
     def give(self, tensor: Any, value: Any) -> None:
-        """From now on this is the fake tensor's value."""
+        """Set the fake tensor's value, if it is small enough to be kept."""
         if not (isinstance(tensor, FakeTensor) and isinstance(value, torch.Tensor) and tensor.shape == value.shape):
             return
         if small(value):
             tensor._known_value = value  # type: ignore[attr-defined]
 
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operator makes of known values; UNKNOWN where one of its arguments is not."""
+        """Return what the operator makes of known values; UNKNOWN if one is unknown or the result too large."""
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
         if fakes and all(self.of(tensor) is not None for tensor in fakes) and not _random(func):
@@ -62,25 +62,25 @@ class KnownValues:
         return UNKNOWN
 
     def _lose(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What the operator writes into is not known any more."""
+        """Forget the values of what the operator writes into."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.lose(value)
 
     def lose(self, written: Any) -> None:
-        """The values of these tensors are not known any more."""
+        """Forget the values of these tensors."""
         for tensor in tree_iter(written):
             if (known := self.of(tensor)) is not None:
                 self._lost[known.untyped_storage()._cdata] = known.untyped_storage()
 
     def keep(self, out: Any, value: Any) -> None:
-        """These are the values of what an operator returned."""
+        """Set the values of what an operator returned."""
         if value is not UNKNOWN:
             for tensor, one in zip(tree_iter(out), tree_iter(value), strict=False):
                 self.give(tensor, one)
 
     def by_place(self, indices: Any) -> list[Any] | None:
-        """The indices of an indexing with truths as places, as the card's kernels have them; None if not known."""
+        """Return the indices with boolean masks as positions, as the GPU's kernels have them; None if not known."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -93,19 +93,19 @@ class KnownValues:
 
 
 def small(tensor: torch.Tensor) -> bool:
-    """Whether its value would be kept."""
+    """Return whether the tensor's value would be kept."""
     return tensor.numel() <= (FLOATS if tensor.is_floating_point() or tensor.is_complex() else LIMIT)
 
 
 def _result_is_small(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether what the operator returns would be kept: asked of its fake result, as a value takes the host's memory."""
+    """Return whether the operator's result would be kept, by its fake result, because a value takes host memory."""
     if func in ASKS or func._schema.is_mutable:  # no larger than what is known already
         return True
     try:
         out = func(*args, **kwargs)
-    except DynamicOutputShapeException:  # places of what is known, as in masks: as many at most as it has
+    except DynamicOutputShapeException:  # positions in a known tensor, such as a mask: at most its elements
         return True
-    except Exception:  # the trace will say so
+    except Exception:  # the trace will report it
         return False
     return all(small(one) for one in tree_iter(out) if isinstance(one, torch.Tensor))
 
@@ -115,7 +115,7 @@ def _random(func: Any) -> bool:
 
 
 def _made_of_numbers(func: Any, kwargs: Any) -> bool:
-    """Whether the operator makes whole numbers of nothing but its arguments, as arange does."""
+    """Return whether the operator makes whole numbers from its arguments alone, as arange does."""
     device = kwargs.get("device")
     if _random(func) or (device is not None and device.type != "cpu") or func.namespace != "aten":
         return False

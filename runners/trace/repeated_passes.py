@@ -1,13 +1,11 @@
-"""Accumulated passes that are alike: traced once, and noted again for each that follows.
+"""Accumulated passes that are alike: traced once, and recorded again for each that follows.
 
-The first pass of a step makes the gradients, to which the others add; the last may be the one that sends them. Those
-between are alike if nothing but their batch differs. Whether they are is not taken for granted: a pass is noted again
-only after two ran the same operators, which asked for and freed the same, in the same order. Kernels and collectives
-are written down in the last step alone, and follow from the operators. The last pass is noted again only on one GPU,
-and if it was alike in an earlier step. A pass is always run if it tells of streams. So is one that leaves a tensor in
-memory which the next pass does not free, unless that is its loss.
-
-Not covered: which trials have such passes (make_trace.py), what a pass is (the runners' loops).
+The first pass of a step makes the gradients, to which the others add; the last may be the one that sends them. Passes
+between are alike if only their batches differ. This is checked: a pass is recorded again only after two passes ran the
+same operators, which requested and freed the same, in the same order. Kernels and collectives are recorded in the last
+step alone, and follow from the operators. The last pass is recorded again only on one GPU, and if it was alike in an
+earlier step. A pass always runs if it adds notes about streams. So does one that leaves a tensor in memory which the
+next pass does not free, unless that is its loss. make_trace.py decides which trials have such passes.
 """
 
 from __future__ import annotations
@@ -24,37 +22,37 @@ from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.storage_log import MemoryLog, expression
 from vramsweep.runners.trace.trace_data import Mark
 
-Pass = Callable[[], torch.Tensor]  # forward and backward; its loss
-Left = dict[tuple[Any, ...], int]  # the numbers of storages that a pass left, by who asked for them, size and rank
+Pass = Callable[[], torch.Tensor]  # runs forward and backward; returns the loss
+Left = dict[tuple[Any, ...], int]  # numbers of storages that a pass left, by size, maker and rank
 
 
 @dataclass(frozen=True)
 class _Noted:
-    """One pass in the trace: where it begins and ends in each list, what it comes to, and the number of its loss."""
+    """One pass in the trace: its begin and end in each list, its form for comparisons, and its loss's number."""
 
     begin: list[int]
     end: list[int]
     form: list[Any]
     loss: int
-    before: list[Left]  # in either memory, by the pass before
-    left: list[Left]  # by this one
+    before: list[Left]  # left in either memory by the pass before
+    left: list[Left]  # left by this one
     keeps_loss: bool  # the loss of the pass before is freed between the two passes, not in this one
 
 
 class RepeatedPasses:
-    """Runs the passes of each step, or notes one again. `count` is how many a step has; `sends`: the last differs."""
+    """Runs each step's passes, or records one again. A step has `count` passes; if it `sends`, the last differs."""
 
     def __init__(self, tracer: Tracer, count: int, sends: bool) -> None:
         self._tracer, self._count, self._sends = tracer, count, sends
         self._index = 0  # of the step's next pass
         self._last: _Noted | None = None  # the pass before
-        self._left: list[Left] = []  # by it
-        self._middle: Any = None  # what one comes to that is neither the first of its step nor the last
+        self._left: list[Left] = []  # left by it
+        self._middle: Any = None  # form of a pass that is neither the first nor the last of its step
         self._ready = self._ends_alike = False
         self._loss: weakref.ref[torch.Tensor] | None = None
 
     def run(self, one: Pass) -> torch.Tensor:
-        """Run a pass, or note the one before again; its loss either way."""
+        """Run a pass, or record the one before again; return its loss either way."""
         index, last = self._index, self._index == self._count - 1
         self._index = 0 if last else index + 1
         if index == 0:
@@ -74,7 +72,7 @@ class RepeatedPasses:
         return loss
 
     def _ends(self) -> list[int]:
-        """How long the lists are that a pass adds to: of each memory sizes, events, marks; then the card's others."""
+        """Return the lengths of the lists that a pass adds to: each memory's sizes, events, marks; then the others."""
         trace = self._tracer.trace
         books = [
             len(one) for book in self._tracer.books for one in (book.kept.sizes, book.kept.events, book.kept.marks)
@@ -83,7 +81,7 @@ class RepeatedPasses:
         return [*books, len(trace.stepwise), *ran, len(trace.notes)]
 
     def _find_left(self, at: int, first: int) -> Left:
-        """What is there of the storages from this number on."""
+        """Return the living storages of memory `at` from number `first` on, by size, maker (GPU only) and rank."""
         book, found = self._tracer.books[at], Left()
         for number in sorted(number for number in book.numbers.values() if number >= first):
             who = (expression(book.kept.sizes[number]), *([] if at else [self._tracer.trace.origins[number]]))
@@ -91,7 +89,7 @@ class RepeatedPasses:
         return found
 
     def _compare(self, begin: list[int], before: list[Left], loss: torch.Tensor) -> _Noted | None:
-        """What the pass that ran comes to; None where it cannot be noted again."""
+        """Return the record of the pass that ran, or None if it cannot be recorded again."""
         end, trace, number = self._ends(), self._tracer.trace, self._tracer.books[0].number(loss)
         if end[-1] > begin[-1] or number is None or number < begin[0]:
             return None
@@ -117,7 +115,7 @@ class RepeatedPasses:
         return _Noted(begin, end, form, number, before, self._left, kept == own) if kept in ([], own) else None
 
     def _note_again(self, noted: _Noted) -> torch.Tensor:
-        """Note a pass as the one before: the same requests and frees, of storages of their own."""
+        """Record a pass like the one before: equal requests and frees, of storages of its own. Return its loss."""
         trace, begin, loss = self._tracer.trace, self._ends(), self._loss() if self._loss is not None else None
         assert loss is not None
         self._left = [_repeat(book, noted, at) for at, book in enumerate(self._tracer.books)]
@@ -128,7 +126,7 @@ class RepeatedPasses:
         trace.host.pinned += trace.host.pinned[its]
         trace.stepwise += [(of + shift, text, n) for of, text, n in trace.stepwise[noted.begin[6] : noted.end[6]]]
         trace.kernels += trace.kernels[noted.begin[7] : noted.end[7]]
-        self._tracer.touched += self._tracer.touched[noted.begin[7] : noted.end[7]]  # none by a whole model's
+        self._tracer.touched += self._tracer.touched[noted.begin[7] : noted.end[7]]  # none is a whole model's kernel
         trace.collectives += trace.collectives[noted.begin[8] : noted.end[8]]
         if noted.keeps_loss:
             with _disable_current_modes(), self._tracer.fake:
@@ -160,7 +158,7 @@ def _repeat(book: MemoryLog, noted: _Noted, at: int) -> Left:
             book.collected.add(other)
         kept.events.append(event and (other + 1 if event > 0 else -(other + 1)))
     kept.sizes += kept.sizes[begin[0] : end[0]]
-    book.sources += [()] * (end[0] - begin[0])  # only an optimizer's are asked for
+    book.sources += [()] * (end[0] - begin[0])  # only an optimizer's are read
     kept.marks += [Mark(mark.end + later, mark.step, mark.phase) for mark in kept.marks[begin[2] : end[2]]]
     stands = {of: left[key] for key, of in noted.left[at].items() if not noted.keeps_loss or of != noted.loss or at}
     book.numbers = {key: stands.get(of, of) for key, of in book.numbers.items()}

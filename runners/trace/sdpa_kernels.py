@@ -1,9 +1,9 @@
-"""scaled_dot_product_attention as a card serves it: which kernel, what that makes of a mask, what it takes for itself.
+"""scaled_dot_product_attention on a GPU: which kernel runs, what it makes of a mask, what it allocates for itself.
 
-The kernel is the first of torch's order that is switched on and can serve the call (sdp_utils.cpp); an H200's choice in
-390 calls is a test's. Not covered: how it takes the place of the CPU's (cuda_emulation.py), flash-attn's own kernels
-(techniques/flash_attention_stub.py), that cards of 8.6, 8.9 and 12.x train without flash attention where heads are 193
-to 224 wide, or wider and with dropout, and that cuDNN takes no single key and, by torch's deterministic mode, nothing.
+The kernel is the first of torch's order that is enabled and can serve the call (sdp_utils.cpp); a test compares an
+H200's choice in 390 calls. cuda_emulation.py puts it in place of the CPU's. Not covered: flash-attn's own kernels
+(techniques/flash_attention_stub.py); that cuDNN takes no single key and, in torch's deterministic mode, nothing. Nor
+that GPUs of 8.6, 8.9 and 12.x train without flash attention if heads are 193 to 224 wide, or wider and with dropout.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from vramsweep.runners.trace.trace_data import prefers_cudnn, widest_cudnn
 
 aten = torch.ops.aten
 MASK_ALIGNMENT = 8  # elements; mem_eff_alignment of preprocess_mask
-CUDNN_SCRATCH = 256  # bytes of each of cuDNN's kernels, beside what _cudnn_scratch says (seen: cuDNN 9.19, an H200)
+CUDNN_SCRATCH = 256  # bytes of each cuDNN kernel, in addition to _cudnn_scratch (seen: cuDNN 9.19, an H200)
 IN_SIXTEENTHS = not installed_is(ANY_DROPOUT)
 
 
 class Attention(NamedTuple):
-    """A call of scaled_dot_product_attention: (batch, heads, length, width)."""
+    """A call of scaled_dot_product_attention; its tensors have the shape (batch, heads, length, width)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -45,7 +45,7 @@ class Attention(NamedTuple):
         return self.query.dtype in (torch.float16, torch.bfloat16)
 
     def fits_none(self) -> str | None:
-        """Why no fused kernel can serve the call; None if one might."""
+        """Return why no fused kernel can serve the call, or None if one might."""
         tensors = (self.query, self.key, self.value)
         if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
             return "it needs query, key and value of four dimensions and one dtype"
@@ -57,9 +57,9 @@ class Attention(NamedTuple):
 
 
 def chosen_kernel(asked: Attention, capability: Capability) -> str:
-    """The kernel that runs on the card: the first of torch's order that is switched on and lacks nothing.
+    """Return the kernel that runs on the GPU: the first of torch's order that is enabled and lacks nothing.
 
-    Raises RuntimeError, as torch does, where there is none.
+    Raises RuntimeError, as torch does, if there is none.
     """
     cudnn = ("cudnn", torch._C._get_cudnn_sdp_enabled(), _cudnn_lacks)
     others = (
@@ -78,7 +78,7 @@ def chosen_kernel(asked: Attention, capability: Capability) -> str:
 
 
 def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_flash_attention"""
+    """Return why flash attention cannot serve the call, or None if it can (can_use_flash_attention)."""
     if capability < (8, 0):
         return "it needs compute capability 8.0"
     if not asked.half:
@@ -91,7 +91,7 @@ def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
 
 
 def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_mem_efficient_attention"""
+    """Return why the efficient kernel cannot serve the call, or None if it can (can_use_mem_efficient_attention)."""
     modern = capability >= (8, 0)
     if asked.gqa:
         return "it takes no shared heads"
@@ -104,7 +104,7 @@ def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
 
 
 def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
-    """can_use_cudnn_attention"""
+    """Return why cuDNN's kernel cannot serve the call, or None if it can (can_use_cudnn_attention)."""
     if capability < (8, 0):
         return "it needs compute capability 8.0"
     if not asked.half:
@@ -155,13 +155,13 @@ def _saves(asked: Attention) -> bool:
 
 
 class Freed(NamedTuple):
-    """In a list of what an operator allocates for itself: the one that it gives back here, counted from 0."""
+    """Entry in a list of what an operator allocates for itself: here it frees number `which`, counted from 0."""
 
     which: int
 
 
 def scratch(func: Any, args: Any) -> list[Any]:
-    """What a kernel of attention allocates for itself: sizes in bytes, and `Freed`."""
+    """Return what an attention kernel allocates for itself: sizes in bytes, and `Freed`."""
     if func is aten._scaled_dot_product_flash_attention_backward.default:
         return _flash_scratch(args)
     if func is aten._scaled_dot_product_efficient_attention_backward.default:
@@ -174,8 +174,8 @@ def scratch(func: Any, args: Any) -> list[Any]:
 
 
 def _flash_scratch(args: Any) -> list[Any]:
-    """The rows' sums and the gradient of the query in fp32, for lengths rounded up to 128, and dK and dV of every head
-    where heads are shared (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    """Return the rows' sums and the query's gradient in fp32, for lengths rounded up to 128. Shared heads add dK and dV
+    of every head (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128
@@ -184,8 +184,8 @@ def _flash_scratch(args: Any) -> list[Any]:
 
 
 def _cudnn_scratch(args: Any) -> list[Any]:
-    """In one, the rows' sums and the gradient of the query in fp32, and dK and dV of every head where heads are shared:
-    what cuDNN 9.19 asked for on an H200 in 180 calls (results/reference/h200-141gb/operators.json)."""
+    """Return one size: the rows' sums and the query's gradient in fp32; shared heads add dK and dV of every head.
+    cuDNN 9.19 requested this on an H200 in 180 calls (results/reference/h200-141gb/operators.json)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     every = batch * heads * key.size(2) * width * key.element_size()
@@ -194,11 +194,12 @@ def _cudnn_scratch(args: Any) -> list[Any]:
 
 
 def _efficient_scratch(args: Any) -> list[Any]:
-    """The gradient with samples' tokens together, if it is not so; the rows' sums, in fp32 from a product of their own;
-    and tiles of the gradient of the query in fp32, each with 16 bytes of locks, of 64 columns and 64 or 128 rows.
+    """Return the gradient with each sample's tokens together, if it is not so, the rows' sums, and the tiles.
 
-    _efficient_attention_backward in aten/native/transformers/cuda/attention_backward.cu; workspace_elements_gq in
-    mem_eff_attention/kernel_backward.h. Not there: dK and dV where halves are wider than 128.
+    In fp32 the sums come from a product of their own. The tiles are of the query's gradient in fp32, each of 64 columns
+    and 64 or 128 rows, with 16 bytes of locks. Source: _efficient_attention_backward in
+    aten/native/transformers/cuda/attention_backward.cu; workspace_elements_gq in mem_eff_attention/kernel_backward.h.
+    Not covered: dK and dV if half-precision heads are wider than 128.
     """
     grad, query, _, value = args[:4]
     batch, heads, length, width = query.shape
@@ -214,13 +215,13 @@ def _efficient_scratch(args: Any) -> list[Any]:
 
 
 def accumulated_width(width: int) -> int:
-    """A head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
+    """Return a head's width in flash attention's accumulators (head_size_rounded in mha_bwd)."""
     multiple = 32 if width <= 128 else 64
     return -(-width // multiple) * multiple
 
 
 def _added(asked: Attention) -> torch.Tensor | None:
-    """The boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
+    """Return a boolean mask as one to add (convert_boolean_attn_mask_ in ATen/native/transformers/attention.cpp)."""
     mask = asked.mask
     if mask is None or mask.dtype is not torch.bool:
         return mask
@@ -228,14 +229,14 @@ def _added(asked: Attention) -> torch.Tensor | None:
 
 
 def _bias(asked: Attention) -> torch.Tensor | None:
-    """The additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements, by a copy if need be.
+    """Return the additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements by a copy.
 
     Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
     """
     mask = _added(asked)
     if mask is None:
         return None
-    rows = reversed(mask.stride()[:-1])  # that of a row first: as a rule it decides, also about other lengths
+    rows = reversed(mask.stride()[:-1])  # a row's stride first: usually it decides, for other lengths too
     if mask.stride(-1) != 1 or any(stride % MASK_ALIGNMENT for stride in rows):
         columns = mask.size(-1)
         mask = F.pad(mask, (0, MASK_ALIGNMENT - columns % MASK_ALIGNMENT))[..., :columns]

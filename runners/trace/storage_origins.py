@@ -1,11 +1,9 @@
-"""Whose storage it is: the module in whose forward pass an operator runs, or whose operator a backward pass undoes.
+"""The origin of a storage: the module in whose forward pass an operator runs, or whose operator a backward pass undoes.
 
-Forward, hooks on every module keep a stack of paths. A backward pass gets no hooks, which would change its graph: each
-autograd node has a sequence number, and the numbers at which modules were entered and left say whose it is. A path is
-the one in named_modules of the outermost module, without what only wraps it; the outermost module itself goes by the
-name of its class, and code outside every module by "".
-
-Not covered: what is done with it (step_tracer.py).
+In a forward pass, hooks on every module keep a stack of paths. A backward pass gets no hooks, because they would change
+its graph. Instead each autograd node has a sequence number; the numbers at which modules were entered and left give its
+module. A path is the one in named_modules of the outermost module, without modules that only wrap another. The
+outermost module itself goes by the name of its class, and code outside every module by "".
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ OPTIMIZER = "optimizer"
 
 
 class Origins:
-    """`maker` says who asks for memory now; true inside `watch`."""
+    """Finds the module and operator that request memory now (`maker`); valid inside `watch`."""
 
     def __init__(self) -> None:
         self._paths: WeakKeyDictionary[torch.nn.Module, str] = WeakKeyDictionary()
@@ -48,7 +46,7 @@ class Origins:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Look at modules and optimizers."""
+        """Watch modules and optimizers inside the context."""
         with (
             register_module_forward_pre_hook(lambda module, args: self._entered(module)),
             register_module_forward_hook(lambda module, args, result: self._left(module), always_call=True),
@@ -58,7 +56,7 @@ class Origins:
             yield
 
     def maker(self, operator: str) -> Maker:
-        """Of a storage that this operator asks for now."""
+        """Return the maker (module path, operator) of a storage that this operator requests now."""
         task = torch._C._current_graph_task_id()
         if self._stack and self._stack[-1][2] == task:
             return self._stack[-1][1], operator if task == -1 else f"{operator} (recomputed)"
@@ -67,11 +65,11 @@ class Origins:
         return OPTIMIZER if self._optimizers else "", operator
 
     def path(self, module: torch.nn.Module | None) -> str | None:
-        """The dotted path of a module that was seen, as `model.layers.0.mlp`; None of any other."""
+        """Return the dotted path of a module that was seen, as `model.layers.0.mlp`, or None for any other."""
         return None if module is None else self._paths.get(module)
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Those of the modules seen so far, each with its name; where it has several, the first."""
+        """Yield the parameters of the modules seen so far, each with its name, or the first of several."""
         seen: set[int] = set()
         for module, path in self._paths.items():
             for name, parameter in module.named_parameters(recurse=False):
@@ -116,7 +114,7 @@ class Origins:
 
 
 def _named(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
-    """The paths of a module and all below it; what is wrapped has its wrapper's."""
+    """Return the paths of a module and all below it; a wrapped module has its wrapper's path."""
     found: dict[torch.nn.Module, str] = {}
 
     def name(one: torch.nn.Module, path: str, outermost: bool) -> None:

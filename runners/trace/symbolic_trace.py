@@ -1,10 +1,8 @@
-"""A trace whose sizes are formulas of length and batch: one trace of a configuration for many points.
+"""A trace whose sizes are formulas of length and batch, so that one trace of a configuration serves many points.
 
-What does not depend on them is the template's: events, streams, phases, categories, notes. A formula is a text of
-Python's integer arithmetic over the names of a point, as "64 * seq_len * micro_batch" or "-(-seq_len // 8) * 16".
-
-Not covered: where the formulas come from (symbolic shapes: symbolic_shapes.py; a few traced points:
-piecewise_templates.py).
+Everything else is the template's: events, streams, phases, categories, notes. A formula is text in Python's integer
+arithmetic over the names of a point, as "64 * seq_len * micro_batch" or "-(-seq_len // 8) * 16". Formulas come from
+symbolic shapes (symbolic_shapes.py) or from a few traced points (piecewise_templates.py).
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ from vramsweep.runners.trace.trace_data import AS_WRITTEN, HostStorages, Number,
 
 
 class Point(NamedTuple):
-    """What sizes are functions of; the fields are the names in a formula.
+    """The numbers that sizes depend on; the fields are the names in a formula.
 
-    `kept` is how many tokens of each sample are not padding; None where that is not one number, or all of them.
+    `kept` is the number of tokens in each sample that are not padding; None if that is not one number, or all of them.
     """
 
     seq_len: int
@@ -38,14 +36,13 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class SymbolicTrace:
-    """`sizes[i]` is the number of storage i's formula in `formulas`, `host[i]` that of the host's storage i.
+    """A trace with formulas for sizes; `sizes[i]` is storage i's index in `formulas`, `host[i]` that of host storage i.
 
-    `kernels` are (kind, flops, nbytes, launches, how often), `collectives` (kind, nbytes, how often), each with the
-    numbers of formulas in place of numbers. `details` are the columns about what was built; `varying` gives, for those
-    of their whole numbers that are not the same at every point, the path to it (as ("runner_config",
-    "train_batch_size")) and the number of its formula; `stepwise` are the trace's, each with the number of the formula
-    of what its size follows. It is true of the points at which all `guards` hold, which are
-    formulas too. `basis` is what a row says of it.
+    `kernels` are (kind, flops, nbytes, launches, runs), `collectives` (kind, nbytes, runs). All but kind and runs are
+    indices of formulas. `details` are the columns about what was built. `varying` has each of their whole numbers that
+    differs between points: its path, as ("runner_config", "train_batch_size"), and the index of its formula.
+    `stepwise` are the trace's, each with the index of the formula of what its size follows. The trace is valid at the
+    points at which all `guards` hold, which are formulas too. `basis` is what a row says of it.
     """
 
     __pydantic_config__ = AS_WRITTEN
@@ -62,19 +59,19 @@ class SymbolicTrace:
     stepwise: tuple[tuple[Number, str, Number], ...] = ()
 
     def holds(self, point: Point) -> bool:
-        """Whether it is true of this point; it is not where a guard has no value."""
+        """Return whether the trace is valid at this point; it is not if a guard has no value there."""
         try:
             return all(compiled(guard)(point) for guard in self.guards)
         except ValueError:
             return False
 
     def sizes_at(self, point: Point) -> list[int]:
-        """The sizes of the storages alone."""
+        """Return only the sizes of the storages in GPU memory at this point, in bytes."""
         values = [compiled(formula)(point) for formula in self.formulas]
         return [values[n] for n in self.sizes]
 
     def at(self, point: Point) -> tuple[Trace, dict[str, Any]]:
-        """The trace and the details at this point. Events, marks and notes are the template's own lists."""
+        """Return the trace and the details at this point. Events, marks and notes are the template's own lists."""
         values = [compiled(formula)(point) for formula in self.formulas]
         works = [(Work(kind, values[f], values[b], values[n]), count) for (kind, f, b, n), count in self._different]
         host = self.template.host
@@ -95,7 +92,7 @@ class SymbolicTrace:
 
     @cached_property
     def _different(self) -> list[tuple[tuple[str, int, int, int], int]]:
-        """The different kernels, each with how often it runs: layers are alike, and many points are asked for."""
+        """Count the runs of each different kernel once, because layers are alike and `at` is called for many points."""
         counts: Counter[tuple[str, int, int, int]] = Counter()
         for kind, flops, nbytes, launches, count in self.kernels:
             counts[kind, flops, nbytes, launches] += count
@@ -103,14 +100,15 @@ class SymbolicTrace:
 
 
 def plain(one: Any) -> dict[str, Any]:
-    """The fields of a dataclass, and of those in it, by name: unlike asdict it copies no values."""
+    """Return the fields of a dataclass, and of dataclasses in it, by name; unlike asdict it copies no values."""
     named = {each.name: getattr(one, each.name) for each in fields(one)}
     return {name: plain(value) if is_dataclass(value) else value for name, value in named.items()}
 
 
 def difference(one: tuple[Trace, dict[str, Any]], other: tuple[Trace, dict[str, Any]]) -> str | None:
-    """What is not the same in two traces with their details; kernels and collectives in whatever order. None: nothing
-    is."""
+    """Return the name of what differs between two traces with their details, or None if nothing does.
+
+    Kernels and collectives may be in any order."""
     (trace, details), (other_trace, other_details) = one, other
     for name in (field.name for field in fields(Trace)):
         a, b = getattr(trace, name), getattr(other_trace, name)
@@ -127,20 +125,21 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 _UNARY: dict[type[ast.AST], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.Not: operator.not_}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
-LONGEST = 20_000  # characters of a formula; how deep it can be nested and how large its numbers get follow from it
-Function = Callable[[Sequence[Any]], Any]  # of what the fields of a point are
+LONGEST = 20_000  # characters of a formula, which bounds its nesting and its numbers too
+Function = Callable[[Sequence[Any]], Any]  # takes values of a point's fields
 
 
 @cache
 def compiled(formula: str) -> Callable[[Point], int]:
-    """The function that a formula stands for. Raises ValueError for anything else, since it may come from a file; the
-    function does so where it has no value."""
+    """Return a formula's function, which raises ValueError where it has no value.
+
+    Raises ValueError if the text is no formula, because it may come from a file."""
     value = function(formula)
 
     def at(point: Point) -> int:
         try:
             return int(value(point))
-        except (ArithmeticError, TypeError, RecursionError) as error:  # by 0; a number that the point lacks; depth
+        except (ArithmeticError, TypeError, RecursionError) as error:  # by 0; a number the point lacks; depth
             raise ValueError(f"{shorten(formula)} has no value at {tuple(point)}: {error}") from None
 
     return at
@@ -148,8 +147,9 @@ def compiled(formula: str) -> Callable[[Point], int]:
 
 @cache
 def function(formula: str) -> Function:
-    """The same of anything in the place of a point's numbers, as of a column of each. No code is made of the text: it
-    is taken apart, and what it may say is listed above. Raises ValueError."""
+    """Return a formula's function of anything in place of a point's numbers, such as a column of each.
+
+    The text is parsed, not run as code; what it may contain is listed above. Raises ValueError for anything else."""
     if len(formula) > LONGEST:
         raise ValueError(f"no formula: {shorten(formula)} has {len(formula):,} characters, more than {LONGEST:,}")
     try:
@@ -159,7 +159,7 @@ def function(formula: str) -> Function:
 
 
 def columns(formula: str, points: Sequence[Point]) -> npt.NDArray[np.object_]:
-    """What a formula is at each of the points, exact. Raises ValueError where it has no value."""
+    """Return a formula's exact value at each point, shape (points,). Raises ValueError where it has no value."""
     given = [np.array([point[n] for point in points], dtype=object) for n in range(len(Point._fields))]
     try:
         return np.full(len(points), function(formula)(given), dtype=object)
@@ -168,15 +168,16 @@ def columns(formula: str, points: Sequence[Point]) -> npt.NDArray[np.object_]:
 
 
 def following(text: str, formula: str) -> str:
-    """The formula of a size that follows a number, with that number's formula in the place of {}. Raises ValueError
-    where it would be longer than a formula may be."""
+    """Return the formula of a size that follows a number: `text`, with that number's formula in place of {}.
+
+    Raises ValueError if it would be longer than a formula may be."""
     if len(text) + text.count("{}") * len(formula) > LONGEST:
         raise ValueError(f"no formula: {shorten(text)} would have more than {LONGEST:,} characters")
     return text.replace("{}", formula if formula.isidentifier() or formula.isdigit() else f"({formula})")
 
 
 def shorten(text: str) -> str:
-    """The beginning of a text from anywhere, on one line."""
+    """Return the beginning of a text from any source, on one line."""
     return repr(text[:200])[1:-1]
 
 
@@ -203,7 +204,7 @@ def _made(node: ast.expr) -> Function:
 
 
 def _between(act: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) -> Function:
-    """With a constant on one side, which most have, without a call for it."""
+    """Return a binary operator's function; a constant on one side, which most have, takes no call."""
     if isinstance(left, ast.Constant) and type(left.value) is int:
         number, of = left.value, _made(right)
         return lambda point: act(number, of(point))
@@ -215,7 +216,8 @@ def _between(act: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) ->
 
 
 def put(values: Mapping[str, Any], path: tuple[str, ...], number: int) -> dict[str, Any]:
-    """The values with another number at the end of the path. Raises KeyError, TypeError or ValueError where it leads
-    nowhere."""
+    """Return the values with another number at the end of the path.
+
+    Raises KeyError, TypeError or ValueError if the path leads nowhere."""
     first, *rest = path
     return {**values, first: put(values[first], tuple(rest), number) if rest else number}

@@ -1,4 +1,4 @@
-"""Attention in transformers: masks and heads as it gets them, scores that it makes, rotary embeddings."""
+"""Earlier attention in transformers: masks and heads as it gets them, scores that it makes, rotary embeddings."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from vramsweep.runners.measure.patches import Replacement
 
 
 def additive(trial: Trial) -> Iterator[Replacement]:
-    """The causal mask is what is added to the scores, not what is let through."""
+    """Make the causal mask one that is added to the scores, not one of what is let through."""
     module = _code(trial)
-    for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):  # of models with a window the second
+    for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):  # the second: models with a window
         if hasattr(module, maker):
             yield module, maker, _added(getattr(module, maker))
 
@@ -40,7 +40,7 @@ def _added(original: Any) -> Any:
 
 
 def always(trial: Trial) -> Iterator[Replacement]:
-    """Llama's attention is given a mask in the model's precision even where it would do without."""
+    """Give Llama's attention a mask in the model's precision even if it would do without."""
 
     def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
@@ -52,8 +52,8 @@ def always(trial: Trial) -> Iterator[Replacement]:
 
 
 def always_one(trial: Trial) -> Iterator[Replacement]:
-    """GPTBigCode's attention is given a mask in the model's precision even where it would do without: one for all
-    samples where none is padded."""
+    """Give GPTBigCode's attention a mask in the model's precision even if it would do without.
+    It is one for all samples if none is padded."""
 
     def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
@@ -64,7 +64,7 @@ def always_one(trial: Trial) -> Iterator[Replacement]:
 
 
 def of_all_positions(trial: Trial) -> Iterator[Replacement]:
-    """Llama's mask has all positions that it knows, for each sample, and each layer cuts out its own."""
+    """Give Llama's mask all positions that the model knows, for each sample; each layer cuts out its own."""
 
     def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
         kept = earlier[0]
@@ -102,19 +102,19 @@ def _unless_flash(module: Any, made: Callable[[torch.Tensor, torch.Tensor | None
 
 
 def _embeds(given: dict[str, Any]) -> torch.Tensor:
-    """Its name changed with transformers 5."""
+    """Return the input embeddings, an argument that transformers 5 renamed."""
     found: torch.Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_embeds"]
     return found
 
 
 def repeated_heads(trial: Trial) -> Iterator[Replacement]:
-    """Attention never shares heads in its kernel."""
+    """Make attention never share heads in its kernel."""
     module = importlib.import_module("transformers.integrations.sdpa_attention")
     yield module, "use_gqa_in_sdpa", lambda *args, **kwargs: False
 
 
 def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
-    """Attention copies what is not contiguous before torch's gets it."""
+    """Make attention copy what is not contiguous before torch's attention gets it."""
     original = F.scaled_dot_product_attention
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
 
 
 def without_padding(trial: Trial) -> Iterator[Replacement]:
-    """One sequence a row is taken for several documents packed into it."""
+    """Take one sequence per row for several documents packed into it."""
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
@@ -135,7 +135,7 @@ def without_padding(trial: Trial) -> Iterator[Replacement]:
 
 
 def made_scores(trial: Trial) -> Iterator[Replacement]:
-    """The model, whose code has no other attention yet, makes its scores."""
+    """Make the model compute its scores, because its earlier code has no other attention."""
     original = AutoModelForCausalLM.from_config
 
     def from_config(*args: Any, **kwargs: Any) -> Any:
@@ -147,7 +147,7 @@ def made_scores(trial: Trial) -> Iterator[Replacement]:
 
 
 def masked_scores(trial: Trial) -> Iterator[Replacement]:
-    """GPT-2 chooses between scores and the least number, where the installed one adds a mask."""
+    """Make GPT-2 choose between scores and the least number; the installed version adds a mask."""
 
     def attend(
         module: Any,
@@ -171,7 +171,7 @@ def masked_scores(trial: Trial) -> Iterator[Replacement]:
 
 
 def rotary_tables(trial: Trial) -> Iterator[Replacement]:
-    """Two buffers of (positions, width of a head) in the model's precision in every layer's attention."""
+    """Give every layer's attention two buffers of (positions, width of a head) in the model's precision."""
     attention = _attention(trial)
     original = attention.__init__
 
@@ -185,7 +185,7 @@ def rotary_tables(trial: Trial) -> Iterator[Replacement]:
 
 
 def rotary_by_layer(trial: Trial) -> Iterator[Replacement]:
-    """Each layer's attention has sines and cosines of its own."""
+    """Give each layer's attention sines and cosines of its own."""
     attention = _attention(trial)
     original = attention.forward
 
@@ -197,11 +197,11 @@ def rotary_by_layer(trial: Trial) -> Iterator[Replacement]:
 
 
 def _attention(trial: Trial) -> Any:
-    """The class, which is named after the model."""
+    """Return the attention class, which is named after the model."""
     return getattr(_code(trial), f"{str(model_type(trial)).capitalize()}Attention")
 
 
 def _code(trial: Trial) -> Any:
-    """The module of the trial's model in transformers."""
+    """Return the module of the trial's model in transformers."""
     name = str(model_type(trial))
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")

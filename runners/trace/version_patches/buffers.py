@@ -1,4 +1,4 @@
-"""Masks that transformers' models kept as buffers, of as many rows and columns as they have positions."""
+"""Masks that transformers' models kept as buffers of (positions, positions)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vramsweep.runners.measure.patches import Replacement
 
 
 def gpt2(trial: Trial) -> Iterator[Replacement]:
-    """In every layer's attention."""
+    """Give every layer's attention of GPT-2 a mask."""
     yield _with_mask(GPT2Attention)
 
 
 def gpt_bigcode(trial: Trial) -> Iterator[Replacement]:
-    """One for the model."""
+    """Give GPTBigCode one mask for the model."""
     yield _with_mask(GPTBigCodeModel)
 
 
 def llama(trial: Trial) -> Iterator[Replacement]:
-    """One for the model, of whole numbers at first."""
+    """Give Llama one mask for the model, of int64 before transformers 4.38.2."""
     first = Version(trial.versions["transformers"]) < Version("4.38.2")
     yield _with_mask(LlamaModel, torch.int64 if first else torch.bool)
 

@@ -1,4 +1,4 @@
-"""The key-value cache while a model of transformers trains, and what checkpointing makes of it."""
+"""The earlier key-value cache while a transformers model trains, and what checkpointing does to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vramsweep.runners.measure.patches import Replacement
 
 
 def left_on(trial: Trial) -> Iterator[Replacement]:
-    """The Trainer leaves it as the model's configuration has it: on, for most."""
+    """Make the Trainer leave the cache as the model's configuration has it, which is on for most."""
     original = Trainer.__init__
 
     def init(self: Any, model: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -30,7 +30,7 @@ def left_on(trial: Trial) -> Iterator[Replacement]:
 
 
 def of_references(trial: Trial) -> Iterator[Replacement]:
-    """It refers to the keys and values of a layer as they were made, where the installed one copies them."""
+    """Make the cache refer to a layer's keys and values as they were made; the installed version copies them."""
 
     def update(self: Any, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values, self.is_initialized = key, value, True
@@ -40,9 +40,9 @@ def of_references(trial: Trial) -> Iterator[Replacement]:
 
 
 def of_views(trial: Trial) -> Iterator[Replacement]:
-    """GPTBigCode's is a list of slices of what each layer's c_attn made, so it keeps the queries too: as long as the
-    model's output is kept, and with checkpointing no less than without. None where the model's configuration has no
-    cache and nobody asked for one."""
+    """Make GPTBigCode's cache a list of slices of what each layer's c_attn made, so that it keeps the queries too.
+    It lives as long as the model's output, and is no smaller with checkpointing than without. There is none if the
+    model's configuration has no cache and nobody asked for one."""
     begin, original = GPTBigCodeModel.__init__, GPTBigCodeModel.forward
 
     def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -66,6 +66,6 @@ def of_views(trial: Trial) -> Iterator[Replacement]:
 
 
 def nothing_checkpointed(trial: Trial) -> Iterator[Replacement]:
-    """GPTBigCode's layers do not heed it."""
+    """Make GPTBigCode's layers ignore checkpointing."""
     never = property(lambda _: False, lambda _, asked: None)
     yield GPTBigCodeBlock, "gradient_checkpointing", never

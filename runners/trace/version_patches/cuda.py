@@ -1,4 +1,4 @@
-"""What torch did otherwise on a card: which kernel serves a call of attention, where handles keep their workspaces."""
+"""Earlier torch on a GPU: which kernel serves a call of attention, where handles keep their workspaces."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vramsweep.runners.trace import cuda_allocations, sdpa_kernels, trace_data
 
 
 def flash_first(trial: Trial) -> Iterator[Replacement]:
-    """cuDNN's attention comes last on every card."""
+    """Put cuDNN's attention last on every GPU."""
     yield trace_data, "CUDNN_FIRST", False
 
 
 def any_dropout(trial: Trial) -> Iterator[Replacement]:
-    """cuDNN's attention takes every probability of dropout."""
+    """Let cuDNN's attention take every probability of dropout."""
     yield sdpa_kernels, "IN_SIXTEENTHS", False
 
 
 def lt_apart(trial: Trial) -> Iterator[Replacement]:
-    """cuBLASLt's handles have workspaces of their own."""
+    """Give cuBLASLt's handles workspaces of their own."""
     yield cuda_allocations, "LT_APART", True

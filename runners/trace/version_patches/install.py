@@ -1,7 +1,6 @@
-"""What code of earlier versions did, put in place of the installed code while a run is traced
-(harness/spec/version_differences.py).
+"""Replaces installed code by what earlier versions did, while a run is traced (harness/spec/version_differences.py).
 
-A module a part of the code; each function takes the trial and yields what it replaces.
+Each module next to this one has one part of the code; each function takes the trial and yields its replacements.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from vramsweep.runners.measure.patches import patched
 
 @contextlib.contextmanager
 def applied(trial: Trial) -> Iterator[list[str]]:
-    """All differences that hold for the trial, until the context is left; their names."""
+    """Apply all differences that hold for the trial, until the context is left; yield their names."""
     found = version_differences.find_differences(trial)
     with contextlib.ExitStack() as stack:
         for one in found:
             module, function = one.place
             place = importlib.import_module(f"{__package__}.{module}")
-            stack.enter_context(patched(getattr(place, function)(trial)))  # what is there by now, earlier ones' too
+            stack.enter_context(patched(getattr(place, function)(trial)))  # may replace what an earlier one put there
         yield [one.name for one in found]

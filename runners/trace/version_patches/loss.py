@@ -1,4 +1,4 @@
-"""Logits and the loss of transformers' causal language models."""
+"""Earlier logits and loss of transformers' causal language models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vramsweep.runners.measure.patches import Replacement
 
 
 def fp32_logits(trial: Trial) -> Iterator[Replacement]:
-    """The model's last layer gives fp32, whatever it computes in."""
+    """Make the model's last layer return fp32, whatever it computes in."""
     original = AutoModelForCausalLM.from_config
 
     def from_config(*args: Any, **kwargs: Any) -> Any:
@@ -29,7 +29,7 @@ def fp32_logits(trial: Trial) -> Iterator[Replacement]:
 
 
 def shifted_logits(trial: Trial) -> Iterator[Replacement]:
-    """The loss is over a copy without the last position."""
+    """Compute the loss over a copy without the last position."""
     original: Any = loss_utils.LOSS_MAPPING["ForCausalLM"]
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def shifted_logits(trial: Trial) -> Iterator[Replacement]:
 
 
 def own_precision(trial: Trial) -> Iterator[Replacement]:
-    """The loss is over a copy without the last position, in whatever precision the logits have."""
+    """Compute the loss over a copy without the last position, in whatever precision the logits have."""
 
     def loss(logits: torch.Tensor, labels: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         shifted, wanted = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO."""
+"""Earlier behaviour of DeepSpeed's ZeRO."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vramsweep.runners.measure.patches import Replacement, patched
 
 
 def linear_by_init(trial: Trial) -> Iterator[Replacement]:
-    """A model that exists already keeps torch's own linear layers when it is divided."""
+    """Keep torch's own linear layers in a model that exists already when it is divided."""
     original = Init.__init__
 
     @functools.wraps(original)
@@ -28,7 +28,7 @@ def linear_by_init(trial: Trial) -> Iterator[Replacement]:
 
 
 def live_parameters(trial: Trial) -> Iterator[Replacement]:
-    """Counters start anew when a backward pass has ended, before what it left is released, and not with a forward pass.
+    """Reset counters when a backward pass has ended, before what it left is released, and not with a forward pass.
 
     The first forward pass only starts the recording of what is used when.
     """
@@ -47,7 +47,7 @@ def live_parameters(trial: Trial) -> Iterator[Replacement]:
 
 
 def half_buffers(trial: Trial) -> Iterator[Replacement]:
-    """The whole module is cast, buffers too, as today with a buffer_dtype."""
+    """Cast the whole module, buffers too, as today with a buffer_dtype."""
     original = DeepSpeedEngine._mixed_precision_dtypes
 
     def dtypes(self: Any) -> tuple[Any, Any]:
