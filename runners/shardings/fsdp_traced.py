@@ -50,9 +50,9 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
     replaced = [
         (PartialState, "_prepare_backend", lambda *args: (dist.get_backend(), DistributedType.MULTI_GPU)),
         (PartialState, "set_device", lambda self: setattr(self, "device", device)),
-        (plugins, "is_cuda_available", lambda: True),  # asks where sync_module_states makes parameters
+        (plugins, "is_cuda_available", lambda: True),  # decides where sync_module_states makes parameters
         (torch.cuda, "current_device", lambda: device),
-        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # requires a GPU
+        (fsdp1_init, "_check_module_states_for_sync_module_states", lambda states: None),  # wants them on a GPU
         # torch refuses to pin memory without a GPU
         (torch.Tensor, "pin_memory", lambda tensor, *args: fake_placement.pinned(tensor) if tensor.is_meta else tensor),
         (torch.cpu.Stream, "synchronize", lambda self: None),
@@ -62,7 +62,7 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """Return a context for FSDP on fake tensors, which moves host memory (device meta) as if it were allocated."""
+    """Return a context for FSDP on fake tensors: host memory (device meta) is moved, not taken as still to be made."""
     replaced: list[tuple[Any, str, Any]] = [
         (torch.Tensor, "cpu", _to_host),
         (fsdp2_collectives, "torch", _TorchOnTheHost()),

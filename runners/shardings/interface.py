@@ -8,8 +8,8 @@ A module has only those of these functions that its library needs:
   user's options, so the module merges those in;
 - `place(trial, device)`: the device on which the Trainer's user makes the model, if it is another;
 - `agreed(trial, arguments)`: raises InvalidTrial for TrainingArguments that contradict themselves or would be ignored;
-- `fitting(trial, net, arguments)`: raises if the model was not made as the trial says, or if the model or the
-  TrainingArguments (None in loops other than the Trainer's) do not allow what the trial asks for;
+- `fitting(trial, net, arguments)`: raises if the model was not made as the trial says, or if model or TrainingArguments
+  (None in loops other than the Trainer's) do not allow what the trial needs;
 - `checked(trial, net)`: raises InvalidTrial unless the model that trains is divided as the trial says;
 - `told(net)`: after `checked`, columns about the model that trains, which add to or replace those of every run;
 - `skipped(net)`: the number of updates skipped so far because of an overflow;

@@ -6,7 +6,7 @@ further layer. A free belongs to the layer of the request before it. If storages
 belongs to its own layer.
 
 This is checked: the shorter trace, lengthened by one layer, must equal the trace of one layer more. Only what has a
-part for every parameter may be larger there, such as the stack of all gradients' norms and kernels over lists of all
+part for every parameter may be larger there: the stack of all gradients' norms, say, and kernels over lists of all
 parameters. runners/predict/make_trace.py decides which trials have such layers, and traces them.
 """
 
@@ -241,7 +241,7 @@ def _find_owners(storages: Storages, layers: Layers) -> list[int | None]:
 
 def _compare(mine: _Memory, other: _Memory, joined: Set[int]) -> Iterator[tuple[int, Any]]:
     """Raise Unlike unless `mine`, lengthened by a layer, equals the traced `other`. Yield the shorter record's storages
-    that are larger there because they have a part for every parameter, each with its size in `other`."""
+    whose sizes differ because they have a part for every parameter, each with its size in `other`."""
     for name in ("makers", "kinds"):
         if getattr(mine, name) != getattr(other, name):
             raise Unlike(f"the {name} of storages differ")

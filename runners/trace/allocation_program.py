@@ -2,8 +2,8 @@
 
 This module decides when a block that another stream uses comes back (stream_lag.py).
 
-Steps request the same, but a replay cannot leave one out, because the allocator's state after two steps differs from
-that after one: the small blocks of a batch lie elsewhere, and reserved may have grown.
+A step requests what the one before requested, but a replay cannot leave it out. After two steps the allocator's state
+differs from that after one: the small blocks of a batch lie elsewhere, and reserved may have grown.
 
 `growth` is what a step leaves behind: bytes allocated at its end beyond the end of the step before. Counters of
 measured runs know how much is left, but not of what (harness/rows/quality_flags.py).

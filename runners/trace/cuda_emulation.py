@@ -84,8 +84,8 @@ def behave(capability: Capability) -> Iterator[set[str]]:
 class CudaIsHere(TorchFunctionMode):
     """Function mode that runs calls with a CUDA device on the CPU; moving a tensor to it copies nothing already there.
 
-    DeepSpeed's tensors are in host memory (fake_placement.py) if it names "cpu", makes them empty without naming a
-    device, or makes them next to a tensor that is there.
+    DeepSpeed's tensors are in host memory (fake_placement.py) if it names "cpu", or makes them next to a tensor that is
+    there. So are those that it makes empty without naming a device.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,7 +98,7 @@ class CudaIsHere(TorchFunctionMode):
             return move(args[0], args[1].detach())
         host = "cpu"
         made: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        # to the host without waiting is page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
+        # unwaited copies to the host are page-locked (aten/src/ATen/native/TensorConversions.cpp, _to_copy: pin_out)
         unwaited = func is torch.Tensor.to and bool(kwargs.get("non_blocking")) and not args[0].is_meta
         if unwaited and any(
             isinstance(v, torch.device) and v == fake_placement.HOST for v in (*args[1:], *kwargs.values())

@@ -1,8 +1,8 @@
 """The place of a fake tensor in a simulated run: GPU memory, host memory, or nowhere.
 
 Device "cpu" is the GPU. Device "meta" is host memory for what is moved there from the GPU or made inside `on_host`, and
-for what operators make from it. Every other tensor on "meta" has a shape and no memory at all: one that is made there
-as such, or inside `without_memory`, as weights that are sharded before they exist.
+for what operators make from it. Every other tensor on "meta" has a shape and no memory at all. Such a tensor is made
+there as such, or inside `without_memory`, as weights that are sharded before they exist.
 """
 
 from __future__ import annotations

@@ -196,7 +196,7 @@ def _cudnn_scratch(args: Any) -> list[Any]:
 def _efficient_scratch(args: Any) -> list[Any]:
     """Return the gradient with each sample's tokens together, if it is not so, the rows' sums, and the tiles.
 
-    In fp32 the sums come from a product of their own. The tiles are of the query's gradient in fp32, each of 64 columns
+    For fp32 the sums come from a product of their own. The tiles hold the query's gradient in fp32, each of 64 columns
     and 64 or 128 rows, with 16 bytes of locks. Source: _efficient_attention_backward in
     aten/native/transformers/cuda/attention_backward.cu; workspace_elements_gq in mem_eff_attention/kernel_backward.h.
     Not covered: dK and dV if half-precision heads are wider than 128.
@@ -229,7 +229,7 @@ def _added(asked: Attention) -> torch.Tensor | None:
 
 
 def _bias(asked: Attention) -> torch.Tensor | None:
-    """Return the additive mask as the kernel wants it: of the query's dtype, rows aligned to 8 elements by a copy.
+    """Return the additive mask as the kernel wants it: the query's dtype, rows aligned to 8 elements, copied if needed.
 
     Source: aligned_tensor, pad_bias and preprocess_mask in ATen/native/transformers/attention.cpp.
     """
