@@ -88,7 +88,7 @@ def ds_config(trial: Trial) -> dict[str, Any]:
 
 
 def trainer_config(trial: Trial) -> dict[str, Any]:
-    """Return the Trainer's `deepspeed`: the user's file over what the axes, but no TrainingArguments, say.
+    """Return the Trainer's `deepspeed`: the user's file over what the axes set and no TrainingArguments do.
 
     The Trainer fills in what is "auto" (transformers/integrations/deepspeed.py: HfTrainerDeepSpeedConfig). Without a
     file, that is everything it can fill in, as in its documentation.

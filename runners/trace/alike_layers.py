@@ -44,8 +44,8 @@ class Layered:
     """A trace, and what is needed to lengthen it.
 
     `layers` are those of the storages in GPU and in host memory. `joined` are the storages in GPU memory with a part
-    for every parameter, `wholes` the kernels that go through every parameter. `lists` has the lists of tensors that a
-    kernel goes through, by the kernel's number.
+    for every parameter, `wholes` the kernels that go through every parameter. `lists` has, by kernel number,
+    what kernels over lists of tensors go through.
     """
 
     trace: Trace

@@ -46,7 +46,7 @@ LT_APART = installed_is(LT_WORKSPACES)
 
 
 class Stepwise(NamedTuple):
-    """A size that follows the number `of` in steps, within bounds; `text` is its formula (symbolic_trace.py) of {}."""
+    """A size that follows `of` in steps, within bounds; `text` is its formula (symbolic_trace.py), with {} for `of`."""
 
     size: Any
     text: str
@@ -72,8 +72,8 @@ def scratch(func: Any, args: Any, capability: Capability) -> list[Any]:
 
 
 def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capability) -> list[Stepwise]:
-    """Return a sum's scratch over all but the last dimension (a bias's gradient): partial sums of blocks that share an
-    output, and their semaphores. Both have size 0 if the rows are too few for that.
+    """Return the scratch of a sum over all but the last dimension (a bias's gradient): partial sums and semaphores.
+    Blocks that share an output use them. Both have size 0 if the rows are too few for that.
 
     Source: setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in
     ATen/native/cuda/Reduce.cuh; a test compares 378 sums of an H200. Not covered: sums over the first of several
@@ -112,7 +112,7 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
 
 
 def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Callable[[], Any] | None) -> Any:
-    """Return the operator that a GPU runs: in place where autograd is so on plain tensors, but not on fake ones.
+    """Return the operator that a GPU runs: in-place if autograd uses that on plain tensors, but not on fake ones.
 
     `zeros` returns the previous operator's result, if that was fresh zeros.
     """

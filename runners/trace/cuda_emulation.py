@@ -180,7 +180,7 @@ def _autocast_kernel(name: str, casts: dict[int, tuple[torch.Tensor, torch.Tenso
             return operator(*args, **kwargs)
 
     def cast_all(args: Any, kwargs: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-        """Cast the last argument first, because C++ casts them in a call's parentheses, which gcc evaluates from right.
+        """Cast the last argument first, because C++ casts them within a call's (), which gcc evaluates from the right.
 
         aten/src/ATen/autocast_mode.h, WrapFunction_: `cached_cast(...)...`; torch's builds for Linux are gcc's.
         """
@@ -283,7 +283,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward_here(*args: Any, **kwargs: Any) -> Any:
-        """Run `backward` in our function mode: a mode steps aside for it, but hooks in that pass name devices."""
+        """Run `backward` in our function mode: a mode steps aside for it, but hooks in it name devices too."""
         with CudaIsHere():
             return run_backward(*args, **kwargs)
 
@@ -306,7 +306,7 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def shapes_outside(self: Any, schema: Any) -> Any:
-        """Infer shapes outside: DTensor does so on fake tensors of its own, of the whole shape; they take no memory."""
+        """Infer shapes outside all modes: DTensor uses its own fake tensors, of the whole shape, without memory."""
         with _disable_current_modes():
             return shapes(self, schema)
 

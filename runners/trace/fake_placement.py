@@ -1,4 +1,4 @@
-"""The place of a fake tensor in a simulated run: GPU memory, host memory, or nowhere.
+"""Location of a fake tensor in a simulated run: GPU memory, host memory, or nowhere.
 
 Device "cpu" is the GPU. Device "meta" is host memory for what is moved there from the GPU or made inside `on_host`, and
 for what operators make from it. Every other tensor on "meta" has a shape and no memory at all. Such a tensor is made

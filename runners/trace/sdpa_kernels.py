@@ -174,8 +174,8 @@ def scratch(func: Any, args: Any) -> list[Any]:
 
 
 def _flash_scratch(args: Any) -> list[Any]:
-    """Return the rows' sums and the query's gradient in fp32, for lengths rounded up to 128. Shared heads add dK and dV
-    of every head (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
+    """Return sizes: the rows' sums and the query's gradient in fp32, lengths rounded up to 128; if heads are shared, dK
+    and dV of every head (mha_bwd in aten/native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, length, width = query.shape
     rows = batch * heads * -(-length // 128) * 128
@@ -194,7 +194,7 @@ def _cudnn_scratch(args: Any) -> list[Any]:
 
 
 def _efficient_scratch(args: Any) -> list[Any]:
-    """Return the gradient with each sample's tokens together, if it is not so, the rows' sums, and the tiles.
+    """Return sizes: the gradient with each sample's tokens together, if it is not so; the rows' sums; the tiles.
 
     For fp32 the sums come from a product of their own. The tiles hold the query's gradient in fp32, each of 64 columns
     and 64 or 128 rows, with 16 bytes of locks. Source: _efficient_attention_backward in

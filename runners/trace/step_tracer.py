@@ -238,7 +238,7 @@ class Tracer(TorchDispatchMode):
             book.know(category, found)
 
     def note(self, kind: str, a: int, b: int = 0) -> None:
-        """Record what a stream does (`kind` is one of stream_lag.KINDS) between two events of the trace."""
+        """Record what happens to streams (`kind` is one of stream_lag.KINDS) between two events of the trace."""
         if self.noting:
             self.trace.notes.append((len(self.trace.events), kind, a, b))
 
@@ -261,7 +261,7 @@ class Tracer(TorchDispatchMode):
             self.note("use", number, stream)
 
     def _collective(self, args: Any, tensors: list[torch.Tensor]) -> None:
-        """Record a collective on NCCL's stream of its group, which waits for the current stream, which waits for it."""
+        """Record a collective: NCCL's stream for its group waits for the current one, which then waits for NCCL's."""
         if not self.noting:
             return
         group = next((a for a in args if isinstance(a, torch.ScriptObject)), None)
