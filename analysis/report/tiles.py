@@ -27,7 +27,7 @@ MEASURED, PREDICTED, IMPORTED, ESTIMATED = "measured", "predicted", "imported", 
 KINDS = (MEASURED, IMPORTED, PREDICTED)  # the surest first
 UNKNOWN = "–"
 NARROW = "\u202f"  # the space before a percent sign, at which no line breaks
-# Median errors of predictions against published peaks whose script and versions are known (docs/validation.md).
+# Median errors of predictions against published peaks whose script and versions are known (docs/published_runs.md).
 ERRORS = {"peak_allocated_bytes": "0.004 %", "peak_reserved_bytes": "3.5 %"}
 FLAT = 0.01  # share of the peak: a curve that rises by less over all lengths is flat
 

@@ -2,8 +2,7 @@
 
 A claim is about memory or about speed. A finding forbids one, both, or none; then it must be stated next to the
 numbers. Flags are computed anew from the rows' own columns, so that rows older than a flag have it too. Flags that a
-row got when it was made count as well. docs/how_measurement_works.md has the thresholds that make a number worth showing, and their
-sources.
+row got when it was made count as well. docs/how_measurement_works.md has the thresholds and their sources.
 
 Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right (validate.py).
 """

@@ -20,6 +20,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.questions import reference_runs
 from vramsweep.harness.questions.reference_runs import OtherTools
+from vramsweep.harness.spec.trial_identity import SIMULATION
 
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         rows, status = reference_runs.predict(asked, settings, folder)
     mistakes += reference_runs.reasons([one for one in asked if one.run.cannot is None], rows)
     record = {
-        "made": {name: machine.version(name) for name in PACKAGES},
+        "made": {name: machine.version(name) for name in PACKAGES} | {"simulation": str(SIMULATION)},
         "mistakes": mistakes,
         "others": estimates.sources,
         "readings": [
