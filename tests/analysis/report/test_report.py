@@ -87,7 +87,7 @@ def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> N
     for figure in content.figures:
         assert "predicted" in [note.text for note in figure.plot.layout.annotations]
         for alone in (layout.page(figure), layout.column(figure)):
-            assert figure.title.endswith("predicted") or "(predicted)" in figure.title
+            assert "(predicted)" in figure.title
             assert any(note.text.startswith("Predicted for ") for note in alone.layout.annotations), figure.name
     assert content.findings
     assert all(sentence.startswith(("Predicted: ", "Estimated ")) for sentence in content.findings)
