@@ -1,12 +1,10 @@
 """Exact functions through whole numbers: the formula of length and batch behind values at a few points.
 
-A formula is a sum of terms with rational coefficients: a polynomial (`POLYNOMIAL`), and at most `MOST_OTHERS` of the
-other terms, which are what kernels make of a length: rounded up to a power of two, times another, squared. It is found
-by linear algebra in floating point and proven in whole numbers; it goes through every point, and there are at least
-`SPARE` more points than coefficients. Where several formulas do and differ at a point that is wanted, that point is
-what must be known next.
-
-Not covered: where formulas end, as at a length from which other kernels run (piecewise_templates.py).
+A formula is a sum of terms with rational coefficients: a polynomial (`POLYNOMIAL`) and at most `MOST_OTHERS` other
+terms. The other terms are what kernels make of a length: rounded up to a power of two, times another, squared. Linear
+algebra in floating point finds a formula, and arithmetic in whole numbers proves it. It goes through every point, and
+there are at least `SPARE` more points than coefficients. If several formulas fit and differ at a wanted point, that
+point must be traced next. piecewise_templates.py finds where formulas end, as at a length from which other kernels run.
 """
 
 from __future__ import annotations
@@ -42,18 +40,18 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Unknown:
-    """No formula yet. `ask` are numbers of points that would tell; none: no formula goes through these values."""
+    """No formula yet. `ask` are numbers of points that would decide; if empty, no formula goes through these values."""
 
     ask: tuple[int, ...] = ()
 
 
 def rounded(value: str, multiple: int) -> str:
-    """The text for `value`, which is one name or in parentheses, rounded up to a multiple."""
+    """Return the formula text of `value`, one name or in parentheses, rounded up to a multiple."""
     return f"-(-{value} // {multiple}) * {multiple}"
 
 
 def other_terms(names: Sequence[str]) -> Iterator[str]:
-    """The terms beside the polynomial, simple ones first."""
+    """Yield the terms other than the polynomial's, simple ones first."""
     tokens = "(seq_len * micro_batch)"
     for multiple in ROUNDINGS:
         yield f"{rounded('seq_len', multiple)} * micro_batch"
@@ -75,7 +73,7 @@ def other_terms(names: Sequence[str]) -> Iterator[str]:
 
 
 class Candidates:
-    """The terms that can be told apart at `points`, those that are wanted; a point is named by its number there."""
+    """The terms that differ over the wanted `points`; a point is named by its number there."""
 
     def __init__(self, points: Sequence[Point]) -> None:
         self.points = tuple(points)
@@ -96,11 +94,11 @@ class Candidates:
 
     @property
     def enough(self) -> int:
-        """How many points at least tell a polynomial."""
+        """Return the least number of points that determine a polynomial."""
         return len(self.polynomial) + SPARE
 
     def fit(self, at: Sequence[int], values: Ints) -> list[str | Unknown]:
-        """The formula of each column of `values`, whose rows are the points of the numbers `at`."""
+        """Return the formula of each column of `values`; its rows are the points numbered `at`."""
         base = np.stack([self._of(term)[list(at)] for term in self.polynomial], 1)
         if len(at) < self.enough or np.linalg.matrix_rank(_scaled(base)) < base.shape[1]:
             return [Unknown(tuple(self.choose(at, max(1, self.enough - len(at)))))] * values.shape[1]
@@ -110,7 +108,7 @@ class Candidates:
         return fitting.formulas(values)
 
     def plausible(self, at: Ints, values: Ints) -> bool:
-        """Whether a polynomial and one more term may go through each column, with `SPARE` points to spare; a guess."""
+        """Guess whether a polynomial and one more term may go through each column, with `SPARE` points to spare."""
         base = np.stack([self._floats(term)[at] for term in self.polynomial], 1)
         u, s, _ = np.linalg.svd(base / np.abs(base).max(0))
         rank = int((s > 1e-9 * s[0]).sum())
@@ -128,16 +126,16 @@ class Candidates:
         return bool((simple | alike).all())
 
     def alone(self, terms: Sequence[str], at: list[int]) -> int | None:
-        """A point that is to be known too where a coefficient rests on one of the points alone; None where none does.
+        """Return a further point to trace if a coefficient depends on a single point of `at`; None otherwise.
 
-        A rounded length may well be a step with one point before it, which any jump at that point would fit.
+        A rounded length may be a step with one point before it, and any jump at that point would fit that step.
         """
         columns = np.stack([self._floats(term) for term in terms], 1)
         columns /= np.abs(columns[at]).max(0)
         directions, _ = np.linalg.qr(columns[at])
         for place in np.flatnonzero((directions * directions).sum(1) > 1 - 1e-9):
             others = np.delete(columns[at], place, 0)
-            unsaid = np.linalg.svd(others)[2][-1]  # what of the coefficients the other points leave open
+            unsaid = np.linalg.svd(others)[2][-1]  # the coefficients that the other points leave open
             effect = np.abs(columns @ unsaid)
             effect[at] = 0
             if effect.max() > 1e-6:
@@ -145,7 +143,7 @@ class Candidates:
         return None
 
     def choose(self, chosen: Sequence[int], count: int) -> list[int]:
-        """`count` more points at which the terms differ most from what they can be at those `chosen` already."""
+        """Return `count` more points at which terms differ most from what those already `chosen` allow."""
         rows = self._differences.copy()
         for index in chosen:
             _remove(rows, index)
@@ -155,7 +153,7 @@ class Candidates:
         while len(found) < min(count, len(rows) - len(chosen)):
             lengths = np.where(taken, -1.0, (rows * rows).sum(1))
             index = int(np.argmax(lengths))
-            if lengths[index] < 1e-9:  # all told apart: go where nobody was
+            if lengths[index] < 1e-9:  # no term is open: take the point farthest from all
                 index = _farthest(np.flatnonzero(taken), taken)
             _remove(rows, index)
             taken[index] = True
@@ -163,8 +161,8 @@ class Candidates:
         return found
 
     def exact(self, terms: Sequence[str], at: list[int], values: list[int]) -> Formula | None:
-        """The one formula of these terms through these values; None if there is none, or it is no whole number at
-        some point."""
+        """Return the one formula of these terms through these values. Return None if there is none, or if it is no
+        whole number at some point."""
         found = _solved([[int(self._of(term)[i]) for term in terms] for i in at], values)
         if found is None:
             return None
@@ -191,23 +189,23 @@ class Candidates:
 
     @cached_property
     def _differences(self) -> Floats:
-        """A row a point, a column a term: what of it the polynomial has not, each column as large as the others."""
+        """Return each term's part (column) that earlier polynomial terms lack, per point (row); scale columns alike."""
         columns = np.stack([*self._directions, *self._residues], 1)
         columns = columns / np.abs(columns).max(0)
-        found: Floats = columns / np.linalg.norm(columns, axis=1)[:, None]  # or all would be among the longest
+        found: Floats = columns / np.linalg.norm(columns, axis=1)[:, None]  # else all would be among the longest rows
         return found
 
 
 @dataclass(frozen=True)
 class Formula:
-    """Its text and its value at every wanted point."""
+    """A formula: its text and its value at every wanted point."""
 
     text: str
     values: Ints
 
 
 class _Fitting:
-    """Columns of values at some of the points, and what of them is no polynomial."""
+    """Fits of columns of values at some of the points, by the part of them that is no polynomial."""
 
     def __init__(self, candidates: Candidates, at: list[int], base: Ints) -> None:
         self.candidates, self.at = candidates, at
@@ -218,7 +216,7 @@ class _Fitting:
         beyond = self.complement @ columns
         sizes = np.linalg.norm(beyond, axis=0)
         alike = sizes <= 1e-10 * np.linalg.norm(columns, axis=0)
-        # a term that looks like a polynomial at these points and is none: the points do not tell
+        # a term that looks like a polynomial at these points and is none: more points must decide
         self.blurred: int | None = None
         if alike.any():
             residue = np.abs(candidates._residues[int(np.flatnonzero(alike)[0])])
@@ -227,7 +225,7 @@ class _Fitting:
         self.beyond = beyond / np.where(sizes > 0, sizes, 1)
 
     def formulas(self, values: Ints) -> list[str | Unknown]:
-        """One for each column."""
+        """Return one formula for each column of `values`."""
         rest = self.complement @ values.astype(np.float64)
         return [self._formula([int(v) for v in values[:, i]], rest[:, i]) for i in range(values.shape[1])]
 
@@ -250,9 +248,9 @@ class _Fitting:
         return self._bent(values)
 
     def _bent(self, values: list[int]) -> str | Unknown:
-        """The lesser or greater of two lines in the tokens, with the points next to where they meet among those given.
+        """Return the minimum or maximum of two lines in tokens; the points next to where they meet must be traced.
 
-        What a kernel reads of a table is at most the table.
+        Such formulas occur because a kernel reads at most the whole of a table.
         """
         candidates, at = self.candidates, self.at
         tokens = candidates._of(_TOKENS)
@@ -276,7 +274,7 @@ class _Fitting:
         return self._only(fits, min(values)) if fits else Unknown()
 
     def _levels(self, rest: Floats, noise: float) -> Iterator[Sequence[tuple[int, ...]]]:
-        """Which terms beside the polynomial may make the rest, for one more term each time."""
+        """Yield the sets of other terms that may make up the rest: no term, then single ones, then pairs."""
         size = float(np.linalg.norm(rest))
         if size <= 1e4 * noise:
             yield [()]
@@ -293,7 +291,7 @@ class _Fitting:
 
     @cached_property
     def _pairs(self) -> tuple[Floats, Floats, list[tuple[int, int]]]:
-        """Each two terms as directions at right angles, and which they are; none that are alike at these points."""
+        """Return pairs of terms as orthogonal directions, and their numbers; leave out pairs alike at these points."""
         both = list(itertools.combinations(range(self.beyond.shape[1]), 2))
         first, other = (self.beyond[:, [pair[k] for pair in both]] for k in (0, 1))
         second = other - first * (first * other).sum(0)
@@ -304,7 +302,9 @@ class _Fitting:
         return first[:, apart], directions, kept
 
     def _only(self, fits: list[Formula], least: int) -> str | Unknown:
-        """The first, if all are the same at every point and none is a size that cannot be (0 where others are not)."""
+        """Return the first formula if all agree at every point and none gives an impossible size, as 0 among others.
+
+        Otherwise name the point that must be traced to decide."""
         first, *rest = fits
         for other in rest:
             if (gap := np.abs(other.values - first.values)).any():
@@ -315,7 +315,7 @@ class _Fitting:
 
 
 def _residue(column: Floats, spanned: Sequence[Floats]) -> Floats | None:
-    """What of a column is not made of those spanned, of length 1; None if that is nothing."""
+    """Return the part of a column outside the span, normalised to length 1; None if nothing is left."""
     whole = float(np.linalg.norm(column))
     for _ in range(2):  # twice, for the sake of rounding
         for direction in spanned:
@@ -325,14 +325,14 @@ def _residue(column: Floats, spanned: Sequence[Floats]) -> Floats | None:
 
 
 def _points_beside(tokens: Ints, less: NDArray[np.bool_]) -> list[int]:
-    """The last point before two lines meet, and the first after it."""
+    """Return the last point before two lines meet and the first after it."""
     below = tokens[less == less[np.argmin(tokens)]].max()
     after = np.where(tokens > below, tokens, np.iinfo(np.int64).max)
     return [int(np.argmax(tokens == below)), int(np.argmin(after))]
 
 
 def _remove(rows: Floats, index: int) -> None:
-    """Take the direction of one row out of all."""
+    """Remove the direction of one row from all rows."""
     size = np.linalg.norm(rows[index])
     if size > 1e-9:
         direction = rows[index] / size
@@ -340,7 +340,7 @@ def _remove(rows: Floats, index: int) -> None:
 
 
 def _farthest(chosen: NDArray[np.intp], taken: NDArray[np.bool_]) -> int:
-    """The point that is farthest, in the order of the points, from any taken."""
+    """Return the free point farthest, in the order of the points, from any taken one."""
     free = np.flatnonzero(~taken)
     distance = np.abs(free[:, None] - chosen[None, :]).min(1) if len(chosen) else free
     return int(free[np.argmax(distance)])
@@ -352,10 +352,10 @@ def _scaled(columns: Ints) -> Floats:
 
 
 def _solved(rows: list[list[int]], values: list[int]) -> list[Fraction] | None:
-    """The coefficients of the columns that give these values in every row; None if there is not just one such list.
+    """Return the coefficients of the columns that give these values in every row; None if not exactly one list does.
 
-    Elimination in whole numbers (Bareiss, "Sylvester's identity and multistep integer-preserving Gaussian elimination",
-    1968), which is exact and quick.
+    It eliminates in whole numbers, which is exact and quick (Bareiss, "Sylvester's identity and multistep
+    integer-preserving Gaussian elimination", 1968).
     """
     matrix = [[*row, value] for row, value in zip(rows, values, strict=True)]
     count, before = len(rows[0]), 1
@@ -371,7 +371,7 @@ def _solved(rows: list[list[int]], values: list[int]) -> list[Fraction] | None:
         before = head[column]
     if any(row[-1] for row in matrix[count:]):
         return None
-    found: list[Fraction] = []  # from the last on
+    found: list[Fraction] = []  # last coefficient first
     for column in reversed(range(count)):
         row = matrix[column]
         known = sum(a * b for a, b in zip(row[column + 1 : count], reversed(found), strict=True))

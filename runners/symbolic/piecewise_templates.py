@@ -1,15 +1,13 @@
-"""A few traces for many points: where one template serves, and formulas through directly traced points for its sizes.
+"""A few traces for many points: pieces that share one template, with formulas of its sizes through traced points.
 
-Points are divided by rules (at most so long, divisible by 8) until what must be equal event for event is equal in every
-traced point of a piece and formulas go through all its numbers. A piece has its own shortest, longest, smallest and
-largest point traced, where an edge lies is known to the point, and it is believed only when further points, traced
-after its rules and formulas were settled, agree in everything: `CHECKS`, and some more of hundreds. Whatever is not
-believed is left to be traced point by point. Only wanted points are ever traced, so never more than tracing each would
-take.
+Rules (at most so long, divisible by 8) divide the points into pieces. In a piece, all traced points have equal events,
+and formulas go through all their numbers. For each piece we trace its extreme points (shortest, longest, smallest,
+largest batch) and locate its edges to the point. A piece is accepted only if further points, traced after its rules and
+formulas were settled, agree in everything: `CHECKS` of them, and some more in a piece of hundreds. Points that no
+accepted piece covers are left to be traced one by one. Only wanted points are ever traced, so there are never more
+traces than points.
 
-What a few points cannot show is not seen: a size that is another at one length alone, amid others that follow one rule.
-
-Not covered: how a point is traced (runners/predict/make_trace.py), the formulas (exact_formulas.py).
+A few points cannot show a size that differs at one length alone, amid others that follow one rule.
 """
 
 from __future__ import annotations
@@ -31,9 +29,9 @@ from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, followi
 from vramsweep.runners.trace.trace_data import Trace
 
 CHECKS = 2
-FEW = 10  # points that are as quickly traced one by one
-MOST = 96  # traces that are made before the rest is left
-TRIES = 6  # further points in a piece whose numbers follow no formula yet, beyond those that a formula needs
+FEW = 10  # points: so few are as quickly traced one by one
+MOST = 96  # most traces made; further points are left
+TRIES = 6  # further points, beyond those a formula needs, in a piece whose numbers follow no formula yet
 QUANTITIES = ("seq_len", "micro_batch", "(seq_len * micro_batch)", "kept")
 Mask = NDArray[np.bool_]
 
@@ -51,7 +49,7 @@ Known = Callable[[Point], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Cover:
-    """What is known of the wanted points. `left` are those of which nothing is: each needs a trace of its own."""
+    """Traces and pieces that cover the wanted points. `left` are the others: each needs a trace of its own."""
 
     traced: Mapping[Point, Traced]
     pieces: tuple[SymbolicTrace, ...]
@@ -60,12 +58,12 @@ class Cover:
     _piece: Mapping[Point, int]
 
     def formulas(self, point: Point) -> SymbolicTrace | None:
-        """The formulas that hold at a point, if it was not traced itself."""
+        """Return the formulas that hold at a point; None if it was traced itself or no piece covers it."""
         return None if point in self.traced or point not in self._piece else self.pieces[self._piece[point]]
 
     def at(self, point: Point) -> tuple[Trace, dict[str, Any], str] | None:
-        """The trace at a point, its details, and what it rests on: "traced", or "checked at N points". None if nothing
-        is known of the point, or it cannot be traced."""
+        """Return the trace at a point, its details and its basis: "traced" or "checked at N points". Return None if
+        nothing covers the point, or if it cannot be traced."""
         if (found := self.traced.get(point)) is not None:
             return found.trace, found.details, "traced"
         piece = self.formulas(point)
@@ -76,10 +74,10 @@ class Cover:
 
 
 def cover(wanted: Collection[Point], ask: Ask, known: Known = lambda point: {}, most: int = MOST) -> Cover:
-    """Trace some of the points and find what that says of all of them.
+    """Trace some of the points and return the cover of all of them.
 
-    `ask` traces several points at once; one that it leaves out cannot be traced. `known` are details that need no
-    trace, as what the samples are like; a point whose trace says otherwise is left alone. `most` bounds the traces.
+    `ask` traces several points at once; one that it leaves out cannot be traced. `known` gives details that need no
+    trace, as those of the samples; a point whose trace has other values is left alone. `most` bounds the traces.
     """
     points = sorted(set(wanted))
     search = _Search(points, ask, known)
@@ -97,7 +95,7 @@ def cover(wanted: Collection[Point], ask: Ask, known: Known = lambda point: {}, 
 
 @dataclass(frozen=True)
 class _Seen:
-    """A traced point: what must be equal in every point of a piece (None: it cannot be traced), and its numbers."""
+    """A traced point: `kind`, equal in all points of a piece (None: no piece can have this point), and its numbers."""
 
     kind: str | None
     numbers: Ints
@@ -105,7 +103,7 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Rule:
-    """A question about a quantity, as a guard, its opposite, and the wanted points of which it is true."""
+    """A condition on a quantity as a guard, its opposite, and the mask of wanted points at which it is true."""
 
     quantity: str
     text: str
@@ -115,8 +113,8 @@ class _Rule:
 
 @dataclass(frozen=True)
 class _Leaf:
-    """Points that no rule divides further. `formulas` are of its different columns of numbers, `column[i]` that of
-    number i; None if there are none. `ask` are points to be traced before it is believed."""
+    """Points that no rule divides further. `formulas` has one for each different column of numbers, or is None.
+    `column[i]` is the column of number i. `ask` are points to trace before the leaf is accepted."""
 
     inside: Mask
     guards: tuple[str, ...]
@@ -127,13 +125,13 @@ class _Leaf:
 
 
 class _Search:
-    """The wanted points, what was traced of them, and what was believed of them before."""
+    """The search for a cover: the wanted points, the traced ones among them, and the checks of settled pieces."""
 
     def __init__(self, points: list[Point], ask: Ask, known: Known) -> None:
         self.points, self.ask, self.known = points, ask, known
         self.seen: dict[int, _Seen] = {}
         self.traced: dict[int, Traced] = {}
-        self.checks: dict[tuple[Any, ...], set[int]] = {}  # by a piece as it was settled: points traced after that
+        self.checks: dict[tuple[Any, ...], set[int]] = {}  # by settled piece: points traced after it was settled
         self.everything = np.ones(len(points), bool)
         self._candidates: dict[bytes, Candidates] = {}
         self.quantities = {
@@ -143,7 +141,7 @@ class _Search:
         }
 
     def trace(self, numbers: Iterable[int]) -> None:
-        """Trace the points of these numbers."""
+        """Trace the points of these numbers and keep what came of each."""
         asked = list(numbers)
         found = self.ask([self.points[i] for i in asked])
         for index in asked:
@@ -155,9 +153,9 @@ class _Search:
                 self.seen[index] = _seen(one, self.known(self.points[index]))
 
     def first(self) -> list[int]:
-        """The extreme points, and those at which formulas differ most."""
+        """Return the extreme points, the one after the first, and points at which formulas differ most."""
         extremes = self._extremes(self.everything)
-        second = [i for i in (extremes[0] + 1,) if i not in extremes]  # length 1 is as a rule another matter
+        second = [i for i in (extremes[0] + 1,) if i not in extremes]  # as length 1 usually behaves differently
         candidates = self.candidates(self.everything)
         wanted = candidates.enough + 3
         return [*extremes, *second, *candidates.choose([*extremes, *second], wanted - len(extremes) - len(second))]
@@ -169,7 +167,7 @@ class _Search:
         return self._candidates[key]
 
     def grow(self, inside: Mask | None = None, guards: tuple[str, ...] = ()) -> Iterator[_Leaf]:
-        """Divide the points inside as far as what is traced tells."""
+        """Divide the points inside as far as the traced points decide; yield the leaves."""
         inside = self.everything if inside is None else inside
         at = [i for i in sorted(self.seen) if inside[i]]
         kinds = {self.seen[i].kind for i in at}
@@ -183,14 +181,14 @@ class _Search:
                 yield leaf
                 return
             rule, ask = self._breaking(inside, at, unknown)
-        if rule is None or ask:  # where an edge lies decides what is on either side
+        if rule is None or ask:  # the edge must be located before its two sides
             yield _Leaf(inside, guards, tuple(at), ask)
             return
         yield from self.grow(inside & rule.true, (*guards, rule.text))
         yield from self.grow(inside & ~rule.true, (*guards, rule.opposite))
 
     def cover(self, leaves: Sequence[_Leaf]) -> Cover:
-        """What the leaves that are believed say."""
+        """Return the cover by the traced points and the accepted leaves."""
         believed = [leaf for leaf in leaves if leaf.formulas is not None and not leaf.ask]
         pieces = tuple(self._piece(leaf) for leaf in believed)
         of = {self.points[i]: n for n, leaf in enumerate(believed) for i in np.flatnonzero(leaf.inside).tolist()}
@@ -199,8 +197,8 @@ class _Search:
         return Cover(traced, pieces, left, self.known, of)
 
     def _settled(self, inside: Mask, guards: tuple[str, ...], at: list[int]) -> tuple[_Leaf, Ints]:
-        """The piece of these points, of one kind, with its formulas, or what is to be traced for them; and the columns
-        through which none goes."""
+        """Return the leaf of these points of one kind, with its formulas or the points to trace for them. Also return
+        the columns through which no formula goes."""
         leaf, nothing = _Leaf(inside, guards, tuple(at)), np.zeros((len(at), 0), np.int64)
         free = [i for i in np.flatnonzero(inside).tolist() if i not in self.seen]
         if not free:
@@ -229,7 +227,7 @@ class _Search:
         return replace(leaf, formulas=texts, column=column.ravel().tolist()), nothing
 
     def _dividing(self, inside: Mask, at: list[int]) -> tuple[_Rule | None, tuple[int, ...]]:
-        """The rule that tells most of which kinds the points are, and what is to be traced to be sure which it is."""
+        """Return the rule that best separates kinds, and the points to trace to be sure of the rule."""
         kinds = [self.seen[i].kind for i in at]
 
         def gain(side: Mask) -> float:
@@ -239,7 +237,7 @@ class _Search:
         return self._best(inside, at, gain)
 
     def _breaking(self, inside: Mask, at: list[int], values: Ints) -> tuple[_Rule | None, tuple[int, ...]]:
-        """The rule on whose sides formulas may go through most points of these columns; without one, more points."""
+        """Return the rule on whose sides formulas may go through most points of these columns; else more points."""
         candidates = self.candidates(inside)
         places = np.searchsorted(np.flatnonzero(inside), at)
 
@@ -255,8 +253,8 @@ class _Search:
     def _best(
         self, inside: Mask, at: list[int], worth: Callable[[Mask], float], more_than: float = -math.inf
     ) -> tuple[_Rule | None, tuple[int, ...]]:
-        """The rule worth most at the traced points. Where others divide those in the same way, but not all points, what
-        is to be traced to decide between them."""
+        """Return the rule worth most at the traced points. If another rule divides those alike, but not all points,
+        also return points to trace that decide between the two."""
         by_side: dict[bytes, list[_Rule]] = {}
         for rule in self._rules_for(inside, at):
             side = rule.true[at]
@@ -278,8 +276,8 @@ class _Search:
         return first, ()
 
     def _rules_for(self, inside: Mask, at: list[int]) -> Iterator[_Rule]:
-        """Every rule that may divide these points: an edge before or after the gap between two traced ones, a size that
-        divides."""
+        """Yield every rule that may divide these points: an edge at either end of the gap between two traced values, or
+        divisibility by a size."""
         for name, all_values in self.quantities.items():
             traced = np.unique(all_values[at])
             values = np.unique(all_values[inside])
@@ -297,19 +295,19 @@ class _Search:
         return [int(numbers[i]) for i in local]
 
     def _amid(self, numbers: list[int], rule: _Rule) -> tuple[int, ...]:
-        """Two points, a third and two thirds of the way through these: they are traced at once."""
+        """Return two points, a third and two thirds of the way through these, because both are traced at once."""
         ordered = sorted(numbers, key=lambda i: int(self.quantities[rule.quantity][i]))
         return tuple(dict.fromkeys((ordered[len(ordered) // 3], ordered[2 * len(ordered) // 3])))
 
     def _extremes(self, inside: Mask) -> list[int]:
-        """The shortest points and the longest, each with the smallest batch and the largest."""
+        """Return the shortest points and the longest, each with the smallest batch and the largest."""
         points = [(i, self.points[i]) for i in np.flatnonzero(inside).tolist()]
         signs = itertools.product((1, -1), repeat=2)
         found = (min(points, key=lambda one: (a * one[1].seq_len, b * one[1].micro_batch)) for a, b in signs)
         return list(dict.fromkeys(i for i, _ in found))
 
     def _piece(self, leaf: _Leaf) -> SymbolicTrace:
-        """The leaf's first trace as the template, its numbers in the place of their formulas."""
+        """Return the leaf as a symbolic trace: its first trace as the template, formulas in place of numbers."""
         assert leaf.formulas is not None
         trace, details = self.traced[leaf.at[0]]
         column = iter(leaf.column)
@@ -363,7 +361,7 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
 
 
 def _own_sizes(trace: Trace) -> list[int]:
-    """The sizes that formulas are to be found for: not of those that follow another number, which is."""
+    """Return the sizes that need formulas. A size that follows another number is 0; that number has the formula."""
     sizes = trace.sizes.copy()
     for storage, _, _ in trace.stepwise:
         sizes[storage] = 0
@@ -375,7 +373,7 @@ def _without(details: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, 
 
 
 def _whole_numbers(details: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], int]]:
-    """The whole numbers of nested mappings, with their paths."""
+    """Yield the whole numbers of nested mappings, with their paths."""
     for key, value in details.items():
         if isinstance(value, Mapping):
             yield from _whole_numbers(value, (*path, key))
@@ -384,7 +382,7 @@ def _whole_numbers(details: Mapping[str, Any], path: tuple[str, ...] = ()) -> It
 
 
 def _shape(value: Any) -> Any:
-    """The same without whole numbers."""
+    """Return the nested value with `int` in place of each whole number."""
     if isinstance(value, Mapping):
         return [(key, _shape(inner)) for key, inner in value.items()]
     return int if type(value) is int else value
@@ -396,7 +394,7 @@ def _entropy(kinds: Sequence[Any]) -> float:
 
 
 def _drawn(seed: Any, numbers: list[int], count: int) -> list[int]:
-    """As many of the numbers, by lot; from each part of their order one."""
+    """Draw `count` of the numbers at random, one from each part of their order; the same seed draws the same."""
     draw = random.Random(hashlib.sha256(repr(seed).encode()).digest())
     edges = [len(numbers) * n // count for n in range(count + 1)]
     return [draw.choice(numbers[a:b]) for a, b in itertools.pairwise(edges)]

@@ -1,6 +1,6 @@
-"""What predicts the trials of a family, however many, once what they need is traced.
+"""Predictors of the trials of a family, however many, made by tracing what they need.
 
-Not covered: which processes trace (trace_workers.py), which predict (runners/worker/batch_server.py).
+The traces come from trace_workers.py; the predictions run in runners/worker/batch_server.py.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vramsweep.runners.symbolic.trace_family import at, curve, point
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point
 
-AT_A_TIME = 16  # trials that one process predicts, at most: then another one does, with its own deadline
+AT_A_TIME = 16  # most trials that one process predicts; then another process follows, with its own deadline
 Predict = Callable[[Trial], predicted_row.Predicted | None]
 
 
 @dataclass(frozen=True)
 class Predictor:
-    """What predicts the trials of a family, once what they need is traced. `predict` returns None for a trial that
-    could not be traced, `refused` the error that says why, if that is known; `at_a_time` of them share a process."""
+    """The predictor of a family's trials, after tracing. `predict` returns None for a trial that could not be traced;
+    `refused` returns the error that says why, if known. `at_a_time` trials share a process."""
 
     predict: Predict
     refused: Callable[[Trial], dict[str, Any] | None]
@@ -33,14 +33,14 @@ class Predictor:
 
 
 def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
-    """Trace what the trials of a family need; return what predicts them."""
+    """Trace what the trials of a family need, and return their predictor."""
     anyone = next(iter(family.values()))
     if length_distribution.has_varying_lengths(anyone):  # hundreds of steps a trial
         return _trace_varying(list(family.values()), tracer)
     points = sorted({point(trial) for trial in family.values()})
     found = curve(anyone, points, tracer)
     found.trace([at(anyone, where) for where in points])
-    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one card are neighbours
+    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one GPU are neighbours
 
     def predict(trial: Trial) -> predicted_row.Predicted | None:
         where = point(trial), trial.device.gpu
@@ -50,7 +50,7 @@ def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
         return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
 
     @cache
-    def refused(where: Point) -> dict[str, Any] | None:  # of one point there may be many trials
+    def refused(where: Point) -> dict[str, Any] | None:  # cached, because one point may have many trials
         return tracer.refused(at(anyone, where))
 
     return Predictor(predict, lambda trial: refused(point(trial)), AT_A_TIME)
@@ -62,7 +62,7 @@ def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:
     def predict(trial: Trial) -> predicted_row.Predicted:
         try:
             return varying_lengths.predict(trial, found)
-        except InvalidTrial as error:  # its own attempt would trace hundreds of steps to say the same
+        except InvalidTrial as error:  # an attempt of its own would trace hundreds of steps for the same error
             return predicted_row.Predicted({}, (), error)
 
     return Predictor(predict, lambda trial: varying_lengths.refused(trial, tracer), 1)

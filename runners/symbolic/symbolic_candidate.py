@@ -1,6 +1,6 @@
-"""A symbolic trace that is not confirmed yet: how it is kept, read, and confirmed by direct traces; without torch.
+"""Symbolic traces that are not confirmed yet: writing, reading, and confirming them by direct traces; without torch.
 
-Not covered: how it is made (symbolic_shapes.py).
+symbolic_shapes.py makes them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vramsweep.runners.trace.trace_data import AS_WRITTEN, Mark, Storages, Trace
 
 @dataclass(frozen=True)
 class Refused:
-    """There is no symbolic trace, and why."""
+    """The reason why there is no symbolic trace."""
 
     __pydantic_config__ = AS_WRITTEN
     reason: str
@@ -29,8 +29,8 @@ class Refused:
 class Candidate:
     """A symbolic trace that is not confirmed yet.
 
-    `collected` and `host_collected` are the numbers of storages that the garbage collector freed. When it runs is not
-    the traced code's doing, and symbols make it run at other times.
+    `collected` and `host_collected` are the numbers of storages that the garbage collector freed. The traced code does
+    not decide when the collector runs, and symbols make it run at other times.
     """
 
     __pydantic_config__ = AS_WRITTEN
@@ -40,7 +40,7 @@ class Candidate:
 
 
 def to_plain(found: Candidate | Refused) -> dict[str, Any]:
-    """The same in values that JSON can say."""
+    """Return a candidate or refusal as values that JSON can express."""
     values = plain(found)
     freed = {name: sorted(values[name]) for name in ("collected", "host_collected") if name in values}
     return values | freed
@@ -50,7 +50,7 @@ _FOUND: TypeAdapter[Candidate | Refused] = TypeAdapter(Candidate | Refused)
 
 
 def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
-    """What `to_plain` returned. Raises ValueError, KeyError or TypeError for anything else."""
+    """Return the object from the values of `to_plain`. Raises ValueError, KeyError or TypeError for anything else."""
     found = _FOUND.validate_json(json.dumps(values))
     if isinstance(found, Refused):
         return found
@@ -77,7 +77,7 @@ def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
 
 
 def read(content: bytes) -> Candidate | Refused | None:
-    """What a file holds (trace_cache.serialize); None for anything else."""
+    """Return the candidate or refusal in a file's content (trace_cache.serialize); None for anything else."""
     try:
         return from_plain(json.loads(trace_cache.checked(content)))
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -85,10 +85,10 @@ def read(content: bytes) -> Candidate | Refused | None:
 
 
 def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any]]]) -> SymbolicTrace | Refused:
-    """The symbolic trace, if it gives all of these direct traces with their details; its events are theirs.
+    """Return the symbolic trace if it gives all these direct traces with their details; its events are theirs.
 
-    There must be two at least, which should be far apart, and differ in what divides their lengths. Raises ValueError
-    for fewer.
+    Otherwise return the reason. The direct traces should be far apart, and differ in the divisors of their lengths.
+    Raises ValueError for fewer than two.
     """
     if len(direct) < 2:
         raise ValueError("it takes direct traces of two points to confirm a symbolic one")
@@ -112,7 +112,7 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
 
 
 def _uncollected(storages: Storages, collected: frozenset[int]) -> tuple[Any, ...]:
-    """Events, marks, notes and categories without what the garbage collector did."""
+    """Return events, marks, notes and categories without what the garbage collector did."""
     events, before = [], [0]
     for event in storages.events:
         if -event - 1 not in collected:

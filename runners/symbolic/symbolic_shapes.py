@@ -1,11 +1,9 @@
 """A trace by symbolic shapes: the runner's own code, run once on batches whose length and size are symbols.
 
-Sizes come out as expressions of the two, and every branch that the code takes on a size becomes a guard: where all of
-them hold, the code goes the same way. What no guard sees is a plain number of the trial that code used in place of a
-tensor's size; so a symbolic trace counts for nothing (`Candidate`) until `verified` has found it equal, event for
-event and size for size, to direct traces of other points.
-
-Not covered: how formulas are worked out (symbolic_trace.py), formulas fitted to traced points (piecewise_templates.py).
+Sizes come out as expressions of the two. Every branch that the code takes on a size becomes a guard; where all guards
+hold, the code takes the same branches. No guard notices when code uses a plain number of the trial instead of a
+tensor's size. So a symbolic trace is only a `Candidate` until `verified` has compared it with direct traces of other
+points. It must equal them event for event and size for size. symbolic_trace.py evaluates the formulas.
 """
 
 from __future__ import annotations
@@ -47,15 +45,15 @@ from vramsweep.runners.trace.storage_log import MemoryLog, hint
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, compiled
 from vramsweep.runners.trace.trace_data import Trace
 
-LARGEST = 1 << 24  # of a length or batch: that a size is below 2**63 is then no question
-# Numbers among the columns that are multiples of the batch; the runners hand it to libraries that take plain ones only.
+LARGEST = 1 << 24  # most of a length or batch, so that every size is certainly below 2**63
+# Columns that are multiples of the batch. Runners pass it to libraries that take only plain numbers, so no symbol.
 BATCHES = ("train_micro_batch_size_per_gpu", "train_batch_size", "per_device_train_batch_size")
 
 
 def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> Candidate | Refused:
-    """Trace the trial with symbols in place of its length and batch; a 1 stays one.
+    """Trace the trial with symbols in place of its length and batch; a 1 stays a plain 1.
 
-    It leaves the process as a direct trace does: DeepSpeed needs one of its own.
+    It leaves the process as a direct trace does: DeepSpeed needs a process of its own.
     """
     synthetic = trial.data == "synthetic" or length_distribution.has_varying_lengths(trial)
     if not synthetic or trial.padding:
@@ -68,15 +66,15 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
         tracer, details = _trace_whole(trial, card, folder, runner, symbols)
         collected = (frozenset(book.collected) for book in tracer.books)
         return Candidate(symbols.symbolic(tracer.trace, details), *collected)
-    except Exception as error:  # whatever it is: a direct trace has no trouble with it, or says it better
-        if process_end.may_pass(error):  # and is not to be kept
+    except Exception as error:  # any kind: a direct trace succeeds where this failed, or reports it better
+        if process_end.may_pass(error):  # a transient failure must not be cached
             raise
         first = str(error).strip().partition("\n")[0]
         return Refused(first if isinstance(error, NotSerializable) else f"{type(error).__name__}: {first}")
 
 
 def _trace_few(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> Candidate | None:
-    """The same of a model whose layers are alike, from few of them: guards too must be the same of one layer more."""
+    """Trace a model of alike layers from few of them. Return None if layers differ or one more layer adds guards."""
     symbols, traced = _Symbols(trial), list[tuple[Tracer, int]]()
 
     def trace(few: Trial) -> Layered:
@@ -104,11 +102,11 @@ def _trace_whole(
 
 
 class NotSerializable(Exception):
-    """What a formula cannot say."""
+    """A size or guard that no formula expresses."""
 
 
 class _Symbols:
-    """A symbol each for length and batch, unless it is 1, and what is made of them."""
+    """The symbols of length and batch, each unless it is 1, and the symbolic trace made with them."""
 
     def __init__(self, trial: Trial) -> None:
         self.env = ShapeEnv(
@@ -125,17 +123,17 @@ class _Symbols:
             return 1
         source = ConstantSource(name)
         symbol: Any = self.env.create_symbol(value, source, DimDynamic.DYNAMIC, constraint_dim=None)
-        self.env.var_to_range[symbol] = ValueRanges(2, LARGEST)  # as the guards say
+        self.env.var_to_range[symbol] = ValueRanges(2, LARGEST)  # the guards state this range
         self._names[symbol] = name
         return self.env.create_symintnode(symbol, hint=value, source=source)
 
     def put_in(self, trial: Trial) -> Trial:
-        """The trial as it is told to a target: what this makes of its numbers is a formula too."""
+        """Return the trial as a target gets it: a number that the target computes from it becomes a formula too."""
         given = self._values if self._trial.runner.name in TARGETED else [self._values[0], self._trial.micro_batch]
         return trial.model_copy(update=dict(zip(self._hints, given, strict=True)))
 
     def batch(self, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of shape (micro_batch, seq_len) on the host."""
+        """Return a tensor of shape (micro_batch, seq_len) on the host."""
         length, samples = self._values
         with _disable_current_modes(), self.fake:
             made = torch.empty_strided((samples, length), (length, 1), dtype=dtype)
@@ -143,7 +141,7 @@ class _Symbols:
         return made
 
     def symbolic(self, traced: Trace, details: Mapping[str, Any]) -> SymbolicTrace:
-        """The trace with formulas. Raises NotSerializable."""
+        """Return the trace with formulas. Raises NotSerializable if a size or guard has none."""
         if self.env.replacements or self.env.deferred_runtime_asserts:
             raise NotSerializable("the code uses a length or batch as a plain number: it is true of this one alone")
         formulas: dict[str, int] = {}
@@ -183,7 +181,7 @@ class _Symbols:
         texts = []
         for name, value in self._hints.items():
             texts += [f"{name} == 1"] if value == 1 else [f"{name} >= 2", f"{name} <= {LARGEST}"]
-        if self._trial.packing == "documents":  # how many there are is told by value, of the trial's own samples
+        if self._trial.packing == "documents":  # their number is a plain value, from the trial's own samples
             documents = f"-(-seq_len // -(-seq_len // {build.DOCUMENTS}))"
             texts.append(f"{documents} == {compiled(documents)(self._point)}")
         for guard in self.env.guards:
@@ -194,7 +192,7 @@ class _Symbols:
 
 
 def _batches(details: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]]:
-    """Where the details tell the batch, and what they say."""
+    """Yield the path and value of each detail that is a multiple of the batch."""
     for name in BATCHES:
         config = details.get("runner_config")
         if config is not None and name in config:
@@ -202,8 +200,8 @@ def _batches(details: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int]
 
 
 class _Fake(FakeTensorMode):
-    """A batch on the host is a real tensor in a direct trace: each operator that sees it gets a fake copy of its own,
-    but for those that see it while a view of an earlier copy lives, which share its memory."""
+    """The fake mode of a symbolic trace. In a direct trace a batch on the host is a real tensor, so here each operator
+    gets its own fake copy of it. While a view of an earlier copy lives, operators share that copy's memory."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(torch.Tensor, self._copied, (args, kwargs or {}))
@@ -223,7 +221,7 @@ class _Fake(FakeTensorMode):
 
 @dataclass(frozen=True)
 class _Asked:
-    """The runner, which runs another trial than it is given."""
+    """A runner that runs `trial` in place of the trial it is given."""
 
     runner: make_trace.Runner
     trial: Trial
@@ -233,12 +231,12 @@ class _Asked:
 
 
 def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManager[None]:
-    """Batches are symbolic, and operators that would ask for plain numbers do not."""
+    """Return a context in which batches are symbolic and operators do not require plain numbers."""
     data, load = build.data, _BaseDataLoaderIter.__next__
 
     def batch(self: build.Data, index: int, size: int) -> dict[str, torch.Tensor]:
         rows = {key: symbols.batch(value.dtype) for key, value in self.samples[0].items()}
-        return {key: torch.stack([value])[0] for key, value in rows.items()}  # stacked, as samples are
+        return {key: torch.stack([value])[0] for key, value in rows.items()}  # stacked, as real samples are
 
     def loaded(self: Any) -> Any:
         return {key: symbols.batch(value.dtype) for key, value in load(self).items()}
@@ -249,7 +247,7 @@ def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManage
 
     replaced: list[Replacement] = [(build, "data", lambda asked: data(trial))]
     if trial.runner.name == "trainer":
-        from transformers import Trainer  # takes a second, and others do not need it
+        from transformers import Trainer  # takes a second, and other runners do not need it
 
         replaced += [(_BaseDataLoaderIter, "__next__", loaded)]
         replaced += [(Trainer, "floating_point_ops", lambda self, inputs: 0)]  # a number for its log
@@ -260,7 +258,7 @@ def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManage
 
 @contextlib.contextmanager
 def _collections(books: Sequence[MemoryLog]) -> Iterator[None]:
-    """Note which storages the garbage collector frees, on the card and on the host."""
+    """Record which storages the garbage collector frees, on the GPU and on the host."""
     starts: dict[int, int] = {}
 
     def collects(phase: str, info: Any) -> None:
@@ -286,7 +284,7 @@ _CALLED = {functions.Max: "max", functions.Min: "min", sympy.Max: "max", sympy.M
 
 
 def written(expression: Any, names: Mapping[Any, str]) -> str:
-    """The formula that an expression is (symbolic_trace.py). Raises NotSerializable if there is none."""
+    """Return the formula text of an expression (symbolic_trace.py). Raises NotSerializable if there is none."""
     if isinstance(expression, sympy.Integer):
         return str(int(expression))
     if expression in names:
@@ -307,7 +305,7 @@ def written(expression: Any, names: Mapping[Any, str]) -> str:
 
 
 def _whole_division(expression: Any) -> Any:
-    """What math.ceil or math.floor made of a true division of whole numbers, without one."""
+    """Return math.ceil or math.floor of a true division as whole-number division; else raise NotSerializable."""
     (quotient,) = expression.args
     if not isinstance(quotient, functions.IntTrueDiv):
         raise NotSerializable(f"no formula says {expression}")

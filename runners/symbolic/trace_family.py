@@ -1,8 +1,8 @@
-"""What is known of a family's points, from few traces: by symbolic shapes where they come, else by fitted formulas.
+"""The traces of a family's points from few traces: by symbolic shapes if that works, else by fitted formulas.
 
-A symbolic trace is tried first: it costs some direct ones, but its guards say where it is true, not a few points. What
-no guards cover (a batch of 1, a length with a kernel of its own) is left to piecewise_templates.py, and what nothing
-covers is traced point by point. A row says which it was (`trace_basis`).
+A symbolic trace is tried first. It costs some direct traces, but its guards, and not a few points, say where it is
+true. piecewise_templates.py covers points outside the guards: a batch of 1, a length with a kernel of its own. Points
+that nothing covers are traced one by one. A row names which it was (`trace_basis`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
 from vramsweep.runners.trace.trace_data import Trace, on
 
-FEW = piecewise_templates.FEW  # points that are as quickly traced one by one
-TRIES = 3  # symbolic traces of a family at most: of one sample and of several, say
+FEW = piecewise_templates.FEW  # points: so few are as quickly traced one by one
+TRIES = 3  # most symbolic traces of a family, such as one of single samples and one of several
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The traces of a family. `anyone` is one of its trials."""
+    """The traces of a family of trials; `anyone` is one of the trials."""
 
     anyone: Trial
     symbolic: tuple[SymbolicTrace, ...]
@@ -34,7 +34,7 @@ class Curve:
     tracer: Tracer
 
     def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
-        """The trial's trace, as its card has it, the details and what it rests on; None if it could not be traced."""
+        """Return the trial's trace on its GPU, the details and the basis; None if it could not be traced."""
         found = self._known(trial)
         if found is None:
             return None
@@ -42,7 +42,7 @@ class Curve:
         return on(trace, trial.device.card.capability), details, basis
 
     def formulas(self, where: Point) -> SymbolicTrace | None:
-        """The formulas that are true of a point; None where it was traced itself, or is not known."""
+        """Return the formulas that are true of a point; None if it was traced itself or nothing covers it."""
         found = next((one for one in self.symbolic if one.holds(where)), None)
         return found or self.cover.formulas(where)
 
@@ -57,18 +57,18 @@ class Curve:
         return found
 
     def bases(self) -> list[str]:
-        """What its points rest on, each once."""
+        """Return the bases of the family's points, each once."""
         found = dict.fromkeys(one.basis for one in (*self.symbolic, *self.cover.pieces))
         return [*found, *([predicted_row.TRACED] if self.cover.left or self.cover.traced else [])]
 
     def trace(self, trials: Collection[Trial]) -> None:
-        """Trace those of the trials that nothing covers."""
+        """Trace the trials whose points nothing covers."""
         left = self.cover.left
         self.tracer.trace([trial for trial in trials if point(trial) in left])
 
 
 def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
-    """Trace what is needed to know these points of the trial's family."""
+    """Trace what these points of the trial's family need, and return the family's traces."""
     rest, symbolic = sorted(set(points)), []
     for _ in range(TRIES):
         found = _symbolic(anyone, rest, tracer)
@@ -79,7 +79,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
 
     @cache
     def padding(seq_len: int) -> Any:  # the same for every batch
-        from vramsweep.runners.model import build  # and torch, which kept traces do not need
+        from vramsweep.runners.model import build  # imports torch, which cached traces do not need
 
         return build.data(anyone.model_copy(update={"seq_len": seq_len})).columns["padding_fraction"]
 
@@ -93,7 +93,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
 
 
 def lacks_traces(anyone: Trial, points: Collection[Point], tracer: Tracer) -> bool:
-    """Whether `curve` will have to trace, as far as that can be told before."""
+    """Return whether `curve` will have to trace, as far as kept files show."""
     middle = symbolic_trial(anyone, _traceable(sorted(points)))
     if middle is not None:
         return not tracer.is_symbolic_kept(middle)
@@ -101,12 +101,12 @@ def lacks_traces(anyone: Trial, points: Collection[Point], tracer: Tracer) -> bo
 
 
 def symbolic_trial(anyone: Trial, points: Sequence[Point]) -> Trial | None:
-    """The trial of a family whose trace is tried with symbols, in the middle of points in order; None for few."""
+    """Return the trial to trace with symbols, in the middle of the ordered points; None if they are few (`FEW`)."""
     return at(anyone, points[len(points) // 2]) if len(points) > FEW else None
 
 
 def _traceable(points: Sequence[Point]) -> list[Point]:
-    """Those of the points that one symbolic trace might hold at, the most that there are: a 1 is never a symbol."""
+    """Return the largest group of points at which one symbolic trace might hold; a 1 is never a symbol."""
     groups: dict[tuple[bool, bool], list[Point]] = {}
     for where in points:
         groups.setdefault((where.seq_len == 1, where.micro_batch == 1), []).append(where)
@@ -114,8 +114,8 @@ def _traceable(points: Sequence[Point]) -> list[Point]:
 
 
 def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
-    """A symbolic trace of the point in the middle, found equal to direct ones where it holds: at both ends, at a length
-    that is otherwise aligned, and with another batch. Where it cannot hold is traced at the same time, if few."""
+    """Return a symbolic trace of the middle point if it equals direct traces at its witnesses: both ends, a length of
+    other alignment and another batch. Points where it cannot hold are traced at the same time if they are few."""
     points = _traceable(rest)
     if (middle := symbolic_trial(anyone, points)) is None:
         return None
@@ -144,8 +144,8 @@ def _confirmed(
 
 
 def witnesses(held: Sequence[Point]) -> list[Point]:
-    """Of points in order, more than one: the first, the last, and such as differ from the first in alignment or batch,
-    if there are any."""
+    """Return the witnesses of two or more ordered points: the first, the last, and any that differ from the first in
+    alignment or batch."""
     first, later = held[0], held[len(held) // 3 :]
     aligned = next((w for w in later if (w.seq_len % 8 == 0) != (first.seq_len % 8 == 0)), later[0])
     batch = next((w for w in reversed(held) if w.micro_batch != first.micro_batch), held[-1])
@@ -153,11 +153,11 @@ def witnesses(held: Sequence[Point]) -> list[Point]:
 
 
 def point(trial: Trial) -> Point:
-    """Where in its family a trial is."""
+    """Return the point of a trial in its family."""
     padded = length_distribution.padded_tokens(trial.padding, trial.seq_len) if trial.data == "synthetic" else 0
     return Point(trial.seq_len, trial.micro_batch, trial.seq_len - padded if padded else None)
 
 
 def at(trial: Trial, where: Point) -> Trial:
-    """The trial of the same family at another point."""
+    """Return the trial at another point of its family."""
     return trial.model_copy(update={"seq_len": where.seq_len, "micro_batch": where.micro_batch})

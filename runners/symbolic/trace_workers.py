@@ -1,6 +1,6 @@
-"""Processes that trace trials, and others that predict: forked from one that only coordinates, some at once.
+"""Processes that trace trials, and others that predict: forked, some at once, from one process that only coordinates.
 
-DeepSpeed keeps its process groups for one process, and what crashes or hangs must not take others along.
+DeepSpeed keeps its process groups for a whole process, and a crash or hang must not affect other trials.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
 from vramsweep.runners.trace.symbolic_trace import Point
 
-TRACE_BYTES = 1 << 30  # what a process that traces may need; 8 billion parameters take less than half
+TRACE_BYTES = 1 << 30  # memory that a tracing process may need; 8 billion parameters take less than half
 SYMBOLIC = "symbolic.json"  # a symbolic trace, or why there is none, from the process that made it
-Job = tuple[Callable[[], int | None], float]  # what to do, for process_end.py, and the seconds that it may take
+Job = tuple[Callable[[], int | None], float]  # a call for process_end.py, and its limit in seconds
 
 
 @dataclass
 class Tracer:
     """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces.
 
-    Where it does not fork, it traces in this process, and what tracing raises is raised.
+    If it does not fork, it traces in this process and lets exceptions of tracing pass.
     """
 
     folder: Path
@@ -48,18 +48,18 @@ class Tracer:
     asked: set[str] = field(default_factory=set)
     traced: int = 0
     of: int = 0
-    families: int = 0  # that there are, `known` of which are traced; `alone` have one point, and are traced first
+    families: int = 0  # of which `known` are traced; `alone` of them have one point and are traced first
     known: int = 0
     alone: int = 0
-    here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # made in this process
+    here: dict[str, tuple[Any, dict[str, Any]]] = field(default_factory=dict)  # traced in this process
 
     def trace(self, trials: Iterable[Trial]) -> None:
-        """See to it that they have been traced, as many at once as there is room for."""
+        """Trace the trials not traced yet, as many at once as cores and memory allow. Do nothing if it never forks."""
         if self.forks:
             self._run(list(self._untraced(trials)))
 
     def kept(self, trials: Mapping[Point, Trial]) -> Mapping[Point, piecewise_templates.Traced]:
-        """The traces of those that can be traced."""
+        """Return the traces of the trials that can be traced, by point."""
         if not self.forks:
             return {where: piecewise_templates.Traced(*self._trace_here(trial)) for where, trial in trials.items()}
         self.trace(trials.values())
@@ -69,14 +69,14 @@ class Tracer:
     def symbolic(
         self, trial: Trial, beside: Iterable[Trial] = ()
     ) -> symbolic_candidate.Candidate | symbolic_candidate.Refused | None:
-        """A symbolic trace of the trial, if it comes to an end; others are traced directly in the meantime."""
+        """Return a symbolic trace of the trial, None if its process left none. Meanwhile trace `beside` directly."""
         place = self.folder / _symbolic_name(trial)
         kept, found = trace_cache.users_file(place.name, trial), None
         with contextlib.suppress(OSError):
             found = None if kept is None else symbolic_candidate.read(user_cache.load(kept))
         self._run([*([] if found else [self._job(_trace_symbols, trial, place)]), *self._untraced(beside)])
         if found is None:
-            with contextlib.suppress(OSError):  # it ended before
+            with contextlib.suppress(OSError):  # its process ended before it wrote the file
                 found = symbolic_candidate.read(content := read_content(place / SYMBOLIC, links=False))
                 if found is not None and kept is not None:
                     user_cache.keep(kept, content)
@@ -85,34 +85,34 @@ class Tracer:
         return found
 
     def is_symbolic_kept(self, trial: Trial) -> bool:
-        """Whether there is a file of what `symbolic` found for this user before."""
+        """Return whether this user has a cached file of what `symbolic` found before."""
         kept = trace_cache.users_file(_symbolic_name(trial), trial)
         return kept is not None and kept.is_file()
 
     def say(self, text: str) -> None:
-        """A line for the attempt's log."""
+        """Print a line to the attempt's log."""
         print(text, flush=True)
 
     def found(self, trial: Trial) -> tuple[Any, dict[str, Any]] | None:
-        """Its trace and the columns about what was built, if there is one."""
+        """Return the trial's trace and the columns about what was built; None if there is no trace."""
         if not self.forks:
             return self._trace_here(trial)
         found = trace_cache.load_trace(trial, trial.device.card, self._traces())
         if found is None and (key := _key(trial)) in self.asked and not (self.folder / key).exists():
-            self.asked.discard(key)  # it was there, and was not what had been written
+            self.asked.discard(key)  # its file was there, but its content was damaged
             self.trace([trial])
             found = trace_cache.load_trace(trial, trial.device.card, self._traces())
         return found
 
     def refused(self, trial: Trial) -> dict[str, Any] | None:
-        """The error that says why it cannot be traced, if that is known."""
+        """Return the error that says why the trial cannot be traced; None if that is unknown."""
         with contextlib.suppress(FileNotFoundError):
             error: dict[str, Any] = json.loads(read_content(self.folder / _key(trial) / RESULT, links=False))
             return error
         return None
 
     def is_kept(self, trial: Trial) -> bool:
-        """Whether there is a file of its trace."""
+        """Return whether there is a file of the trial's trace."""
         return trace_cache.is_kept(trial, trial.device.card, self._traces())
 
     def _traces(self) -> Path:
@@ -126,14 +126,14 @@ class Tracer:
             result_file.error(place, process_end.error_result(error))
 
     def _trace_here(self, trial: Trial) -> tuple[Any, dict[str, Any]]:
-        """Trace in this process; raise what tracing raises."""
+        """Trace in this process, at most once a trial; raise what tracing raises."""
         key = _key(trial)
         if key not in self.here:
             self.here[key] = trace_cache.load_or_trace(trial, trial.device.card, self.folder, self._traces())
         return self.here[key]
 
     def _untraced(self, trials: Iterable[Trial]) -> Iterator[Job]:
-        """What traces those that have not been traced, or tried, before."""
+        """Yield the jobs that trace those trials which have not been traced or tried before."""
         for trial in trials:
             key = _key(trial)
             if key not in self.asked and not self.is_kept(trial):
@@ -152,21 +152,21 @@ class Tracer:
             self._say(0)
 
     def _say(self, more: int) -> None:
-        """Leave a record of how far it is, for the parent."""
+        """Record for the parent how many traces are done; `more` are added to their total."""
         self.of += more
         self.tell(f"tracing: {self.traced} of {self.of} done")
 
     def tell(self, text: str) -> None:
-        """Leave a record of what is done now, and how many families are traced."""
+        """Record for the parent the current work, and how many families are traced."""
         done = max(self.known, min(self.traced, self.alone))
         result_file.progress(self.folder, text, done=done, total=self.families)
 
 
 def import_makers(trial: Trial) -> None:
-    """Import what tracing the trial needs, once for all processes that this one forks from now on."""
+    """Import what tracing the trial needs, once for all processes that this one forks later."""
     import torch
 
-    torch.set_num_threads(1)  # OpenMP's are not there in the processes that this one forks, but waited for
+    torch.set_num_threads(1)  # forked processes lack OpenMP's threads and would wait for them
     import_entries((".predict.make_trace", *runner_table.preload(runner_table.imports_name(trial))))
 
 
@@ -188,18 +188,18 @@ def _key(trial: Trial) -> str:
 
 
 def at_once() -> int:
-    """How many processes to have at work: as many as cores, if there is memory for each to trace."""
+    """Return how many processes to run at once: one a core, or fewer if memory is short; at least 1."""
     free = host_memory.memory_room().available
     return max(1, min(len(os.sched_getaffinity(0)), free // TRACE_BYTES))
 
 
 def forked(jobs: Iterable[Job], together: int) -> Iterator[int]:
-    """Run each job in a process forked for it, `together` at once; yields its number when it has ended, however it did.
+    """Run each job in its own forked process, `together` at once; yield a job's number when it has ended in any way.
 
-    One that takes longer than it may is killed. Raises OSError if the system gives no process at all.
+    A job that exceeds its deadline is killed. Raises OSError if the system gives no process at all.
     """
     gc.collect()
-    gc.freeze()  # else the collector would copy in each of them every page that they share
+    gc.freeze()  # else the collector would copy every shared page in each process
     waiting = deque(enumerate(jobs))
     running: dict[int, tuple[int, int, float]] = {}  # by descriptor: number, process id, deadline
     while waiting or running:

@@ -1,14 +1,11 @@
-"""device=simulated where lengths vary: every step of the protocol, each at its own length, through one allocator.
+"""device=simulated with varying lengths: replays every step of the protocol at its own length in one allocator.
 
-A trace has three steps of one length. Here it is taken apart: loading, and the passes of each step (the optimizer's
-phase goes with the last): of the first step, which makes the optimizer's state, of the second, and of one that every
-further step is like. What a pass asks for and frees is told by position (the i-th request of this pass, the i-th of
-what the pass before has left), so that passes of any length follow each other, also of traces that differ (with padding
-or without, a length with a kernel of its own). Sizes come from a symbolic trace at the pass's own length, or from
-formulas or traces as for other predictions (trace_family.py).
-
-It is rank 0's batches that are followed. Not covered: the lengths (harness/spec/length_distribution.py), one length
-(predicted_row.py).
+A trace has three steps of one length. This module splits it into loading and the passes of each step; the optimizer's
+phase belongs to the last pass. The first step makes the optimizer's state; all steps after the third share one
+template. Requests and frees of a pass are given by position: the i-th request of this pass, the i-th storage that the
+pass before kept. So passes of any length can follow each other. They may even come from different traces: with padding
+or without, or at a length with a kernel of its own. Sizes come from a symbolic trace at the pass's own length, or from
+formulas or traces as for other predictions (trace_family.py). Only rank 0's batches are replayed.
 """
 
 from __future__ import annotations
@@ -38,20 +35,20 @@ from vramsweep.runners.trace.allocation_program import EMPTY_CACHE, build_progra
 from vramsweep.runners.trace.symbolic_trace import Point
 from vramsweep.runners.trace.trace_data import Mark, Trace, cublas_workspace, fitted
 
-STEPS = 3  # of a trace
+STEPS = 3  # steps of a trace
 OTHERWISE = "cannot be predicted with lengths that vary: {}; give one length (data=synthetic), or measure it"
 UNTIMED = "no estimated times: lengths vary"
 
 
 @dataclass(frozen=True)
 class StepTemplate:
-    """What loading or a pass asks for and frees. `phases` are (phase, operations); with m own storages an operation is
+    """Requests and frees of loading or of a pass. `phases` are (phase, operations); with m own storages an operation is
 
     n from 1 to m: ask for own storage n; -n: free it; -m - n: free `carried[n - 1]`; 0: empty the cache.
 
-    `storages[i]` is the trace's number of own storage i + 1, `kept` are those that outlive the pass, from 1. What was
-    there before is told as (age, position): made so many passes ago, the how-manieth of what that pass kept; age 0 is
-    of what was loaded.
+    `storages[i]` is the trace's number of own storage i + 1; `kept` are own storages, from 1, that outlive the pass.
+    `carried` are earlier storages as (age, position): made `age` passes ago, at this position among the storages which
+    that pass kept. Age 0 means loaded.
     """
 
     phases: tuple[tuple[str, tuple[int, ...]], ...]
@@ -62,27 +59,27 @@ class StepTemplate:
 
 @dataclass(frozen=True)
 class Forms:
-    """A trace taken apart, its three steps and one that follows the third into their passes; `trace` is the one whose
-    numbers `storages` are."""
+    """The templates of a trace: of loading, and of the passes of its three steps and one more after the third.
+    `trace` is the trace whose numbers `storages` are."""
 
     trace: Trace
     load: StepTemplate
     steps: tuple[tuple[StepTemplate, ...], ...]
 
     def of(self, step: int, at: int) -> StepTemplate:
-        """The form of this pass of this step of a run."""
+        """Return the template of pass `at` of a run's step."""
         return self.steps[min(step, STEPS)][at]
 
 
 def forms(trace: Trace) -> Forms:
-    """Take a trace of three steps apart. Raises InvalidTrial where further steps cannot be like its third."""
+    """Split a trace of three steps into templates. Raises InvalidTrial if further steps cannot be like its third."""
     parts: list[list[tuple[Mark, tuple[int, ...]]]] = []
     for mark, operations in build_program(trace).phases:
         before = parts[-1][-1][0] if parts else None
         if before is None or before.step != mark.step or (before.phase, mark.phase) == ("backward", "forward"):
             parts.append([])
         parts[-1].append((mark, operations))
-    born: dict[int, tuple[int, int]] = {}  # by the trace's number: in which part (0: loading), which of it
+    born: dict[int, tuple[int, int]] = {}  # by the trace's number: its part (0: loading) and number there
     kept: list[tuple[int, ...]] = []
     found: list[StepTemplate] = []
     for part, phases in enumerate(parts):
@@ -98,8 +95,8 @@ def forms(trace: Trace) -> Forms:
 
 
 def _further(second: tuple[StepTemplate, ...], third: tuple[StepTemplate, ...]) -> tuple[StepTemplate, ...]:
-    """The third step as it would follow itself. What the second kept for good (buckets that DistributedDataParallel
-    makes anew) the third does not make: there positions count only what goes with a later pass."""
+    """Return the third step as it would follow itself. It lacks what the second kept for good, such as buckets that
+    DistributedDataParallel makes anew, so there positions count only storages that a later pass frees."""
     before = len(second)
     used: list[set[int]] = [set() for _ in second]
     for at, form in enumerate((*second, *third)):
@@ -126,7 +123,7 @@ def _form(
     phases: Sequence[tuple[Mark, tuple[int, ...]]], part: int, born: dict[int, tuple[int, int]],
     kept: Sequence[tuple[int, ...]],
 ) -> StepTemplate:  # fmt: skip
-    own: dict[int, int] = {}  # the trace's number, from 1: ours, from 1
+    own: dict[int, int] = {}  # the trace's number, from 1: the template's, from 1
     for _, operations in phases:
         for operation in operations:
             if operation > 0:
@@ -153,7 +150,7 @@ def _form(
 
 @dataclass(frozen=True)
 class Sized:
-    """Loading, or one pass of a run: how it goes, and the size of each of its own storages."""
+    """Loading, or one pass of a run: its template, and the size of each of its own storages in bytes."""
 
     forms: Forms
     form: StepTemplate
@@ -162,14 +159,14 @@ class Sized:
 
 @dataclass
 class TraceFamily:
-    """The traces of batches that all have padding, and of such that have none, at all lengths that occur."""
+    """The traces of batches with padding and of batches without, at all lengths that occur."""
 
     curves: Mapping[bool, Curve]
     _forms: dict[int, tuple[Forms, length_distribution.Batch]] = field(default_factory=dict)
     _traced: dict[tuple[bool, Point], tuple[Trace, str]] = field(default_factory=dict)
 
     def load(self, trial: Trial, batch: length_distribution.Batch) -> Sized:
-        """Loading, which no batch changes. Raises InvalidTrial where it cannot be known."""
+        """Return loading, which no batch changes. Raises InvalidTrial if it cannot be known."""
         trace, sizes, _ = self._sizes(trial, batch)
         apart = self.forms(trace, batch)
         return self._own(trial, apart, apart.load, sizes)
@@ -177,7 +174,7 @@ class TraceFamily:
     def step(
         self, trial: Trial, number: int, passes: Sequence[length_distribution.Batch]
     ) -> tuple[list[Sized], set[str]]:
-        """The passes of a step of the trial, and what their sizes rest on. Raises InvalidTrial as `load`."""
+        """Return the passes of a step and the bases of their sizes. Raises InvalidTrial if they cannot be known."""
         done, rests = [], set()
         for at, batch in enumerate(passes):
             trace, sizes, basis = self._sizes(trial, batch)
@@ -189,7 +186,10 @@ class TraceFamily:
         return done, rests
 
     def details(self, trial: Trial, passes: Sequence[length_distribution.Batch]) -> tuple[Trace, dict[str, Any]]:
-        """The whole trace of the widest pass of a step, and the columns about what was built."""
+        """Return the whole trace of a step's widest pass, and the columns about what was built.
+
+        Raises InvalidTrial if there is no such trace.
+        """
         widest = max(passes, key=lambda one: (one.width, one.padded))
         where = Point(widest.width, widest.samples)
         found = self.curves[widest.padded].at(representative_trial(trial, widest.padded, where))
@@ -198,7 +198,7 @@ class TraceFamily:
         return found[0], found[1]
 
     def forms(self, trace: Trace, batch: length_distribution.Batch) -> Forms:
-        """The trace of a batch taken apart; those with the same events once."""
+        """Return the templates of a batch's trace, split once for all traces with the same list of events."""
         key = id(trace.events)
         if key not in self._forms:
             new = forms(trace)
@@ -212,7 +212,7 @@ class TraceFamily:
         return self._forms[key][0]
 
     def _sizes(self, trial: Trial, batch: length_distribution.Batch) -> tuple[Trace, Sequence[int], str]:
-        """The template of a batch, the sizes of its storages, and what they rest on."""
+        """Return the template trace of a batch, the sizes of its storages in bytes, and their basis."""
         padded, where = batch.padded, Point(batch.width, batch.samples)
         known = self.curves[padded].formulas(where)
         if known is not None:
@@ -233,7 +233,7 @@ class TraceFamily:
 
 
 def representative_trial(trial: Trial, padded: bool, where: Point) -> Trial:
-    """A trial all of whose batches are of one shape: with padding in each, or with none."""
+    """Return a trial whose batches all have one shape, each with padding or each without."""
     shape = {"seq_len": where.seq_len, "micro_batch": where.micro_batch}
     return trial.model_copy(
         update={**length_distribution.one_length_settings(padded), **shape, "seed": 0, "fingerprints": {}}
@@ -241,17 +241,16 @@ def representative_trial(trial: Trial, padded: bool, where: Point) -> Trial:
 
 
 def passes(trial: Trial) -> list[Sequence[length_distribution.Batch]]:
-    """Rank 0's micro-batches of every step of the protocol. Raises EnvironmentFault where the file of their lengths has
-    changed."""
+    """Return rank 0's micro-batches of each protocol step. Raises EnvironmentFault if the file of lengths changed."""
     every = length_distribution.batches(trial, length_distribution.protocol_steps(trial))
     return [length_distribution.of_rank(step, 0, trial.world_size) for step in every]
 
 
 def family(trials: Collection[Trial], tracer: Tracer) -> TraceFamily:
-    """Trace what is needed to know all steps of these trials, which are alike but for lengths."""
+    """Trace what all steps of these trials need; the trials differ only in lengths."""
     wanted: dict[bool, set[Point]] = {False: set(), True: set()}
     for trial in trials:
-        with suppress(EnvironmentFault):  # of its file; whoever predicts that trial is told
+        with suppress(EnvironmentFault):  # of the file of lengths; predicting that trial reports it
             for batch in itertools.chain.from_iterable(passes(trial)):
                 wanted[batch.padded].add(Point(batch.width, batch.samples))
     anyone = next(iter(trials))
@@ -265,7 +264,7 @@ def family(trials: Collection[Trial], tracer: Tracer) -> TraceFamily:
 
 
 def refused(trial: Trial, tracer: Tracer) -> dict[str, Any] | None:
-    """The error that says why some batch of the trial cannot be traced, if one does."""
+    """Return the error that says why some batch of the trial cannot be traced, or None."""
     with suppress(EnvironmentFault):
         for one in set(itertools.chain.from_iterable(passes(trial))):
             error = tracer.refused(representative_trial(trial, one.padded, Point(one.width, one.samples)))
@@ -276,7 +275,7 @@ def refused(trial: Trial, tracer: Tracer) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Run:
-    """All steps of a run replayed: `ends` are (allocated, reserved) at the end of each, in bytes."""
+    """The replay of all steps of a run: `ends` are (allocated, reserved) at the end of each, in bytes."""
 
     predicted: Prediction
     ends: tuple[tuple[int, int], ...]
@@ -291,14 +290,14 @@ def replay(
 
 
 class _Replay:
-    """A replay under way, whose storages are numbered from 1 on as they come, `count` so far. `alive` are those that
-    outlive their pass, `kept` what loading has left, and each pass, the last one's last. Of a storage that is gone
-    nothing is remembered, as a run may have thousands of passes."""
+    """A replay in progress. Its `count` storages so far are numbered from 1 as they come; `alive` outlive their pass.
+    `kept` lists the storages that loading and each pass kept, in order. A freed storage is forgotten, because a run
+    may have thousands of passes."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator
         self.count = 0
-        self.sizes: dict[int, int] = {}  # by number less 1, as are the two that follow
+        self.sizes: dict[int, int] = {}  # bytes by number minus 1; the two below are so too
         self.streams: dict[int, int] = {}
         self.categories: dict[int, str] = {}
         self.alive: set[int] = set()
@@ -323,7 +322,7 @@ class _Replay:
         return Run(done, tuple(ends), asked)
 
     def _part(self, number: int | None, step: Sized) -> None:
-        """Replay a pass of a step, or loading."""
+        """Replay a pass of a step, or loading (`number` None)."""
         form, trace, before, first = step.form, step.forms.trace, self.peak["allocated"], self.count
         carried = [self.kept[-age if age else 0][at] for age, at in form.carried]
         names = [EMPTY_CACHE, *range(first + 1, first + len(form.storages) + 1), *carried]
@@ -354,7 +353,7 @@ class _Replay:
         self.kept.append([first + own for own in form.kept])
 
     def _after(self, operations: Sequence[int], until: int | None = None) -> set[int]:
-        """What is alive once this pass has done these operations, or has asked for storage `until`."""
+        """Return the storages alive after these operations of the pass, or once it has asked for storage `until`."""
         alive = self.alive.copy()
         for operation in operations:
             if operation > 0:
@@ -366,14 +365,14 @@ class _Replay:
         return alive
 
     def _parts(self, operations: Sequence[int], until: int, allocated: int) -> dict[str, int]:
-        """What was alive when storage `until` had been asked for, by category; it sums to `allocated`."""
+        """Return the bytes alive by category once storage `until` was asked for; they sum to `allocated`."""
         alive = self._after(operations, until)
         return parts(((self.categories[one - 1], self.sizes[one - 1]) for one in alive), allocated)
 
     def _refuse(
         self, trace: Trace, number: int, mark: Mark, full: int, operations: Sequence[int]
     ) -> tuple[Refused, Held]:
-        """Storage `full`, number `number` of the trace, for which there is no room."""
+        """Describe storage `full`, number `number` of the trace, which does not fit within the limit."""
         size, allocated = self.sizes[full - 1], self.simulator.allocated
         beside = self._parts(operations, full, allocated + size)
         asked = replace(describe_storage(trace, number, mark), bytes=size)
@@ -381,7 +380,7 @@ class _Replay:
 
 
 def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
-    """The trial's row, from every step of its protocol. Raises InvalidTrial where it cannot be predicted."""
+    """Predict the trial's row from every step of its protocol. Raises InvalidTrial if it cannot be predicted."""
     config = allocator_config.parse(trial.allocator.conf)
     card, every = trial.device.card, passes(trial)
     rests: Counter[str] = Counter()
@@ -424,8 +423,8 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
 
 
 def _smaller(card: Gpu, need: int, fits: Callable[[Gpu], bool]) -> Gpu | None:
-    """The smallest card that the run fits, of those too small for what it needs without a limit, by halving; None: it
-    fits none of them. They are at least of the generations that `need` is told for."""
+    """Return the smallest GPU that the run fits, by bisection, or None. Candidates have more memory than `card` and
+    less than `need`, the bytes without a limit. Their compute capability is at least 8.0 and at least `card`'s."""
     least = max(card.capability, (8, 0))
     alike = [replace(gpu, headroom_gib=card.headroom_gib) for gpu in reversed(GPUS) if gpu.capability >= least]
     larger = sorted((gpu for gpu in alike if memory_limit(card) < memory_limit(gpu) < need), key=memory_limit)
@@ -434,7 +433,7 @@ def _smaller(card: Gpu, need: int, fits: Callable[[Gpu], bool]) -> Gpu | None:
 
 
 def _columns(trial: Trial, done: Run, every: Sequence[Sequence[length_distribution.Batch]]) -> dict[str, Any]:
-    """Memory columns as of a measured row: phases of the probe step, lists of the measured steps."""
+    """Return memory columns like a measured row's: phases of the probe step, lists of the measured steps."""
     probe, predicted = trial.protocol.warmup_steps, done.predicted
     measured = range(probe + 1, len(every))
     shown = [(mark, peaks) for mark, peaks in predicted.phases if mark.step in (None, probe)]
@@ -457,7 +456,7 @@ def _columns(trial: Trial, done: Run, every: Sequence[Sequence[length_distributi
 
 
 def _kernels(found: TraceFamily, trial: Trial, every: Sequence[Sequence[length_distribution.Batch]]) -> dict[str, Any]:
-    """Attention's kernels, of batches with padding and of those without."""
+    """Return the column of attention kernels, over batches with padding and batches without."""
     some = {one.padded: one for one in itertools.chain.from_iterable(every)}
     seen = {kernel for one in some.values() for kernel in found.details(trial, [one])[1]["attention_kernels"] or ()}
     return {"attention_kernels": sorted(seen) or None}
@@ -470,7 +469,7 @@ def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapp
 
 
 def _basis(rests: Counter[str]) -> str:
-    """What the sizes of the steps rest on."""
+    """Return the text of what the sizes of the steps depend on."""
     if len(rests) == 1:
         return next(iter(rests))
     return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())
