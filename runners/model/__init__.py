@@ -1,5 +1,5 @@
 """Model, optimizer and data of a trial.
 
 In: a Trial and a device. Out: a module, an optimizer, batches.
-It must not know the loop; what a technique changes is in runners/techniques.
+The room must not know the loop; what a technique changes is in runners/techniques.
 """

@@ -1,16 +1,17 @@
-"""What applies the techniques of a trial (harness/spec/techniques names the module of each), the same for all runners.
+"""Application of a trial's techniques, alike for all runners; harness/spec/techniques names the module of each.
 
-A module has the functions that its technique needs, and no others:
+A module has only the functions that its technique needs:
 
 - `around(trial, device)`: a context manager in which everything happens, from building to the last step;
-- `construct(trial, make, device, dtype)`: the bare model, in the place of `make(dtype)`, which builds it on the device
+- `construct(trial, make, device, dtype)`: the bare model, instead of `make(dtype)`, which builds it on the device
   in effect;
-- `pretrained(trial, device)`: arguments of `from_pretrained`, in the place of the dtype and of moving it to the device;
+- `pretrained(trial, device)`: arguments of `from_pretrained`, instead of the dtype and of moving it to the device;
 - `model(trial, net, device)`: the built model, changed or wrapped, before ranks share it;
 - `optimizer(trial, device)`: (class, keyword arguments), as TrainingArguments' users know it;
-- `stepping(trial, make, parameters)`: what steps in the plain loop, in the place of `make(parameters)`, the optimizer.
+- `stepping(trial, make, parameters)`: the object that steps in the plain loop, instead of the optimizer
+  `make(parameters)`.
 
-On a device that is simulated a module needs no optional package: a stand-in allocates what the library's kernels do
+On a simulated device a module needs no optional package: a stand-in allocates what the library's kernels do
 (kernel_stubs.py).
 """
 
@@ -31,7 +32,7 @@ Make = Callable[[torch.dtype], Any]
 
 
 def hooks(trial: Trial, name: str) -> Iterator[Callable[..., Any]]:
-    """The functions of this name in the modules of the trial's techniques, each module's once, in the axes' order."""
+    """Yield the functions of this name in the modules of the trial's techniques, once a module, in the axes' order."""
     for module in _modules(trial):
         found = getattr(import_entry(module), name, None)
         if found is not None:
@@ -43,10 +44,10 @@ def _modules(trial: Trial) -> list[str]:
 
 
 def imported(trial: Trial) -> None:
-    """Import what the techniques need before anything is traced or made on a device: modules keep tensors of their own
-    (bitsandbytes' tables, 64 bytes each), which would be among the trial's in a process that imports them first.
+    """Import what the techniques need before anything is traced or made on a device. Modules keep tensors of their own
+    (bitsandbytes' tables, 64 bytes each), which would count as the trial's if they were imported later.
 
-    A module that lacks its package is left to the trial to miss.
+    A module that lacks its package is skipped; the trial itself reports it.
     """
     for module in () if trial.runner.name in USER_CODE else _modules(trial):
         with contextlib.suppress(ImportError):
@@ -55,7 +56,7 @@ def imported(trial: Trial) -> None:
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """Every technique's `around`. Raises InvalidTrial for a card that lacks what one needs."""
+    """Enter every technique's `around`. Raises InvalidTrial if the GPU lacks the compute capability one needs."""
     if trial.runner.name in USER_CODE:
         yield
         return
@@ -75,33 +76,33 @@ def _capable(trial: Trial, device: torch.device) -> None:
 
 
 def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype) -> Any:
-    """The bare model: `make`'s, or that of the technique that builds it another way."""
+    """Return the bare model: `make`'s, or that of the technique that builds it another way."""
     for hook in hooks(trial, "construct"):
         return hook(trial, make, device, dtype)
     return make(dtype)
 
 
 def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
-    """What a technique tells `from_pretrained`; empty where none loads in a way of its own."""
+    """Return the techniques' arguments of `from_pretrained`; empty if none loads in a way of its own."""
     return {key: value for hook in hooks(trial, "pretrained") for key, value in hook(trial, device).items()}
 
 
 def applied(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model with every technique's `model` applied to it."""
+    """Return the model with every technique's `model` applied."""
     for hook in hooks(trial, "model"):
         net = hook(trial, net, device)
     return net
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class of the trial's optimizer, and what it is told beside the parameters."""
+    """Return the class of the trial's optimizer, and its keyword arguments other than the parameters."""
     module = import_entry(str(catalog.technique("optimizer", trial.optimizer).module))
     found: tuple[type[torch.optim.Optimizer], dict[str, Any]] = module.optimizer(trial, device)
     return found
 
 
 def stepping(trial: Trial, make: Callable[[list[Any]], Any], parameters: list[Any]) -> Any:
-    """The optimizer over these parameters: `make`'s, or what a technique puts around it."""
+    """Return the optimizer over these parameters: `make`'s, or a technique's wrapper of it."""
     for hook in hooks(trial, "stepping"):
         return hook(trial, make, parameters)
     return make(parameters)

@@ -3,12 +3,12 @@
 Random weights and synthetic token ids are the default: neither changes memory or speed. Pretrained weights and a text
 data set (padded and truncated to the sequence length, as users do, or packed) come from local folders or a hub.
 
-The share `padding` of every synthetic sample's tokens is padding, the same number in each. With packing=wrapped
-documents are joined, an end-of-text token after each, and cut at the sequence length, whatever is left over is dropped;
-packing=documents also starts the positions anew with each document, whose tokens see no other. A synthetic sample
-holds `DOCUMENTS` documents of one length, the last perhaps shorter.
+The share `padding` of every synthetic sample's tokens is padding, an equal number in each. packing=wrapped joins
+documents, with an end-of-text token after each, and cuts them at the sequence length; the remainder is dropped.
+packing=documents also restarts the positions with each document, whose tokens see no other document. A synthetic
+sample holds `DOCUMENTS` documents of one length, the last perhaps shorter.
 
-Samples whose lengths vary (harness/spec/length_distribution.py) are padded batch by batch, as a collator does, or
+Samples of varying lengths (harness/spec/length_distribution.py) are padded batch by batch, as a collator does, or
 packed.
 """
 
@@ -38,10 +38,10 @@ from vramsweep.runners.model import apply_techniques
 from vramsweep.runners.trace import fake_placement
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # and no autocast
+BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # weights in bf16, without autocast
 POOL = 64  # distinct samples; steps cycle through them
-DOCUMENTS = 4  # in a packed synthetic sample
-IGNORED = -100  # a label that the loss leaves out
+DOCUMENTS = 4  # documents in a packed synthetic sample
+IGNORED = -100  # a label that the loss ignores
 Sample = dict[str, torch.Tensor]
 Samples = Sequence[Sample]
 
@@ -50,8 +50,8 @@ Samples = Sequence[Sample]
 class Data:
     """Samples of `seq_len` token ids each, on the host, and the row's columns on them, `padding_fraction` among them.
 
-    Where lengths vary the samples are as long as they are, and `alike` makes those of a batch equally long. With
-    `pinned`, batches are in page-locked memory: a copy from pageable memory would wait for the device.
+    If lengths vary, samples keep their own lengths, and `alike` makes those of a batch equally long. With `pinned`,
+    batches are in page-locked memory, because a copy from pageable memory would wait for the device.
     """
 
     samples: Samples
@@ -60,20 +60,20 @@ class Data:
     alike: Callable[[list[Sample]], list[Sample]] = field(default=lambda samples: samples)
 
     def batch(self, index: int, size: int) -> dict[str, torch.Tensor]:
-        """Micro-batch number `index`: tensors of shape (size, seq_len), or narrower where lengths vary.
+        """Return micro-batch number `index`: tensors of shape (size, seq_len), or narrower if lengths vary.
 
-        It is made of as many tensors, of samples that repeat too: what an operator moves is told by its tensors.
+        It is stacked from `size` tensors even if samples repeat, because an operator's bytes follow from its tensors.
         """
         batch = self.collate([self.samples[(index * size + i) % len(self.samples)] for i in range(size)])
         return {key: value.pin_memory() for key, value in batch.items()} if self.pinned else batch
 
     def collate(self, samples: list[Sample]) -> Sample:
-        """The batch of these samples."""
+        """Return the batch of these samples."""
         with _disable_current_modes():
             chosen = self.alike(samples)
             rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
             alone = {key: int(row[0]) for key, row in rows.items() if len(row) == row[0].numel() == 1}
-        if alone:  # in a trace one real element would pass for a constant, which takes no memory
+        if alone:  # because a trace takes one real element for a constant, which has no memory
             return {key: torch.full((1, 1), token) for key, token in alone.items()}
         return {key: torch.stack(tensors) for key, tensors in rows.items()}
 
@@ -81,7 +81,7 @@ class Data:
 def prepare(trial: Trial) -> None:
     """Import, seed, and set the precision of fp32 matrix products; the settings are global to the worker.
 
-    Raises EnvironmentFault where a file that the trial names has changed: they are read from now on.
+    Raises EnvironmentFault if a file that the trial names has changed, because they are read from now on.
     """
     require_unchanged_files(trial)
     apply_techniques.imported(trial)
@@ -91,8 +91,8 @@ def prepare(trial: Trial) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-# Beyond which a configuration is no model's, by each name that there is for it: making one, or transformers' lists of
-# its layers, would take for ever, or all memory.
+# Largest sizes of a model, under each name for a size. With larger ones, making the model or transformers' lists of its
+# layers would take for ever, or all memory.
 MOST = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 24),
@@ -102,7 +102,7 @@ MOST = {
 
 
 def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:
-    """The model in training mode on `device`. `dtype` defaults to the precision's, fp32 but for `BF16_WEIGHTS`.
+    """Return the model in training mode on `device`. `dtype` defaults to the precision's: fp32 except `BF16_WEIGHTS`.
 
     Raises InvalidTrial if the architecture is unknown or the sequence is longer than the model's positions.
     """
@@ -111,7 +111,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
-    # Import the class's module now: what modules keep as tensors (torchaudio's, 4 bytes) would land on the device.
+    # Import the class's module now: tensors that modules keep (torchaudio's, 4 bytes) would else land on the device.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
     shared = {"attn_implementation": _attention(trial), "trust_remote_code": trial.model.trust_remote_code}
@@ -139,7 +139,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
             net = apply_techniques.construct(trial, make, device, dtype)
     if trial.use_cache != "default":
         net.config.use_cache = trial.use_cache == "on"
-    elif trial.runner.name != "trainer":  # which has its own say, and left the cache on before transformers 5
+    elif trial.runner.name != "trainer":  # which decides itself, and left the cache on before transformers 5
         net.config.use_cache = False
     net = apply_techniques.applied(trial, net, device)
     net.train()
@@ -147,21 +147,21 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
 
 
 def _attention(trial: Trial) -> str:
-    """What transformers builds the model with: it refuses flash_attention_2 where there is no card."""
+    """Return the attention for transformers to build with; it refuses flash_attention_2 without a GPU."""
     if uses_sdpa(trial):
         return "sdpa"
     return "eager" if trial.attention == "flash_attention_2" and trial.device.name == "simulated" else trial.attention
 
 
 def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
-    """The fake model as `from_pretrained` leaves it, on the host.
+    """Return the fake model as `from_pretrained` leaves it, on the host.
 
-    transformers makes a model without memory and gives each weight what safetensors has mapped of the checkpoint's
-    file, or a copy of that where the dtypes differ (transformers 5, core_model_loading._materialize_copy). The pages of
-    a mapped file are shared by all ranks and can be given back: they count as nothing. Under `zero.Init` it is not
-    called: weights are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
+    transformers makes a model without memory and gives each weight its part of the checkpoint's file as mapped by
+    safetensors, or a copy if dtypes differ (transformers 5, core_model_loading._materialize_copy). All ranks share the
+    pages of a mapped file, and they can be given back, so they are not counted. Under `zero.Init` this is not called:
+    weights are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
     """
-    mapped = (config.dtype or torch.float32) == dtype  # what the checkpoint says that it is in
+    mapped = (config.dtype or torch.float32) == dtype  # the checkpoint's dtype by its configuration
     net = make(dtype, fake_placement.HOST)
     with fake_placement.on_host():
         for tensor in () if mapped else (*net.parameters(), *net.buffers()):
@@ -170,14 +170,14 @@ def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
 
 
 def read_config(trial: Trial) -> Any:
-    """The model's configuration. Raises InvalidTrial where there is none, or one of no model."""
+    """Return the model's configuration. Raises InvalidTrial if there is none, or if it is no model's."""
     axis = trial.model
     _refuse_absurd(trial, axis.config if axis.path is None else _own_file(Path(axis.path) / "config.json"))
     if axis.path is not None:
         try:
             return AutoConfig.from_pretrained(axis.path, trust_remote_code=axis.trust_remote_code)
         except (OSError, ValueError, TypeError, ArithmeticError, StrictDataclassError) as error:
-            if "connect" in str(error):  # no verdict about the trial: a crash, which retry_failed=true runs again
+            if "connect" in str(error):  # no fault of the trial: a crash, which retry_failed=true runs again
                 raise
             if (refused := _own_code(trial, error)) is not None:
                 raise refused from None
@@ -193,7 +193,10 @@ def read_config(trial: Trial) -> Any:
 
 
 def _own_file(path: Path) -> Any:
-    """What a model folder's config.json says; nothing where there is none to look at, as of a model of a hub."""
+    """Return the content of a model folder's config.json; {} if there is no such file, as for a hub's model.
+
+    Raises InvalidTrial if the file cannot be read or holds no JSON object.
+    """
     try:
         found = plain_json.read(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError) as error:
@@ -204,7 +207,7 @@ def _own_file(path: Path) -> Any:
 
 
 def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
-    """Raises InvalidTrial for sizes of no model."""
+    """Raise InvalidTrial for sizes beyond those of any model (`MOST`)."""
     for name, most in MOST.items():
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
@@ -215,9 +218,9 @@ def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
 
 
 def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
-    """What to say where transformers did not load something because it comes with code; None for other errors.
+    """Return the error if transformers did not load something because it comes with code; None for other errors.
 
-    Code beside an architecture that transformers has itself is not missed: then it takes its own, and says nothing.
+    If transformers has the architecture itself, it silently takes its own, and the code is not missed.
     """
     if trial.model.trust_remote_code or "trust_remote_code" not in str(error):
         return None
@@ -228,7 +231,7 @@ def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
 
 
 def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
-    """What to say where transformers cannot make what a configuration describes; None for other failures.
+    """Return the error if transformers cannot make the model of a configuration; None for other failures.
 
     Most RuntimeErrors are about memory or the device. With a model that we ship, other errors may be a library's fault.
     """
@@ -242,27 +245,27 @@ def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
 
 
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
-    """The trial's optimizer over those of the parameters that are trained."""
+    """Return the trial's optimizer over the parameters that are trained."""
     kind, arguments = apply_techniques.optimizer(trial, device)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     return apply_techniques.stepping(trial, partial(kind, **arguments), trained)
 
 
 def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The autocast context of the precision; one that does nothing for the others."""
+    """Return the autocast context of the precision; one that does nothing for precisions without autocast."""
     dtype = AUTOCAST.get(trial.precision)
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 def vocabulary(trial: Trial) -> int:
-    """Number of token ids that synthetic data may draw from."""
+    """Return the number of token ids that synthetic data may draw from."""
     if trial.model.path is None and "vocab_size" in trial.model.config:
         return int(trial.model.config["vocab_size"])
     return int(read_config(trial).vocab_size)
 
 
 def data(trial: Trial) -> Data:
-    """Synthetic or text samples, on the host: real ones also where everything else is traced on fake tensors."""
+    """Return synthetic or text samples on the host, real ones even if all else is traced on fake tensors."""
     with _disable_current_modes():
         return _samples(trial)
 
@@ -277,7 +280,7 @@ def _samples(trial: Trial) -> Data:
 
 
 def _of_lengths(trial: Trial) -> Data:
-    """As many samples as the trial's steps see. What they are like is known without a trace: there nothing is said."""
+    """Return as many samples as the trial's steps use. Simulated trials get length columns elsewhere, without a trace."""
     drawn = length_distribution.documents(trial, trial.steps() * trial.samples_per_step())
     simulated = trial.device.name == "simulated"
     whole = trial.packing != "none"
@@ -289,7 +292,7 @@ def _of_lengths(trial: Trial) -> Data:
 
 @dataclass(frozen=True)
 class _Drawn(Sequence[Sample]):
-    """Samples of documents of these lengths, made when they are asked for; `ids` are a pool of `seq_len` each."""
+    """Samples of documents of these lengths, made on access; `ids` is a pool of token ids, `seq_len` in each row."""
 
     ids: torch.Tensor
     documents: Sequence[tuple[int, ...]]
@@ -299,7 +302,7 @@ class _Drawn(Sequence[Sample]):
         return len(self.documents)
 
     def __getitem__(self, number: Any) -> Any:
-        with _disable_current_modes():  # on the host, whatever is counted or traced
+        with _disable_current_modes():  # on the host, even while counting or tracing
             return self._made(number, self.documents[number])
 
     def _made(self, number: int, documents: tuple[int, ...]) -> Sample:
@@ -320,7 +323,7 @@ def _padded(samples: list[Sample], to: str, seq_len: int, left: bool) -> list[Sa
 
 
 def _ids(trial: Trial) -> torch.Tensor:
-    """A pool of token ids: `POOL` samples of `seq_len` each."""
+    """Return a pool of token ids, (`POOL`, seq_len)."""
     generator = torch.Generator().manual_seed(trial.seed)
     return torch.randint(vocabulary(trial), (POOL, trial.seq_len), generator=generator)
 
@@ -343,7 +346,7 @@ def _masked(ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def _packed(ids: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A document's first token follows from nothing (transformers' DataCollatorWithFlattening)."""
+    """Return a packed sample; a document's first token has no label (transformers' DataCollatorWithFlattening)."""
     return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, IGNORED)}
 
 
@@ -368,7 +371,10 @@ def _text(trial: Trial) -> Samples:
 
 
 def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Samples:
-    """Documents one after the other, cut at the sequence length; a document that is cut goes on as one of its own."""
+    """Join documents and cut them at the sequence length; the rest of a cut document becomes one of its own.
+
+    Raises InvalidTrial if the tokens fill no sample.
+    """
     ended = [[*document, *([] if end is None else [end])] for document in documents]
     ids = torch.tensor([token for document in ended for token in document])
     positions = torch.tensor([place for document in ended for place in range(len(document))])
@@ -388,7 +394,7 @@ def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Sample
 
 
 def _lines(name: str) -> list[str]:
-    """The first texts of a data set: lines of a local file, or the `text` column of a hub data set's train split."""
+    """Return the first texts of a data set: lines of a local file, or `text` of a hub data set's train split."""
     path = Path(name)
     if path.is_file():
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:POOL]

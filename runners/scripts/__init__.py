@@ -1,5 +1,5 @@
 """A user's own script: started as it is, watched from inside, or traced.
 
 In: a command with placeholders. Out: columns of the row, or a trace.
-It must not change what the script does.
+The room must not change what the script does.
 """

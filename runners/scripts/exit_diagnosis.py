@@ -1,7 +1,7 @@
-"""Why a command of the user's has left nothing to make a row of: from what its processes saw, its log, its exit status.
+"""Diagnosis of a user's command that left nothing to make a row of, from its reports, its log and its exit status.
 
-Raised is what the row is to say, classified like the end of a worker of ours: an exception by its type and text, a
-signal by its name, anything else by the exit status and the last words.
+It raises what the row must report, classified like the end of one of our workers: an exception by type and text, a
+signal by name, anything else by exit status and last words.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vramsweep.runners.scripts import observed_row as of_processes
 from vramsweep.runners.scripts.hook import sitecustomize as hook
 from vramsweep.runners.scripts.observed_row import Seen
 
-# How argparse, click, typer and fire refuse an option, after a line on the usage and with exit status 2.
+# Texts by which argparse, click, typer and fire refuse an option, after a usage line and with exit status 2.
 _USAGE = re.compile(r"^usage:", re.MULTILINE | re.IGNORECASE)
 _REFUSED = re.compile(
     r"^(?:\S.*: error: .+|(?:Error: |│ )(?:No such|Missing|Invalid|Got unexpected|Option).+|"
     r"ERROR: Could not consume arg.+)",
     re.MULTILINE,
 )
-# How Hydra and transformers do, by raising.
+# Exceptions by which Hydra and transformers refuse an option.
 _UNKNOWN = re.compile(
     r"^(?:hydra\.errors\.\w+: Could not (?:override|append).*|hydra\.errors\.OverrideParseException: .*|"
     r"(?:builtins\.)?ValueError: Some specified arguments are not used by the HfArgumentParser.*)",
     re.MULTILINE,
 )
-# What starts a training's processes, and fails because one of them did; and where it tells so in the log.
+# Launchers of a training's processes, which fail because one of these did, and where their report begins in the log.
 _LAUNCHER = re.compile(r"(^|/)(torchrun|accelerate|deepspeed)$|(torch/distributed|accelerate/commands)/\w+\.py$")
 _ACCOUNT = re.compile(
     r"^E\d{4} .*torch/distributed/elastic.*failed \(exitcode|"
@@ -46,11 +46,11 @@ _ACCOUNT = re.compile(
     re.MULTILINE,
 )
 _STATUS = re.compile(r"exitcode +: (\d+)|non-zero exit status (\d+)|exits with return code = (\d+)")
-# How torchrun tells of a rank that a signal ended: torch/distributed/elastic/multiprocessing/errors.
+# torchrun's report of a rank that a signal ended: torch/distributed/elastic/multiprocessing/errors.
 _KILLED = re.compile(r"rank +: (\d+) \(local_rank.*\n +exitcode +: -(\d+)")
-# What ranks say that share a card, or look for one that is not there.
+# Errors of ranks that share a GPU, or look for one that is not there.
 _FEW_CARDS = re.compile(r"invalid device ordinal|Duplicate GPU detected")
-# What a rank says because another has gone, of gloo and NCCL.
+# Errors of gloo and NCCL in a rank because another rank has gone.
 _MISSED = re.compile(r"[Cc]onnection (closed|reset) by peer|Broken pipe|remote process exited|Timed out waiting")
 
 
@@ -60,8 +60,8 @@ class ScriptError(RuntimeError):
 
 @dataclass(frozen=True)
 class End:
-    """How a trial's command ended: the exit status of its own process (negative: a signal), and what every process of
-    it that imported torch has seen, in the order in which they ended."""
+    """The end of a trial's command: the exit status of its own process (negative: a signal), and the reports of all its
+    processes that imported torch, in the order of their last writing."""
 
     trial: Trial
     folder: Path
@@ -72,7 +72,7 @@ class End:
 
 
 def explain(end: End) -> NoReturn:
-    """Raise what tells why nothing was measured. Ends this process where a signal ended the command."""
+    """Raise the reason why nothing was measured. End this process by the signal that ended the command, if any."""
     name, code = _name(end.words), end.code
     own_words = of_processes.changed(end.trial, end.seen)
     if own_words:
@@ -81,7 +81,7 @@ def explain(end: End) -> NoReturn:
         if one["problem"]:
             raise ScriptError(f"the script could not be watched any further: {one['problem']}")
     killed = [(int(rank), int(number)) for rank, number in _KILLED.findall(_log(end.folder))]
-    killed = [one for one in killed if one[1] != signal.SIGTERM]  # with which torchrun ends the others
+    killed = [one for one in killed if one[1] != signal.SIGTERM]  # by which torchrun ends the other ranks
     refused = _refused(end) if code > 0 else None
     if code > 0 and killed:
         _record(end.folder, {"event": ENDED, "rank": killed[0][0]})
@@ -109,15 +109,16 @@ def explain(end: End) -> NoReturn:
 
 
 def describe_end(code: int, folder: Path) -> str:
-    """How a command ended that did not end well."""
+    """Return how a failed command ended, with its last words."""
     ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     return f"ended with {ended}{_last_words(folder)}"
 
 
 def _causes(end: End) -> Iterator[Seen]:
-    """The processes whose error may have ended the command, the first to fail first.
+    """Yield the processes whose error may have ended the command, the first to fail first.
 
-    One that came after another process had failed, and had no error itself, has lived with that: it was a helper's.
+    If another process ended later without an error, it survived the failure; then the failed one was a helper, unless
+    it trained, has several ranks or is the command's own.
     """
     for one in end.seen:
         survived = any(
@@ -130,7 +131,7 @@ def _causes(end: End) -> Iterator[Seen]:
 
 
 def worked(one: Seen) -> bool:
-    """Whether a process has come to train."""
+    """Return whether a process has begun to train."""
     return any(one[name] for name in ("forwards", "backwards", "steps"))
 
 
@@ -139,7 +140,7 @@ def _launcher(one: Seen) -> bool:
 
 
 def _raise(one: Seen, end: End) -> NoReturn:
-    """Raise the error of a process by its type and text, with what the row can say all the same."""
+    """Raise the error of a process by type and text, with the columns that the row can still have."""
     error = one["error"]
     if one["world_size"] > end.trial.world_size and _FEW_CARDS.search(error["message"]):
         raise InvalidTrial(
@@ -171,7 +172,7 @@ def _record(folder: Path, event: dict[str, object]) -> None:
 
 
 def _refused(end: End) -> str | None:
-    """What the script said of an option that it does not know."""
+    """Return the script's text about an option that it does not know; None if there is none."""
     log = _log(end.folder)
     if raised := _UNKNOWN.search(log):
         return raised[0]
@@ -181,7 +182,7 @@ def _refused(end: End) -> str | None:
 
 
 def _too_early(end: End) -> str:
-    """What was missed in a command that ended well."""
+    """Return what a command that ended well lacked."""
     if not end.seen:
         return (
             "well, but no Python process of it imported torch where it could be watched (python -I and -E leave "
@@ -208,21 +209,21 @@ def _too_early(end: End) -> str:
 
 
 def _steps(end: End) -> int:
-    """How many optimizer steps were seen at least: of a process that had no last word those that are recorded."""
+    """Return the least number of optimizer steps seen; recorded ones count for a process without a last report."""
     recorded = sum("step" in record for record in attempt.read_steps(end.folder))
     return max((max(one["steps"], recorded) for one in end.seen), default=0)
 
 
 def _takes(end: End) -> int:
-    """How many of them a row takes."""
+    """Return the number of optimizer steps that a row takes."""
     protocol = end.trial.protocol
     if protocol.job:
         return protocol.warmup_steps + 4  # one whose FLOPs are counted, the probe, one measured, the last
-    return protocol.warmup_steps + 1 + protocol.measured_steps + 1  # the next one's begin ends the last
+    return protocol.warmup_steps + 1 + protocol.measured_steps + 1  # the last measured step ends when the next begins
 
 
 def _name(words: Sequence[str]) -> str:
-    """What to call the command in a sentence."""
+    """Return the command's name for a sentence."""
     return next((Path(word).name for word in words if word.endswith(".py")), words[0])
 
 
@@ -234,8 +235,8 @@ def _log(folder: Path) -> str:
 
 
 def _last_words(folder: Path) -> str:
-    """Its last words, as what follows in a sentence: the last line of stderr that says anything. Rulers do not, nor
-    what a launcher tells of its processes' end."""
+    """Return the last line of stderr with a word in it, as the end of a sentence. A launcher's report of its processes'
+    end is passed over if there is another line."""
     log = _log(folder)
     account = _ACCOUNT.search(log)
     own, all_of_it = log[: account.start() if account else None], log

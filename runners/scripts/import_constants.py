@@ -1,7 +1,7 @@
-"""What libraries make of tensors while they are imported: constants, which are nothing of a training's.
+"""Tensors that libraries make while they are imported: constants, which are no memory of a training.
 
-A script imports as it goes, so every import of a library that is not there yet is looked into. Its own modules are no
-libraries: what these make, such as a data set, is the script's.
+A script imports as it goes, so every first import of a library is followed. The script's own modules are no libraries,
+because what they make, such as a data set, belongs to the script.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 
 class _Made(TorchDispatchMode):
-    """Keeps the storages that operators return."""
+    """A mode that keeps the host storages of tensors that operators return."""
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         super().__init__()
@@ -35,22 +35,22 @@ class _Made(TorchDispatchMode):
 
 
 def constants_so_far() -> list[torch.UntypedStorage]:
-    """What the imports until now hold of tensors in host memory."""
+    """Return the storages of all tensors in host memory that imports have made so far."""
     tensors = [one for one in gc.get_objects() if issubclass(type(one), torch.Tensor)]
     return [t.untyped_storage() for t in tensors if t.device.type == "cpu" and t.layout is torch.strided]
 
 
 def collect(storages: list[torch.UntypedStorage]) -> Callable[[], None]:
-    """From now on add to the list what libraries make while they are imported; returns what ends that."""
+    """Add storages that libraries make during imports to the list from now on; return a function that ends this."""
     original = builtins.__import__
     inside = False
-    others: set[str] = set()  # no libraries; a step may try to import what is not installed each time
+    others: set[str] = set()  # names of no libraries, kept because a step may retry a missing import each time
 
     @functools.wraps(original)
     def watched(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         nonlocal inside
         root = name.partition(".")[0]
-        if level or inside or root in sys.modules or root in others:  # a package asks itself relatively: it is there
+        if level or inside or root in sys.modules or root in others:  # relative imports are of loaded packages
             return original(name, globals, locals, fromlist, level)
         if not _library(root):
             others.add(root)
@@ -72,7 +72,7 @@ def collect(storages: list[torch.UntypedStorage]) -> Callable[[], None]:
 
 
 def _library(root: str) -> bool:
-    """Whether this is a package that is installed."""
+    """Return whether this is an installed package."""
     try:
         spec = find_spec(root)
     except (ImportError, ValueError):

@@ -1,9 +1,8 @@
-"""runner=script: a command of the user's own, as it is, in place of a training loop of ours.
+"""runner=script: a user's own command, run as it is, in place of one of our training loops.
 
-The worker starts it as a process below itself, with hook/sitecustomize.py on its PYTHONPATH, waits, and makes one row
-of what the processes have left (observer.py). The command may be anything that comes to train with torch: a script,
-torchrun, accelerate launch, a shell script. Once the steps are measured, all of it is ended. Not covered: why there is
-nothing to make a row of (exit_diagnosis.py).
+The worker starts the command as a child process with hook/sitecustomize.py on its PYTHONPATH, and waits. It makes one
+row of the processes' reports (observer.py), or exit_diagnosis.py finds why there is none. The command may be anything
+that trains with torch: a script, torchrun, accelerate launch, a shell script. It is ended once the steps are measured.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ from vramsweep.runners.scripts.observation_files import SEEN, WATCH
 from vramsweep.runners.scripts.observed_row import Seen
 
 HOOK = Path(__file__).parent / "hook"
-LOOK_S = 0.1  # how often it is looked whether the steps are measured
-GRACE_S = 3.0  # that what is left of a command has to end by itself
+LOOK_S = 0.1  # seconds between checks whether the steps are measured
+GRACE_S = 3.0  # seconds that a command's remaining processes have to end of themselves
 
 
 def run(trial: Trial, folder: Path) -> Columns:
     """Run the trial's command and return the row's columns.
 
-    Raises InvalidTrial where it cannot be measured as it is, ScriptError or what the script itself raised where it
-    failed, result_file.EndedEarly where that was after the measured steps. A signal that ends it ends this process too.
+    Raises InvalidTrial if it cannot be measured as it is. If it fails, raises ScriptError or the script's own error,
+    after the measured steps result_file.EndedEarly. A signal that ends the command ends this process too.
     """
-    output = (folder / command_template.OUTPUT).resolve()  # a script may go elsewhere, as Hydra's do
+    output = (folder / command_template.OUTPUT).resolve()  # a script may change its working directory, as Hydra's do
     output.mkdir()
     require_unchanged_files(trial)
     (folder / WATCH).write_text(json.dumps(_observer_request(trial)))
@@ -77,7 +76,7 @@ def run(trial: Trial, folder: Path) -> Columns:
 
 
 def _observer_request(trial: Trial) -> dict[str, Any]:
-    """What the observer is asked to do."""
+    """Return the request to the observer."""
     unseen = command_template.unseen_settings(trial)
     return {
         "warmup_steps": trial.protocol.warmup_steps,
@@ -92,10 +91,11 @@ def _observer_request(trial: Trial) -> dict[str, Any]:
 
 
 def _ended(process: subprocess.Popen[bytes], folder: Path, job: bool) -> int:
-    """Wait until the command has ended, and end it once there is nothing more to see of it; the exit status, then 0.
+    """Wait for the command, or end it once nothing more can be measured. Return its exit status; 0 if all was measured
+    or it was ended here.
 
-    What comes after the training, an evaluation or an upload, would take this one for a whole one. A whole `job` goes
-    to its end, unless it cannot be watched any further.
+    What follows, an evaluation or an upload, would take this training for a whole one. A whole `job` runs to its end,
+    unless it cannot be watched any further.
     """
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,8 +108,8 @@ def _ended(process: subprocess.Popen[bytes], folder: Path, job: bool) -> int:
 
 
 def _finished_processes(seen: Sequence[Seen], job: bool) -> set[int]:
-    """The processes of a training whose every rank has all its steps, or those of them that it will have; none before.
-    Also those that train and will never have any, as the observer broke in them."""
+    """Return the process ids of a training all of whose ranks have measured all they will; none before. Otherwise
+    return those of training processes that will never measure, because the observer broke in them."""
     trained = [] if job else _trained(seen)
     if trained and all(one["complete"] or one["problem"] for one in trained):
         return {one["pid"] for one in trained}
@@ -118,9 +118,9 @@ def _finished_processes(seen: Sequence[Seen], job: bool) -> set[int]:
 
 
 def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
-    """End the command from its own process downwards, which so starts nothing more.
+    """End the command from its own process downwards, so that it starts nothing more.
 
-    Those that are measured, or cannot be, would only save what nobody needs; the others are asked first.
+    Processes in `over` are killed at once, because they would only save what nobody needs. Others get SIGTERM first.
     """
     left: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -141,18 +141,18 @@ def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
 
 
 def _alive(one: psutil.Process) -> bool:
-    """A zombie waits for whoever adopted it."""
+    """Return whether the process runs; a zombie does not, as it only waits for its adopted parent."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
     return False
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The command's: ours, and what lets the hook find its way."""
+    """Return the command's environment variables: ours, and those that the hook needs."""
     path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
     lent = {str(Path(str(pynvml.__file__)).resolve().parent), str(Path(str(psutil.__file__)).resolve().parents[1])}
     return {
-        "HYDRA_FULL_ERROR": "1",  # else it prints a script's exception, and ends it as if there was none
+        "HYDRA_FULL_ERROR": "1",  # else Hydra prints a script's exception, and ends as if there was none
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),
         hook.ATTEMPT: str(folder.resolve()),
@@ -162,7 +162,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def _used(trial: Trial) -> int | None:
-    """The most that NVML sees in use on any of the trial's cards, before the command touches them."""
+    """Return the largest memory in use on the trial's GPUs by NVML, before the command uses them; bytes, or None."""
     if trial.device.name != "cuda":
         return None
     seen = (card.memory_used for card in machine.visible_gpus(os.environ)[: trial.world_size])
@@ -170,15 +170,15 @@ def _used(trial: Trial) -> int | None:
 
 
 def _read(folder: Path) -> list[Seen]:
-    """What the command's processes have left, in the order in which they ended."""
+    """Return the reports of the command's processes, in the order of their last writing."""
     every = [json.loads(path.read_text()) for path in folder.glob(SEEN.format("*"))]
     return sorted(every, key=lambda one: float(one["at"]))
 
 
 def _trained(seen: Sequence[Seen]) -> list[Seen]:
-    """The processes of the training that was measured, by rank; none where one of its ranks has not come so far.
+    """Return the reports of the measured training's processes, by rank; empty while some rank has not measured.
 
-    A command may train more than once (a search over settings): the first training that was measured is the row's.
+    A command may train more than once (a search over settings); the row is of the first measured training.
     """
     done = [one for one in seen if "columns" in one]
     if not done:

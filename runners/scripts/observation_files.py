@@ -1,4 +1,4 @@
-"""Files of an attempt by which a watched script's processes and their worker speak."""
+"""Names of an attempt's files by which a watched script's processes and their worker communicate."""
 
-WATCH = "watch.json"  # what is asked of the observer
-SEEN = "seen-{}.json"  # what the process of a number has seen
+WATCH = "watch.json"  # the request to the observer
+SEEN = "seen-{}.json"  # the report of the process with this id

@@ -1,4 +1,4 @@
-"""One row of what the processes of a training have seen of themselves (observer.py), whoever started them."""
+"""The row of a training from its processes' own reports (observer.py), whoever started them."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 
 MIB = 1 << 20
-Seen = dict[str, Any]  # what one process had to say
+Seen = dict[str, Any]  # the report of one process
 
 
 class AllocatorMismatch(RuntimeError):
-    """The allocator settings in force are not those that the trial asks for."""
+    """The allocator settings in force are not the trial's."""
 
 
 def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Columns:
-    """The row's columns, from what every rank of a training has seen; `told` are the settings that it is known to have.
+    """Return the row's columns from the reports of all ranks of a training; `told` names the settings given to it.
 
-    Raises InvalidTrial where the script sets the allocator's variable itself or trains on another device than the
-    trial's, AllocatorMismatch where other settings than the trial's are in force.
+    Raises InvalidTrial if the script sets the allocator's variable itself or trains on another device than the
+    trial's. Raises AllocatorMismatch if the allocator settings in force are not the trial's.
     """
     own_words = changed(trial, trained)
     if own_words:
         raise InvalidTrial(own_words)
     _require_device(trial, trained[0])
     row = over_ranks([one["columns"] for one in trained])
-    for name in ("tokens_per_s", "samples_per_s"):  # each rank has its own, by its own clock; the slowest's counts
+    for name in ("tokens_per_s", "samples_per_s"):  # each rank has its own, by its own clock; the slowest's time counts
         every = [_times(one["columns"], name) for one in trained]
         row[name] = None if None in every else sum(filter(None, every)) / row["elapsed_s"]
     notes = [*(row.get("notes") or ())]
@@ -50,7 +50,7 @@ def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Col
 
 
 def _require_device(trial: Trial, one: Seen) -> None:
-    """Raise InvalidTrial where the training ran on another device than the trial's, whose bytes its own are not."""
+    """Raise InvalidTrial if the training ran on another device than the trial's, because bytes differ by device."""
     found, asked = "cuda" if "backend" in one else "cpu", trial.device.name
     if found == asked:
         return
@@ -64,13 +64,13 @@ def _require_device(trial: Trial, one: Seen) -> None:
 
 
 def _times(columns: Columns, name: str) -> float | None:
-    """How many there were in all, from how many a second."""
+    """Return the total from the rate per second and the elapsed time; None if either is unknown."""
     speed, elapsed = columns.get(name), columns["elapsed_s"]
     return None if speed is None or elapsed is None else speed * elapsed
 
 
 def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:
-    """What to say where the script sets the allocator's variable itself."""
+    """Return the error text if the script sets the allocator's variable itself; None otherwise."""
     for one in seen:
         for name, value in one["variables"].items():
             return (
@@ -81,8 +81,8 @@ def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:
 
 
 def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
-    """Fill in what the model was called with, where it is not told; and the tokens of a step where no call was seen but
-    they are told. Notes on what does not agree."""
+    """Fill in the shapes the model was called with, if they are not told. If no call was seen, fill in the speed from
+    told settings. Return notes on what does not agree."""
     first = trained[0]
     shapes = [(batch, length) for batch, length in first["shapes"]] if first["shapes_known"] else []
     batches = first["batches"][0] if len(first["batches"]) == 1 else None
@@ -105,7 +105,7 @@ def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collectio
 
 
 def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collection[str]) -> list[str]:
-    """Fill in the speed from the length and batch that are told, as no call was seen. Notes on what it rests on."""
+    """Fill in the speed from the told length and batch, as no call was seen. Return notes on what it depends on."""
     unseen = "no model was called with token ids"
     if not {"seq_len", "micro_batch"} <= set(told):
         return [f"tokens/s is not known: {unseen}, and {{seq_len}} and {{micro_batch}} are not told"]
@@ -116,7 +116,7 @@ def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Coll
         why = "how many batches a step has is not seen, or not always the same; tell it by {grad_accum}"
         return [f"tokens/s is not known: {unseen}, and {why}"]
     if row["elapsed_s"] is None:
-        return []  # nor is any speed, which has its note
+        return []  # speed is unknown too, and has its own note
     samples = trial.micro_batch * batches[0] * len(trained) * len(row["step_times_s"])
     row["samples_per_s"] = samples / row["elapsed_s"]
     row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
@@ -124,10 +124,10 @@ def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Coll
 
 
 def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collection[str]) -> tuple[Columns, list[str]]:
-    """Of the shapes (batch, length) that the model was called with: the columns that are not told and always the same,
-    and the settings that are told otherwise."""
+    """Return, from the shapes (batch, length) the model was called with, untold columns that are always the same. Also
+    return the settings told otherwise."""
     both = {"seq_len", "micro_batch"} <= set(told)
-    if both and set(shapes) == {(trial.seq_len, trial.micro_batch)}:  # length first, as torch's own Transformer has it
+    if both and set(shapes) == {(trial.seq_len, trial.micro_batch)}:  # length first, as torch's own Transformer expects
         return {}, []
     batches, lengths = zip(*shapes, strict=True)
     seen = {"micro_batch": set(batches), "seq_len": set(lengths)}
@@ -136,7 +136,7 @@ def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collect
 
 
 def _largest(row: Columns) -> list[str]:
-    """What of a whole job needs most, where that is not the steps."""
+    """Return a note on the part of a whole job that needs most memory, unless it is the steps."""
     part = row.get("largest_part")
     peaks = row.get("part_peak_allocated_bytes") or row.get("part_peak_reserved_bytes") or {}
     steps = max((peaks[name] for name in ("first_step", "steps") if name in peaks), default=None)
@@ -146,11 +146,11 @@ def _largest(row: Columns) -> list[str]:
 
 
 def _shared(trained: Sequence[Seen]) -> list[str]:
-    """A note where several ranks ran on one card: no counter of theirs sees the others."""
+    """Return a note if several ranks ran on one GPU, because each counter counts one process alone."""
     cards: dict[str, list[int]] = {}
     for one in trained:
         card = one["columns"].get("gpu_uuid")
-        if card is not None:  # the number says nothing: each rank may see cards of its own
+        if card is not None:  # by uuid, because numbers may differ: each rank may see its own GPUs
             cards.setdefault(card, []).append(one["rank"])
     return [
         f"ranks {' and '.join(map(str, ranks))} ran on the same GPU: each counter is of one process, and the GPU "

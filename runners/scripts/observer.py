@@ -1,18 +1,17 @@
-"""Watches a training script that knows nothing of us, from inside its process: the same meter as our own runners use.
+"""Observer of a training script that knows nothing of us: inside its process, with the meter of our own runners.
 
-Torch tells what the script does (torch_hooks.py). A step of the meter ends where the first forward pass after an
-optimizer step begins, so what comes between them (gradients set to None, schedulers, the next batch) is the earlier
-step's. Before the first of them model and optimizer are loaded. Of several modules those count whose parameters an
-optimizer steps: not a teacher, a transform of the data, or an evaluation between two steps.
+Hooks in torch report what the script does (torch_hooks.py). A step of the meter ends where the first forward pass after
+an optimizer step begins. So all between the two (gradients set to None, schedulers, the next batch) belongs to the
+earlier step. Before the first forward pass, model and optimizer are loaded. Only modules whose parameters an optimizer
+steps count: not a teacher, a transform of the data, or an evaluation between two steps.
 
     import torch | the first forward | backward | optimizer.step | the next forward | ...
     `start`      | load ends, step 0 | phase    |                | step 0 ends      |
 
-What is written lies in the attempt's folder: `seen-PID.json`, whenever there is more to say. Nothing is printed, and
-nothing that goes wrong here reaches the script.
-
-A model that is compiled as a function, or has no module at all, is seen by its backward passes only: its steps then
-end with optimizer.step. Top-level imports: the standard library and torch, whatever else the script's environment has.
+The observer writes `seen-PID.json` in the attempt's folder whenever there is more to report. It prints nothing, and
+none of its errors reaches the script. A model that is compiled as a function, or has no module at all, shows only its
+backward passes; its steps then end with optimizer.step. Top-level imports are the standard library and torch, because
+the script's environment may have nothing else.
 """
 
 from __future__ import annotations
@@ -45,15 +44,15 @@ if TYPE_CHECKING:
 
 UNLOADED = "what loading took is not known: no module was called on the GPU, so where the first step begins is not seen"
 DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
-HELD_S = 5.0  # that the process stays once all is said: the worker ends it, and what would follow it
-SETTLED = 3  # steps without a new model, after which calls of known ones' classes tell enough
-MEETING_S = 60.0  # that a rank waits for the others to have measured, before it ends
+HELD_S = 5.0  # seconds that the process waits after its last report: the worker ends it, and what would follow it
+SETTLED = 3  # steps without a new model; then hooks on the classes of known models are enough
+MEETING_S = 60.0  # longest time a rank waits, before it ends, for the others to have measured
 
 
 def start(folder: str) -> None:
-    """Watch this process from now on, and every process that is forked from it."""
+    """Watch this process from now on, and every process forked from it."""
     cards = _cards()
-    imported = [] if cards else import_constants.constants_so_far()  # a card's counter does not see them
+    imported = [] if cards else import_constants.constants_so_far()  # a GPU's counter does not count them
     watch = Observer(Path(folder), imported)
     if not cards:
         watch.hooks.undo.append(import_constants.collect(imported))
@@ -63,9 +62,9 @@ def start(folder: str) -> None:
 
 
 class Observer:
-    """What is seen of one process; `folder` holds what is asked for, and gets what is said.
+    """The observer of one process. It reads its request from `folder` and writes its reports there.
 
-    `imported` are the storages that count for nothing (rank_instruments.py).
+    `imported` are storages that are not counted (rank_instruments.py).
     """
 
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
@@ -79,32 +78,32 @@ class Observer:
         self.gauges: Gauges | None = None
         self.live: Any = None
         self.problem: str | None = None
-        self.done = False  # nothing more is looked at
+        self.done = False  # observing has stopped
         self.backwards = 0  # since the last step of an optimizer
         self.stepped = False  # since the last forward pass began
         self.forward_seen = False  # since the last step ended
-        self.settled = 0  # steps since a model came that was not known
+        self.settled = 0  # steps since the last new model
         self.trained = False  # a model in train() has had a backward pass
-        self.closures: int | None = None  # backward passes of an optimizer that is amid its step, of what it was given
+        self.closures: int | None = None  # backward passes within an optimizer's current step, of its closure
         self.late = False  # the meter began with a backward pass
-        self.elsewhere: set[int] = set()  # steps in which something else was done: evaluated, saved
+        self.elsewhere: set[int] = set()  # steps in which the script also evaluated or saved
         self.counts = dict.fromkeys(("forwards", "backwards", "steps"), 0)
-        self.skips: int | None = 0  # optimizer steps that GradScaler left out for an overflow
+        self.skips: int | None = 0  # optimizer steps that GradScaler skipped for an overflow
         self.volume = Volume()
-        self.modules: list[weakref.ref[torch.nn.Module]] = []  # that were called, whose gradients are wanted
+        self.modules: list[weakref.ref[torch.nn.Module]] = []  # modules called that have parameters to train
         self.optimizers: list[weakref.ref[Any]] = []
         self.built: dict[str, Any] | None = None
         self.place = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.told: dict[str, Any] = {}
 
     def forked(self) -> None:
-        """This is a child of the process that was watched: it has measured nothing yet."""
+        """Start afresh in a forked child of the watched process, because it has measured nothing yet."""
         self._fresh()
         self.hooks.fresh()
         self.hooks.arm()
 
     def install(self) -> None:
-        """Begin to watch. Of a whole job, on a CPU, count its tensors from here on."""
+        """Begin to watch. For a whole job without a GPU, count its tensors from now on."""
         SHARED.install()
         self.hooks.undo.append(SHARED.uninstall)
         self.compiler = Compiler(ours=False)
@@ -117,27 +116,27 @@ class Observer:
         self.hooks.install(self.asked["job"])
 
     def uninstall(self) -> None:
-        """Leave the process as it was found."""
+        """Stop observing and remove all hooks from the process."""
         self.close()
         self.hooks.uninstall()
 
     def broke(self, error: Exception) -> None:
-        """What goes wrong here is kept, and nothing is looked at any more."""
+        """Record an error of the observer and stop observing, so that it does not disturb the script."""
         self.problem = f"{type(error).__name__}: {error}"
         self.close()
         self.write()
 
-    # ---- what happens
+    # ---- events of the script
 
     def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         known = any(one() is module for one in self.modules)
         if not known and not any(parameter.requires_grad for parameter in module.parameters()):
             frozen = next(module.parameters(), None) is not None
             if frozen and self.meter is not None and self.meter.step() is self.meter.count:
-                self.meter.count.uneven = True  # its pass has no backward pass
+                self.meter.count.uneven = True  # its forward pass has no backward pass
             return  # a transform of the data; a teacher
         if self.trained and not module.training:
-            self.evaluates(module)  # with gradients, that nobody asks for
+            self.evaluates(module)  # with gradients on, but never asked for
             return
         self.hooks.disarm()
         self.hooks.follow(type(module))
@@ -146,7 +145,7 @@ class Observer:
             self.settled = 0
             self.modules.append(weakref.ref(module))
         if self.meter is None and _device(list(module.parameters())).type == "cpu" and _cards():
-            return  # it may be moved yet: where the backward pass runs is where it trains
+            return  # it may still be moved: it trains where its backward pass runs
         if self.meter is None:
             self.begin(module)
         elif self.stepped:
@@ -157,17 +156,17 @@ class Observer:
         self.volume.forward(args, kwargs)
 
     def forward_failed(self) -> None:
-        """What was called before it gets no backward pass either."""
+        """Drop the pending forward passes after an exception, because none of them gets a backward pass."""
         self.volume.backward(over=False)
 
     def backward_begins(self) -> None:
         self.counts["backwards"] += 1
         self.backwards += 1
         if self.closures is not None:
-            self.closures += 1  # Lightning's is always there, and called once
+            self.closures += 1  # Lightning always passes a closure, and calls it once
             if self.closures > 1:
                 self.volume.again()
-        if self.meter is None:  # of a model that is no module, or was on the host when it was called
+        if self.meter is None:  # the model is no module, or was on the host when it was called
             self.late = True
             self.begin(next((module for one in self.modules if (module := one()) is not None), None))
         elif self.stepped:
@@ -187,7 +186,7 @@ class Observer:
         self.closures = None
         if optimizer is not None and all(one() is not optimizer for one in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer))
-        if not self.backwards:  # DeepSpeed makes states so; and its third stage steps group by group
+        if not self.backwards:  # DeepSpeed makes states by such a step; its third stage steps group by group
             return
         self.backwards = 0
         self.counts["steps"] += 1
@@ -205,13 +204,13 @@ class Observer:
         if not scaler.is_enabled():
             return
         if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):
-            self.skips = None  # a fused step leaves itself out on the card, and says nothing
-        if self.backwards:  # no optimizer has stepped since
+            self.skips = None  # a fused step skips itself on the GPU and does not report it
+        if self.backwards:  # no optimizer has stepped since the backward pass
             self.skips = None if self.skips is None else self.skips + 1
             self.optimizer_stepped(None)
 
     def begin(self, module: torch.nn.Module | None) -> None:
-        """Everything is loaded; the first step begins."""
+        """Begin the first step, because everything is loaded."""
         from vramsweep.runners.measure import step_meter
 
         held = [] if module is None else list(module.parameters())
@@ -227,12 +226,12 @@ class Observer:
         )
         self.meter = step_meter.Meter(asked, self.folder, self.look(held), self.ranks()[0], self.publish)
         self.meter.built(self.describe, lambda: self.skips)
-        self.write()  # a process that ends by os._exit says nothing later
+        self.write()  # a process that ends by os._exit reports nothing later
         self.volume.begin_step()
         self.meter.step_begin()
 
     def look(self, held: Sequence[torch.Tensor]) -> Gauges:
-        """The instruments, made when they are first needed, of where these tensors of the training are."""
+        """Return the instruments of the device with these tensors of the training; make them at the first call."""
         from vramsweep.runners.measure.counters import HostMemory
         from vramsweep.runners.measure.rank_instruments import Gauges
 
@@ -247,7 +246,7 @@ class Observer:
     # ---- the parts of a job
 
     def part(self, name: str, optimizer: Any = None) -> None:
-        """From now on it is this part; before the card is touched there is none to tell apart."""
+        """Count memory as of this part of the job from now on; do nothing before the GPU is first used."""
         if self.gauges is None and not torch.cuda.is_initialized() and _cards():
             return
         gauges = self.look([] if optimizer is None else optimizer.param_groups[0]["params"])
@@ -255,68 +254,68 @@ class Observer:
             gauges.enter(name)
 
     def evaluates(self, module: torch.nn.Module) -> None:
-        """A module is called without gradients between two steps, which evaluates if it is the one that is trained."""
+        """Note an evaluation, if a module called without gradients between two steps is the trained one."""
         if self.meter is not None and self.unevaluated() and self.whole(module):
             self.elsewhere.add(self.meter.index)
             if self.asked["job"]:
                 self.part("evaluation")
 
     def unevaluated(self) -> bool:
-        """Whether an evaluation would be news."""
+        """Return whether an evaluation is not recorded yet."""
         if self.meter is None or self.gauges is None:
             return False
         return self.gauges.part != "evaluation" if self.asked["job"] else self.meter.index not in self.elsewhere
 
     def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
-        """train(mode), which is also what eval() calls, of every module in turn; of some of them a script may call it
-        in every step, as for batch norms that are frozen."""
+        """Note an evaluation at train(False), which eval() calls for each module in turn. Some scripts call it in every
+        step for some modules, such as frozen batch norms."""
         if not mode and self.gauges is not None and self.gauges.part != "evaluation":
             self.evaluates(module)
 
     def saves(self, *args: Any, **kwargs: Any) -> None:
-        """Something is written; before the first step that is nothing of the training's."""
+        """Note that the script saves; before the first step a file is not of the training."""
         if self.meter is not None:
             self.elsewhere.add(self.meter.index)
             if self.asked["job"]:
                 self.part("save")
 
     def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
-        """Its state is taken: where that is divided among ranks, this is what gathers it."""
+        """Note a save when a trained module's state is taken; if ranks share it, this call gathers it."""
         if self.whole(module):
             self.saves()
 
     def loads(self, *args: Any, **kwargs: Any) -> None:
-        """A file is read. Once there is an optimizer, that is a checkpoint to go on from."""
+        """Note that a file is read. Once there is an optimizer, it is a checkpoint to resume from."""
         if self.meter is None:
             every = (one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer))
             if (optimizer := next(every, None)) is not None:
                 self.part("resume", optimizer)
 
     def loads_state(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """An optimizer gets a state, which accelerate also does with an empty one."""
+        """Note that an optimizer gets a state; skip an empty one, which accelerate also loads."""
         if self.meter is None and isinstance(state, dict) and state.get("state"):
             self.part("resume", optimizer)
 
     def whole(self, module: Any) -> bool:
-        """Whether it has all the parameters of something that is trained."""
+        """Return whether the module has all parameters of some trained module."""
         if self.meter is None:
             return False
         own = {id(parameter) for parameter in module.parameters()}
         return any({id(parameter) for parameter in net.parameters()} <= own for net in self.nets())
 
     def nets(self) -> list[torch.nn.Module]:
-        """The modules that are trained, as far as they are there: they hold something that an optimizer steps."""
+        """Return the live trained modules: those with a parameter that an optimizer steps, else the last one called."""
         alive = [module for one in self.modules if (module := one()) is not None]
         groups = [group for one in self.optimizers if (optimizer := one()) for group in optimizer.param_groups]
         stepped = {id(parameter) for group in groups for parameter in group["params"]}
         found = [net for net in alive if any(id(parameter) in stepped for parameter in net.parameters())]
-        return found or alive[-1:]  # an optimizer may have copies: DeepSpeed's, FSDP's of its first kind
+        return found or alive[-1:]  # an optimizer may step copies, as DeepSpeed's and FSDP1's do
 
     def boundary(self) -> None:
-        """A step has ended, and the next begins."""
+        """End the current step and begin the next one."""
         meter = self.meter
         assert meter is not None
-        if self.asked["job"]:  # what came in between is another part's
+        if self.asked["job"]:  # the time between two steps may be in another part
             self.part("steps")
         self.stepped = self.forward_seen = False
         self.settled += 1
@@ -332,7 +331,7 @@ class Observer:
         meter.step_begin()
 
     def publish(self, own: dict[str, Any]) -> dict[str, Any]:
-        """The measured steps are over."""
+        """Report and return the columns once the measured steps are over."""
         meter = self.meter
         assert meter is not None
         first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
@@ -348,7 +347,7 @@ class Observer:
         return row
 
     def undisturbed(self, steps: Sequence[int], own: dict[str, Any]) -> dict[str, Any]:
-        """The speed of those of the steps in which the script did nothing else."""
+        """Return columns of speed over the steps in which the script did nothing else, or over all if `each_time`."""
         from vramsweep.runners.measure import step_meter
 
         clean = [step for step in steps if step not in self.elsewhere]
@@ -363,11 +362,11 @@ class Observer:
         return energy | step_meter.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}
 
     def each_time(self, steps: Sequence[int]) -> bool:
-        """Whether what is done beside training belongs to its steps: the trained model is its own reference."""
+        """Return whether most steps evaluate or save, so that this is part of them: the model is its own reference."""
         return 2 * len(self.elsewhere.intersection(steps)) > len(steps)
 
     def finish(self, meter: Meter) -> None:
-        """Every step that was asked for is over."""
+        """Report once all requested steps are over; stop observing, and end the process if requested."""
         self.told = {"columns": meter.columns(), "complete": True}
         self.write()
         self.close()
@@ -375,7 +374,7 @@ class Observer:
             self.leave()
 
     def close(self) -> None:
-        """Look at nothing any more."""
+        """Stop observing."""
         self.done = True
         self.hooks.disarm()
         if self.meter is not None:
@@ -383,7 +382,7 @@ class Observer:
                 self.meter.abandon()
 
     def leave(self) -> None:
-        """End this process as a trial's worker ends, once the other ranks have measured too: they may wait for us."""
+        """End this process as a trial's worker ends, after other ranks have measured, because they may wait for it."""
         gone = time.monotonic() + MEETING_S
         while self.others_measure() and time.monotonic() < gone:
             time.sleep(0.02)
@@ -394,7 +393,7 @@ class Observer:
         os._exit(0)
 
     def others_measure(self) -> bool:
-        """Whether other ranks of this training are still to come to their end."""
+        """Return whether other ranks of this training have not completed their steps yet."""
         size = self.ranks()[1]
         if size < 2:
             return False
@@ -405,7 +404,7 @@ class Observer:
         return complete < size
 
     def block_ended(self) -> None:
-        """The training is over. Its last step does not count: nothing says where it ended."""
+        """Finish when the training is over. Its last step is not counted, because its end is unknown."""
         if self.meter is not None and not self.done:
             if self.asked["job"]:
                 self.meter.gauges.enter(None)
@@ -415,9 +414,9 @@ class Observer:
         self.write()
 
     def ended(self) -> None:
-        """The process comes to its end; what ended it is known if it was an exception."""
+        """Report the end of the process, with the exception that ended it, if any."""
         with contextlib.suppress(Exception):
-            error = getattr(sys, "last_value", None)  # set before any excepthook is called, the script's own included
+            error = getattr(sys, "last_value", None)  # set before any excepthook runs, even the script's own
             if isinstance(error, BaseException):
                 from vramsweep.runners.rank import oom_details
 
@@ -431,10 +430,10 @@ class Observer:
             self.told["ended"] = True
             self.write()
 
-    # ---- what is said
+    # ---- reports
 
     def describe(self) -> dict[str, Any]:
-        """Columns of what was built, and of the environment that it runs in."""
+        """Return columns about what was built and the environment in which it runs."""
         if self.built is not None:
             return self.built
         optimizers = [optimizer for one in self.optimizers if (optimizer := one()) is not None]
@@ -446,7 +445,7 @@ class Observer:
         }
 
     def write(self) -> None:
-        """Say what is known by now."""
+        """Write all that is known by now to this process's file."""
         gauges = None if self.meter is None else self.meter.gauges
         gpu = None if gauges is None or not gauges.cuda else gauges.device.index
         said = {
@@ -456,7 +455,7 @@ class Observer:
             "world_size": self.ranks()[1],
             "program": sys.argv[0] if sys.argv else None,
             "problem": self.problem,
-            "ended": False,  # by itself, as far as Python knows
+            "ended": False,  # of itself, as far as Python knows
             "variables": {n: os.environ.get(n) for n, v in self.asked["variables"].items() if os.environ.get(n) != v},
             "index": None if self.meter is None else self.meter.index,
             **self.counts,
@@ -470,18 +469,18 @@ class Observer:
 
     @property
     def file(self) -> Path:
-        """Where this process says what it has seen."""
+        """Return the path of this process's reports."""
         return self.folder / SEEN.format(os.getpid())
 
     def ranks(self) -> tuple[int, int]:
-        """This process's rank in its training, and how many there are; also once the process group is gone."""
+        """Return this process's rank and the number of ranks, also once the process group is gone."""
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self.place = torch.distributed.get_rank(), torch.distributed.get_world_size()
         return self.place
 
 
 def _device(held: Sequence[torch.Tensor]) -> torch.device:
-    """Where the training runs, which has these parameters."""
+    """Return the device on which a training with these parameters runs."""
     place = next((one.device for one in held if one.device.type in ("cpu", "cuda")), torch.device("cpu"))
     if place.type == "cpu" and torch.cuda.is_initialized():  # parameters that are offloaded, or on no device
         place = torch.device("cuda")
@@ -491,6 +490,6 @@ def _device(held: Sequence[torch.Tensor]) -> torch.device:
 
 
 def _cards() -> int:
-    """How many cards the script may use. Asks NVML, where `is_available` asks the driver, after which no child that is
-    forked could use one."""
+    """Return the number of GPUs that the script may use. It asks NVML; `is_available` asks the driver, after which no
+    forked child could use a GPU."""
     return torch.cuda.device_count()

@@ -1,12 +1,11 @@
-"""The two memories of a traced script: the card's, whose tensors are fake, and the host's.
+"""The two memories of a traced script: the GPU's, whose tensors are fake, and the host's.
 
-Elsewhere in a trace every tensor is the card's unless device meta says otherwise (fake_placement.py). A script is the
-user's own code, which keeps data on the host and moves it. So what it makes without naming a card is a real tensor,
-with its values: data sets, shuffled indices, counts, masks. Parameters are the exception, as a model may be too large
-to be made: they are fake from the start, and of the host by account until they are moved, which copies, as on a card.
-What is the card's says so: its device is cuda to whoever asks from outside of torch's operators.
-
-Not covered: tensors that want gradients and are no parameters are the card's at once.
+Elsewhere in a trace every tensor is the GPU's unless device meta says otherwise (fake_placement.py). A script is the
+user's own code, which keeps data on the host and moves it. So a tensor that it makes without naming a GPU is real, with
+its values: data sets, shuffled indices, counts, masks. Parameters are the exception, because a model may be too large
+to be made. They are fake from the start and counted as the host's until they are moved; a move copies, as with a GPU.
+Tensors of the GPU have device cuda for all code outside torch's operators. Other tensors that require gradients are the
+GPU's at once.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ _DEVICE: Any = FakeTensor.device
 _IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _OF_DEVICES = (torch.device, torch._C._nn._parse_to)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
-NOWHERE = 1 << 62  # added to an address, none of a process's: who reads there ends, and reads nothing of others
+NOWHERE = 1 << 62  # added to an address, so that no process has it: a read there crashes, and reads no other data
 _HERE = (torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.cpu)
 
 
 class TwoMemories(TorchFunctionMode):
-    """Makes the host's tensors real, and copies what is moved; entered above everything else that a trace needs."""
+    """A mode that makes the host's tensors real and copies moved ones; entered above all else that a trace needs."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self.default: torch.device | None = None  # set_default_device
+        self.default: torch.device | None = None  # as by set_default_device
 
     def replacements(self) -> Iterator[Replacement]:
-        """What of torch is replaced meanwhile: owner, name, stand-in."""
+        """Yield what to replace of torch during the trace: owner, name, stand-in."""
         make = torch.nn.Parameter.__new__
 
         def parameter(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
@@ -61,7 +60,7 @@ class TwoMemories(TorchFunctionMode):
         yield from _addresses()
 
     def device(self, tensor: Any) -> torch.device:
-        """A fake tensor's device: where the script asks, the card's is cuda; inside of operators it is the trace's."""
+        """Return a fake tensor's device: cuda for the GPU's if the script asks, the trace's device inside operators."""
         told: torch.device = _DEVICE.fget(tensor)
         outside = self in _get_current_function_mode_stack() and self.tracer in _get_current_dispatch_mode_stack()
         return CARD if outside and told.type == "cpu" and not self.tracer.on_host(tensor) else told
@@ -76,14 +75,14 @@ class TwoMemories(TorchFunctionMode):
         if func == _IS_CUDA and isinstance(args[0], FakeTensor):
             return args[0].device.type == "cpu" and not self.tracer.on_host(args[0])
         if func in _device_constructors():
-            kwargs.pop("pin_memory", None)  # page-locked is host memory, too, and needs a driver
+            kwargs.pop("pin_memory", None)  # page-locked memory is host memory too, and needs a driver
             if kwargs.get("device") is None and self.default is not None:
                 kwargs["device"] = self.default
             known = not any(isinstance(value, FakeTensor) for value in (*args, *kwargs.values()))
             if known and str(kwargs.get("device") or "cpu") == "cpu" and not kwargs.get("requires_grad"):
                 with _disable_current_modes():
                     return func(*args, **kwargs)
-            if known and func in _OF_DATA:  # made on the host, from numbers that are there, and copied
+            if known and func in _OF_DATA:  # made on the host from known numbers, then copied
                 with _disable_current_modes():
                     made = func(*args, **kwargs | {"device": "cpu"})
                 return made if made.requires_grad else self.fake(made, "card")
@@ -96,7 +95,7 @@ class TwoMemories(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def copied(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """copy.deepcopy's, which copies storages byte by byte: fake ones have none."""
+        """Return a deep copy for copy.deepcopy, which copies storages byte by byte, while fake ones have no bytes."""
         if not isinstance(tensor, FakeTensor):
             with _disable_current_modes():
                 copied: torch.Tensor = tensor.__deepcopy__(memo)
@@ -107,13 +106,13 @@ class TwoMemories(TorchFunctionMode):
         return found
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a tensor in host memory, which can be moved from there."""
+        """Return whether the tensor is in host memory and can be moved from there."""
         if isinstance(tensor, FakeTensor):
             return self.tracer.on_host(tensor)
         return _real(tensor) and not tensor.requires_grad
 
     def target(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[str | None, torch.dtype | None]:
-        """Where a tensor is to be: cuda, cpu, or None for where it is; and its dtype, if that is named."""
+        """Return the requested device (cuda, cpu, or None to stay) and the dtype, None if not named."""
         if func is torch.Tensor.cuda:
             return "cuda", None
         if func is torch.Tensor.cpu:
@@ -129,7 +128,7 @@ class TwoMemories(TorchFunctionMode):
         return str(device).partition(":")[0], dtype
 
     def moved(self, tensor: torch.Tensor, dtype: torch.dtype | None, place: Place) -> torch.Tensor:
-        """A copy in the other memory; another dtype is made where it comes from (aten/src/ATen/native/cuda/Copy.cu)."""
+        """Return a copy in the other memory, cast to the dtype at its source (aten/src/ATen/native/cuda/Copy.cu)."""
         if dtype is not None and dtype != tensor.dtype:
             tensor = tensor.to(dtype)
         if not isinstance(tensor, FakeTensor):
@@ -138,7 +137,7 @@ class TwoMemories(TorchFunctionMode):
             return tensor.clone()
 
     def fake(self, tensor: torch.Tensor, place: Place, own: bool = False) -> torch.Tensor:
-        """A fake tensor for a real one, whose value is known where known_values.py keeps it; `own`: nobody has it."""
+        """Return a fake tensor for a real one, with its value if known_values.py keeps it; `own`: nobody else has it."""
         with self.tracer.placing(place):
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
         if self.tracer.known is not None and small(made):
@@ -147,14 +146,14 @@ class TwoMemories(TorchFunctionMode):
         return made
 
     def loading(self, load: Any) -> Any:
-        """torch.load, which in a trace would return tensors without values: those on the host are real, here too."""
+        """Return a stand-in for torch.load with real host tensors; in a trace its tensors would have no values."""
 
         @functools.wraps(load)
         def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
             if self not in _get_current_function_mode_stack() or str(map_location) == "meta":
                 return load(f, map_location, *args, **kwargs)
             rebuild = torch._utils._rebuild_tensor
-            moved: dict[int, Any] = {}  # storages that belong on the card, and what they are there
+            moved: dict[int, Any] = {}  # storages that belong on the GPU, with their fake tensors
 
             def located(storage: Any, location: str) -> Any:
                 if callable(map_location):
@@ -174,7 +173,7 @@ class TwoMemories(TorchFunctionMode):
                 return moved[key].as_strided(size, stride, offset)
 
             if isinstance(f, (str, os.PathLike)) and zipfile.is_zipfile(f):
-                kwargs.setdefault("mmap", True)  # weights that nobody reads take no memory
+                kwargs.setdefault("mmap", True)  # so that unread weights take no memory
             unseen = [(torch._guards, name, lambda *_: None) for name in ("detect_fake_mode", "active_fake_mode")]
             with patched([(torch._utils, "_rebuild_tensor", rebuilt), *unseen]):
                 return load(f, located, *args, **kwargs)
@@ -183,8 +182,8 @@ class TwoMemories(TorchFunctionMode):
 
 
 def _addresses() -> Iterator[Replacement]:
-    """Addresses of fake tensors' own, where nothing lies: torch has them all at 0, where those who save see one
-    tensor."""
+    """Yield stand-ins that give each fake tensor its own unused address. With torch all are at 0, and code that saves
+    takes them for one tensor."""
     of_storage, of_tensor = torch.UntypedStorage.data_ptr, torch.Tensor.data_ptr
 
     def storage_at(storage: Any) -> int:
@@ -203,7 +202,7 @@ def _addresses() -> Iterator[Replacement]:
 
 
 def _real(tensor: Any) -> bool:
-    """Whether it is an ordinary tensor with values."""
+    """Return whether this is an ordinary CPU tensor with values."""
     return (
         isinstance(tensor, torch.Tensor)
         and not isinstance(tensor, FakeTensor)

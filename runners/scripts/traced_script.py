@@ -1,13 +1,12 @@
-"""A script of the user's own on a simulated card: its command's Python file, run here on fake tensors.
+"""A user's own script on a simulated GPU: its command's Python file, run here on fake tensors.
 
-What the observer sees of a script (observer.py) is what drives the trace. The script finds a card: `torch.cuda` says
-what the simulated one would, and what is put there is traced. A value that exists only on a card is nan where the
-script asks for it (`loss.item()`, to print it), and the row says so; one that decides something, a whole number or a
-truth, cannot be had. The script is left when the trace has its steps, so nothing is evaluated or saved.
+The observer's events (observer.py) drive the trace. `torch.cuda` answers the script as the simulated GPU would, and
+tensors put there are traced. If the script reads a floating-point value that exists only on the GPU (`loss.item()`, to
+print it), it gets nan, and the row says so. A whole number or a truth value cannot be had, because it decides
+something. The script is left once the trace has its steps, so nothing is evaluated or saved. Tensors in host memory
+have their values (traced_devices.py).
 
-What it keeps in host memory has its values (traced_devices.py).
-
-Not covered: several processes (torchrun, accelerate launch), a Python that is not ours.
+Several processes (torchrun, accelerate launch) and another Python than ours cannot be simulated.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from vramsweep.runners.trace.step_tracer import Tracer
 TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
 MADE_UP = "the script asked {} for the value of a tensor, such as its loss: it was nan, which is not less than anything"
 LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak is theirs, not that of a longer one"
-CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a card is there when it is imported
+CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
 _REFUSED = (
@@ -56,11 +55,11 @@ _REFUSED = (
 
 
 class _Over(BaseException):
-    """The trace has its steps; no `except Exception` of the script's may hold it up."""
+    """Raised when the trace has its steps; no `except Exception` of the script may stop it."""
 
 
 def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
-    """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial where it cannot be."""
+    """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial if they cannot be."""
     if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
         raise RuntimeError("a command has numbers in it, not symbols")
     require_unchanged_files(trial)
@@ -69,7 +68,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     (folder / WATCH).write_text(json.dumps({"stop": True, "job": False, "precision": None}))
     file, module, arguments = _python(trial, command_template.command_words(trial, str(output)))
     for package in CARDLESS:
-        # one that is not installed, or is broken, is the script's to see
+        # a missing or broken package is left for the script to find
         with contextlib.suppress(Exception), _disable_current_modes():
             importlib.import_module(package)
     known = meter.tracer.known = KnownValues()
@@ -78,7 +77,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     triton = _Triton(known)
     observer = _Traced(folder, trial, meter, values, triton)
     ended = "ended"
-    beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python has it, with -m or a file
+    beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python does, with -m or a file
     replaced = (
         *_card(trial, meter.tracer),
         (argparse.ArgumentParser, "error", _refused),
@@ -105,7 +104,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         except SystemExit as end:
             ended = "ended" if end.code is None else f"ended with {end.code!r}"
         except (InvalidTrial, *_REFUSED):
-            raise  # make_trace.py says what it is
+            raise  # make_trace.py explains it
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error
@@ -118,7 +117,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
 
 
 class _Traced(Observer):
-    """Tells the trace's meter what it sees."""
+    """An observer that passes what it sees to the trace's meter."""
 
     def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton) -> None:
         super().__init__(folder)
@@ -143,10 +142,10 @@ class _Traced(Observer):
         self.hooks.disarm()
 
     def write(self) -> None:
-        """The trace says it all."""
+        """Write nothing, because the trace holds all."""
 
     def describe(self) -> dict[str, Any]:
-        """What was built; and no estimate of speed that rests on what the command is not told."""
+        """Return columns about what was built, without estimates of speed that depend on settings the command lacks."""
         built = super().describe()
         names = ("parameters", "trainable_parameters", "attention_effective", "optimizer_effective")
         found = {name: built[name] for name in names if name in built}
@@ -175,13 +174,13 @@ class _Traced(Observer):
 
 
 class _Triton:
-    """Launches of Triton kernels, which write into tensors that torch has made, and allocate none."""
+    """Counter of launches of Triton kernels, which write into tensors that torch has made, and allocate none."""
 
     def __init__(self, known: KnownValues) -> None:
         self.known, self.launches = known, 0
 
     def replacements(self) -> Iterator[Replacement]:
-        """What is replaced of Triton, where it is installed: owner, name, stand-in."""
+        """Yield what to replace of Triton, if it is installed: owner, name, stand-in."""
         if importlib.util.find_spec("triton") is None:
             return
         from triton.runtime import autotuner, jit
@@ -199,7 +198,7 @@ def _refused(parser: argparse.ArgumentParser, message: str) -> None:
 
 
 def _writing() -> Iterator[Any]:
-    """What a script is kept from: a checkpoint without values would overwrite its own."""
+    """Yield the functions to disable, because a checkpoint without values would overwrite the script's own."""
     yield torch.save
     if importlib.util.find_spec("safetensors") is not None:
         import safetensors.torch
@@ -209,7 +208,7 @@ def _writing() -> Iterator[Any]:
 
 @contextlib.contextmanager
 def _left_out(function: Any) -> Iterator[None]:
-    """The function does nothing meanwhile, by whatever name and whenever a library has imported it."""
+    """Disable the function meanwhile, under all names and for all libraries that imported it."""
     function = inspect.unwrap(function)
     code, function.__code__ = function.__code__, (lambda *args, **kwargs: b"").__code__
     try:
@@ -219,20 +218,20 @@ def _left_out(function: Any) -> Iterator[None]:
 
 
 class _Values:
-    """Values of fake tensors that the script asks for: numbers with a point are nan."""
+    """Answers to a script that asks for values of fake tensors: floating-point numbers are nan."""
 
     def __init__(self, known: KnownValues) -> None:
         self.known, self.asked = known, 0
 
     def note(self) -> str:
-        """What to say of it."""
+        """Return the note on values that were made up."""
         return MADE_UP.format("once" if self.asked == 1 else f"{self.asked} times")
 
     def replacements(self) -> Iterator[Replacement]:
-        """What of torch.Tensor is replaced: owner, name, stand-in."""
+        """Yield what to replace of torch and torch.Tensor: owner, name, stand-in."""
         for name in ("item", "__float__", "__format__"):
             yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name), name == "__format__")
-        for name in ("isnan", "isinf"):  # the Trainer's, of every loss
+        for name in ("isnan", "isinf"):  # the Trainer calls them on every loss
             yield torch, name, self._fine(getattr(torch, name))
 
     def _fine(self, ask: Any) -> Any:
@@ -256,7 +255,7 @@ class _Values:
 
 
 def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    """The file or the module that the command runs, and its arguments. Raises InvalidTrial for another command."""
+    """Return the file or module that the command runs, and its arguments. Raises InvalidTrial for other commands."""
     command = str(trial.runner.command)
     if not Path(words[0]).name.startswith("python"):
         raise InvalidTrial(
@@ -267,7 +266,7 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
         raise InvalidTrial(f"cannot be simulated: {words[0]} is not the Python that vramsweep runs in; use that one")
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
-        if rest.pop(0) in ("-X", "-W") and rest:  # whose value is a word of its own
+        if rest.pop(0) in ("-X", "-W") and rest:  # their value is a separate word
             rest.pop(0)
     if not rest or rest[0] == "-c" or rest == ["-m"]:
         raise InvalidTrial("cannot be simulated: the command runs no Python file and no module")
@@ -279,7 +278,7 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
 
 
 def _card(trial: Trial, tracer: Tracer) -> Iterator[Replacement]:
-    """What torch.cuda says of the simulated card: owner, name, stand-in."""
+    """Yield the answers of torch.cuda about the simulated GPU: owner, name, stand-in."""
     card = trial.device.card
     total = gpu_lookup.reported_bytes(card) or gpu_lookup.memory_limit(card)
     properties = SimpleNamespace(
@@ -314,10 +313,10 @@ def _card(trial: Trial, tracer: Tracer) -> Iterator[Replacement]:
         for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
             yield owner, name, held
         yield owner, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)
-    yield torch.cuda.memory, "empty_cache", torch.cuda.empty_cache  # the tracer's, which has it in the trace
+    yield torch.cuda.memory, "empty_cache", torch.cuda.empty_cache  # the tracer's, which records it in the trace
 
     def state(*args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset: nothing random on the card has a value
+        return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset: no random number on the GPU has a value
 
     for owner in (torch.cuda, torch.cuda.random):
         yield owner, "get_rng_state", state

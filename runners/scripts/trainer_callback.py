@@ -1,7 +1,7 @@
 """`vramsweep.TrainerCallback()`: watch.py around a Hugging Face Trainer's training.
 
-The Trainer tells its callbacks where a training begins and where it ends well, and nothing of one that raises; of that
-they are told here. With auto_find_batch_size each attempt has a row.
+The Trainer tells its callbacks when a training begins and when it ends well, but not when it raises. This module
+tells them that too. With auto_find_batch_size each attempt has a row.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import transformers
 
 from vramsweep.runners.scripts.watch import Watch
 
-_open: list[TrainerCallback] = []  # the one whose training goes on
+_open: list[TrainerCallback] = []  # the callback whose training is running
 
 
 class TrainerCallback(transformers.TrainerCallback):
-    """`Trainer(callbacks=[vramsweep.TrainerCallback("mine")])`: the same around `Trainer.train()`.
+    """`Trainer(callbacks=[vramsweep.TrainerCallback("mine")])`: a watched block around `Trainer.train()`.
 
-    Batch and accumulation are those of the arguments, precision that of arguments and weights; what is given counts
-    before. Raises UserError for a value that a setting cannot have.
+    Batch and accumulation come from the arguments, precision from arguments and weights; given settings take
+    precedence. Raises UserError for a value that a setting cannot have.
     """
 
     def __init__(self, name: str = "watch", **settings: Any) -> None:
         self._name, self._settings = name, settings
-        self.watch = Watch(name, **settings)  # what is wrong with them is said before the model is loaded
+        self.watch = Watch(name, **settings)  # so that wrong settings are reported before the model is loaded
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         close_open_training()
@@ -47,31 +47,31 @@ class TrainerCallback(transformers.TrainerCallback):
         self.ended()
 
     def ended(self, error: BaseException | None = None) -> None:
-        """The training is over, by an exception or well."""
+        """End the watched block of the training, with the exception that ended it, if any."""
         if self in _open:
             _open.remove(self)
             self.watch.__exit__(None if error is None else type(error), error, None)
 
 
 def precision(args: Any, model: torch.nn.Module) -> str | None:
-    """As runner=trainer has them; None for a mixture that has no name there."""
+    """Return the precision by its name for runner=trainer; None for a mixture that has no name there."""
     autocast = "bf16" if args.bf16 else "fp16" if args.fp16 else None
     weights = {weight.dtype for weight in model.parameters() if weight.is_floating_point()}
-    if weights == {torch.float32} or (autocast and args.deepspeed):  # which keeps master copies in fp32
+    if weights == {torch.float32} or (autocast and args.deepspeed):  # DeepSpeed keeps master copies in fp32
         return autocast or ("tf32" if args.tf32 else "fp32")
     return "bf16_pure" if weights == {torch.bfloat16} and autocast is None else None
 
 
 @atexit.register
 def close_open_training() -> None:
-    """A training is still open and yet over: of a Trainer with a loop of its own, which nothing was told of."""
+    """End a training that is over but still open, because a Trainer with its own loop did not report its end."""
     for one in list(_open):
-        error = getattr(sys, "last_value", None)  # of a process that an exception ends
+        error = getattr(sys, "last_value", None)  # set if an exception ends the process
         one.ended(error or RuntimeError("the training was left before its end"))
 
 
 def _wrap_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The Trainer's loop, with our callbacks told of what it raises."""
+    """Return the Trainer's loop, wrapped so that our callbacks learn of exceptions."""
 
     @functools.wraps(loop)
     def run(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ def _wrap_loop(loop: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-# Not `train`, within which auto_find_batch_size tries again and again. It stays so: it costs nothing.
+# Not `train`, because auto_find_batch_size retries within it. The wrapper is never removed, because it costs nothing.
 transformers.Trainer._inner_training_loop = _wrap_loop(  # type: ignore[method-assign]
     transformers.Trainer._inner_training_loop
 )

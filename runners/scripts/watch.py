@@ -1,14 +1,13 @@
-"""`vramsweep.watch()`: an ordinary row of a training that runs in this very process, written where the block ends.
+"""`vramsweep.watch()`: an ordinary row of a training that runs in this very process, written when the block ends.
 
     with vramsweep.watch("mine", seq_len=512, micro_batch=4):
         train()
 
-Every optimizer step in the block is looked at (observer.py): `warmup_steps`, one whose FLOPs are counted, one whose
-phases are told apart, then all others are measured. With several ranks each has its own block and rank 0 writes the
-row; they meet where the block ends, or just before their process group is destroyed in it. An exception that leaves the
-block is the row's outcome and goes on its way. Afterwards torch is as it was.
-
-Not covered: a training that vramsweep started itself, which has a row already: there the block does nothing.
+The observer follows every optimizer step in the block: `warmup_steps`, one whose FLOPs are counted, one whose phases
+are separated; all others are measured. With several ranks each has its own block, and rank 0 writes the row. Ranks meet
+where the block ends, or just before their process group is destroyed in it. An exception that leaves the block is the
+row's outcome and is raised further. Afterwards torch is as it was. In a training that vramsweep started itself the
+block does nothing, because that training has a row already.
 """
 
 from __future__ import annotations
@@ -55,20 +54,20 @@ from vramsweep.runners.scripts.observation_files import WATCH
 from vramsweep.runners.scripts.observer import Observer
 
 WARMUP_STEPS = 3
-TRIES = 50  # to get the journal's lock, a tenth of a second apart
+TRIES = 50  # tries to get the journal's lock, 0.1 s apart
 _watching: list[Watch] = []
 
 
 class Watch(contextlib.AbstractContextManager["Watch"]):
-    """The block. `row` is what was written, once it has ended; None where nothing was."""
+    """The context manager of the block. `row` is the row written at its end; None if none was written."""
 
     def __init__(
         self, name: str = "watch", *, results: str = "results", warmup_steps: int = WARMUP_STEPS, **settings: Any
     ) -> None:
-        """`name` is the folder under `results`; `settings` are what the training is known to have.
+        """Check and keep the arguments: `name` is the folder under `results`, `settings` are those of the training.
 
-        Those that a trial has (seq_len, micro_batch, precision, ...) fill their columns, others are options of the
-        row. Raises UserError for a value that a setting cannot have, or that a row cannot hold.
+        Settings of a trial (seq_len, micro_batch, precision, ...) fill their columns; others are options of the row.
+        Raises UserError for a value that a setting cannot have, or that a row cannot hold.
         """
         self.row: Row | None = None
         if why := file_names.name_problem(name):
@@ -100,7 +99,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._observer = Observer(self._folder)
         self._observer.install()
         SHARED.forget()
-        self._ranks: list[observed_row.Seen] = []  # what each has seen, once they have met
+        self._ranks: list[observed_row.Seen] = []  # reports of all ranks, once they have met
         if torch.distributed.is_available():
             destroy = torch.distributed.destroy_process_group
             self._observer.hooks.patch(torch.distributed, "destroy_process_group", self._meeting_before(destroy))
@@ -118,7 +117,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         well = error is None or (isinstance(error, SystemExit) and not error.code)
         try:
             if not self._ranks:
-                self._meet(observer, alone=not well)  # a rank that failed, or that somebody ends, waits for nobody
+                self._meet(observer, alone=not well)  # a rank that failed or was stopped waits for no other
             self._write(json.loads(observer.file.read_text()), ended)
         except Exception as problem:
             said = str(problem) if isinstance(problem, UserError) else f"{type(problem).__name__}: {problem}"
@@ -128,20 +127,20 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _meeting_before(self, destroy: Callable[..., None]) -> Callable[..., None]:
-        """torch.distributed.destroy_process_group, before which the ranks meet for the last time."""
+        """Return a stand-in for torch.distributed.destroy_process_group that first lets the ranks meet a last time."""
 
         @functools.wraps(destroy)
         def run(group: Any = None) -> None:
             every = group is None or group is torch.distributed.group.WORLD
             if every and self._observer is not None and sys.exc_info()[0] is None:
-                with contextlib.suppress(Exception):  # the block's end says so
+                with contextlib.suppress(Exception):  # the block's end reports it
                     self._meet(self._observer, alone=False)
             destroy(group)
 
         return run
 
     def _meet(self, observer: Observer, alone: bool) -> None:
-        """Learn what every rank has seen, or only this one. Raises UserError where there is nothing to meet in."""
+        """Gather the reports of all ranks, or of this one alone. Raises UserError if there is no process group."""
         observer.block_ended()
         own = json.loads(observer.file.read_text())
         if alone or own["world_size"] == 1:
@@ -177,7 +176,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self.row = _append(self._place, row)
 
     def _base(self, own: observed_row.Seen) -> Row:
-        """What the row says whatever was measured."""
+        """Return the columns of the row that do not depend on what was measured."""
         device = trials.DeviceAxis(name="cuda" if "card" in own else "cpu")
         self._trial = trial = self._trial.model_copy(update={"device": device, "world_size": own["world_size"]})
         resolved = trial.model_dump(mode="json")
@@ -207,7 +206,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
 
 
 def _append(place: Path, row: Row) -> Row:
-    """Add the row to the journal, which another training may be writing to at this moment. Raises UserError."""
+    """Add the row to the journal. Raises UserError, as when another training holds the lock through all tries."""
     for _ in range(TRIES):
         with contextlib.suppress(UserError), Journal(own_files(place)) as journal:
             return journal.append(row)
@@ -217,7 +216,7 @@ def _append(place: Path, row: Row) -> Row:
 
 
 def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trials.Trial:
-    """A trial that says what is known of this training. Raises UserError for a value that cannot be."""
+    """Return a trial with the known settings of this training. Raises UserError for an impossible value."""
     values = {name: settings.get(name, default) for name, default in command_template.UNSAID.items()}
     for name in told:
         allowed = catalog.values(name)
@@ -250,7 +249,7 @@ def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trial
         **{name: settings[name] for name in command_template.TOLD if name in settings},
     }
     try:
-        return trials.Trial.model_validate(values)  # not parse: rules say what vramsweep could run, and this runs
+        return trials.Trial.model_validate(values)  # not parse: its rules say what vramsweep can run, and this runs
     except ValidationError as error:
         first = error.errors()[0]
         wrong = f"{first['loc'][-1]}={describe(first['input'])}: {first['msg'][0].lower()}{first['msg'][1:]}"

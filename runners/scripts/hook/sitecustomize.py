@@ -1,10 +1,11 @@
-"""Python imports this at its start, in every process of a command that runner=script runs: its folder is on PYTHONPATH.
+"""The hook of runner=script: Python imports it at start in every process of the command, as PYTHONPATH has its folder.
 
-It puts everything back as it was, then waits for torch to be imported, and lets observer.py watch from there. Without
-torch nothing happens. Whatever goes wrong here is written to a file of the attempt; the script must not notice.
+The hook restores the import path and any sitecustomize that it hides. It waits until torch is imported, and lets
+observer.py watch from then on; without torch nothing happens. An error here is written to a file of the attempt, and
+the script must not notice it.
 
-The script's environment may be another than ours: only the standard library may be imported at the top here. Of our own
-packages the two small ones that the instruments need stand in where the environment lacks them.
+The script's environment may differ from ours, so only the standard library may be imported at the top here. If the
+environment lacks the two small packages that the instruments need, ours stand in.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from types import ModuleType
 
 ATTEMPT = "VRAMSWEEP_ATTEMPT"  # the attempt's folder
 PACKAGE = "VRAMSWEEP_PACKAGE"  # our package's folder
-LENT = "VRAMSWEEP_LENT"  # where our own psutil and pynvml are
-PROBLEM = "problem-{}.txt"  # in that folder: why the process of a number is not watched
+LENT = "VRAMSWEEP_LENT"  # folders of our own psutil and pynvml
+PROBLEM = "problem-{}.txt"  # in that folder: why the process with this id is not watched
 LEAST = (3, 11)
-LEAST_TORCH = (2, 6)  # the first with torch.compiler.set_stance, which flop_step.py asks for
+LEAST_TORCH = (2, 6)  # the first with torch.compiler.set_stance, which flop_step.py needs
 
 
 class AfterTorch(importlib.abc.MetaPathFinder):
-    """Finds torch as it would have been found, and starts the observer once it is imported."""
+    """A finder that finds torch as others would, and starts the observer once torch is imported."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
@@ -40,8 +41,8 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        found = (find(name, path, target) for find in finders if find is not None)  # an old one has none
-        spec = next(filter(None, found), None)  # of those who only ask whether it is there, too
+        found = (find(name, path, target) for find in finders if find is not None)  # old finders have none
+        spec = next(filter(None, found), None)  # also for code that only checks whether torch is there
         if spec is not None and spec.loader is not None:
             loader = spec.loader
             load = loader.exec_module
@@ -58,7 +59,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
 
 
 class Lent(importlib.abc.MetaPathFinder):
-    """Our own psutil and pynvml, for an environment that has none."""
+    """A finder of our own psutil and pynvml, for an environment without them."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -75,7 +76,7 @@ def observe(folder: str) -> None:
     if numbers is not None and tuple(map(int, numbers.groups())) < LEAST_TORCH:
         raise RuntimeError(f"the script's torch is {version}, and it can be watched from {_dotted(LEAST_TORCH)} on")
     package = os.environ[PACKAGE]
-    if "vramsweep" not in sys.modules:  # by its file: what lies beside it must not become importable
+    if "vramsweep" not in sys.modules:  # by its file, so that packages next to it do not become importable
         spec = importlib.util.spec_from_file_location(
             "vramsweep", os.path.join(package, "__init__.py"), submodule_search_locations=[package]
         )
@@ -93,7 +94,7 @@ def _dotted(version: Sequence[int]) -> str:
 
 
 def guarded(folder: str, function: Callable[[str], None]) -> None:
-    """Call the function; what it raises is written down."""
+    """Call the function, and write any exception to a file of the attempt."""
     try:
         function(folder)
     except Exception as error:
@@ -104,7 +105,7 @@ def guarded(folder: str, function: Callable[[str], None]) -> None:
 
 
 def wait_for_torch(folder: str) -> None:
-    """Have `observe` called once this process has imported torch. Raises RuntimeError in a Python that is too old."""
+    """Have `observe` called once this process has imported torch. Raises RuntimeError if Python is too old."""
     if sys.version_info < LEAST:
         found = _dotted(sys.version_info[:3])
         raise RuntimeError(f"the script's Python is {found}, and it can be watched from {_dotted(LEAST)} on")
