@@ -1,7 +1,7 @@
 """Model, optimizer, data and precision, from the trial's axes.
 
-Random weights and synthetic token ids are the default: neither changes memory or speed. Pretrained weights and a text
-data set (padded and truncated to the sequence length, as users do, or packed) come from local folders or a hub.
+Random weights and synthetic token ids are the default: neither changes memory or speed. Pretrained weights and text
+data sets (padded and truncated to the sequence length, as users do, or packed) come from local folders or a hub.
 
 The share `padding` of every synthetic sample's tokens is padding, an equal number in each. packing=wrapped joins
 documents, with an end-of-text token after each, and cuts them at the sequence length; the remainder is dropped.
@@ -156,10 +156,10 @@ def _attention(trial: Trial) -> str:
 def _as_read(config: Any, dtype: torch.dtype, make: Callable[..., Any]) -> Any:
     """Return the fake model as `from_pretrained` leaves it, on the host.
 
-    transformers makes a model without memory and gives each weight its part of the checkpoint's file as mapped by
-    safetensors, or a copy if dtypes differ (transformers 5, core_model_loading._materialize_copy). All ranks share the
-    pages of a mapped file, and they can be given back, so they are not counted. Under `zero.Init` this is not called:
-    weights are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
+    transformers makes a model without memory and gives each weight its part of the file that safetensors mapped. If
+    dtypes differ, it gives a copy (transformers 5, core_model_loading._materialize_copy). All ranks share the pages of
+    a mapped file, and they can be given back, so they are not counted. Under `zero.Init` this is not called: weights
+    are divided at once, and one rank alone maps the file (modeling_utils._load_pretrained_model).
     """
     mapped = (config.dtype or torch.float32) == dtype  # the checkpoint's dtype by its configuration
     net = make(dtype, fake_placement.HOST)
@@ -280,7 +280,7 @@ def _samples(trial: Trial) -> Data:
 
 
 def _of_lengths(trial: Trial) -> Data:
-    """Return as many samples as the trial's steps use. Simulated trials get length columns elsewhere, without a trace."""
+    """Return as many samples as the trial's steps use, without length columns if simulated: others give them."""
     drawn = length_distribution.documents(trial, trial.steps() * trial.samples_per_step())
     simulated = trial.device.name == "simulated"
     whole = trial.packing != "none"
@@ -394,7 +394,7 @@ def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Sample
 
 
 def _lines(name: str) -> list[str]:
-    """Return the first texts of a data set: lines of a local file, or `text` of a hub data set's train split."""
+    """Return the first texts of a data set: lines of a local file, or the `text` column of a hub train split."""
     path = Path(name)
     if path.is_file():
         return [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()][:POOL]

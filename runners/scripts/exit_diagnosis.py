@@ -1,7 +1,7 @@
 """Diagnosis of a user's command that left nothing to make a row of, from its reports, its log and its exit status.
 
-It raises what the row must report, classified like the end of one of our workers: an exception by type and text, a
-signal by name, anything else by exit status and last words.
+It raises what the row must report, classified like the end of one of our workers. An exception is reported by type and
+text, a signal by name, anything else by exit status and last words.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class ScriptError(RuntimeError):
 
 @dataclass(frozen=True)
 class End:
-    """The end of a trial's command: the exit status of its own process (negative: a signal), and the reports of all its
-    processes that imported torch, in the order of their last writing."""
+    """The end of a trial's command. `code` is the exit status of its own process (negative: a signal). `seen` are the
+    reports of all its processes that imported torch, in the order of their last writing."""
 
     trial: Trial
     folder: Path
@@ -117,8 +117,8 @@ def describe_end(code: int, folder: Path) -> str:
 def _causes(end: End) -> Iterator[Seen]:
     """Yield the processes whose error may have ended the command, the first to fail first.
 
-    If another process ended later without an error, it survived the failure; then the failed one was a helper, unless
-    it trained, has several ranks or is the command's own.
+    If another process ended later without an error, it survived the failure, so the failed one was a helper. This does
+    not hold if that one trained, has several ranks or is the command's own.
     """
     for one in end.seen:
         survived = any(

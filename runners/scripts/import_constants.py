@@ -50,7 +50,7 @@ def collect(storages: list[torch.UntypedStorage]) -> Callable[[], None]:
     def watched(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
         nonlocal inside
         root = name.partition(".")[0]
-        if level or inside or root in sys.modules or root in others:  # relative imports are of loaded packages
+        if level or inside or root in sys.modules or root in others:  # a relative import's package is loaded already
             return original(name, globals, locals, fromlist, level)
         if not _library(root):
             others.add(root)

@@ -41,8 +41,8 @@ GRACE_S = 3.0  # seconds that a command's remaining processes have to end of the
 def run(trial: Trial, folder: Path) -> Columns:
     """Run the trial's command and return the row's columns.
 
-    Raises InvalidTrial if it cannot be measured as it is. If it fails, raises ScriptError or the script's own error,
-    after the measured steps result_file.EndedEarly. A signal that ends the command ends this process too.
+    Raises InvalidTrial if it cannot be measured as it is. If it fails, raises ScriptError or the script's own error;
+    after the measured steps, result_file.EndedEarly. A signal that ends the command ends this process too.
     """
     output = (folder / command_template.OUTPUT).resolve()  # a script may change its working directory, as Hydra's do
     output.mkdir()
@@ -141,7 +141,7 @@ def _end(process: subprocess.Popen[bytes], over: Collection[int]) -> None:
 
 
 def _alive(one: psutil.Process) -> bool:
-    """Return whether the process runs; a zombie does not, as it only waits for its adopted parent."""
+    """Return whether the process runs; a zombie does not, as it only waits for the process that adopted it."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(one.is_running() and one.status() != psutil.STATUS_ZOMBIE)
     return False

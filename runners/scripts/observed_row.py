@@ -125,7 +125,7 @@ def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Coll
 
 def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collection[str]) -> tuple[Columns, list[str]]:
     """Return, from the shapes (batch, length) the model was called with, untold columns that are always the same. Also
-    return the settings told otherwise."""
+    return the settings whose told values differ."""
     both = {"seq_len", "micro_batch"} <= set(told)
     if both and set(shapes) == {(trial.seq_len, trial.micro_batch)}:  # length first, as torch's own Transformer expects
         return {}, []

@@ -46,7 +46,7 @@ UNLOADED = "what loading took is not known: no module was called on the GPU, so 
 DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
 HELD_S = 5.0  # seconds that the process waits after its last report: the worker ends it, and what would follow it
 SETTLED = 3  # steps without a new model; then hooks on the classes of known models are enough
-MEETING_S = 60.0  # longest time a rank waits, before it ends, for the others to have measured
+MEETING_S = 60.0  # longest wait of a rank in seconds, before it ends, until the others have measured
 
 
 def start(folder: str) -> None:
@@ -455,7 +455,7 @@ class Observer:
             "world_size": self.ranks()[1],
             "program": sys.argv[0] if sys.argv else None,
             "problem": self.problem,
-            "ended": False,  # of itself, as far as Python knows
+            "ended": False,  # by itself, as far as Python knows
             "variables": {n: os.environ.get(n) for n, v in self.asked["variables"].items() if os.environ.get(n) != v},
             "index": None if self.meter is None else self.meter.index,
             **self.counts,

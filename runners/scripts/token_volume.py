@@ -61,8 +61,8 @@ class Volume:
         return {"tokens_per_s": sum(filter(None, tokens)) / seconds, "samples_per_s": samples / seconds}
 
     def batches_of(self, step: int) -> int | None:
-        """Return the number of batches of a step. Return None if a backward pass has no forward pass of its own: it may
-        be of a further batch, or of another loss of the same one."""
+        """Return the number of batches of a step. Return None if a backward pass has no forward pass of its own. It may
+        be of a further batch, or of another loss of the same batch."""
         passes = self.backwards[step]
         return passes if passes == 1 or passes == self._batches[step] > 0 else None
 

@@ -137,7 +137,7 @@ class TwoMemories(TorchFunctionMode):
             return tensor.clone()
 
     def fake(self, tensor: torch.Tensor, place: Place, own: bool = False) -> torch.Tensor:
-        """Return a fake tensor for a real one, with its value if known_values.py keeps it; `own`: nobody else has it."""
+        """Return a fake tensor for a real one, with its value if known_values.py keeps it. `own`: it is not shared."""
         with self.tracer.placing(place):
             made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cuda")
         if self.tracer.known is not None and small(made):

@@ -2,10 +2,10 @@
 
 Rules (at most so long, divisible by 8) divide the points into pieces. In a piece, all traced points have equal events,
 and formulas go through all their numbers. For each piece we trace its extreme points (shortest, longest, smallest,
-largest batch) and locate its edges to the point. A piece is accepted only if further points, traced after its rules and
-formulas were settled, agree in everything: `CHECKS` of them, and some more in a piece of hundreds. Points that no
-accepted piece covers are left to be traced one by one. Only wanted points are ever traced, so there are never more
-traces than points.
+largest batch) and locate its edges to the point. A piece is accepted only if further points agree in everything. They
+are traced after its rules and formulas were settled: `CHECKS` of them, and some more in a piece of hundreds. Points
+that no accepted piece covers are left to be traced one by one. Only wanted points are ever traced, so there are never
+more traces than points.
 
 A few points cannot show a size that differs at one length alone, amid others that follow one rule.
 """

@@ -78,7 +78,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
         rest = [where for where in rest if not found.holds(where)]
 
     @cache
-    def padding(seq_len: int) -> Any:  # the same for every batch
+    def padding(seq_len: int) -> Any:  # equal for all batches
         from vramsweep.runners.model import build  # imports torch, which cached traces do not need
 
         return build.data(anyone.model_copy(update={"seq_len": seq_len})).columns["padding_fraction"]
@@ -114,8 +114,8 @@ def _traceable(points: Sequence[Point]) -> list[Point]:
 
 
 def _symbolic(anyone: Trial, rest: Sequence[Point], tracer: Tracer) -> SymbolicTrace | None:
-    """Return a symbolic trace of the middle point if it equals direct traces at its witnesses: both ends, a length of
-    other alignment and another batch. Points where it cannot hold are traced at the same time if they are few."""
+    """Return a symbolic trace of the middle point if it equals direct traces where it holds: at both ends, another
+    alignment and another batch. Points where it cannot hold are traced at the same time if they are few."""
     points = _traceable(rest)
     if (middle := symbolic_trial(anyone, points)) is None:
         return None

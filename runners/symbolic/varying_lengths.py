@@ -96,7 +96,7 @@ def forms(trace: Trace) -> Forms:
 
 def _further(second: tuple[StepTemplate, ...], third: tuple[StepTemplate, ...]) -> tuple[StepTemplate, ...]:
     """Return the third step as it would follow itself. It lacks what the second kept for good, such as buckets that
-    DistributedDataParallel makes anew, so there positions count only storages that a later pass frees."""
+    DistributedDataParallel makes anew. So there positions count only storages that a later pass frees."""
     before = len(second)
     used: list[set[int]] = [set() for _ in second]
     for at, form in enumerate((*second, *third)):

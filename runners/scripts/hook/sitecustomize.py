@@ -41,7 +41,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
         if name != "torch":
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
-        found = (find(name, path, target) for find in finders if find is not None)  # old finders have none
+        found = (find(name, path, target) for find in finders if find is not None)  # old finders have no find_spec
         spec = next(filter(None, found), None)  # also for code that only checks whether torch is there
         if spec is not None and spec.loader is not None:
             loader = spec.loader
