@@ -1,5 +1,5 @@
-"""This machine as it is now: GPUs, their state and who uses them, host memory, packages.
+"""This machine as it is now: GPUs, their state and users, host memory, packages.
 
-In: NVML, /proc, installed packages. Out: readings; None for what the machine does not give.
-It must not know sweeps; what is published of a GPU is in harness/hardware.
+In: NVML, /proc, installed packages. Out: readings; None for a reading that the machine does not give.
+It must not know sweeps; harness/hardware has the published facts of GPUs.
 """

@@ -1,9 +1,9 @@
-"""One trial at a time on a card, of all sweeps that this user runs on the machine.
+"""Locks that let one trial at a time use a GPU, over all sweeps that this user runs on the machine.
 
-Within a sweep its places see to that (scheduler.py). Of two sweeps on one node, two shards that were started by hand
-say, each trial holds the locks of its cards while it runs, and one that has to wait does so before anything is
-measured, rather than to find the other's process in the middle of a trial. Not covered: other users' sweeps, and other
-programs: those are seen as foreign processes (gpu_occupancy.py).
+Within a sweep its slots ensure this (scheduler.py). Two sweeps can share a node, for example shards started by hand.
+Then each trial holds the locks of its GPUs while it runs. A trial waits for them before it measures anything, so that
+it does not meet the other sweep's process halfway. Sweeps of other users and other programs are not covered;
+gpu_occupancy.py finds their processes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ PLACE = Path(tempfile.gettempdir()) / f"vramsweep-{os.getuid() if hasattr(os, 'g
 def lock_gpus(
     cards: Sequence[machine.Gpu], sleep: Callable[[float], None], patience_s: float, folder: Path | None = None
 ) -> Iterator[str | None]:
-    """The locks of these cards for the block; or, after waiting for `patience_s`, in words whose they are."""
+    """Hold the locks of these GPUs for the block. Yield None, or their holder after `patience_s` seconds of waiting."""
     named = {card.uuid: card for card in cards if card.uuid is not None}
-    with contextlib.ExitStack() as locks:  # by name, so that two trials of several cards do not wait for each other
+    with contextlib.ExitStack() as locks:  # in order, so that two trials of several GPUs cannot deadlock
         taken = (_taken(named[uuid], folder or PLACE, sleep, patience_s, locks) for uuid in sorted(named))
         yield next(filter(None, taken), None)
 
@@ -34,8 +34,8 @@ def lock_gpus(
 def _taken(
     card: machine.Gpu, place: Path, sleep: Callable[[float], None], patience_s: float, locks: contextlib.ExitStack
 ) -> str | None:
-    """First the place at the head of the queue, which is given up once the card is had: who has just had the card
-    queues behind those who wait."""
+    """Take the head of a GPU's queue, then the GPU; return None, or why it is not ours. Then release the head, so that
+    a process that has just released the GPU queues behind those that wait."""
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -43,7 +43,7 @@ def _taken(
         own = os.open(place / f"{name}.lock", flags, 0o600)
         locks.callback(os.close, own)
         head = os.open(place / f"{name}.next", flags, 0o600)
-    except OSError:  # no folder for it: then as without locks
+    except OSError:  # without a folder go on without locks
         return None
     waited = 0.0
     try:
@@ -63,8 +63,8 @@ def _taken(
 
 
 def _locked(descriptor: int) -> bool:
-    """Whether a lock was had; True too where the file system has none."""
-    import fcntl  # here: who only reads rows (status) imports this module too, and Windows has none
+    """Try to lock the file; return whether that worked. Also True if the file system has no locks."""
+    import fcntl  # here, because commands that only read rows (status) import this module too, and Windows has none
 
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,10 +1,10 @@
-"""Before a trial: are its cards ours alone, and is their memory back from the trial before?
+"""The check before a trial that its GPUs are ours alone, and that they have the last trial's memory back.
 
-A driver frees a killed process's memory some time after the process has gone, and what a trial leaves behind it never
-frees; the next trial would run out of memory sooner than on a card of its own. So the memory in use must be down at
-the least that was seen on the card between trials of this sweep; else it is waited for, then said who holds it.
+A driver frees a killed process's memory some time after the process has gone, and never frees that of an orphan. The
+next trial would run out of memory too early. So the memory in use must be down to the least seen on the GPU between
+trials of this sweep. Otherwise we wait for it, then report which processes hold it.
 
-Not covered: what was there before the sweep began (the flag high_baseline, harness/rows/quality_flags.py).
+Memory in use before the sweep began is the flag high_baseline's (harness/rows/quality_flags.py).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.units import format_size
 
 MIB, GIB = 1 << 20, 1 << 30
-BACK_BYTES = 256 * MIB  # less than a CUDA context takes: one that is left behind is seen
-PROCESSES_S = (0.2, 0.5, 1.0)  # between looks at processes: those of the last trial may take a moment to go
-MEMORY_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # and at memory: a driver clears tens of GiB
+BACK_BYTES = 256 * MIB  # less than a CUDA context takes, so that an orphan's is noticed
+PROCESSES_S = (0.2, 0.5, 1.0)  # between checks of processes, because those of the last trial may take a moment to end
+MEMORY_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)  # and of memory, because a driver clears tens of GiB
 
 
 @dataclass(frozen=True)
 class GpuTaken:
-    """Why a trial cannot have its cards now: other processes on them, or in words who holds memory that is not back."""
+    """Why a trial cannot have its GPUs now: ids of other processes there, or a text on who holds their memory."""
 
     processes: tuple[int, ...] = ()
     held: str | None = None
 
 
 class Occupancy:
-    """Remembers the least memory in use on each card, by uuid, when none of our trials ran."""
+    """The least memory in use on each GPU while none of our trials ran, by uuid, and a wait until it is back there."""
 
     def __init__(self) -> None:
         self._least: dict[str, int] = {}
@@ -41,7 +41,7 @@ class Occupancy:
     def taken(
         self, cards: Sequence[machine.Gpu], own: Callable[[], set[int]], sleep: Callable[[float], None]
     ) -> GpuTaken | None:
-        """None once the cards are free; else, after waiting, why they are not. `own` are our processes' ids."""
+        """Wait until the GPUs are free. Return None, or why they are not. `own` returns our processes' ids."""
         if not cards:
             return None
         waits = iter(PROCESSES_S)
@@ -62,7 +62,7 @@ class Occupancy:
         return None
 
     def _not_back(self, cards: Sequence[machine.Gpu]) -> machine.Gpu | None:
-        """The first card with more in use than before, if any; what it has at the least is remembered."""
+        """Return the first GPU with more memory in use than before, if any; update the least seen on each."""
         for card in cards:
             if card.uuid is None or card.memory_used is None:
                 continue
@@ -81,7 +81,7 @@ class Occupancy:
 
 
 def _computing(card: machine.Gpu) -> int:
-    """Bytes in use on a card, without what only draws: a desktop's windows come and go."""
+    """Return the bytes in use on a GPU, without processes that only draw, because a desktop's windows come and go."""
     assert card.memory_used is not None
     return card.memory_used - sum(one.bytes or 0 for one in machine.holders(card) if not one.computes)
 

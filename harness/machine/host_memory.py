@@ -1,7 +1,6 @@
-"""A node's memory: how many ranks share it, how much there is, and what their processes take of it beside tensors.
+"""A node's memory in bytes: how much there is, how many ranks share it, and what their processes take besides tensors.
 
-Sizes in bytes. What the tensors take is predicted by runners/predict/replay_trace.py and measured by
-runners/measure/counters.py.
+runners/predict/replay_trace.py predicts the memory of the tensors, and runners/measure/counters.py measures it.
 """
 
 from __future__ import annotations
@@ -21,49 +20,49 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 MIB = 1 << 20
-# What a data loader's worker has for itself, the rest being its rank's pages, after 200 batches of token ids, by
-# benchmarks/host_check.py. A data set that reads and decodes more takes more.
+# Private memory of a data loader's worker after 200 batches of token ids (benchmarks/host_check.py); its other pages
+# are its rank's. A data set that reads and decodes more takes more.
 LOADER_WORKER = 16 * MIB
 
 
 def ranks(trial: Trial) -> int:
-    """How many ranks the fullest node has."""
+    """Return the number of ranks on the fullest node."""
     return min(trial.world_size, trial.device.gpus_per_node) if trial.device.name == "simulated" else trial.world_size
 
 
 def loader_workers(trial: Trial) -> int:
-    """How many processes load data for each rank."""
+    """Return the number of processes that load data for each rank."""
     option = runner_table.runner(trial.runner.name).loader_workers
     return int(trial.runner.options.get(option) or 0) if option else 0
 
 
 def limit(trial: Trial) -> int | None:
-    """The simulated node's memory; None where it is not known."""
+    """Return the simulated node's memory in bytes; None if unknown."""
     given = trial.device.node_memory_gib
     return None if given is None else int(given * GIB)
 
 
 class Room(NamedTuple):
-    """Memory of this machine, or of a cgroup: all that may be used, and what is still free or would be made free."""
+    """Memory of this machine or of a cgroup in bytes: all that may be used, and what is free or can be freed."""
 
     total: int
     available: int
 
 
 def memory_room(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Room:
-    """Where least is left: on this machine, or in one of the cgroups that limit us."""
+    """Return the memory of the machine or of the cgroup that limits us, whichever has the least available."""
     machine = psutil.virtual_memory()
     return min([Room(machine.total, machine.available), *_limited(own, root)], key=lambda one: one.available)
 
 
 def memory_here(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """The memory of this machine, or of the least of our cgroups."""
+    """Return the memory of this machine in bytes, or the lowest limit of our cgroups if that is less."""
     return min([psutil.virtual_memory().total, *(limited.total for limited in _limited(own, root))])
 
 
 def _limited(own: Path, root: Path) -> Iterator[Room]:
-    """The cgroups that have a limit. Of what is used there, files read from a disk, and what is known of folders, make
-    room for others. Not covered: ZFS's cache, which the kernel does not call available.
+    """Yield the memory of each of our cgroups that has a limit. Cached files, and reclaimable slab in cgroup v2, count
+    as available. ZFS's cache does not, because the kernel does not call it available.
 
     Source: the kernel's Documentation/admin-guide, cgroup-v2.rst and cgroup-v1/memory.rst.
     """
@@ -81,7 +80,7 @@ def _limited(own: Path, root: Path) -> Iterator[Room]:
             with contextlib.suppress(OSError, ValueError):  # not there, or "max"
                 limit = int((folder / most).read_text())
                 taken = 0
-                with contextlib.suppress(OSError, ValueError):  # a limit that does not say what is used
+                with contextlib.suppress(OSError, ValueError):  # a cgroup that has a limit but no usage
                     cached = sum(map(int, given_back.findall((folder / "memory.stat").read_text())))
                     taken = max(0, int((folder / used).read_text()) - cached)
                 yield Room(limit, max(0, limit - taken))

@@ -1,4 +1,4 @@
-"""Whether a model's config.json can be had from here: a folder, the hub's cache, or the hub, which is asked."""
+"""Look-up of a model's config.json: in a folder, in the hub's cache, or by a request to the hub."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from vramsweep.harness.messages import suggestions
 
 
 def find_problem(path: str) -> str | None:
-    """Return why a folder or a hub id has no config.json for us; None where it has, or where nothing can be said.
+    """Return why we get no config.json for a folder or a hub id; None if we get one, or if it cannot be known.
 
-    The hub is waited for as long as its library does: 10 s, or what HF_HUB_ETAG_TIMEOUT says.
+    The request to the hub times out as its library does: after 10 s, or after HF_HUB_ETAG_TIMEOUT.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -30,7 +30,7 @@ def find_problem(path: str) -> str | None:
         return None
     try:
         hub.get_hf_file_metadata(hub.hf_hub_url(path, "config.json", endpoint=os.environ.get("HF_ENDPOINT")))
-    except Exception as error:  # the library's, or of what it asks with
+    except Exception as error:  # of the library, or of its HTTP client
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
             return f"the hub shows us no such model (status {status}; one that is gated or private needs HF_TOKEN)"
@@ -39,12 +39,12 @@ def find_problem(path: str) -> str | None:
 
 
 def find_config(path: str) -> Path | None:
-    """Return the config.json of a folder, or of a hub id that the cache has."""
+    """Return the config.json of a folder, or of a hub id in the cache; None if there is none."""
     file = Path(path) / "config.json"
     try:
         if file.is_file() or importlib.util.find_spec("huggingface_hub") is None:
             return file if file.is_file() else None
         cached = importlib.import_module("huggingface_hub").try_to_load_from_cache(path, "config.json")
-    except (OSError, ValueError):  # a folder that may not be read; no hub id
+    except (OSError, ValueError):  # a folder that may not be read, or not a hub id
         return None
     return Path(cached) if isinstance(cached, str) else None

@@ -1,6 +1,6 @@
-"""What machine this is; is it healthy and ours alone. Reads NVML, /proc and git; starts nothing on a GPU.
+"""Facts about this machine from NVML, /proc, git and installed packages; starts nothing on a GPU.
 
-Every reading that this machine does not give is None. Not covered: what torch sees (runners/measure/step_meter.py).
+A reading that this machine does not give is None. runners/measure/step_meter.py reads what torch sees.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques.catalog import version as version
 from vramsweep.version import __version__
 
-# a light install, which reads rows, has none
+# a light install, which only reads rows, lacks it
 pynvml: Any = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
 
 GIB = 1 << 30
-# What is used of pynvml and the newest of it: older modules of that name lack some.
+# Names that we use of pynvml, among them the newest; older modules of that name lack some.
 _NEEDED = ("NVMLError", "nvmlInit", "nvmlDeviceGetCudaComputeCapability", "nvmlDeviceGetCurrentClocksEventReasons")
 _NVML_ERROR: type[Exception] = getattr(pynvml, "NVMLError", OSError)
 
@@ -38,8 +38,8 @@ class Gpu:
     """One GPU or MIG slice as NVML reports it; memory in bytes; None where NVML does not say.
 
     `processes` are the ids of compute processes on it, `capability` is the CUDA compute capability. `problem` says why
-    something is None, for a card that is lost or that a container may not ask. `slices` are the uuids of its MIG
-    slices; None for a card that is not in MIG mode, and for a slice.
+    something is None, for a GPU that is lost or that a container may not query. `slices` are the uuids of its MIG
+    slices; None for a GPU that is not in MIG mode, and for a slice.
     """
 
     index: int
@@ -55,10 +55,10 @@ class Gpu:
 
 
 def nvml_problem() -> str | None:
-    """What keeps pynvml from being NVIDIA's own module, with the cure; None when it is.
+    """Return why pynvml is not NVIDIA's own module, with the cure; None if it is.
 
-    Without it no GPU is seen. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of the same
-    name with older functions.
+    Without that module we see no GPU. The distributions `pynvml` (before 12) and `nvidia-ml-py3` install a module of
+    the same name with older functions.
     """
     if pynvml is None:
         return optional_dependencies.missing_package("pynvml")
@@ -73,7 +73,7 @@ def nvml_problem() -> str | None:
 
 @contextlib.contextmanager
 def nvml() -> Iterator[bool]:
-    """Initialise NVML for the block; yields whether there is a driver to ask."""
+    """Initialise NVML for the block; yield whether there is a driver to query."""
     try:
         pynvml.nvmlInit()
     except (_NVML_ERROR, AttributeError):
@@ -87,12 +87,12 @@ def nvml() -> Iterator[bool]:
 
 
 def ask_nvml(name: str, *arguments: Any) -> tuple[Any, str | None]:
-    """One NVML query by its name: the answer, or None and why there is none."""
-    if nvml_problem():  # those old modules take and give bytes
+    """Call an NVML function by its name. Return its answer and None, or None and the reason."""
+    if nvml_problem():  # those older modules take and return bytes
         arguments = tuple(a.encode() if isinstance(a, str) else a for a in arguments)
     try:
         answer = getattr(pynvml, name)(*arguments)
-        return answer.decode() if isinstance(answer, bytes) else answer, None  # older bindings give bytes
+        return answer.decode() if isinstance(answer, bytes) else answer, None  # older bindings return bytes
     except AttributeError:
         return None, nvml_problem() or f"pynvml has no {name}"
     except _NVML_ERROR as error:
@@ -100,7 +100,7 @@ def ask_nvml(name: str, *arguments: Any) -> tuple[Any, str | None]:
 
 
 def gpus() -> list[Gpu]:
-    """The machine's GPUs in NVML's order; empty without a driver. One that cannot be asked is listed all the same."""
+    """Return the machine's GPUs in NVML's order, also those that cannot be queried; empty without a driver."""
     with nvml() as present:
         if not present:
             return []
@@ -115,7 +115,7 @@ def gpus() -> list[Gpu]:
 
 
 def _slices(handle: Any) -> tuple[str, ...] | None:
-    """The uuids of a card's MIG slices; None if it is not in MIG mode."""
+    """Return the uuids of a GPU's MIG slices; None if it is not in MIG mode."""
     mode, _ = ask_nvml("nvmlDeviceGetMigMode", handle)
     if mode is None or mode[0] != 1:
         return None
@@ -128,7 +128,7 @@ def _slices(handle: Any) -> tuple[str, ...] | None:
 def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
     queries = ("Name", "UUID", "MemoryInfo", "ComputeRunningProcesses", "CudaComputeCapability")
     answers, reasons = zip(*(ask_nvml(f"nvmlDeviceGet{query}", handle) for query in queries), strict=True)
-    # a card without a compute capability or a list of processes can still be used; one without a memory is not whole
+    # a GPU without compute capability or list of processes can still be used; one without memory size is incomplete
     problem = next(filter(None, reasons[:3]), None)
     name, uuid, memory, processes, capability = answers
     return Gpu(
@@ -145,11 +145,11 @@ def _gpu(index: int, handle: Any, driver: str | None) -> Gpu:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs and MIG slices that CUDA_VISIBLE_DEVICES leaves to a process, in its order.
+    """Return the GPUs and MIG slices that CUDA_VISIBLE_DEVICES leaves to a process, in its order.
 
-    Of a card in MIG mode CUDA sees its first slice, or the one that is named "MIG-<uuid>". A slice that NVML may not be
-    asked about is there all the same, its values None: what is named is meant to be used. A card that has no uuid
-    beside others that do is lost, and left out.
+    Of a GPU in MIG mode CUDA sees the first slice, or the one named "MIG-<uuid>". A named slice that NVML cannot query
+    is listed with values None, because its user means to use it. A GPU without a uuid is lost; it is left out if others
+    have one.
     """
     found = gpus()
     value = environ.get("CUDA_VISIBLE_DEVICES")
@@ -164,12 +164,12 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     return _one_slice(chosen)
 
 
-NVML_ORDER = "PCI_BUS_ID"  # CUDA_DEVICE_ORDER for NVML's own
+NVML_ORDER = "PCI_BUS_ID"  # the CUDA_DEVICE_ORDER that is NVML's
 
 
 def counted_otherwise(environ: Mapping[str, str]) -> str | None:
-    """What to know where cards that are not alike are told apart by an index, or by none: CUDA alone begins with the
-    fastest, by a rule that it does not tell, and workers are told to count as NVML does. Else None."""
+    """Return a note if GPUs of several models are chosen by index or not at all, else None. By default CUDA counts the
+    fastest first, by a rule that it does not publish; workers count as NVML does."""
     value, found = environ.get("CUDA_VISIBLE_DEVICES"), gpus()
     indexed = value is None or any(entry.strip().isdigit() for entry in value.split(","))
     if len({card.name for card in found}) < 2 or not indexed or environ.get("CUDA_DEVICE_ORDER") == NVML_ORDER:
@@ -182,8 +182,8 @@ def counted_otherwise(environ: Mapping[str, str]) -> str | None:
 
 
 def is_same_gpu(name: str, uuid: str) -> bool | None:
-    """Whether CUDA means the card or slice of this name (GPU-..., MIG-..., or how it begins) by this uuid; None where
-    that cannot be told. Of a slice it may say the slice's own or the card's."""
+    """Return whether CUDA's `uuid` is that of the GPU or slice `name` (GPU-..., MIG-..., or its beginning); None if
+    unknown. For a slice CUDA may report the slice's own uuid or the GPU's."""
     name, uuid = name.lower(), uuid.lower()
     if not uuid.strip("0-"):
         return None
@@ -194,13 +194,13 @@ def is_same_gpu(name: str, uuid: str) -> bool | None:
 
 
 def _one_slice(cards: list[Gpu]) -> list[Gpu]:
-    """A CUDA process sees one MIG slice at most, and then nothing else."""
+    """Return only the first MIG slice if there is one, because a CUDA process then sees nothing else; else the GPUs."""
     whole = [card for card in cards if card.uuid is not None] or cards
     return next(([card] for card in whole if str(card.uuid).startswith("MIG-")), whole)
 
 
 def _named(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
-    """The card or slice that one entry of CUDA_VISIBLE_DEVICES names: an index, or how a uuid begins."""
+    """Return the GPU or slice that an entry of CUDA_VISIBLE_DEVICES names by index or start of its uuid, or None."""
     if entry.startswith("MIG-"):
         return _slice(entry, cards)
     hits = [card for card in cards if entry == str(card.index)]
@@ -209,12 +209,12 @@ def _named(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
 
 
 def _used(card: Gpu, cards: Sequence[Gpu]) -> Gpu:
-    """What CUDA uses where this card is named: the card, or its first slice."""
+    """Return what CUDA uses if this GPU is named: its first slice if it has any, else the GPU."""
     return (_slice(card.slices[0], cards) if card.slices else None) or card
 
 
 def _slice(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
-    """The MIG slice "MIG-<uuid>", or in an older driver's words "MIG-GPU-<uuid>/<gi>/<ci>"; None without a driver."""
+    """Return the MIG slice "MIG-<uuid>" (older drivers: "MIG-GPU-<uuid>/<gi>/<ci>"); None if there are no GPUs."""
     if not cards:
         return None
     with nvml() as present:
@@ -234,7 +234,7 @@ def _slice(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
 
 
 def again(cards: Sequence[Gpu]) -> list[Gpu]:
-    """The same cards and slices, asked anew; without those that are gone."""
+    """Query these GPUs and slices anew; return them without those that are gone."""
     found = gpus()
     known = [card.uuid for card in cards if card.uuid is not None]
     slices = (_slice(uuid, found) for uuid in known if uuid.startswith("MIG-"))
@@ -243,7 +243,7 @@ def again(cards: Sequence[Gpu]) -> list[Gpu]:
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds memory on a card, its bytes where NVML says them, and whether it computes or only draws."""
+    """A process that holds memory on a GPU: its bytes (None if NVML has none), whether it computes or only draws."""
 
     pid: int
     bytes: int | None
@@ -251,35 +251,35 @@ class Holder:
 
 
 def holders(card: Gpu) -> list[Holder]:
-    """The processes that hold memory on a card or slice, the largest first."""
+    """Return the processes that hold memory on a GPU or slice, the largest first."""
     draw, compute = (query_gpu(card, f"{kind}RunningProcesses") or [] for kind in ("Graphics", "Compute"))
     found = {p.pid: Holder(p.pid, getattr(p, "usedGpuMemory", None), p in compute) for p in (*draw, *compute)}
     return sorted(found.values(), key=lambda one: -(one.bytes or 0))
 
 
 def query_gpu(card: Gpu, query: str, *arguments: int) -> Any:
-    """One of NVML's queries about a card or slice, by its name; None where it does not say."""
+    """Return the answer of NVML's nvmlDeviceGet`query` about a GPU or slice; None if it has none."""
     with nvml() as present:
         handle, _ = ask_nvml("nvmlDeviceGetHandleByUUID", card.uuid) if present and card.uuid else (None, None)
         return None if handle is None else ask_nvml(f"nvmlDeviceGet{query}", handle, *arguments)[0]
 
 
 def cpus_near(card: Gpu, query: str = "CpuAffinity", *scope: int) -> tuple[int, ...]:
-    """The CPUs next to a card, or with "MemoryAffinity", 0 its NUMA nodes; none where NVML does not say."""
-    words = query_gpu(card, query, 64, *scope) or ()  # of 64 bits: more CPUs than a machine has
+    """Return the CPUs next to a GPU, or with "MemoryAffinity", 0 its NUMA nodes; empty if NVML does not say."""
+    words = query_gpu(card, query, 64, *scope) or ()  # 64 words of 64 bits are more CPUs than a machine has
     return tuple(64 * n + bit for n, word in enumerate(words) for bit in range(64) if word >> bit & 1)
 
 
 def uuids(cards: Sequence[Gpu]) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES must name to leave just these; empty (leave it as it is) where one is not known."""
+    """Return the uuids for CUDA_VISIBLE_DEVICES that leave just these GPUs; empty (do not set it) if one is unknown."""
     known = [card.uuid for card in cards if card.uuid is not None]
     return known if len(known) == len(cards) else []
 
 
 def too_many_ranks(visible: int, world_size: int) -> str | None:
-    """Why a trial of `world_size` ranks cannot run where a process sees `visible` GPUs, or None if it can.
+    """Return why a trial of `world_size` ranks cannot run if a process sees `visible` GPUs, or None if it can.
 
-    Without any GPU to see nothing is known of the trial: that is a fault of the machine.
+    Also None without any visible GPU, because that is a fault of the machine and not of the trial.
     """
     if visible == 0 or world_size <= visible:
         return None
@@ -290,7 +290,7 @@ def too_many_ranks(visible: int, world_size: int) -> str | None:
 
 
 def host_oom_kills() -> int:
-    """How often the kernel's out-of-memory killer has struck since boot; 0 where it is not counted."""
+    """Return how often the kernel's out-of-memory killer killed a process since boot; 0 if it is not counted."""
     with contextlib.suppress(OSError):
         match = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
         if match:
@@ -300,7 +300,7 @@ def host_oom_kills() -> int:
 
 @cache
 def cpu_name() -> str | None:
-    """The processor's name."""
+    """Return the processor's name; None if unknown."""
     with contextlib.suppress(OSError):
         match = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         if match:
@@ -310,9 +310,9 @@ def cpu_name() -> str | None:
 
 @cache
 def git_commit() -> str | None:
-    """The commit of this checkout, with "+dirty" if tracked files were changed; None outside one."""
+    """Return the commit of this checkout, with "+dirty" if tracked files were changed; None outside one."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():  # installed, perhaps within a checkout of the user's own
+    if not (root / ".git").exists():  # installed, perhaps in a checkout of the user's
         return None
 
     def git(*arguments: str) -> str | None:
@@ -328,7 +328,7 @@ def git_commit() -> str | None:
 
 
 def _stated(name: str) -> str | None:
-    """What torch/version.py says of it, found without importing torch; None without torch."""
+    """Return the value of `name` in torch/version.py without importing torch; None if there is none."""
     with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
         for folder in (spec.submodule_search_locations or ()) if spec else ():
@@ -339,12 +339,12 @@ def _stated(name: str) -> str | None:
 
 
 def deepspeed_version(sharding: str) -> str | None:
-    """The installed version of DeepSpeed where it divides the work; None where it is not used."""
+    """Return the installed version of DeepSpeed if the sharding uses it, else None."""
     return version("deepspeed") if sharding in ZERO else None
 
 
 def torch_version() -> str | None:
-    """torch.__version__ ("2.13.0+cu130"), without importing torch; None where it is not installed.
+    """Return torch.__version__ ("2.13.0+cu130") without importing torch; None if it is not installed.
 
     The installed distribution's version may lack the part behind "+", which says what it was built for.
     """
@@ -352,12 +352,12 @@ def torch_version() -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that torch was built with ("12.8"), without importing it; None for a CPU build or no torch."""
+    """Return the CUDA version torch was built with ("12.8") without importing it; None for a CPU build or no torch."""
     return _stated("cuda")
 
 
 def choose_device(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The device that `device=auto` stands for, cuda or simulated, and why, in words."""
+    """Return the device that `device=auto` stands for, cuda or simulated, and why, in words."""
     seen, built = visible_gpus(environ), torch_cuda()
     if seen and built is not None:
         names = ", ".join(card.name or card.uuid or "unknown GPU" for card in seen)
@@ -371,21 +371,21 @@ def choose_device(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def host_load() -> float | None:
-    """The load average over a minute, per core; None where there is none."""
+    """Return the load average over a minute, per core; None if there is none."""
     with contextlib.suppress(OSError):
         return psutil.getloadavg()[0] / (psutil.cpu_count() or 1)
     return None
 
 
 def operating_system() -> str:
-    """Return the kernel with its release, and the distribution where its file says it."""
+    """Return the kernel with its release, and the distribution if its file names it."""
     with contextlib.suppress(OSError):
         return f"{platform.system()} {platform.release()}, {platform.freedesktop_os_release()['PRETTY_NAME']}"
     return f"{platform.system()} {platform.release()}"
 
 
 def machine_facts() -> dict[str, Any]:
-    """The provenance columns that do not depend on the worker."""
+    """Return the provenance columns that do not depend on the worker."""
     return {
         "host": platform.node(),
         "cpu_name": cpu_name(),
