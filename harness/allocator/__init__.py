@@ -1,5 +1,5 @@
 """PyTorch's CUDA caching allocator as a pure simulation, and recordings of the real one.
 
-In: allocations and frees in order, settings, a limit in bytes. Out: peaks, segments, where it runs out of memory.
-It must not know where the events come from, a trace or a recording, and starts nothing.
+In: allocations and frees in order, settings, a limit in bytes. Out: peaks, segments, the point where memory runs out.
+It must not know whether the events come from a trace or a recording, and starts nothing.
 """

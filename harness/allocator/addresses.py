@@ -1,8 +1,8 @@
-"""Where cudaMalloc puts a segment. The allocator takes the lowest of equal blocks, so addresses decide what is reused.
+"""The addresses of cudaMalloc. They decide which block is reused, because the allocator takes the lowest equal block.
 
-The driver's habit, as the recordings of an H100 and an H200 show it: address space comes in chunks of a multiple of
-32 MiB, each below the one before; a segment goes to the lowest place in a chunk where it fits, in steps of 2 MiB, and
-begins a chunk of its own if there is none. Not covered: what libraries and the driver take for themselves in between.
+Recordings of an H100 and an H200 show the driver's habit. Address space comes in chunks of a multiple of 32 MiB, each
+below the one before. A segment goes to the lowest address in a chunk where it fits, in steps of 2 MiB. If there is
+none, it begins a new chunk. The memory that libraries and the driver take for themselves in between is not modelled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Addresses:
         self._own: set[int] = set()
 
     def take(self, size: int) -> int:
-        """The address of a new segment."""
+        """Return the address of a new segment."""
         size = round_up(size, STEP)
         at = next((n for n, (_, room) in enumerate(self._holes) if room >= size), None)
         if at is None:
@@ -38,13 +38,13 @@ class Addresses:
         return start
 
     def give(self, start: int, size: int) -> None:
-        """A segment is no more. What was not taken here is not taken again: the driver may put other segments there."""
+        """Release a segment. One not taken here is ignored, because the driver may put other segments there."""
         if start in self._own:
             self._own.remove(start)
             self._open(start, start + round_up(size, STEP))
 
     def _open(self, start: int, end: int) -> int:
-        """Make a hole, one with those beside it; its number."""
+        """Add a hole, merged with adjacent ones; return its index."""
         at = bisect_left(self._holes, (start,))
         if at < len(self._holes) and self._holes[at][0] == end:
             end += self._holes.pop(at)[1]
@@ -55,6 +55,6 @@ class Addresses:
         return at
 
     def taken(self, start: int) -> None:
-        """Something is there that was not taken here: new chunks are below it. Places in earlier ones are not held
-        back: what is supplied must lie outside of them."""
+        """Note an address that was not taken here; new chunks are below it. The holes of earlier chunks stay available,
+        so supplied addresses must lie outside of them."""
         self._lowest = min(self._lowest, start)

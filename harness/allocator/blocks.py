@@ -1,14 +1,14 @@
 """Blocks and the pools that keep the free ones: the allocator's data, without its policy.
 
-Sources: upstream's `Block`, `BlockPool` (ordered by stream, size, address) and `try_merge_blocks`. A pool here is
-one upstream pool seen from one stream, since a request only ever looks at its own stream's blocks.
+Sources: upstream's `Block`, `BlockPool` (ordered by stream, size, address) and `try_merge_blocks`. A pool here is the
+part of an upstream pool that belongs to one stream, because a request only searches its own stream's blocks.
 """
 
 from bisect import bisect_left, insort
 
 
 class Block:
-    """A piece of a segment: `prev` and `next` are its neighbours there; a block with either is a split one.
+    """A piece of a segment. `prev` and `next` are its neighbours there; a block that has either is split.
 
     `free` is true for cached blocks and for unmapped address space, false while the block is live or waits for
     another stream. Addresses and sizes are in bytes.
@@ -26,7 +26,7 @@ class Block:
         self.free = False
         self.expandable = expandable
         self.mapped = mapped
-        self.born = 0  # searches of the pool before it was freed; its age counts from here (of unsplit blocks only)
+        self.born = 0  # searches of the large pool when it was freed, from which the age of unsplit blocks counts
 
     @property
     def split(self) -> bool:
@@ -68,7 +68,7 @@ def insert_after(block: Block, new: Block) -> None:
 
 
 def merge_neighbours(block: Block) -> int:
-    """Let `block` swallow its free neighbours of the same mapped state; returns the bytes it gained."""
+    """Merge `block` with its free neighbours of the same mapped state; return the bytes it gained."""
     gained = 0
     before = block.prev
     if before is not None and before.free and before.mapped == block.mapped:

@@ -1,8 +1,8 @@
-"""PYTORCH_CUDA_ALLOC_CONF as data: one table of options, and parsing, rendering and judging built on it.
+"""PYTORCH_CUDA_ALLOC_CONF as data: one table of options, and functions that parse, render and check settings.
 
 The grammar and the ranges are those of upstream's `ConfigTokenizer`, `AcceleratorAllocatorConfig::parseArgs` and
-`CUDAAllocatorConfig::parseArgs` (torch 2.13), with two deliberate differences: a number must be a whole number
-where upstream would read only its first digits ("128.7"), and an unknown option is always an error.
+`CUDAAllocatorConfig::parseArgs` (torch 2.13), with two deliberate differences. Upstream reads only the first digits of
+"128.7"; here such a number must be whole. An unknown option is always an error.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -24,8 +24,8 @@ Kind = Literal["bool", "whole number", "number", "name", "divisions"]
 Scope = Literal["backend", "device", "host"]
 
 
-# Peak reserved of cudaMallocAsync over that of expandable segments, less 1: the ends of eight pairs in
-# results/reference/h100-80gb.
+# Lowest and highest ratio, less 1, of cudaMallocAsync's peak reserved to that of expandable segments, of eight pairs
+# in results/reference/h100-80gb.
 ASYNC_RESERVED = (-0.021, 0.007)
 
 
@@ -38,8 +38,8 @@ class Option:
     """One option of PYTORCH_CUDA_ALLOC_CONF.
 
     `since` is the first torch release with it; "2.6" also stands for anything earlier, because 2.6 is the oldest
-    release this project supports. `scope` says what it acts on: the choice of backend, the native caching
-    allocator ("device") or pinned host memory ("host").
+    release this project supports. `scope` says what the option affects: the choice of backend ("backend"), the native
+    caching allocator ("device") or pinned host memory ("host").
     """
 
     name: str
@@ -58,11 +58,11 @@ def _power_of_two(value: int) -> bool:
 
 @dataclass(frozen=True)
 class AllocatorConfig:
-    """Settings of PyTorch's CUDA allocator; the field of each option has the option's name, the default is torch's.
+    """Settings of PyTorch's CUDA allocator; each field has the name of its option and torch's default.
 
     Sizes are in MiB as in the variable; None means "no limit" or "not set". `roundup_power2_divisions` holds the
     divisions for requests from 1, 2, 4 ... 32768 MiB; 0 is off (1 divides nothing, so it is stored as 0).
-    Raises AllocatorConfigError when a value is out of range.
+    Raises AllocatorConfigError if a value is out of range.
     """
 
     backend: str = "native"
@@ -98,25 +98,25 @@ class AllocatorConfig:
                 raise AllocatorConfigError(f"{name}:{value} is too small: allowed is {limit}")
 
     def set_options(self) -> list[Option]:
-        """The options whose value is not torch's default, in the order of the table."""
+        """Return the options whose value is not torch's default, in the order of the table."""
         return [o for o in OPTIONS if getattr(self, o.name) != getattr(_DEFAULT, o.name)]
 
     def render(self, only: Collection[str] | None = None) -> str:
-        """The canonical text: only what differs from the defaults, in the table's order; "" for all defaults.
+        """Return the canonical text: the options that differ from the defaults, in the table's order; "" if none does.
 
-        `only` names the options that may be in it. `>` is never written: releases disagree about which interval it
-        starts from.
+        `only` names the options that may be in it. `>` is never written, because releases disagree about the interval
+        from which it starts.
         """
         chosen = [o for o in self.set_options() if only is None or o.name in only]
         return ",".join(f"{o.name}:{format_value(o, getattr(self, o.name))}" for o in chosen)
 
 
-# What is read for a field of each type; a size that has no limit is a whole number too.
+# How the value of a field is read, by its type; a size that may have no limit is also a whole number.
 _KINDS: dict[Any, Kind] = {
     str: "name", bool: "bool", int: "whole number", int | None: "whole number", float: "number",
     float | None: "number", tuple[int, ...]: "divisions",
 }  # fmt: skip
-# Which values of its type torch takes for an option, where not all.
+# The values that torch accepts for an option, if it does not accept all of its type.
 _ACCEPTS: dict[str, Callable[[Any], bool]] = {
     "backend": lambda v: v in ("native", "cudaMallocAsync"),
     "large_segment_size_mb": lambda v: v > 10,
@@ -146,7 +146,7 @@ _GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_powe
 _DEFAULT = AllocatorConfig()
 
 
-@lru_cache(maxsize=256)  # every rule that looks at a trial's allocator reads its text anew
+@lru_cache(maxsize=256)  # because every rule about a trial's allocator parses its text again
 def parse(text: str) -> AllocatorConfig:
     """Read PYTORCH_CUDA_ALLOC_CONF; "" gives the defaults.
 
@@ -175,18 +175,18 @@ _REPORTED = {name: name for name in _SAME_NAME} | {"max_split_size": "max_split_
 
 
 def reported(settings: Mapping[str, Any]) -> frozenset[str]:
-    """The options whose value `allocator_settings` reports; of the others it only keeps the text that was asked for.
+    """Return the options whose value `allocator_settings` reports; of the others it only keeps the requested text.
 
-    cudaMallocAsync takes no snapshot, so its settings are empty and nothing but the backend is known of it.
+    cudaMallocAsync takes no snapshot, so its settings are empty and only the backend is known.
     """
     return frozenset({"backend"} | {option for key, option in _REPORTED.items() if key in settings})
 
 
 def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
-    """The settings in force, from `torch.cuda.memory._snapshot()["allocator_settings"]`.
+    """Return the settings in force, from `torch.cuda.memory._snapshot()["allocator_settings"]`.
 
-    What the snapshot reports as a value (`reported` names it) is taken from there; the other options from the text it
-    keeps of the variable, which proves nothing. Raises AllocatorConfigError on a malformed or unknown entry.
+    Options that `reported` names have the value in the snapshot. The others come from the variable's text in the
+    snapshot, which proves nothing. Raises AllocatorConfigError on a malformed or unknown entry.
     """
     text = settings.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not isinstance(text, str):
@@ -195,7 +195,7 @@ def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
 
 
 def _value(settings: Mapping[str, Any], key: str) -> Any:
-    """One reported setting in the option's own unit."""
+    """Return one reported setting in the option's own unit."""
     if key == "max_split_size":  # bytes; -1 (all bits set, read as signed) is "no limit"
         size = _typed(settings, key, int)
         return None if size < 0 else size // MIB
@@ -211,7 +211,7 @@ def _value(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> list[str]:
-    """What of a setting does nothing, option by option, and what would change that. torch takes it all the same.
+    """List the options that have no effect, and what would change that. torch accepts them all the same.
 
     `memory_limited` says that the process sets a memory limit by other means
     (`torch.cuda.set_per_process_memory_fraction`). Sources: `CUDAAllocatorConfig::parseArgs` for the backend,
@@ -237,15 +237,15 @@ def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> 
 
 
 def as_simulated(config: AllocatorConfig) -> AllocatorConfig:
-    """Return the settings that a replay stands on: expandable segments for the driver's allocator, whose own policy is
-    closed, else these."""
+    """Return the settings to simulate: expandable segments for cudaMallocAsync, because the driver's own policy is
+    closed source, else `config`."""
     if config.backend == "native":
         return config
     return AllocatorConfig(expandable_segments=True, per_process_memory_fraction=config.per_process_memory_fraction)
 
 
 def estimates(config: AllocatorConfig) -> list[str]:
-    """Return what a prediction under these settings must say of itself."""
+    """Return the caveats that a prediction under these settings must state."""
     if config.backend == "native":
         return []
     low, high = (f"{100 * end:+.1f}" for end in ASYNC_RESERVED)
@@ -256,16 +256,16 @@ def estimates(config: AllocatorConfig) -> list[str]:
 
 
 def unknown_options(config: AllocatorConfig, torch_version: str) -> list[str]:
-    """Which options `torch_version` ("2.9.1+cu128") does not know, and would refuse."""
+    """List the options that `torch_version` ("2.9.1+cu128") does not know and would refuse."""
     have = _release(torch_version)
     new = [o for o in config.set_options() if _release(o.since) > have]
     return [f"torch {torch_version} does not know {o.name}: it is new in {o.since}" for o in new]
 
 
 def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collection[str] | None = None) -> list[str]:
-    """One line per option whose value in force is not the one asked for; empty when all took.
+    """Return a line for each option whose value in force is not the requested one; empty if all took effect.
 
-    `only` names the options to compare, where not all of `effective` is known.
+    `only` names the options to compare, if not all of `effective` is known.
     """
     return [
         f"{o.name}: asked for {format_value(o, getattr(asked, o.name))}, "
@@ -277,10 +277,10 @@ def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collec
 
 @dataclass(frozen=True)
 class ReadBack:
-    """The settings in force, canonical, as far as torch reports them.
+    """The settings in force, in canonical form, as far as torch reports them.
 
-    `mismatch` is what is not as it was asked for, `notes` what torch does not report and what of the settings does
-    nothing.
+    `mismatch` lists the values that differ from the request, `notes` options that torch does not report or that have
+    no effect.
     """
 
     effective: str
@@ -289,7 +289,7 @@ class ReadBack:
 
 
 def read_back(asked: AllocatorConfig, backend: str, settings: Mapping[str, Any]) -> ReadBack:
-    """What took effect of `asked`, by what a process's torch says: its backend and its snapshot's
+    """Compare the requested settings with those in force, by a process's `backend` and its snapshot's
     `allocator_settings`. Raises AllocatorConfigError on a malformed entry."""
     effective = replace(from_settings(settings), backend=backend)
     known = reported(settings)
@@ -331,10 +331,10 @@ def _read(option: Option, text: str) -> Any:
 
 
 def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
-    """`AcceleratorAllocatorConfig::parseRoundUpPower2Divisions`.
+    """Read the divisions of all intervals as `AcceleratorAllocatorConfig::parseRoundUpPower2Divisions` does.
 
-    The first interval's value also fills every smaller one; intervals not named stay off; `>` fills those above
-    the last one named.
+    The first interval's value also fills every smaller one. Intervals not named stay off. `>` fills those above the
+    last one named.
     """
     if not text.startswith("["):
         everywhere = _parse_whole(text)
@@ -362,12 +362,12 @@ def _read_divisions(option: Option, text: str) -> tuple[int, ...]:
 
 
 def _parse_whole(text: str) -> int | None:
-    """A plain decimal number; None for anything else, and for more digits than any size in MiB can have."""
+    """Return a plain decimal number; None for anything else, and for more digits than any size in MiB can have."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= 13 else None
 
 
 def format_value(option: Option, value: Any) -> str:
-    """A value as it is written in the variable."""
+    """Return a value as the variable writes it."""
     if value is None:
         return "none"
     if option.kind == "number":
@@ -402,7 +402,7 @@ def _typed(settings: Mapping[str, Any], name: str, kind: type) -> Any:
 
 
 def _release(version: str) -> tuple[int, int]:
-    """(major, minor) of a torch version. Raises AllocatorConfigError when there is none to read."""
+    """Return (major, minor) of a torch version. Raises AllocatorConfigError if it has none."""
     parts = version.split("+")[0].split(".")
     try:
         return int(parts[0]), int(parts[1])

@@ -1,8 +1,8 @@
 """Expandable segments: address space reserved once per pool and stream, memory mapped into it page by page.
 
 Sources: `find_expandable_block`, `map_block`, `try_allocate_expandable_block`, `unmap_block` and
-`ExpandableSegment::map`/`unmap`. Everything here works on one pool's blocks; counting is left to the caller, who
-is told of each range mapped or unmapped as (address, size) in bytes.
+`ExpandableSegment::map`/`unmap`. Everything here works on one pool's blocks. The caller counts; it gets each range
+mapped or unmapped as (address, size) in bytes.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ Told = Callable[[int, int], None]
 
 
 def grow(pool: Pool, size: int, page: int, new_range: Callable[[], tuple[int, int]], mapped: Told) -> Block:
-    """A mapped free block of at least `size` bytes, taken out of the pool: maps what is missing.
+    """Take a free block of at least `size` bytes out of the pool and return it; map the missing pages.
 
-    `new_range` reserves address space, as (address, size), when no range has room left.
+    `new_range` reserves address space, as (address, size), if no range has enough left.
     """
     if (block := _find(pool, size)) is None:
         addr, span = new_range()
@@ -34,7 +34,7 @@ def grow(pool: Pool, size: int, page: int, new_range: Callable[[], tuple[int, in
 
 
 def whole_pages(block: Block, page: int) -> tuple[int, int]:
-    """The part of a free block that can be unmapped, as (address, size); the size is 0 when no page is all free."""
+    """Return the part of a free block that can be unmapped, as (address, size); size 0 if no page is wholly free."""
     first = block
     while first.prev is not None:
         first = first.prev
@@ -45,7 +45,7 @@ def whole_pages(block: Block, page: int) -> tuple[int, int]:
 
 
 def unmap(block: Block, page: int) -> tuple[int, int]:
-    """Give back the wholly free pages of a free block; returns them as (address, size)."""
+    """Give back the wholly free pages of a free block; return them as (address, size)."""
     start, size = whole_pages(block, page)
     if size == 0:
         return start, 0
@@ -65,18 +65,18 @@ def unmap(block: Block, page: int) -> tuple[int, int]:
     block.addr, block.size, block.mapped = start, size, False
     merge_neighbours(block)
     if block.split:
-        pool.add(block)  # else the whole range is unmapped, and the address space goes too
+        pool.add(block)  # else the whole range is unmapped, and its address space is given back too
     return start, size
 
 
 def reach(block: Block) -> int:
-    """How large a free block can become without moving: itself plus the unmapped space behind it."""
+    """Return the size that a free block can reach without moving: its own plus the unmapped space behind it."""
     beyond = block.next
     return block.size + (beyond.size if beyond is not None and not beyond.mapped else 0)
 
 
 def _find(pool: Pool, size: int) -> Block | None:
-    """The lowest free or unmapped place with `size` bytes of room, looking only where something is unmapped."""
+    """Return the lowest block where `size` bytes are free or unmapped; search only where something is unmapped."""
     for _addr, unmapped in pool.unmapped:
         before = unmapped.prev
         start = before if before is not None and before.free else unmapped

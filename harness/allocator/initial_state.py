@@ -1,8 +1,8 @@
 """The allocator's state before a recording's first event, found by undoing the events from the final state.
 
-What a recording does not say has to be inferred: how large a block was that was live at the start and freed later.
-It was its rounded request, unless the rest was too small to split off. In the large pool nothing of 1 MiB or less
-ever stands alone (`DeviceCachingAllocator::should_split`), so such a gap after a block was part of it.
+A recording does not say how large a block was that was live at the start and freed later, so this has to be inferred.
+The size was the rounded request, unless the rest was too small to split off. The large pool never splits off 1 MiB or
+less (`DeviceCachingAllocator::should_split`), so a gap of that size after a block was part of it.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -18,9 +18,9 @@ from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, roun
 @dataclass(frozen=True)
 class Start:
     """The state before the first event. `segments` are in address order; an expandable one is a whole range of
-    address space with its unmapped parts. `private` gives, for each event, the private pool its address lies in
-    (0: the common one); empty when the recording has no private pools. `first` is the first event to replay: 1 where
-    a ring buffer dropped the making of a segment but not the request it was made for, and that makes a difference.
+    address space with its unmapped parts. `private` has, for each event, the private pool of its address (0: the common
+    one); it is empty if the recording has no private pools. `first` is the first event to replay. It is 1 if a ring
+    buffer dropped a segment_alloc but not the request that caused it, and that makes a difference.
     """
 
     segments: tuple[Segment, ...]
@@ -29,7 +29,7 @@ class Start:
 
     @property
     def empty(self) -> bool:
-        """No memory was held."""
+        """Return whether no memory was reserved."""
         return not self.segments
 
 
@@ -52,7 +52,7 @@ class _Span:
 
 
 class _Contradiction(Exception):
-    """An event that does not lead to what is there after it; the text says what it does."""
+    """An event that cannot lead to the state after it; the message says what the event does."""
 
 
 class _Undo:
@@ -137,8 +137,8 @@ class _Undo:
             self._add(addr, _Span(size, stream, size == SMALL_SEGMENT, 0, False))
 
     def _remap(self, addr: int, size: int, stream: int) -> None:
-        """Pages come back: they join the mapped runs they touch, and with them their pool; alone, the size of the
-        large pool's pages tells."""
+        """Restore unmapped pages: they join the mapped runs they touch, and their pool. Pages that touch none are in
+        the large pool if their size is a multiple of its page size."""
         small, private = size % (self.config.large_segment_size_mb * MIB) != 0, 0
         start, end = addr, addr + size
         for found in (self.span_at(addr - 1), self.span_at(end)):
@@ -184,8 +184,8 @@ class _Undo:
         return last + self.live[last].size > addr
 
     def made_for(self, addr: int) -> bool:
-        """Whether the live block at `addr` can only have been served by a new segment, as it is alone in one that
-        max_split_size_mb would keep from it had it been cached."""
+        """Return whether the live block at `addr` must have caused a new segment: it is alone in one that
+        max_split_size_mb would have withheld from it in the cache."""
         found, block = self.span_at(addr), self.live[addr]
         max_split = self.config.max_split_size_mb
         if max_split is None or found is None or found[0] != addr or found[1].expandable:
@@ -209,7 +209,7 @@ class _Undo:
         return Start(tuple(sorted([*fixed, *grown], key=lambda s: s.addr)), private, first)
 
     def _range(self, key: tuple[int, int, bool], mapped: list[tuple[int, _Span]]) -> Segment:
-        """One range of address space from the lowest page ever mapped there, with unmapped pieces between."""
+        """Return a range of address space from the lowest page ever mapped there, with unmapped pieces between."""
         private, stream, small = key
         base = at = self.lowest_mapped[key]
         pieces: list[Piece] = []
@@ -237,7 +237,7 @@ class _Undo:
 
 
 def undo(recording: Recording) -> Start:
-    """The state before the first event. Raises RecordingError when the events do not lead to the final state."""
+    """Return the state before the first event. Raises RecordingError if the events do not lead to the final state."""
     state = _Undo(recording)
     pools = any(s.private for s in recording.segments)
     private: list[int] = []

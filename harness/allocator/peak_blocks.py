@@ -1,6 +1,6 @@
-"""What holds the peak of a recording: the largest blocks and the lines of Python that asked for them.
+"""The largest blocks at the peak of a recording, and the lines of Python that requested them.
 
-A recording keeps the stack of each request, but not what the memory is for: categories are unknown here.
+A recording keeps the stack of each request but not its purpose, so categories are unknown here.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Any
 from vramsweep.harness.allocator.initial_state import Start
 from vramsweep.harness.allocator.recording import Recording
 
-LARGEST, LONGEST = 10, 2048  # blocks named; characters of a frame's file and name
+LARGEST, LONGEST = 10, 2048  # entries listed; characters kept of a frame's file and name
 _TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
 _LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
@@ -22,9 +22,9 @@ _OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_np
 
 @dataclass(frozen=True)
 class Holder:
-    """Blocks live at the peak that the same line asked for, of the same size: `bytes` each, as they were asked for.
+    """Blocks of one size, live at the peak, that the same line requested; `bytes` is the requested size of each.
 
-    `where` is None where the recording has no stack of the request, or none that says anything.
+    `where` is None if the recording has no stack of the request, or none that names a line.
     """
 
     bytes: int
@@ -34,10 +34,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class Holders:
-    """The recorded peak of allocated memory, after so many events; `largest`, `rest` and `rounding` sum to it.
+    """The recorded peak of allocated memory, after `event` events; `largest`, `rest` and `rounding` sum to it.
 
-    The ten largest blocks are among `largest`; blocks of the same line and size are one entry. `unknown` are the bytes
-    of all blocks that no line is known of.
+    The ten largest blocks are among `largest`; blocks of the same line and size are one entry. `unknown` is the bytes
+    of all blocks whose line is unknown.
     """
 
     event: int
@@ -50,8 +50,8 @@ class Holders:
 
 
 def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
-    """What was live after `event` events, when `allocated` bytes were."""
-    live: dict[int, tuple[int, int | None]] = {}  # by address: the size asked for, the event that did
+    """Return the blocks that were live after `event` events, when `allocated` bytes were allocated."""
+    live: dict[int, tuple[int, int | None]] = {}  # by address: the requested size and its event
     for segment in start.segments:
         live |= {piece.addr: (piece.requested, None) for piece in segment.pieces if piece.state == "live"}
     for index in range(start.first, event):
@@ -61,10 +61,10 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
         elif action == "free_requested":
             live.pop(addr, None)
     freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
-    places: dict[int, str | None] = {}  # by the identity of the frames, which blocks share
+    places: dict[int, str | None] = {}  # by id of the frames, because blocks share them
     counts: dict[tuple[int, str | None], int] = {}
     for addr, (size, made) in live.items():
-        lasting = None if addr in freed else recording.held.get(addr)  # of what was there before the recording began
+        lasting = None if addr in freed else recording.held.get(addr)  # for blocks from before the recording
         frames = lasting if made is None else recording.stacks.get(made)
         where = places[id(frames)] if id(frames) in places else places.setdefault(id(frames), innermost_frame(frames))
         counts[size, where] = counts.get((size, where), 0) + 1
@@ -83,10 +83,10 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
 
 
 def innermost_frame(frames: Any) -> str | None:
-    """The innermost line that is not torch's own, with its function: `model.py:101 forward`; and torch's layer in it.
+    """Return the innermost line outside torch with its function, `model.py:101 forward`, and torch's layer in it.
 
-    A backward pass has no such line where the engine runs it: then the node of autograd, if the stack has C++ in it.
-    `frames` come from a file: what is no stack says nothing.
+    A backward pass run by autograd's engine has no such line; then return the autograd node if the stack has C++ in it.
+    `frames` come from a file; return None if they are not a stack.
     """
     layer = ""
     stack = list(_known(frames))
@@ -103,7 +103,7 @@ def innermost_frame(frames: Any) -> str | None:
 
 
 def find_vendor_library(recording: Recording) -> str | None:
-    """The library of another vendor's devices that the first thousand stacks name; None where they name none."""
+    """Return the library of another vendor's devices that the first thousand stacks name; None if they name none."""
     stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
     frames = (frame for stack in islice(stacks.values(), 1000) for frame in _known(stack))
     return next((found[1] for path, _, name in frames if (found := _OTHERS.search(f"{path} {name}"))), None)

@@ -14,7 +14,7 @@ from vramsweep.harness.allocator.config import AllocatorConfig, AllocatorConfigE
 from vramsweep.harness.allocator.simulator import Piece
 from vramsweep.harness.messages.errors import UserError, describe
 
-Event = tuple[str, int, int, int]  # action, address, size, stream; of alloc and free, the size the caller asked for
+Event = tuple[str, int, int, int]  # action, address, size, stream; for alloc and free, the requested size
 SEGMENT_ACTIONS = frozenset(("segment_alloc", "segment_free", "segment_map", "segment_unmap"))
 _ACTIONS = {a: a for a in (*SEGMENT_ACTIONS, "alloc", "free_requested", "free_completed", "oom", "snapshot")}
 _STATES = {
@@ -29,7 +29,7 @@ HOW_TO_RECORD = "call torch.cuda.memory._record_memory_history() before the step
 
 
 class RecordingError(UserError):
-    """A file that is not a usable recording, with what is wrong and, where there is one, a way out."""
+    """A file that is not a usable recording. The message says what is wrong and, if there is one, the way out."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class Segment:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one device's allocator did, and where it ended.
+    """The events of one device's allocator, and its final state.
 
-    `times` are microseconds of wall time for each event, None when the recording has none. `stacks` are the frames of
-    requests by event, `held` of the blocks in use at the end by address: as they are in the file, unchecked.
+    `times` are microseconds of wall time for each event, None if the recording has none. `stacks` are the frames of
+    requests by event, `held` those of the final state's blocks by address. Both are unchecked, as in the file.
     """
 
     name: str
@@ -64,15 +64,15 @@ class Recording:
 
 
 def load(path: Path, device: int | None = None, max_bytes: int = safe_unpickle.DEFAULT_MAX_BYTES) -> Recording:
-    """Read and check a recording; `device` is needed only when several devices have events.
+    """Read and check a recording; `device` is needed only if several devices have events.
 
-    Raises RecordingError or safepickle.UnsafePickle, both UserError, naming what is wrong.
+    Raises RecordingError or UnsafePickle, both UserError, naming what is wrong.
     """
     return check(safe_unpickle.load(path, max_bytes), path.name, device)
 
 
 def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
-    """The recording in an unpickled snapshot. Raises RecordingError on anything malformed."""
+    """Return the recording in an unpickled snapshot. Raises RecordingError on anything malformed."""
     if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
         raise RecordingError(
             f"{name} is not a memory snapshot: a dict with segments and device_traces is expected ({HOW_TO_RECORD})"
@@ -141,7 +141,7 @@ def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]
     private_pools: dict[tuple[int, int], int] = {(0, 0): 0}
     segments: list[Segment] = []
     blocks = [id(one["blocks"]) for one in raw if isinstance(one, dict) and isinstance(one.get("blocks"), list)]
-    if len(set(blocks)) < len(blocks):  # a small file could stand for any number of blocks
+    if len(set(blocks)) < len(blocks):  # else a small file could stand for any number of blocks
         raise RecordingError(f"{name}: segments overlap, as two of them hold the same list of blocks")
     for index, entry in enumerate(raw):
         where = f"{name}: segment {index}"
@@ -192,7 +192,7 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
 
 
 def _frames_of_blocks(segments: Sequence[Any], device: int) -> dict[int, Any]:
-    """By address, of segments that have been checked."""
+    """Return the frames of all blocks of checked segments, by address."""
     found: dict[int, Any] = {}
     for segment in segments:
         if segment["device"] == device:

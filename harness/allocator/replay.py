@@ -1,9 +1,9 @@
 """Replay a recording: under the settings it was made with, checking each step, and under any other settings.
 
-Under its own settings the replay starts from the recorded state, is given the addresses cudaMalloc gave, and is
-compared with the recording event by event. Under other settings that starting state cannot be used, since it is
-itself the work of the recorded settings: the blocks live at the start are allocated anew first, in the order their
-addresses suggest, into an empty allocator. To compare like with like, the recorded settings are replayed that way too.
+Under its own settings the replay starts from the recorded state and uses the addresses that cudaMalloc gave. It is
+compared with the recording event by event. Under other settings it cannot use that state, because the recorded settings
+shaped it. Instead the blocks live at the start are first allocated anew into an empty allocator, in the order that
+their addresses suggest. To compare like with like, the recorded settings are replayed that way too.
 """
 
 import json
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Point:
-    """The timeline at one stretch of events: the most bytes reserved and allocated in it; `time_us` at its end."""
+    """One stretch of events in the timeline: the most bytes reserved and allocated in it, and `time_us` at its end."""
 
     event: int
     time_us: int | None
@@ -37,9 +37,9 @@ class Point:
 
 
 class Timeline:
-    """Reserved and allocated over the events, at most TIMELINE_POINTS of them, peaks kept.
+    """Reserved and allocated bytes over the events, in at most TIMELINE_POINTS stretches; peaks are kept.
 
-    Events are handed out in stretches and each stretch becomes a point, so the events themselves cost nothing.
+    Each stretch of events becomes a point, so single events cost nothing.
     """
 
     def __init__(self, simulator: Simulator, times: Sequence[int] | None) -> None:
@@ -47,7 +47,7 @@ class Timeline:
         self.points: list[Point] = []
         self._simulator = simulator
         self._times = times
-        self._allocated = 0  # the peak so far; the simulator's own peak starts anew with each stretch
+        self._allocated = 0  # the peak so far, because the simulator's own peak restarts with each stretch
         self._reserved = 0
 
     def stretches(self, events: Iterable[_T], total: int) -> Iterator[list[_T]]:
@@ -64,11 +64,11 @@ class Timeline:
         return max(self._allocated, self._simulator.peak_allocated)
 
     def stats(self) -> Stats:
-        """The simulator's, with the peak of all stretches."""
+        """Return the simulator's statistics, with the peak allocated of all stretches."""
         return replace(self._simulator.stats(), peak_allocated=self.peak_allocated)
 
     def mark(self) -> None:
-        """Add a point for the stretch that ends here, be it with an out-of-memory error."""
+        """Add a point for the stretch that ends here, even if by an out-of-memory error."""
         s = self._simulator
         time = None if self._times is None or self.events == 0 else self._times[min(self.events, len(self._times)) - 1]
         reserved = s.peak_reserved if s.peak_reserved > self._reserved else s.reserved
@@ -84,8 +84,8 @@ class Row:
 
     `start` is "recorded" or "rebuilt". `device_allocs` counts cudaMalloc (or cuMemMap) calls, those for rebuilding
     the start included. `out_of_memory` says where the replay ended early; the sizes are then those up to there.
-    `match` and `holders` are set for the replay under the recorded settings, `notes` for what to bear in mind. Of a
-    recording without history nothing is known as recorded but the holders of the final state, and the timeline's end.
+    `match` and `holders` are set for the replay from the recorded state; `notes` are caveats. For a recording without
+    history, that replay only has the holders of the final state and the end of the timeline.
     """
 
     settings: str
@@ -107,8 +107,8 @@ class Row:
 class WhatIf:
     """The what-if table of one recording; the first row is always the recorded settings as recorded.
 
-    `history` is "none" of fewer than two events, "part" where memory was held before the first one, else "whole".
-    `library` is another vendor's, where the stacks name one.
+    `history` is "none" if there are fewer than two events, "part" if memory was reserved before the first, else
+    "whole". `library` is another vendor's, if the stacks name one.
     """
 
     recording: str
@@ -137,16 +137,16 @@ def what_if(
     max_bytes: int = DEFAULT_MAX_BYTES,
     hear: Callable[[str], None] = lambda text: None,
 ) -> WhatIf:
-    """The table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
+    """Return the table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
 
-    `memory_limit` (bytes) applies to every row but the first; `recorded_limit` to the first, where it is known. `hear`
-    is told what is being done. Raises UserError for a bad recording, a bad setting or one that cannot be simulated.
+    `memory_limit` (bytes) applies to every row but the first, `recorded_limit` to the first, if it is known. `hear`
+    gets a text on each replay. Raises UserError for a bad recording, a bad setting or one that cannot be simulated.
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
     start = undo(recording)
     for config in configs:
-        Simulator(config, memory_limit)  # refuse before the work starts
+        Simulator(config, memory_limit)  # refuse settings before the work starts
     hear("replaying as recorded")
     rows = [replay_as_recorded(recording, start, recorded_limit)]
     baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
@@ -186,10 +186,10 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
 
 
 def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
-    """Addresses that the driver gave, by size, up to the first that it took back; none if segments were there before.
+    """Return the driver's addresses by size, up to the first segment it took back; none if segments existed before.
 
-    The n-th segment of a size is given the n-th of them here too: they are the only trace of what the process had taken
-    before torch did. As all of them were there at once, no two of them overlap.
+    The replay gives the n-th segment of a size the n-th address. These addresses are the only trace of memory that the
+    process took before torch did. All these segments existed at once, so no two of them overlap.
     """
     given: dict[int, list[int]] = {}
     if start.segments:
@@ -203,7 +203,7 @@ def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
 
 
 def replay_under(recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None) -> Row:
-    """Replay under `config` with the starting state rebuilt; ends at the first request that does not fit."""
+    """Replay under `config` with the starting state rebuilt; end at the first request that does not fit."""
     given = _as_given(recording, start)
     left = {size: iter(addresses) for size, addresses in given.items()}
     simulator = Simulator(
@@ -226,9 +226,9 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
 
 
 def rebuild(simulator: Simulator, start: Start) -> None:
-    """Allocate what was live at the start anew. Raises OutOfMemory.
+    """Allocate the blocks that were live at the start anew. Raises OutOfMemory.
 
-    Segments are made in descending order of address, which is mostly their order in time.
+    Segments are created in descending order of address, which is mostly their order in time.
     """
     for segment in sorted(start.segments, key=lambda s: -s.addr):
         for piece in segment.pieces:
@@ -239,7 +239,7 @@ def rebuild(simulator: Simulator, start: Start) -> None:
 
 
 def _without_limits(config: AllocatorConfig) -> AllocatorConfig:
-    """A recording does not say of how many bytes its memory fraction was one; limits are given in bytes instead."""
+    """Drop the limits, which callers give in bytes, because a recording does not say of how much a fraction is."""
     return replace(config, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
 
 
@@ -249,9 +249,9 @@ def _ended(index: int, recording: Recording, error: OutOfMemory) -> str:
 
 
 def _operations(recording: Recording, start: Start) -> Iterator[tuple[int, tuple[str, int, int, int, int]]]:
-    """The events by number, for a replay under other settings: what the program asked for, not what the allocator did.
+    """Yield the events with their numbers for a replay under other settings, of which `apply` uses the requests.
 
-    A run of releases is an empty_cache by the program (or a retry, which cannot be told apart), once.
+    The first of a run of releases becomes an empty_cache of the program (or a retry, which cannot be distinguished).
     """
     released = False
     for index in range(start.first, len(recording.events)):

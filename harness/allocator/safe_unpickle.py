@@ -1,10 +1,10 @@
-"""Unpickle plain containers from a file nobody vouches for.
+"""Unpickle plain containers from an untrusted file.
 
 A pickle is a program, so it is read twice. First its opcodes are scanned without running them: only those that
 build dicts, lists, strings, numbers, None, booleans and tuples of integers pass. That rules out code execution and
 the known bombs: huge memo indices (the C unpickler sizes a table by them), preallocated buffers, numbers with
 millions of digits, and tuples nested in tuples (hashing those recurses). Then an unpickler that refuses every
-global runs it.
+global runs the pickle.
 """
 
 import io
@@ -38,7 +38,7 @@ for _op in (*_COUNTED, *_PUTS, *_TUPLES):
     _WIDTH[_op] = _SPECIAL
 _INTEGERS = frozenset((pickle.BININT[0], pickle.BININT1[0], pickle.BININT2[0], pickle.LONG1[0]))
 _STOP, _LONG = pickle.STOP[0], pickle.LONG1[0]
-_LONGEST = 9  # bytes of a number: of longer ones any many have the same hash, as keys that never end
+_LONGEST = 9  # bytes of a number; any number of longer ones can share a hash, and as keys they would take forever
 
 
 class UnsafePickle(UserError):
@@ -51,9 +51,9 @@ class _NoGlobals(pickle.Unpickler):
 
 
 def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
-    """The plain data in the pickle at `path`.
+    """Return the plain data in the pickle at `path`.
 
-    Raises UnsafePickle when the file is missing, larger than `max_bytes`, truncated, damaged or holds anything but
+    Raises UnsafePickle if the file is missing, larger than `max_bytes`, truncated, damaged or holds anything but
     plain containers.
     """
     try:
@@ -63,13 +63,13 @@ def load(path: Path, max_bytes: int = DEFAULT_MAX_BYTES) -> Any:
                 "record fewer events (max_entries), or raise the limit with --max-file-size"
             )
         data = read_content(path, max_bytes)
-    except (OSError, ValueError) as error:  # a name with a NUL in it, as a foreign row may have
+    except (OSError, ValueError) as error:  # a name with a NUL in it, as an imported row may have
         raise UnsafePickle(f"cannot read {path.name}: {getattr(error, 'strerror', None) or error}") from None
     return loads(data, path.name)
 
 
 def loads(data: bytes, name: str) -> Any:
-    """The plain data in a pickle; `name` is what a message calls it. Raises UnsafePickle."""
+    """Return the plain data in a pickle; error messages call it `name`. Raises UnsafePickle."""
     try:
         _scan(data)
         return _NoGlobals(io.BytesIO(data)).load()

@@ -1,4 +1,4 @@
-"""A sensible grid of allocator settings, and the order to rank what became of them."""
+"""A sensible grid of allocator settings, and a ranking of the replays under them."""
 
 from collections.abc import Sequence
 
@@ -20,17 +20,17 @@ _WITH_LIMIT = tuple(f"garbage_collection_threshold:{share}" for share in (0.6, 0
 
 
 def grid(limited: bool) -> tuple[str, ...]:
-    """The settings to try; garbage collection only under a memory limit, as it does nothing without one."""
+    """Return the settings to try; garbage collection only under a memory limit, because it does nothing without one."""
     return _SINGLES + _PAIRS + (_WITH_LIMIT if limited else ())
 
 
 def rank(rows: Sequence[Row]) -> tuple[Row, ...]:
-    """Best first: what fits before what does not, then by peak reserved, then by the number of cudaMallocs."""
+    """Sort the rows, best first: those that fit, then by peak reserved, then by the number of cudaMallocs."""
     return tuple(sorted(rows, key=lambda r: (r.out_of_memory is not None, r.peak_reserved or 0, r.device_allocs or 0)))
 
 
 def saving(result: WhatIf) -> tuple[Row, int] | None:
-    """The best of the settings tried and the bytes it saves, both rebuilt; None where none was tried or one ran out."""
+    """Return the best settings tried and the bytes they save, both rebuilt; None if none was tried or one ran out."""
     recorded, *tried = sorted(result.rows[1:], key=lambda row: row.settings != result.rows[0].settings)
     best = next(iter(rank(tried)), None)
     if best is None or recorded.out_of_memory or best.out_of_memory:

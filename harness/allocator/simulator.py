@@ -35,10 +35,10 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True)
 class Stats:
-    """What `torch.cuda.memory_stats` counts, in bytes unless named a number, with PyTorch's definitions.
+    """Counters of `torch.cuda.memory_stats`, as PyTorch defines them: `segments` and `num_*` are numbers, others bytes.
 
-    `allocated_at_peak` is the most that was allocated while reserved stood at its peak, so `peak_reserved -
-    allocated_at_peak` is reserved but unallocated at one and the same moment, the busiest one.
+    `allocated_at_peak` is the most that was allocated while reserved was at its peak. So `peak_reserved -
+    allocated_at_peak` is reserved but unused at a single moment, the busiest one.
     """
 
     allocated: int
@@ -61,7 +61,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a segment that exists before the simulation starts; `handle` and `requested` if it is in use."""
+    """A block of a segment that exists before the simulation starts, with `handle` and `requested` if it is in use."""
 
     addr: int
     size: int
@@ -73,14 +73,14 @@ class Piece:
 class Simulator:
     """One device's allocator under one setting.
 
-    Blocks are named by a handle of the caller's choice. `memory_limit` (bytes) acts as
-    `torch.cuda.set_per_process_memory_fraction` would; without it nothing ever runs out. `on_segment` is told of
-    every segment event in order; `next_address` may supply the address the driver gives for the next "segment_alloc"
-    of a size or for a new range of address space ("segment_map"), as otherwise a model of the driver's habits does.
+    The caller chooses a handle for each block. `memory_limit` (bytes) acts as
+    `torch.cuda.set_per_process_memory_fraction` would; without it memory never runs out. `on_segment` gets every
+    segment event in order. `next_address` may supply the driver's address for the next "segment_alloc" of a size or for
+    a new range of address space ("segment_map"). Otherwise a model of the driver's habits supplies it.
     Raises UserError for settings that cannot be simulated.
     """
 
-    __slots__ = (  # more attributes than the interpreter is quick with otherwise
+    __slots__ = (  # because the interpreter is slow with so many attributes otherwise
         "_addresses", "_divisions", "_expandable", "_gc_above", "_large_segment", "_max_split", "_next_address",
         "_next_range", "_on_segment", "_pools", "_searches", "_simple_search", "_split_rounding", "active",
         "allocated", "allocated_at_peak", "config", "inactive_split", "limit", "live", "num_alloc_retries",
@@ -98,7 +98,7 @@ class Simulator:
         self.config = config = as_simulated(config)
         self.limit = _limit(config, memory_limit)
         self.live: dict[Hashable, Block] = {}
-        self.pending: dict[Hashable, Block] = {}  # free requested, another stream still uses it
+        self.pending: dict[Hashable, Block] = {}  # free requested, but another stream still uses it
         self.allocated = self.active = self.requested = self.reserved = self.inactive_split = 0
         self.peak_allocated = self.peak_active = self.peak_requested = 0
         self.peak_reserved = self.peak_inactive_split = self.allocated_at_peak = 0
@@ -115,22 +115,22 @@ class Simulator:
         self._divisions = config.roundup_power2_divisions if any(config.roundup_power2_divisions) else None
         threshold = config.garbage_collection_threshold
         self._gc_above = None if threshold is None or self.limit is None else int(threshold * self.limit)
-        self._searches = 0  # of the large pool; the clock by which garbage collection tells age
+        self._searches = 0  # of the large pool, in which garbage collection measures age
         self._simple_search = not (self._expandable or self._max_split is not None or self._gc_above is not None)
 
     def below(self, address: int | None) -> None:
-        """Segments whose address is not supplied come below this one; None: wherever the model has them."""
+        """Place segments whose address is not supplied below this one; None: wherever the model places them."""
         if address is not None:
             self._addresses.taken(address)
 
     def malloc(self, handle: Hashable, size: int, stream: int = 0, private: int = 0) -> None:
         """Allocate `size` bytes for `handle` on `stream`, from private pool `private` (0: the common one).
 
-        Raises OutOfMemory; ValueError when the handle is in use.
+        Raises OutOfMemory; ValueError if the handle is in use.
         """
         if handle in self.live or handle in self.pending:
             raise ValueError(f"block {handle!r} is already allocated")
-        if not size:  # as torch does: nothing is asked for, and nothing comes back
+        if not size:  # as in torch, which takes no memory for it and gives none back
             self.live[handle] = Block(self.pool(private, stream, True), 0, 0)
             return
         if self._divisions is not None:
@@ -187,26 +187,26 @@ class Simulator:
                 self.allocated_at_peak = allocated
 
     def free_requested(self, handle: Hashable) -> None:
-        """The program lets go of a block; it stays active until `free_completed`. Raises ValueError if not live."""
+        """Free a block for the program; it stays active until `free_completed`. Raises ValueError if it is not live."""
         if (block := self.live.pop(handle, None)) is None:
             raise ValueError(f"block {handle!r} is not allocated")
         self.pending[handle] = block
         self.allocated -= block.size
 
     def free_completed(self, handle: Hashable) -> None:
-        """No stream uses the block any more: it goes back to its pool. Nothing happens if it already did."""
+        """Return a block that no stream uses any more to its pool; do nothing if it is already there."""
         if (block := self.pending.pop(handle, None)) is not None:
             self._return(block)
 
     def free(self, handle: Hashable) -> None:
-        """Free a block that no other stream uses. Raises ValueError when the handle is not live."""
+        """Free a block that no other stream uses. Raises ValueError if the handle is not live."""
         if (block := self.live.pop(handle, None)) is None:
             raise ValueError(f"block {handle!r} is not allocated")
         self.allocated -= block.size
         self._return(block)
 
     def _return(self, block: Block) -> None:
-        """`free_block`: back to its pool, as one with its free neighbours."""
+        """Return a block to its pool, merged with its free neighbours, as `free_block` does."""
         size = block.size
         if not size:
             return
@@ -223,7 +223,7 @@ class Simulator:
         self.requested -= block.requested
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: what waits is waited for, then every unused segment or page is given back."""
+        """Complete pending frees, then give back every unused segment or page, as `torch.cuda.empty_cache` does."""
         for handle in list(self.pending):
             self.free_completed(handle)
         for pool in self._common_pools(small=True):
@@ -235,7 +235,7 @@ class Simulator:
                     self._count_segment("segment_unmap", start, size, pool.stream)
 
     def releasable(self) -> list[SegmentEvent]:
-        """The segment events `empty_cache` would cause now (if nothing is pending), without doing it."""
+        """Return the segment events that `empty_cache` would cause now (if nothing is pending); cause none."""
         events: list[SegmentEvent] = []
         for pool in self._common_pools(small=True):
             whole = [b for _, _, b in pool.free if not b.expandable and not b.split]
@@ -245,7 +245,7 @@ class Simulator:
         return events
 
     def makes_room(self, size: int, stream: int = 0, private: int = 0) -> Literal["retry", "garbage"] | None:
-        """Why `malloc` of `size` bytes would now give memory back first: the limit, or garbage collection."""
+        """Return why `malloc` of `size` bytes would first give memory back: a retry at the limit, or garbage."""
         rounded = round_request(size, self.config.roundup_power2_divisions)
         pool = self.pool(private, stream, rounded <= SMALL_REQUEST)
         searches = self._searches
@@ -258,7 +258,7 @@ class Simulator:
         return "garbage" if self._gc_above is not None and self.reserved > self._gc_above else None
 
     def release_segment(self, addr: int) -> bool:
-        """Give back one unused segment; False when there is none at `addr`."""
+        """Give back the unused segment at `addr`; return False if there is none."""
         for pool in self._pools.values():
             for _, start, block in pool.free:
                 if start == addr and not block.expandable and not block.split:
@@ -270,14 +270,14 @@ class Simulator:
         return Stats(**{name: getattr(self, name) for name in Stats.__dataclass_fields__})
 
     def pool(self, private: int, stream: int, small: bool) -> Pool:
-        """The pool for this private pool, stream and size class; made when it is new."""
+        """Return the pool for this private pool, stream and size class; create it if it is new."""
         return self._pools.setdefault((private, stream, small), Pool(private, stream, small))
 
     def adopt(self, private: int, stream: int, small: bool, is_expandable: bool, pieces: Sequence["Piece"]) -> None:
-        """Take over a segment (or range of expandable address space) that exists already, before any request."""
+        """Take over a segment (or range of expandable address space) that exists before any request."""
         pool = self.pool(private, stream, small)
         if is_expandable:
-            self._simple_search = False  # the setting may have been switched off since
+            self._simple_search = False  # because the setting may have been switched off since
         before: Block | None = None
         for piece in pieces:
             block = Block(pool, piece.addr, piece.size, is_expandable, mapped=piece.state != "unmapped")
@@ -304,7 +304,7 @@ class Simulator:
         self.peak_reserved, self.peak_inactive_split = self.reserved, self.inactive_split
 
     def _search(self, pool: Pool, at: int, rounded: int) -> int:
-        """`get_free_block` from the best fit at `at`: where in the free list to take the block; its end for nowhere."""
+        """Return the index of the free block that `get_free_block` takes, from best fit `at` on; the end if none."""
         free = pool.free
         nowhere = len(free)
         if self._gc_above is not None and not pool.small and pool.private == 0:
@@ -329,9 +329,9 @@ class Simulator:
         return at
 
     def _new_block(self, pool: Pool, rounded: int) -> Block:
-        """Memory from the device for a request no cached block fits; not yet in the pool's free list.
+        """Get memory from the device for a request that no cached block fits; it is not yet in the pool's free list.
 
-        The order of the attempts is that of `malloc`. Raises OutOfMemory.
+        The order of the attempts is that of upstream's `malloc`. Raises OutOfMemory.
         """
         size = segment_size(rounded, self._large_segment)
         if self._gc_above is not None:
@@ -365,7 +365,7 @@ class Simulator:
         return Block(pool, addr, size)
 
     def _reserve_range(self, pool: Pool) -> tuple[int, int]:
-        """`find_expandable_block`: 9/8 of the device's memory, in whole pages."""
+        """Reserve address space as `find_expandable_block` does: 9/8 of the device's memory, in whole pages."""
         wanted = UNLIMITED_RANGE if self.limit is None else self.limit + self.limit // 8
         span = round_up(wanted, self._page(pool))
         start = self._next_address("segment_map", span) if self._next_address is not None else None
@@ -378,7 +378,7 @@ class Simulator:
         return SMALL_SEGMENT if pool.small else self._large_segment
 
     def _collect_garbage(self, above: int) -> None:
-        """`garbage_collect_cached_blocks`: free old unsplit large blocks until reserved is back at `above`."""
+        """Free old unsplit large blocks until reserved is back at `above`, as `garbage_collect_cached_blocks` does."""
         if self.reserved <= above:
             return
         target = self.reserved - above
@@ -397,7 +397,7 @@ class Simulator:
                 self._release(block)
 
     def _release_oversize(self, pool: Pool, rounded: int) -> bool:
-        """`release_available_cached_blocks`: with max_split_size, free just enough blocks of that size or more."""
+        """Free just enough blocks of max_split_size or more if it is set, like `release_available_cached_blocks`."""
         if self._max_split is None:
             return False
         wanted = max(rounded, self._max_split)
@@ -417,13 +417,13 @@ class Simulator:
         return released >= wanted
 
     def _release(self, block: Block) -> None:
-        """`release_block`: cudaFree an unused, unsplit segment."""
+        """Free an unused, unsplit segment with cudaFree, as `release_block` does."""
         block.pool.remove(block)
         self._addresses.give(block.addr, block.size)
         self._count_segment("segment_free", block.addr, block.size, block.pool.stream)
 
     def _common_pools(self, small: bool) -> list[Pool]:
-        """The pools that are nobody's private ones, in upstream's order: large before small, then by stream."""
+        """Return the pools that are not private, in upstream's order: large before small, then by stream."""
         wanted = [p for p in self._pools.values() if p.private == 0 and (small or not p.small)]
         return sorted(wanted, key=lambda p: (p.small, p.stream))
 
@@ -445,7 +445,7 @@ class Simulator:
 
 
 def _limit(config: AllocatorConfig, memory_limit: int | None) -> int | None:
-    """The memory limit in bytes. Raises UserError for what cannot be simulated."""
+    """Return the memory limit in bytes. Raises UserError for settings that cannot be simulated."""
     if config.throw_on_cudamalloc_oom:
         raise UserError("throw_on_cudamalloc_oom is not simulated: leave it out, it only changes how a failure is met")
     if config.per_process_memory_fraction < 1:

@@ -1,4 +1,4 @@
-"""How the native caching allocator rounds: the sizes of blocks and of segments, all in bytes.
+"""The rounding of the native caching allocator: sizes of blocks and of segments, all in bytes.
 
 Sources: `DeviceCachingAllocator::round_size`, `roundup_power2_next_division`, `get_allocation_size`.
 """
@@ -6,14 +6,14 @@ Sources: `DeviceCachingAllocator::round_size`, `roundup_power2_next_division`, `
 from vramsweep.harness.allocator.config import INTERVALS, MIB
 
 MIN_BLOCK = 512
-SMALL_REQUEST = MIB  # a rounded request of up to this much belongs to the small pool
+SMALL_REQUEST = MIB  # a rounded request of at most this size belongs to the small pool
 SMALL_SEGMENT = 2 * MIB
-MIN_LARGE_REQUEST = 10 * MIB  # from here on a segment is made to measure
+MIN_LARGE_REQUEST = 10 * MIB  # from here on a segment has the size of its request, rounded up
 ROUND_LARGE = 2 * MIB
 
 
 def round_request(size: int, divisions: tuple[int, ...]) -> int:
-    """The size of the block a request of `size` bytes asks for, under `roundup_power2_divisions`."""
+    """Return the block size for a request of `size` bytes, under `roundup_power2_divisions`."""
     if size < MIN_BLOCK:
         return MIN_BLOCK
     interval = min(max(size.bit_length() - 21, 0), INTERVALS - 1)
@@ -25,12 +25,12 @@ def round_request(size: int, divisions: tuple[int, ...]) -> int:
 
 
 def segment_size(rounded: int, large_segment: int) -> int:
-    """What is asked of cudaMalloc for a block of `rounded` bytes that no cached block can serve."""
+    """Return the size to request from cudaMalloc for a block of `rounded` bytes that no cached block can serve."""
     if rounded <= SMALL_REQUEST:
         return SMALL_SEGMENT
     return large_segment if rounded < MIN_LARGE_REQUEST else round_up(rounded, ROUND_LARGE)
 
 
 def round_up(size: int, step: int) -> int:
-    """The smallest multiple of `step` that is at least `size`."""
+    """Return the smallest multiple of `step` that is at least `size`."""
     return -(-size // step) * step

@@ -1,8 +1,8 @@
-"""Follow a recording under its own settings, and compare every step.
+"""A check of every step of a replay under the recorded settings.
 
-What the allocator did to its cache shows in a recording only as segment events. Those before a request are either
-that request's doing, and the simulator must make the same, or came from outside: empty_cache is recognised by its
-releasing exactly what can be released; anything else is followed as recorded and reported.
+A recording shows changes of the cache only as segment events. If a request caused the segment events before it, the
+simulator must make the same ones. Otherwise, a release of exactly what can be released is taken for an empty_cache, and
+any other release is repeated as recorded and reported.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ RELEASES = ("segment_free", "segment_unmap")
 
 @dataclass(frozen=True)
 class Match:
-    """How a replay under the recorded settings compares with the recording.
+    """The comparison of a replay under the recorded settings with the recording.
 
-    `segment_events` counts those recorded, `matched` those the replay made too, in the same place with the same
-    kind, size and stream; `extra` those only the replay made. `blocks_in_place` counts the requests served at the
-    recorded address. `unexplained_releases` are segments the recording gives back for a reason the replay does not
-    know (a memory limit, garbage collection): they are given back as recorded and count as not matched.
-    `releases_before_growth` are cache releases directly before a new segment: a call of empty_cache or an
-    out-of-memory retry, which a recording does not tell apart.
+    `segment_events` counts the recorded ones, `extra` those that only the replay made. `matched` counts those that the
+    replay made too, at the same point with the same kind, size and stream. `blocks_in_place` counts requests served at
+    the recorded address. `unexplained_releases` counts segments that the recording gives back for a reason unknown to
+    the replay (a memory limit, garbage collection); they are given back as recorded and count as not matched.
+    `releases_before_growth` counts cache releases directly before a new segment: calls of empty_cache or out-of-memory
+    retries, which a recording does not distinguish.
     """
 
     segment_events: int
@@ -39,15 +39,15 @@ class Match:
 
     @property
     def exact(self) -> bool:
-        """Every segment event, every address and every failure is the recorded one."""
+        """Return whether every segment event, address and failure is the recorded one."""
         return self.first_difference is None
 
 
 class Follower:
-    """Steps through a recording beside a simulator and compares where blocks are placed and what becomes of segments.
+    """A simulator that follows a recording, and a comparison of their blocks' addresses and segment events.
 
-    `memory_limit` is the limit in force while recording, if known: then the simulator repeats retries and garbage
-    collection by itself. `step` takes the events in order and raises OutOfMemory when the simulator alone fails.
+    `memory_limit` is the limit in force while recording, if known. The simulator then repeats retries and garbage
+    collection by itself. `step` takes the events in order and raises OutOfMemory if only the simulator fails.
     """
 
     def __init__(self, recording: Recording, config: AllocatorConfig, memory_limit: int | None) -> None:
@@ -56,7 +56,7 @@ class Follower:
         self._recording = recording
         self._limited = memory_limit is not None
         self._run: list[Event] = []  # the recorded segment events since the last other event
-        self._held: list[tuple[str, int]] = []  # frees completed late: by another stream, or by a retry waiting for it
+        self._held: list[tuple[str, int]] = []  # frees completed late, by another stream or by a retry that waited
         self._counts = dict.fromkeys(Match.__dataclass_fields__, 0)
         self._first: str | None = None
         self._diverged = False
@@ -116,9 +116,9 @@ class Follower:
         self.simulator.free("refused")
 
     def _by_malloc(self, action: str, size: int, stream: int, private: int) -> bool:
-        """Whether what comes before a request is malloc's own doing, which the simulator will then repeat.
+        """Return whether malloc caused the releases before a request, so that the simulator will repeat them.
 
-        If garbage collection is due but the whole cache was given back, it was empty_cache.
+        If garbage collection is due but the whole cache was given back, empty_cache caused them.
         """
         releases = self._releases()
         if action != "oom" and not (action == "alloc" and releases):
@@ -133,9 +133,9 @@ class Follower:
         return [_shape(e) for e in self.simulator.releasable()] == [_shape(e) for e in releases]
 
     def _hold(self, addr: int) -> None:
-        """Under a handle of its own, as the address may be given out again at once."""
+        """Delay a free under a handle of its own, because the address may be given out again at once."""
         block = self.simulator.pending.pop(addr, None)
-        if block is not None:  # None: the replay has diverged and completed it already
+        if block is not None:  # None if the replay has diverged and already completed it
             self.simulator.pending["held", addr] = block
             self._held.append(("held", addr))
 
@@ -145,7 +145,7 @@ class Follower:
         self._held.clear()
 
     def _release_as_recorded(self, index: int) -> None:
-        """Do what the recording did to the cache before the next event."""
+        """Repeat the recorded releases of the cache before the next event."""
         releases = self._releases()
         if not releases:
             return
@@ -183,9 +183,9 @@ class Follower:
             self._first = f"event {index}: {what}"
 
     def _recorded_address(self, kind: str, size: int) -> int | None:
-        """Where the driver put the segment, if the recording makes such a one here; its choice decides between
-        equally large free blocks later. A new range of address space begins where its first page is mapped.
-        Once the replay has diverged the place may be taken."""
+        """Return the driver's address of a segment like the recorded one here, because addresses later decide between
+        equally large free blocks. A new range of address space begins where its first page is mapped. None if there is
+        no such segment, or once the replay has diverged, because the address may be taken."""
         if self._diverged:
             return None
         fitting = (e for e in self._run if e[0] == kind and (e[2] == size or kind == "segment_map"))
@@ -193,7 +193,7 @@ class Follower:
 
 
 def apply(simulator: Simulator, action: str, addr: int, size: int, stream: int, private: int) -> None:
-    """Do one event of a recording to a simulator; the actions that are not requests are passed over."""
+    """Apply one event of a recording to a simulator; ignore actions that are not requests."""
     if action == "alloc":
         simulator.malloc(addr, size, stream, private)
     elif action == "free_requested":
