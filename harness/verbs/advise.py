@@ -1,7 +1,7 @@
-"""`vramsweep advise`: which changes make a run fit, what each costs, and which to take together.
+"""`vramsweep advise`: the changes that make a run fit, the cost of each, and the best combination.
 
-Every figure is a prediction of its own, a row of the sweep results/MODEL-RUNNER-advice; times are estimates. Not
-covered: what is predicted, and which is best (harness/questions/advice.py).
+Every figure is a prediction of its own, a row of the sweep results/MODEL-RUNNER-advice; times are estimates.
+harness/questions/advice.py chooses what is predicted and which combination is best.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs.parsers import GOALS, PARSERS
 
 TIME = "est. time"  # a column
-BYTES_A_PARAMETER = 16  # fp32 weights, gradients and two values of Adam's: Rajbhandari et al., arXiv:1910.02054, 3.1
+BYTES_A_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments: Rajbhandari et al., arXiv:1910.02054, 3.1
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    """Run `vramsweep advise`; return the exit status. Raises UserError for a mistake that the user can fix."""
     options, given = PARSERS["advise"]().parse_settings(argv)
     if options.most < 0:
         raise UserError(f"--most {options.most}: allowed is 0 or more")
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{other}: advice is from predictions; leave it out, gpu=NAME says for which GPU")
     asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
-    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
 
     with compose.resolve(asked_for, "advise", suffix="advice") as session:
         if session.settings is None:
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Sequence[ReachedLimit]) -> dict[str, Any]:
-    """What `--json` prints; sizes in bytes, times in seconds a token."""
+    """Return what `--json` prints; sizes in bytes, times in seconds a token."""
 
     def plain(one: Option | None) -> dict[str, Any] | None:
         if one is None:
@@ -102,7 +102,7 @@ def show(
     given: Sequence[str],
     console: Console,
 ) -> None:
-    """Print advice."""
+    """Print advice as tables and text."""
     trial, card = asked.trial, asked.trial.device.card
     spare = f", {card.headroom_gib:g} GiB of headroom" if card.headroom_gib else ""
     console.print(
@@ -140,7 +140,7 @@ def show(
     if found.on_gpus:
         predicted = [one for one in found.on_gpus if one.need is not None]
         console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
-    for one in found.fitting_gpus:  # the last one with room for all
+    for one in found.fitting_gpus:  # only the last may also fit what is not included
         change, tight = one.remedies[0].change, "" if one.fits_well(found.limit) else f", without {fit_text.NO_ROOM}"
         gpus = f"{change['world_size']} x {card.name} with {change['sharding']}"
         console.print(f"{gpus} fits ({one.remedies[0].result}){tight}", soft_wrap=True)
@@ -156,7 +156,7 @@ def show(
     said = [word for word in given if not word.startswith("device.") and word.partition("=")[0] not in ours]
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
-    if axis and goal and goal.value:  # what it needs there is not known here, but that it is no more than the limit
+    if axis and goal and goal.value:  # its need there is unknown, but within the limit
         fits = f"predicted to fit up to {axis}={goal.value:,}{', the most that was tried' * (goal.value >= asked.most)}"
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
@@ -169,7 +169,7 @@ def show(
 
 
 def exact(trial: Trial) -> str:
-    """What is known of a model that cannot be traced."""
+    """Describe what is known of a model that cannot be traced."""
     if (count := trial.model.parameters) is None:
         return "How many parameters it has is not known either: nothing can be said without measuring."
     plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
@@ -182,7 +182,7 @@ def exact(trial: Trial) -> str:
 
 
 def _too_much(one: Option, limit: int) -> str:
-    """How far it is from fitting, or why it does not."""
+    """Describe how far an option is from fitting, or why it does not fit."""
     return f"does not fit: {one.reason}" if one.reason else fit_text.describe_misfit(one.need, limit)
 
 

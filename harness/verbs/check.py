@@ -1,4 +1,4 @@
-"""`check`: what may be published of results folders, on one screen."""
+"""`check`: the claims of results folders that may be published, on one screen."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ LINES, WIDTH = 24, 110  # of the screen
 
 
 def screen(verdict: Verdict) -> list[str]:
-    """The verdict in lines, one screen of them: the worst first, and how many findings are left out."""
+    """Return the verdict in lines, at most a screen: the worst findings first, and how many are left out."""
     kind = "measured" if verdict.measured == verdict.rows else "predicted" if not verdict.measured else None
     kind = kind or f"{verdict.measured:,} of them measured"
     lines = [f"{verdict.folder}, {verdict.rows:,} rows, {kind}: {_answer(verdict)}"]
     for number, one in enumerate(verdict.findings):
         what = f"forbids {' and '.join(one.forbids)}" if one.forbids else "say"
         some = f" ({', '.join(one.examples)}{', …' * (one.count > len(one.examples))})" if one.examples else ""
-        text = f"{what}: {one.text}{some}".replace(" %", "\xa0%")  # which no line is broken at
+        text = f"{what}: {one.text}{some}".replace(" %", "\xa0%")  # so that no line breaks there
         more = textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
         if len(lines) + len(more) >= LINES:
             return [*lines, f"  … and {len(verdict.findings) - number} more; --json lists all"]
@@ -41,7 +41,7 @@ def _answer(verdict: Verdict) -> str:
 
 
 def parser() -> Parser:
-    """The verb's options and words."""
+    """Return the parser of the verb's options and words."""
     parser = Parser(prog="vramsweep check")
     parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal")
     parser.add_argument("--claim", choices=BOTH, help="only this claim counts for the exit status (default: both)")
@@ -50,7 +50,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`vramsweep check RESULTS ...`: exit status 0 where all may be published, 1 where something may not."""
+    """Run `vramsweep check RESULTS ...`; return 0 if all claims, or that of --claim, may be published, else 1."""
     arguments = parser().parse_args(argv)
     verdicts = [judge_folder(folder) for folder in arguments.folder]
     if arguments.json:

@@ -1,4 +1,4 @@
-"""The verbs that run something, each a module with `main`. The front door is vramsweep/__main__.py."""
+"""Dispatch to the verbs that run something, each a module with `main`. The entry point is vramsweep/__main__.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vramsweep.harness.verbs.parsers import PARSERS
 
 
 def import_verb(name: str) -> ModuleType:
-    """Import the module of a verb, which has `main(words)`, and `parser()` where PARSERS has none."""
+    """Import the module of a verb, which has `main(words)`, and `parser()` if PARSERS has none."""
     return importlib.import_module(f"vramsweep.harness.verbs.{'sweep_command' if name == 'sweep' else name}")
 
 

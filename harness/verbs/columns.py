@@ -10,7 +10,7 @@ from vramsweep.harness.messages.argument_parser import Parser
 
 
 def parser() -> Parser:
-    """Return the verb's options."""
+    """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep columns", description="Also of runners and ways of sharding.")
     found.add_argument("--json", action="store_true", help="print the data instead")
     return found

@@ -1,6 +1,6 @@
-"""Is this machine fit for a night: driver, torch, cards, disk, memory, load, and what the environment would falsify.
+"""`doctor`: checks of this machine before a night's sweep: driver, torch, GPUs, disk, memory, load.
 
-Reads what machine.py reads; starts nothing on a GPU.
+It lists environment variables that would falsify results. It reads what machine.py reads; it starts nothing on a GPU.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ DRIVERS = {11: 450, 12: 525, 13: 580}
 
 
 def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check]:
-    """What a user should know before a night's sweep."""
+    """Return the checks that a user should read before a night's sweep."""
     checks = [Check("python", "ok", platform.python_version())]
     for package in ("torch", "transformers", "deepspeed"):
         found = machine.torch_version() if package == "torch" else machine.version(package)
         checks.append(Check(package, "ok" if found else "problem", found or f"not installed: pip install {package}"))
     if shadowed := machine.nvml_problem():
         checks.append(Check("nvml", "problem", shadowed))
-    with machine.nvml():  # once: without persistence mode each opening loads the driver anew
+    with machine.nvml():  # once, because without persistence mode each start loads the driver anew
         cards = machine.gpus()
         if not cards:
             checks.append(Check("gpu", "note", "no NVIDIA driver or GPU"))
@@ -63,7 +63,7 @@ def doctor(results: Path, environ: Mapping[str, str] = os.environ) -> list[Check
 
 
 def _auto(environ: Mapping[str, str]) -> list[Check]:
-    """What device=auto and sweep=auto stand for here, and why."""
+    """Return what device=auto and sweep=auto stand for here, and why."""
     device, why = machine.choose_device(environ)
     if device == "cuda":
         said = f"device=cuda, measured: {why}"
@@ -106,8 +106,8 @@ def _card(card: Gpu) -> list[Check]:
 
 
 def _state(card: Gpu) -> Check:
-    """What may spoil a night: a driver that is loaded again and again, a memory with errors. What NVML does not say is
-    not known, which is no fault."""
+    """Check for what may spoil a night: a driver that is loaded again and again, memory errors. A value that NVML does
+    not report is unknown, which is no problem."""
     queries = (("PersistenceMode",), ("EccMode",), ("TotalEccErrors", 1, 0), ("RemappedRows",))
     kept, ecc, errors, rows = (machine.query_gpu(card, *query) for query in queries)
     mode, nodes = {0: "off", 1: "on"}, ",".join(map(str, machine.cpus_near(card, "MemoryAffinity", 0)))
@@ -131,7 +131,7 @@ def _size(card: Gpu) -> str:
 
 
 def _visible(environ: Mapping[str, str]) -> list[Check]:
-    """What CUDA_VISIBLE_DEVICES leaves, where it is set."""
+    """Check the GPUs that CUDA_VISIBLE_DEVICES leaves, if it is set, and the order in which they count."""
     value, otherwise = environ.get("CUDA_VISIBLE_DEVICES"), machine.counted_otherwise(environ)
     notes = [Check("order", "note", otherwise)] if otherwise else []
     if value is None:
@@ -148,10 +148,10 @@ def _visible(environ: Mapping[str, str]) -> list[Check]:
 def compatible(
     driver: str | None, driver_cuda: int | None, torch: str | None, cuda: str | None, cards: Sequence[Gpu]
 ) -> list[Check]:
-    """Whether this driver and these cards can run this torch, which was built with CUDA `cuda` (None: for CPUs).
+    """Check whether this driver and these GPUs can run this torch, which was built with CUDA `cuda` (None: for CPUs).
 
-    `driver_cuda` is the newest CUDA that the driver library knows, as NVML gives it (12080 is 12.8). Within a major
-    version any driver of it will do.
+    `driver_cuda` is the newest CUDA that the driver supports, as NVML gives it (12080 is 12.8). Any driver of the same
+    major version will do.
     """
     if torch is None:
         return []
@@ -186,7 +186,7 @@ def compatible(
 
 
 def capabilities(torch: str, cuda: str) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The lowest compute capability that PyTorch's own builds have kernels for, and the first that they have none for.
+    """Return the lowest compute capability with kernels in PyTorch's own builds, and the first above it without.
 
     Source: "PyTorch CUDA Support Matrix" in its RELEASE.md, and pytorch/pytorch#172352 (no Volta from 2.11 and CUDA
     12.8 on). CUDA 13 cannot build for anything before Turing; Blackwell begins with CUDA 12.8.
@@ -200,13 +200,13 @@ def capabilities(torch: str, cuda: str) -> tuple[tuple[int, int], tuple[int, int
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    """The first two numbers of a version, 0 where there is none."""
+    """Return the first two numbers of a version, 0 for a missing one."""
     found = [int(n) for n in re.findall(r"\d+", text.split("+")[0])]
     return tuple([*found, 0, 0][:2])
 
 
 def _disk(results: Path) -> Check:
-    """Room where the rows will go: on the nearest folder above that exists."""
+    """Check the free space for rows in `results`, or in the nearest folder above it that exists."""
     try:
         place = results.resolve()
         folder = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
@@ -229,7 +229,7 @@ def _host() -> list[Check]:
 
 
 def parser() -> Parser:
-    """Return the verb's options."""
+    """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep doctor")
     found.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
     found.add_argument("--json", action="store_true", help="print the data instead")

@@ -1,6 +1,6 @@
-"""`vramsweep explain`: what takes the memory of a predicted run, part by part, and why it does not fit.
+"""`vramsweep explain`: the parts of a predicted run's memory, and why the run does not fit.
 
-Not covered: how it is found (runners/predict/explanation.py), every event of a step (timeline.py).
+runners/predict/explanation.py finds the parts; timeline.py shows every event of a step.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.verbs.parsers import PARSERS
 
 AMPERE = (8, 0)
-MOST_GPUS = 6  # that are named
+MOST_GPUS = 6  # named in a line
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    """Run `vramsweep explain`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["explain"]().parse_settings(argv)
     if not words:
         raise UserError(f"explain what? {_USAGE}")
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """What `--json` prints of a trial; sizes are in bytes."""
+    """Return what `--json` prints of a trial; sizes are in bytes."""
     limit = trial.memory_limit()
     return {
         "trial_id": trial_id,
@@ -81,9 +81,9 @@ def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, 
 
 
 def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """What adds up from the states, which an estimate from weights alone knows, to what the card's driver shows.
+    """Yield the sizes in bytes that lead from the states, which an estimate from weights includes, to device used.
 
-    `unknown` is what lies between the two.
+    `unknown` is the difference between the two.
     """
     peak, most = answer["peak"], answer["most"]
     states = sum(most[name] for name in STATES)
@@ -99,7 +99,7 @@ def to_card(answer: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
-    """Print an explanation."""
+    """Print an explanation as tables and text."""
     limit, refused = trial.memory_limit(), answer["refused"]
     most = fit_text.bound_reserved(answer["peak_reserved"], answer["peak_reserved_most"])
     unit = choose_unit(most)
@@ -129,9 +129,9 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
 
 
 def list_gpus(trial: Trial, need: int) -> Iterator[str]:
-    """Yield on which listed GPUs the run would fit: of its own generation, whose step is the same, and of others."""
+    """Yield lines on the listed GPUs that the run would fit: of its own generation, whose step is equal, and others."""
     own, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
-    least = min(own.capability, AMPERE)  # what of a GPU's generation the run needs is not known
+    least = min(own.capability, AMPERE)  # because it is unknown what the run needs of its generation
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), own.headroom_gib, least)
     each = f", {trial.world_size} of them" if trial.world_size > 1 else ""
     alike = [gpu.name for gpu in enough if gpu.capability == own.capability]
@@ -145,7 +145,7 @@ def list_gpus(trial: Trial, need: int) -> Iterator[str]:
 
 
 def _shorten(names: Sequence[str]) -> str:
-    """The first of the names, which have the least memory, and how many more there are."""
+    """Return the first names, which have the least memory, and how many more there are."""
     more = f" and {len(names) - MOST_GPUS} with more memory" if len(names) > MOST_GPUS else ""
     return ", ".join(names[:MOST_GPUS]) + more
 

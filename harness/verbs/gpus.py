@@ -1,4 +1,4 @@
-"""`gpus`: the GPUs that device.gpu can name."""
+"""`gpus`: the table of GPUs that device.gpu can name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vramsweep.harness.messages.argument_parser import Parser
 
 
 def parser() -> Parser:
-    """Return the verb's options."""
+    """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep gpus")
     found.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
     return found
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     rates = ("fp32", "tf32", "half", "bf16", "fp8")
     numbers = ("GiB", "limit", "cap.", "GB/s", "fp32", "tf32", "fp16", "bf16", "fp8")
     table = make_table(("device.gpu", *numbers, "link"), numbers=numbers)
-    table.padding = 0  # within 80 columns
+    table.padding = 0  # to fit 80 columns
     for gpu in GPUS:
         known = [getattr(gpu, rate) for rate in rates]
         table.add_row(

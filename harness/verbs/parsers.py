@@ -1,6 +1,6 @@
-"""The parsers of the verbs that take settings: light, as words are refused before a verb's own module is imported.
+"""The parsers of the verbs that take settings. Light, to refuse wrong words before a verb's own imports.
 
-Not covered: settings (typed_words.py), Hydra's options (overrides.py).
+typed_words.py reads the settings, overrides.py Hydra's options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from vramsweep.harness.messages.argument_parser import PAGE, Parser, settings_pa
 from vramsweep.harness.search.advice_search import MOST
 from vramsweep.harness.search.memory_savings import ACCEPTED
 
-GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # and the axis that each is about
+GOALS = {"fastest": None, "longest": "seq_len", "largest-batch": "micro_batch"}  # with the axis that each maximizes
 _SETTINGS = "%(prog)s [OPTION ...] [GROUP=OPTION ...] [KEY=VALUE ...]"
 _TRIALS = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
 

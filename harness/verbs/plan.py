@@ -1,4 +1,4 @@
-"""`plan`: what a sweep would run, what cannot run and why, what it needs, how long it takes."""
+"""`plan`: the trials that a sweep would run, those that cannot run and why, the memory needed, the time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vramsweep.harness.verbs import plan_preview
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep plan`; return the exit status."""
-    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
 
     asked = compose.resolve(argv, "plan", action="plan")
     if asked.settings is not None:

@@ -1,5 +1,5 @@
-"""What `plan` shows before anything runs: the trials, those that are impossible and why, whether the largest are
-predicted to fit the GPU, how long it will take.
+"""The output of `plan` before anything runs: the trials, those that are impossible and why, whether the largest are
+predicted to fit the GPU, and the expected time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vramsweep.harness.verbs import plan_summary
 
 
 def show_session(session: Session) -> None:
-    """Show what a command would run, and what its sweeper notes of it."""
+    """Show what a command would run, and its sweeper's notes."""
     assert session.settings is not None
     show(session.trials, session.settings, session.folder)
     if session.settings.output != "json":
@@ -43,8 +43,8 @@ def show_session(session: Session) -> None:
 
 
 def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
-    """Print the configurations (output=all: every trial), what cannot run and why, what the largest are predicted to
-    need, and a time."""
+    """Print the configurations (output=all: every trial), the trials that cannot run and why, the predicted memory of
+    the largest, and a time."""
     rows = read(folder)[0] if any(file.exists() for file in files(folder)) else []
     pending, finished, notes = remaining_trials(rows, planned, settings)
     unmeasured = [p for p in planned if not finished.get(p.trial_id, {}).get("attempt")]
@@ -123,7 +123,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
 def _spread_over_slots(
     total: Expected, pending: Sequence[Planned], expected: Mapping[str, Expected], settings: Settings
 ) -> Expected:
-    """What the trials take on all their places at once: no less than the longest, and no place ever idle."""
+    """Return the time of the trials on all slots at once if no slot is ever idle; at least the longest trial's."""
     count, at_once = _places(pending, settings)
     each = {p.trial_id: expected[p.trial_id].seconds or 0.0 for p in pending}
     if total.seconds is None or count == 1:
@@ -134,14 +134,14 @@ def _spread_over_slots(
 
 
 def _places(pending: Sequence[Planned], settings: Settings) -> tuple[int, int]:
-    """Return how many places there are for trials, and how many trials run at the same time at most."""
+    """Return the number of slots, and the most trials that run at the same time."""
     count = 1 if settings.exclusive else len(scheduler.list_resources(pending, settings.slots))
     needs = sorted(scheduler.resources_needed(p, count) for p in pending if p.trial)
     return count, max(1, sum(taken <= count for taken in itertools.accumulate(needs)))
 
 
 def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected, settings: Settings) -> list[str]:
-    """What it means for speed that trials are measured at the same time, and what it costs not to; none if none are."""
+    """Describe how simultaneous trials affect measured speed, and the time one by one; empty if there are none."""
     measured = sum(p.trial is not None and p.trial.device.name != "simulated" for p in pending)
     count = min(measured, _places(pending, settings)[1])
     alone, now = (
@@ -154,7 +154,7 @@ def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected,
 
 
 def report(predictions: Sequence[Prediction], configurations: int) -> list[str]:
-    """The predictions in words, those that will not fit last and counted."""
+    """Describe the predictions, those that will not fit last and counted."""
     if not predictions:
         return []
     lines = [f"memory predicted for {predictions[0].card}, the largest trial of each configuration:"]
@@ -183,7 +183,7 @@ def _state(p: Planned, todo: set[str]) -> str:
 def list_measurements(
     planned: Sequence[Planned], rows: Mapping[str, Row], price_per_hour: float | None
 ) -> list[dict[str, Any]]:
-    """Return what measuring simulated trials would take, for each GPU and number of them; null: not known."""
+    """Return what measuring simulated trials would take, for each GPU and number of GPUs; None: unknown."""
     groups: dict[tuple[str, int], list[Planned]] = defaultdict(list)
     for p in planned:
         if p.trial is not None:
@@ -205,7 +205,7 @@ def list_measurements(
 
 
 def _price(seconds: float | None, cost: float | None, price_per_hour: float | None) -> str:
-    """A time, and what it costs where a price is known."""
+    """Describe a time, and its cost if a price is known."""
     if seconds is None:
         return "unknown" + ", cost: unknown" * (price_per_hour is not None)
     return f"about {duration_words(seconds)}" + (
@@ -214,8 +214,8 @@ def _price(seconds: float | None, cost: float | None, price_per_hour: float | No
 
 
 def _speed(planned: Sequence[Planned], settings: Settings) -> tuple[str, float | None]:
-    """Where trials are measured, and FLOP/s to reckon with there: a share of the GPU's published peak, of the one to
-    predict for where there is none here, or what numpy reaches on this CPU."""
+    """Return in words where trials are measured, and the FLOP/s assumed there (None: unknown). For a GPU it is a share
+    of the published peak of the one that `choose_card` returns, else what numpy reaches on this CPU."""
     trial = next((p.trial for p in planned if p.trial and p.trial.device.name != "simulated"), None)
     if trial is None:
         return "this machine's CPU", None

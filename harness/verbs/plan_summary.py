@@ -1,5 +1,5 @@
-"""A planned sweep on a screen: what all trials have in common said once, a line for each configuration, and why what
-cannot run cannot. Pure. Not covered: what each trial is expected to take (plan_preview.py).
+"""A planned sweep on a screen: what all trials have in common, a line for each configuration, and the trials that
+cannot run with their reasons. Pure; plan_preview.py has the expected times.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vramsweep.harness.sweep.labels import CALLED, WITHIN, Labels, describe_comm
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.time_limit import duration_words
 
-MOST = 24  # configurations that are listed
-NAMED = 3  # trials that cannot run for one reason, by name
+MOST = 24  # configurations listed
+NAMED = 3  # trials listed for each reason why they cannot run
 
 
 @dataclass(frozen=True)
 class Line:
-    """The trials of one configuration that can run: their lengths and batches, how many are to do and are finished,
-    the seconds of those to do (None: not known)."""
+    """The trials of one configuration that can run: their lengths and batches, how many are to do and how many are
+    finished, and the seconds of those to do (None: unknown)."""
 
     label: str
     ranges: Mapping[str, str]
@@ -34,8 +34,8 @@ class Line:
 def lines(
     planned: Sequence[Planned], todo: Iterable[str], total: Callable[[Sequence[Planned]], Expected]
 ) -> list[Line]:
-    """A line for each configuration, in the order in which they are first to run; `todo` are ids of trials to do,
-    `total` says what several will take."""
+    """Return a line for each configuration, in the order of their first trials. `todo` are the ids of trials to do;
+    `total` returns the time of several trials."""
     todo = set(todo)
     named = Labels(planned, WITHIN)
     axes = [key for key in WITHIN if key in varying(planned)]
@@ -56,7 +56,7 @@ def lines(
 
 
 def refused(planned: Sequence[Planned]) -> dict[str, list[str]]:
-    """The names of the trials that cannot run, by reason."""
+    """Return the names of the trials that cannot run, by reason."""
     named, found = Labels(planned), dict[str, list[str]]()
     for p in planned:
         if p.trial is None:
@@ -65,7 +65,7 @@ def refused(planned: Sequence[Planned]) -> dict[str, list[str]]:
 
 
 def show_plan(planned: Sequence[Planned], told: Sequence[Line]) -> RenderableType:
-    """The whole for a terminal."""
+    """Return the whole summary for a terminal."""
     axes = list(dict.fromkeys(key for line in told for key in line.ranges))
     numbers = ("to do", "finished", "time")
     heads = ("configuration", *(CALLED.get(axis, axis.removesuffix(".name")) for axis in axes), *numbers)
@@ -84,7 +84,7 @@ def show_plan(planned: Sequence[Planned], told: Sequence[Line]) -> RenderableTyp
 
 
 def _range(values: Sequence[object]) -> str:
-    """Values in words: all of a few, the ends of many."""
+    """Describe values: all of them if they are few, else the ends."""
     distinct = list(dict.fromkeys(values))
     if all(type(value) is int for value in distinct):
         distinct = sorted(distinct, key=lambda value: int(str(value)))

@@ -1,6 +1,6 @@
 """`vramsweep predict`: a sweep of predictions, with ranges of lengths and batches, a bar, and a table of what fits.
 
-Everything else is a sweep's: its words (run_words.py), its rows and folder (run_trials.py), how they are made
+All else is as in other sweeps: words (run_words.py), rows and folder (run_trials.py), predictions
 (batch_prediction.py).
 """
 
@@ -26,7 +26,7 @@ from vramsweep.harness.verbs.parsers import PARSERS
 
 
 def main(argv: Sequence[str]) -> int:
-    """`predict`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
+    """Run `vramsweep predict`; return the exit status of its sweep. Raises UserError for a mistake."""
     options, rest = PARSERS["predict"]().parse_settings(argv)
     most = options.max_reserved
     if options.largest is not None:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     own = swept.settings is not None and swept.settings.answer is None  # else the report answers the preset's question
     brief = own and predict_answer.show_answer(swept.trials, swept.rows, rest, swept.folder)
     status = beyond(list(swept.rows.values()), most)
-    if not brief or any(word.startswith("report=") for word in rest):  # a page of a few numbers takes longer than they
+    if not brief or any(word.startswith("report=") for word in rest):  # because a page takes longer than a few numbers
         run_words.write_report(swept, brief=own)
     return max(swept.status, status)
 
@@ -51,7 +51,7 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
         if word.partition("=")[0] == axis:
             values = typed_words.list_numbers(word)
     first = f"{axis}={values[0] if values else 1}"
-    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
 
     with compose.resolve(words([*others, first]), "predict", suffix="predicted") as asked:
         if asked.settings is None:
@@ -66,7 +66,7 @@ def _largest(argv: Sequence[str], axis: str, every: bool, as_json: bool) -> int:
 def show_edges(
     answers: Sequence[tuple[Planned, largest_prediction.Answer]], axis: str, as_json: bool, last: int | None = None
 ) -> int:
-    """Print what was found; the exit status: 1 where something asked for has no answer."""
+    """Print the largest values that fit; return the exit status, 1 if a request has no answer."""
     status = int(any(found["unanswered"] or found["reason"] is not None for _, found in answers))
     if as_json:
         print(json.dumps([{"trial_id": item.trial_id, "trial": item.resolved, **found} for item, found in answers]))
@@ -89,9 +89,9 @@ def show_edges(
 
 
 def beyond(rows: Sequence[Row], most: int | None) -> int:
-    """1 if a row reserves more than `most` bytes, or it is not known how much, and says which; else 0.
+    """Return 0 if every row reserves at most `most` bytes; else 1, and print how many reserve more or are unknown.
 
-    Where a row has bounds, the upper one counts.
+    If a row has bounds, the upper one counts.
     """
     if most is None:
         return 0
@@ -111,7 +111,7 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
 
 
 def words(argv: Sequence[str]) -> list[str]:
-    """The same as words of `sweep`. Raises UserError for another device."""
+    """Return the words for `sweep` with device=simulated. Raises UserError for another device or a price."""
     for word in argv:
         key, _, value = word.partition("=")
         if key in ("price_per_hour", "max_cost") and value != "null":

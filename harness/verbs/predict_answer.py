@@ -1,6 +1,6 @@
-"""What `vramsweep predict` answers: a block for each of a few trials, a table of many, and what to ask next.
+"""The answer of `vramsweep predict`: a block for each of a few trials, a table of many, and commands to run next.
 
-Not covered: how rows come about (predict.py), the table itself (harness/sweep/result_table.py).
+predict.py makes the rows, harness/sweep/result_table.py the table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from vramsweep.harness.sweep.plan import Planned
 
 HOST = 64 << 30  # bytes of host memory that not every node has
 FEW = 6  # configurations that have a block each
-OURS = ("device", "name", "results", "report", "repeats")  # settings that a next question leaves out
+OURS = ("device", "name", "results", "report", "repeats")  # settings that a suggested command leaves out
 FULL = (Outcome.OOM, Outcome.HOST_OOM)
-WITHIN = ("seed", "repeat", "protocol.name")  # what trials of one configuration may differ in, beside the axis
-UNSAID = ("torch", "simulated", "protocol=quick")  # what goes without saying
+WITHIN = ("seed", "repeat", "protocol.name")  # in which trials of one configuration may differ, besides the axis
+UNSAID = ("torch", "simulated", "protocol=quick")  # parts of a description that go without saying
 
 
 def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequence[str], folder: Path) -> bool:
-    """Print what was predicted of the trials; return whether each had a block. `words` are those of the command."""
+    """Print the predictions of the trials; return whether each had a block. `words` are those of the command."""
     answered = [(item, rows[item.trial_id]) for item in planned if item.trial_id in rows]
     if not answered:
         return False
@@ -81,7 +81,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
 
 
 def _order_key(label: str) -> list[tuple[int, str]]:
-    """By words, and by numbers in their order."""
+    """Return a sort key of a label: its words by name, its numbers by value."""
     return [(int(word), "") if word.isdigit() else (0, word) for word in label.split()]
 
 
@@ -121,7 +121,7 @@ def _verdict(trial: Trial, row: Row) -> str:
 
 
 def _find_free(item: Planned, row: Row) -> int | None:
-    """Return what of the limit a run that fits leaves free at least, in bytes; None where it is not known to fit."""
+    """Return how many bytes of the limit a run leaves free at least; None if it is not known to fit."""
     need = None if item.trial is None or row["outcome"] != Outcome.OK else find_need(row)
     return None if need is None or item.trial is None else item.trial.memory_limit() - need
 
@@ -136,7 +136,7 @@ def _speed(trial: Trial, row: Row) -> str | None:
 
 
 def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) -> dict[str, list[str]]:
-    """Return what to ask next, and how: of the smallest that does not fit, else of the one that needs most."""
+    """Return commands to run next, by purpose: for the smallest trial that does not fit, else the largest need."""
     full = [(find_need(row) or math.inf, item) for item, row in answered if row["outcome"] == Outcome.OOM]
     known = [(need, item) for item, row in answered if row["outcome"] == Outcome.OK and (need := find_need(row))]
     if not full and not known:
@@ -155,7 +155,7 @@ def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) 
 
 
 def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
-    """Return the words of a command with one value each, those of a trial; None where they cannot be told."""
+    """Return the words of a command with the trial's single values; None if they cannot be determined."""
     values = flatten(item.resolved)
     found = []
     for word in words:
@@ -174,7 +174,7 @@ def name_trial(item: Planned, words: Sequence[str]) -> list[str] | None:
 
 
 def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str, last: int | None) -> Iterator[str]:
-    """Yield the lines of one trial's largest length or batch that fits; `last` is the largest that was asked for."""
+    """Yield the lines of one trial's largest length or batch that fits; `last` is the largest that was requested."""
     what = {"seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest batch", "sequences per GPU")}[axis]
     trial = item.trial
     yield "" if trial is None else f"{fit_text.describe_run(trial, axis)}, predicted"

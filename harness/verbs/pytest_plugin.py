@@ -1,4 +1,4 @@
-"""A memory regression test for anybody's CI, without a GPU: the fixture `predicted`, for pytest.
+"""The pytest fixture `predicted`, for memory regression tests without a GPU in anybody's CI.
 
 def test_fits_a_24_gb_card(predicted):
     rows = predicted("model=gpt2", "seq_len=512,1024", "micro_batch=8", "gpu=rtx4090-24gb")
@@ -26,11 +26,11 @@ Predicted = Callable[..., list[Row]]
 
 @pytest.fixture
 def predicted(tmp_path: Path) -> Predicted:
-    """`predicted(*words, max_reserved=None)`: the rows of `vramsweep predict` with these words.
+    """Return `predicted(*words, max_reserved=None)`, which returns the rows of `vramsweep predict` with these words.
 
     With `max_reserved`, a size with its unit as "22GiB" or "25165824B", the test fails if a row reserves more. Rows
-    that run out of the card's memory say what they would reserve in `unlimited_peak_reserved_bytes`. Raises UserError
-    for words that cannot be predicted.
+    that run out of GPU memory have the bytes they would reserve in `unlimited_peak_reserved_bytes`. The call raises
+    UserError for words that cannot be predicted.
     """
 
     def predict(*words: str, max_reserved: str | None = None) -> list[Row]:

@@ -1,4 +1,4 @@
-"""`replay`: a recording under other allocator settings, as a table, as JSON and as a figure."""
+"""`replay`: replays of a recording under other allocator settings, as a table, as JSON and as a figure."""
 
 import sys
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from vramsweep.harness.process.interpreter import draw_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit status. Raises UserError for what the user can mend."""
+    """Run `vramsweep replay`; return the exit status. Raises UserError for a mistake that the user can fix."""
     args = parser().parse_args(argv)
     limit = args.memory_limit
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def verdict(result: WhatIf) -> str:
-    """In words, how the replay under the recorded settings compares with the recording."""
+    """Describe how the replay under the recorded settings compares with the recording."""
     match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
         why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
@@ -96,7 +96,7 @@ def _print_table(result: WhatIf) -> None:
 
 
 def _holders(peak: Holders, of: str) -> Table:
-    """Who holds the recorded peak."""
+    """Return the table of the blocks that make up the recorded peak."""
     unknown = f"; of {format_size(peak.unknown)} no line is known" if peak.unknown else ""
     title = f"What holds the {of} allocated, {format_size(peak.allocated)} after event {peak.event}{unknown}"
     show_size = partial(format_in, unit := choose_unit(peak.allocated))
@@ -133,7 +133,7 @@ def _warnings(result: WhatIf) -> list[str]:
 
 
 def parser() -> Parser:
-    """The verb's options and words."""
+    """Return the parser of the verb's options and words."""
     parser = Parser(prog="vramsweep replay")
     parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
     parser.add_argument(

@@ -1,8 +1,7 @@
 """`vramsweep run ... -- COMMAND`: a sweep of a command of the user's own, as runner=script.
 
-Everything else is a sweep's: its words (run_words.py), its rows and folder (run_trials.py). Not covered: what
-placeholders mean (command_template.py), how the command is run and watched (runners/scripts/launch_command.py,
-runners/scripts/observer.py).
+All else is as in other sweeps: words (run_words.py), rows and folder (run_trials.py). command_template.py defines the
+placeholders; runners/scripts/launch_command.py runs the command, and runners/scripts/observer.py watches it.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from vramsweep.harness.verbs import run_words
 from vramsweep.harness.verbs.parsers import PARSERS
 
 _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
-_FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # Hydra's
+_FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # functions of Hydra
 
 
 def main(argv: Sequence[str]) -> int:
-    """`run`; returns the exit status of the sweep that it is. Raises UserError for a mistake."""
+    """Run `vramsweep run`; return the exit status of its sweep. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
     options, rest = PARSERS["run"]().parse_settings(before)
     if not command:
@@ -38,17 +37,17 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
     given = words(rest, command)
     if options.dry_run:
-        with tempfile.TemporaryDirectory() as place:  # which Hydra writes to, whatever it is asked
+        with tempfile.TemporaryDirectory() as place:  # because Hydra writes there in any case
             return _show(compose.resolve([*given, f"hydra.sweep.dir={value(place)}"], "run"))
     return run_words.run_sweep(given, "run")
 
 
 def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
-    """What the command line is to `vramsweep sweep`. A setting that the command alone knows is one of its options.
+    """Translate the command line to words of `vramsweep sweep`. A setting only of the command becomes its option.
 
-    Raises UserError for what would not reach the command, or not as it was meant.
+    Raises UserError for words that would not reach the command, or not as they were meant.
     """
-    text = command[0] if len(command) == 1 else shlex.join(command)  # a quoted whole is one word
+    text = command[0] if len(command) == 1 else shlex.join(command)  # one word if the user quoted the whole command
     told = command_template.placeholder_names(text)
     ours = {*Trial.model_fields, *plan.SETTINGS, *overrides.options()}
     given = [word.partition("=")[0] for word in before]
@@ -70,7 +69,7 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
 def _wrong(
     before: Sequence[str], command: Sequence[str], text: str, told: Collection[str], ours: Collection[str]
 ) -> Iterator[str]:
-    """What is wrong with the words themselves, before anything is made of them."""
+    """Yield what is wrong with the words themselves, before they are used."""
     yield from filter(None, map(redaction.secret_problem, [*before, text]))
     bare = QUOTED.sub("", text)
     if len(command) == 1 and (sign := _SHELL.search(bare)):
@@ -93,7 +92,7 @@ def _wrong(
 
 
 def _option(word: str) -> str:
-    """A setting of the user's own as Hydra reads it: each of its values as it was typed, and so a text."""
+    """Return a setting of the user's own as Hydra reads it: each of its values as typed, and so a text."""
     name, _, typed = word.partition("=")
     each = () if _FUNCTION.fullmatch(typed) else map(str.strip, split_values(typed))
     several = [one if QUOTED.fullmatch(one) else value(one) for one in each] or [typed]
@@ -109,7 +108,7 @@ def _apart(argv: Sequence[str]) -> tuple[list[str], bool, list[str]]:
 
 
 def _show(asked: Session) -> int:
-    """Print the command of every trial, with the allocator's variable; for one that cannot run, why."""
+    """Print the command of every trial, with the allocator's variable, or why it cannot run; return the exit status."""
     planned, folder = asked.trials, asked.folder.resolve()
     for item in planned:
         if item.trial is None:

@@ -1,6 +1,6 @@
-"""From the words of a command line to rows and their report: what `sweep`, `run` and `predict` share.
+"""From the words of a command line to rows and their report: the code that `sweep`, `run` and `predict` share.
 
-Words become configurations (harness/config/compose.py), these trials and rows (harness/sweep/session.py).
+Words become configurations (harness/config/compose.py), and these become trials and rows (harness/sweep/session.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ REPORTING = ".reporting"  # locked by the shard that writes the report
 def run_sweep(argv: Sequence[str], verb: str = "sweep") -> int:
     """Run the sweep that a command line names, whole or a shard of it, and write its report.
 
-    Returns 0 if every trial has an answer, 1 if some failed, 130 if interrupted. Raises UserError for a mistake, and
-    where no trial can run.
+    Returns 0 if every trial has an answer, 1 if some failed, 130 if interrupted. Raises UserError for a mistake, or if
+    no trial can run.
     """
     swept = sweep_words(argv, verb, divisible=True)
     write_report(swept)
@@ -39,14 +39,14 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
 
     `suffix` ends its folder's name (None: the device); `divisible`: it may be divided into shards. Raises UserError.
     """
-    from vramsweep.harness.config.compose import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config.compose import compose  # here, because it imports Hydra, which no refusal needs
     from vramsweep.harness.config.overrides import FULL_ERROR, variable
 
     session = Session(argv, suffix, divisible, verb)
     with session:
         try:
             if configs := compose(argv, verb, "run", session):
-                with variable(FULL_ERROR, None):  # which workers must not inherit
+                with variable(FULL_ERROR, None):  # because workers must not inherit it
                     _run(session, session.add(configs))
             if session.settings is not None:
                 if session.settings.action == "plan":
@@ -55,8 +55,8 @@ def sweep_words(argv: Sequence[str], verb: str, suffix: str | None = None, divis
         except run_trials.Interrupted as end:
             session.status = int(end.code or 0)
             if end.at_once:
-                session.settings = None  # of which nothing is reported
-        except SystemExit as end:  # how Hydra ends
+                session.settings = None  # so that nothing is reported
+        except SystemExit as end:  # because Hydra ends so
             session.status, session.settings = end.code if isinstance(end.code, int) else 1, None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
@@ -71,13 +71,13 @@ def _run(session: Session, expanded: Sequence[Sequence[Planned]]) -> None:
         slurm_jobs.submit(
             session.trials, settings, session.slurm, session.folder, session.words, session.auto, run_sweep
         )
-        session.settings = dataclasses.replace(settings, report=False)  # the jobs' last one writes it
+        session.settings = dataclasses.replace(settings, report=False)  # because the last of the jobs writes it
     elif settings.action == "run":
         session.run(expanded)
 
 
 def write_report(session: Session, brief: bool = False) -> None:
-    """Write the report of a sweep that was run, where it is wanted; `brief`: say only where it is.
+    """Write the report of a sweep that was run, if it is wanted; `brief`: print only its path.
 
     Raises KeyboardInterrupt, which ends it.
     """
@@ -89,7 +89,7 @@ def write_report(session: Session, brief: bool = False) -> None:
 
 
 def _report_once(folder: Path) -> int:
-    """Write the report of a sweep in shards, by the one whose row was the last of all; return its exit status."""
+    """Write the report of a sweep in shards from the shard with the last row of all; return its exit status."""
     found = sweep_status.read_status(folder)
     if found.done != found.total:
         print(f"{found.done} of {found.total} trials have rows; the report comes with the last, or vramsweep report")

@@ -1,7 +1,7 @@
-"""`status`, how far a sweep is, from its folder alone: readable while it runs, by anyone, without a lock.
+"""`status`: the progress of a sweep, from its folder alone: readable while it runs, by anyone, without a lock.
 
-With --watch again and again until it ends, in another terminal or on another machine; of a journal only what is new is
-read then. Not covered: what the counts mean (sweep_status.py).
+--watch repeats it until the sweep ends, in another terminal or on another machine; it then reads only new lines of a
+journal. sweep_status.py defines the counts.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from vramsweep.harness.sweep import row_builder, slurm_jobs
 from vramsweep.harness.sweep.batch_prediction import together
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows
 
-RECENT = 20  # trials that the rate is that of
+RECENT = 20  # trials in the rate
 FAILURES = 5
-SPEC_LIMIT = 16 << 20  # bytes of what an attempt is of
+SPEC_LIMIT = 16 << 20  # bytes of an attempt's specification
 AXES = ("model", "runner", "sharding", "seq_len", "micro_batch", "precision", "allocator")
 COLUMNS = ("trial_id", "attempt", "terminal", "outcome", "reason", "started_at", "device", *SYSTEM, *AXES)
-# Between the batches of one command, and while its report is made, no journal is locked. So long a sweep is waited for,
-# in seconds, by whether its launcher runs; None: on another machine, which cannot be told.
+# Between the batches of one command, and while its report is made, no journal is locked. Seconds to wait for such a
+# sweep, by whether its launcher runs; None: unknown, because it is on another machine.
 GRACE: Mapping[bool | None, float] = {True: 60.0, None: 10.0, False: 0.0}
 
 
 def parser() -> Parser:
-    """Its options."""
+    """Return the parser of the verb's options and words."""
     found = Parser(prog="vramsweep status")
     found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
     found.add_argument("--json", action="store_true", help="print the data instead")
@@ -58,7 +58,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`status`; returns the exit status. Raises UserError for what is no sweep."""
+    """Run `vramsweep status`; return the exit status. Raises UserError for a folder without a sweep."""
     arguments = parser().parse_args(argv)
     named = [one for folder in arguments.folder for one in _sweeps(folder)]
     if not (folders := named or sorted(find_sweeps(Path("results"), 1))):
@@ -72,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
         except UserError as error:
             if folder in arguments.folder:
                 raise
-            print(f"{folder}: {error}", file=sys.stderr)  # the others are shown all the same
+            print(f"{folder}: {error}", file=sys.stderr)  # but show the others
     if arguments.json:
         print(json.dumps([asdict(one) for one in found], indent=1))
         return 0
@@ -84,21 +84,21 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _sweeps(folder: Path) -> list[Path]:
-    """The folder, if it is a sweep's; else the sweeps below it, where there are any."""
+    """Return the sweeps below a folder; the folder itself if it is a sweep's or has none below it."""
     begun = any(file.exists() for file in journal.files(folder)) or slurm_jobs.submitted_jobs(folder)
     return [folder] if begun else sorted(find_sweeps(folder)) or [folder]
 
 
 def head(of: Status) -> str:
-    """How far a sweep is, in a line."""
+    """Describe the progress of a sweep in a line."""
     return f"{of.folder}  {of.state}  {progress(of)}"
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A sweep at one moment, `now`: trials a minute, of the last `RECENT` attempts (None: not known); the last trials
-    without an answer, the newest first, in words with when they began; the attempts that run; what the last command has
-    cost so far, in the unit of `price_per_hour=` (None: no price is known)."""
+    """A sweep at the moment `now`. `rate` is trials a minute, of the last `RECENT` attempts (None: unknown). `failures`
+    describes the last trials without an answer and when they began, the newest first; `running` the attempts that run.
+    `cost` is that of the last command so far, in the unit of `price_per_hour=` (None: no price)."""
 
     status: Status
     now: datetime
@@ -108,7 +108,7 @@ class Seen:
     cost: float | None = None
 
     def speed(self) -> str:
-        """In words, and how long the trials that are planned will still take."""
+        """Describe the speed, the time that the planned trials still need, and the cost."""
         if self.rate is None or self.status.state != "running":
             return "speed not known yet" if self.rate is None else "nothing runs"
         if self.status.total is None:
@@ -119,23 +119,23 @@ class Seen:
         return f"{self.rate:.2g} trials a minute, {duration(left)} left, until {until:%H:%M}Z{cost}"
 
     def log(self) -> str:
-        """For a log: a line that changes when something has happened, not as time goes by."""
+        """Return a line for a log, which changes only if something has happened, not as time passes."""
         return "; last failure: ".join([head(self.status), *self.failures[:1]])
 
 
 @dataclass
 class Watched:
-    """A folder that is watched, and what of it has been read."""
+    """A folder that is watched, and the part of its journals already read."""
 
     folder: Path
     tail: journal.Tail = field(init=False)
-    quiet_since: float | None = None  # by the monotonic clock
+    quiet_since: float | None = None  # of the monotonic clock
 
     def __post_init__(self) -> None:
         self.tail = journal.Tail(self.folder, COLUMNS)
 
     def look(self, now: datetime) -> Seen:
-        """What there is to see. Raises UserError if there is no journal."""
+        """Read new rows and return the sweep as it is at `now`. Raises UserError if there is no journal."""
         self.tail.look()
         rows, plans = self.tail.rows, journal.plans(self.folder)
         found = status_from_rows(self.folder, rows, self.tail.unreadable, plans)
@@ -149,8 +149,8 @@ class Watched:
         return Seen(found, now, rate(recent, now), failures(rows), running, cost)
 
     def ended(self, seen: Seen, clock: float) -> tuple[bool, Seen]:
-        """Whether nothing more is to come: no journal is locked, and has not been for as long as a command may take
-        between two batches. And what is seen, which is a sweep that runs while its launcher is between two."""
+        """Return whether the sweep has ended: no journal was locked for as long as a command may take between two
+        batches. Also return `seen`, as a running sweep while its launcher may be between two."""
         if seen.status.state in ("running", "waiting"):
             self.quiet_since = None
             return False, seen
@@ -165,7 +165,7 @@ def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> in
     if as_json:
         raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
     try:
-        seconds = float(text)  # 0 and nan are numbers too, of which the range is told
+        seconds = float(text)  # 0 and nan are numbers too; the check of the range refuses them
     except ValueError:
         try:
             seconds = units.parse_seconds(text)
@@ -181,7 +181,7 @@ def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> in
 
 
 def watch(folders: Sequence[Path], seconds: float) -> int:
-    """Show the sweeps until all have ended, or Ctrl-C; returns the exit status. Raises UserError for what is none."""
+    """Show the sweeps until all have ended, or Ctrl-C; return the exit status. Raises UserError if one is no sweep."""
     console = Console()
     watched = [Watched(folder) for folder in folders]
     said: dict[Path, str] = {}
@@ -204,7 +204,7 @@ def watch(folders: Sequence[Path], seconds: float) -> int:
 
 
 def lines(seen: Seen) -> list[str]:
-    """What a terminal shows of a sweep that is watched."""
+    """Return the lines that a terminal shows of a watched sweep."""
     of = seen.status
     running = (f"running: {text}" for text in seen.running)
     shown = (progress(of), seen.speed(), *running, *seen.failures)
@@ -223,7 +223,7 @@ def running_attempts(folder: Path, rows: Sequence[Row], now: datetime) -> tuple[
             continue
         if together(trial_id) and (attempt / RESULT).exists():
             continue
-        with contextlib.suppress(OSError):  # it has only just been made
+        with contextlib.suppress(OSError):  # a folder so new that it has no specification yet
             began = datetime.fromtimestamp((attempt / SPEC).lstat().st_mtime, UTC)
             name = "predictions, many together" if together(trial_id) else _describe_attempt(attempt / SPEC, trial_id)
             again = f", attempt {number}" if number > 1 else ""
@@ -238,7 +238,7 @@ def _subfolders(place: Path) -> list[Path]:
 
 
 def _describe_attempt(spec: Path, trial_id: str) -> str:
-    """Name the attempt's trial by its settings; by its id where they cannot be read."""
+    """Name the attempt's trial by its settings, or by its id if they cannot be read."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
         read = json.loads(read_content(spec, SPEC_LIMIT, links=False))
         return describe_trial(Trial.model_validate(read["trial"]))
@@ -246,9 +246,9 @@ def _describe_attempt(spec: Path, trial_id: str) -> str:
 
 
 def rate(rows: Sequence[Row], now: datetime) -> float | None:
-    """Trials a minute, of the last attempts that a process was started for; None before there is one.
+    """Return trials a minute, of the last attempts that started a process; None before there is one.
 
-    A batch of predictions, which all began at one time, counts as a whole.
+    A batch of predictions counts as a whole, because all began at one time.
     """
     began = sorted(start for row in rows if row["attempt"] and row["terminal"] and (start := when(row["started_at"])))
     if not began:
@@ -258,7 +258,7 @@ def rate(rows: Sequence[Row], now: datetime) -> float | None:
 
 
 def failures(rows: Sequence[Row]) -> tuple[str, ...]:
-    """The last trials whose last row is no answer, the newest first."""
+    """Describe the last trials whose last row is no answer, the newest first."""
     last = {row["trial_id"]: row for row in rows}
     failed = [row for row in last.values() if not is_answer(row["outcome"])]
     failed.sort(key=lambda row: str(row["started_at"] or ""), reverse=True)
@@ -270,14 +270,14 @@ def failures(rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def label(row: Row) -> str:
-    """A row's trial in words, from its columns."""
+    """Describe a row's trial by its columns."""
     said = {"seq_len": "seq ", "micro_batch": "batch "}
     plain = {"sharding": "none", "allocator": "default"}
     return " · ".join(f"{said.get(name, '')}{row[name]}" for name in AXES if row[name] not in (None, plain.get(name)))
 
 
 def when(text: Any) -> datetime | None:
-    """A moment as rows have it."""
+    """Return the time in a column of a row, in UTC if it names no zone; None if it is no time."""
     with contextlib.suppress(TypeError, ValueError):
         found = datetime.fromisoformat(text)
         return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -11,7 +11,7 @@ from vramsweep.harness.messages.errors import UserError
 
 
 def parser() -> Parser:
-    """Return the verb's options."""
+    """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep techniques")
     found.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
     found.add_argument("--json", action="store_true", help="print the data instead")

@@ -1,6 +1,6 @@
-"""`vramsweep timeline`: what a predicted step holds from event to event, of one trial or of a sweep's rows.
+"""`vramsweep timeline`: the memory of a predicted step from event to event, of one trial or of a sweep's rows.
 
-The figure is drawn in a process of the analysis. Not covered: where timelines come from (kept_timelines.py).
+A process of the analysis draws the figure. kept_timelines.py finds the timelines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _USAGE = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """The verb; returns the exit status. Raises UserError for what the user can mend."""
+    """Run `vramsweep timeline`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["timeline"]().parse_settings(argv)
     if not words:
         raise UserError(f"timeline of what? {_USAGE}")

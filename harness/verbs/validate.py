@@ -1,7 +1,7 @@
-"""`vramsweep validate FILE...`: predict reference runs, and put what was published next to it.
+"""`vramsweep validate FILE...`: predictions of reference runs next to the published readings.
 
-What comes out, a line a reading, is `readings.json` in the sweep's folder; the tables are made of it
-(analysis/compare/validation.py). Not covered: what the files say and how they are predicted (harness/questions).
+The result is `readings.json` in the sweep's folder, an entry for each reading. analysis/compare/validation.py makes the
+tables of it. harness/questions reads the files and predicts their runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ every run. The same command goes on where one was interrupted."""
 
 
 def parser() -> Parser:
-    """The verb's options and words."""
+    """Return the parser of the verb's options and words."""
     parser = Parser(
         prog="vramsweep validate",
         usage="%(prog)s FILE ... [KEY=VALUE ...]",
@@ -42,7 +42,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """`validate`; returns the exit status. Raises UserError where nothing can be predicted."""
+    """Run `vramsweep validate`; return the exit status. Raises UserError if nothing can be predicted."""
     arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
     if not (files := [Path(word) for word in arguments.words if "=" not in word]):
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def show(folder: Path) -> None:
-    """Print the tables, by a process of the analysis. Raises UserError if that fails."""
+    """Print the tables with a process of the analysis. Raises UserError if that fails."""
     sys.stdout.flush()
     if subprocess.run(build_command("vramsweep", "errors", str(folder / READINGS)), check=False).returncode:
         raise UserError("not all tables were made, for the reason above; the same command makes them again")
