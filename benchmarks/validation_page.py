@@ -177,7 +177,7 @@ def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
     """Every table of the page with its title and what it shows."""
     found = made.readings[~made.readings["again"]]
     whole = found[found["phase"].isna()]
-    tools = "What each tool is, or where its rule stands:\n\n" + "\n".join(
+    tools = "Sources of the rules and versions of the tools:\n\n" + "\n".join(
         f"- *{name}*: {source}" for name, source in made.others.items()
     )
     return [

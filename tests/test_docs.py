@@ -89,6 +89,46 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not wrong
 
 
+# Words that the glossary (CONTRIBUTING) replaces, where one reading alone is possible.
+BANNED = (
+    r"verbs?", "mended", r"go(?:es)? on with", "gone on with", r"passing faults?", r"leftovers?", "monotone",
+    "reserved beyond", "hangs? on", "moves? with", "rests? on", "what stays", "whoever", "foreign files?",
+)  # fmt: skip
+OPENINGS = ("What", "Where", "Of", "Who", "Whoever")
+
+
+def sentences(path: Path) -> Iterator[str]:
+    """The sentences of a page's paragraphs and lists, code as `x`: neither headings nor tables, which may ask."""
+    inside: list[str] = []
+    for token in tokens(path):
+        inside = [*inside, token.tag] if token.nesting == 1 else inside[:-1] if token.nesting == -1 else inside
+        if token.type == "inline" and "table" not in inside and not {"h1", "h2", "h3", "h4"} & {*inside}:
+            parts = token.children or ()
+            text = "".join(
+                "x" if part.type == "code_inline" else " " if part.type == "softbreak" else part.content
+                for part in parts
+                if part.type in ("text", "code_inline", "softbreak")
+            )
+            yield from re.split(r"(?<=[.!?]) +(?=[A-Z`*])", text)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name)
+def test_words_and_openings_are_those_of_the_glossary(path: Path) -> None:
+    wrong = [
+        f"{found[0]}: {sentence[:100]}"
+        for sentence in sentences(path)
+        for found in re.finditer(rf"(?i)\b(?:{'|'.join(BANNED)})\b", sentence)
+    ]
+    wrong += [one for one in sentences(path) if one.split(" ")[0] in OPENINGS and not "?" in one]
+    assert not wrong
+
+
+def test_the_documentation_stays_short() -> None:
+    """At most 30 pages and 45,000 words, without tables and what the code writes."""
+    words = sum(len(sentence.split()) for path in PAGES for sentence in sentences(path))
+    assert len(PAGES) <= 30 and 20_000 < words <= 45_000
+
+
 @pytest.mark.parametrize("path", PAGES, ids=name)
 def test_what_the_code_writes_is_up_to_date(path: Path) -> None:
     assert script("reference").filled(path.read_text()) == path.read_text(), "run: python docs/reference.py"
