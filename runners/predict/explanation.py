@@ -1,7 +1,6 @@
-"""What a traced run holds, phase by phase and part by part, and why it does not fit where it does not.
+"""Explanation of a traced run: what each phase holds by category, and why the run does not fit if it does not.
 
-Not covered: the replay (replay_trace.py), every event of a step (memory_timeline.py), what is printed
-(harness/verbs/explain.py). All sizes are in bytes.
+In: a trace, settings of the allocator, a limit. Out: an `Explanation`. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from vramsweep.runners.predict.replay_trace import Refused, replay
 from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
 
 ROUNDING = "rounding"
-Parts = dict[str, int]  # by category, and ROUNDING
+Parts = dict[str, int]  # bytes by category, and ROUNDING
 
 
 @dataclass(frozen=True)
 class Moment:
     """A phase at the first event after which it has most allocated; `parts` sum to `allocated`.
 
-    `reserved` is the most that the phase reserves, at that moment or another. `step` is None while loading.
+    `reserved` is the most that the phase reserves, possibly at another moment. `step` is None while loading.
     """
 
     step: int | None
@@ -37,12 +36,12 @@ class Moment:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The phases of loading and of the last step, and `peak`, that of the run, which may be of an earlier step.
+    """The phases of loading and of the last step, and the `peak` of the run, which may be of an earlier step.
 
-    `most` is the most that each part holds at any moment of the run, whenever that is; `largest` are the storages that
-    hold most of the peak, layers as one, `rest` bytes are in `rest_count` others. Where memory runs out, `refused` says
-    how, and `asked` what the request was for; all else goes on without the limit. `peak_reserved_most` is where a host
-    runs ahead as far as it may, None where that changes nothing.
+    `most` is the most that each category holds at any moment of the run. `largest` are the storages that hold most of
+    the peak, layers counted as one; `rest` bytes are in `rest_count` others. If memory runs out, `refused` describes
+    the request and `asked` the storage that it was for; the other fields describe the run without the limit. Only
+    `peak_reserved_most`, the upper bound, is capped at it; None unless another stream uses storages that are freed.
     """
 
     phases: tuple[Moment, ...]
@@ -58,7 +57,7 @@ class Explanation:
 
 
 def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Explanation | None:
-    """What the trace holds under this setting; None where nothing was traced.
+    """Explain what the trace holds under this setting; return None if nothing was traced.
 
     Raises UserError for settings that cannot be simulated.
     """
@@ -70,10 +69,10 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
     if not whole.phases or not watch.moments:
         return None
     moments = list(watch.by_phase(whole.phases))
-    if not any(one.phase == "backward" for one in moments):  # then a step is one phase
+    if not any(one.phase == "backward" for one in moments):  # not seen: then a step is one phase
         moments = [one if one.step is None else replace(one, phase=STEP) for one in moments]
     last = max((one.step for one in moments if one.step is not None), default=None)
-    peak = max(reversed(moments), key=lambda one: one.allocated)  # steps are alike: the last
+    peak = max(reversed(moments), key=lambda one: one.allocated)  # steps are alike, so take the last
     kinds = sorted(group_alike(holders(trace, peak.event + 1)), key=lambda kind: -kind.held.bytes * kind.count)
     rest = kinds[LARGEST:]
     return Explanation(
@@ -91,21 +90,21 @@ def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Exp
 
 
 class _Watch:
-    """What is held after each event of a replay, and at the highest one of each of the trace's marks."""
+    """Counter of what is held after each event of a replay, and at the highest event of each of the trace's marks."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
         self.held = dict.fromkeys((*CATEGORIES, ROUNDING), 0)
         self.most = self.held.copy()
-        self.moments: dict[int, Moment] = {}  # by the number of the mark
+        self.moments: dict[int, Moment] = {}  # by the mark's number
         self.allocated = 0
         self._mark = 0
 
     def look(self, index: int, simulator: Simulator) -> None:
-        """After event `index`."""
+        """Count event `index`, which the simulator has just replayed."""
         while index >= self.trace.marks[self._mark].end:
             self._mark += 1
-        if self._mark not in self.moments:  # what a phase begins with is its own, too
+        if self._mark not in self.moments:  # what a phase begins with counts as its own
             self._take(index - 1)
         event = self.trace.events[index]
         if event:
@@ -120,7 +119,7 @@ class _Watch:
             self._take(index)
 
     def by_phase(self, peaks: Sequence[tuple[Mark, Parts]]) -> Iterator[Moment]:
-        """The moments of the phases that have events, with what each reserves at most."""
+        """Yield the moments of the phases that have events, with the most that each phase reserves."""
         for number, (_, most) in enumerate(peaks):
             if number in self.moments:
                 yield replace(self.moments[number], reserved=most["reserved"])
@@ -131,7 +130,7 @@ class _Watch:
 
 
 def _merged(moments: Sequence[Moment]) -> Iterator[Moment]:
-    """Phases that a step goes through several times count once, at their highest."""
+    """Yield each phase once, at its highest moment, even if a step goes through it several times."""
     for name in dict.fromkeys((one.step, one.phase) for one in moments):
         own = [one for one in moments if (one.step, one.phase) == name]
         highest = max(own, key=lambda one: one.allocated)

@@ -1,6 +1,6 @@
-"""Makes a trial's trace, by running the trial's own runner on fake tensors.
+"""Traces a trial by running its own runner on fake tensors.
 
-Not covered: how a trace is kept, and which trials share it (trace_cache.py).
+In: a trial and a GPU. Out: the trace, and the row's columns about what was built.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
 from vramsweep.runners.trace.version_patches import install
 
-FEWEST = 9  # layers of a model of which it is quicker to trace few
-WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # of names of modules: those in whichever layer
+FEWEST = 9  # layers from which on it is quicker to trace few of them
+WORDS = re.compile(r"[\w-]+([,+][\w-]+)*")  # names of modules that are the same in every layer, no patterns
 
 
 class Runner(Protocol):
-    """A runner's module."""
+    """Interface of a runner's module."""
 
     def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         """Train `trial.steps()` steps under the meter."""
 
 
 class TraceMeter:
-    """Takes a runner's calls, as measure.StepMeter, and marks phases in the trace instead of measuring."""
+    """Stand-in for measure.StepMeter: it takes the same calls, and marks phases in the trace instead of measuring."""
 
     def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
@@ -73,21 +73,21 @@ class TraceMeter:
         self.mark("optimizer")
         if self.tracer.in_last_step:
             self.details = self._describe()
-            self._describe = dict  # or it would keep the model alive
+            self._describe = dict  # otherwise it would keep the model alive
         self.tracer.in_step = self.tracer.in_last_step = False
         self.index += 1
 
     def mark(self, phase: Any) -> None:
-        """A phase of the current step ends here."""
+        """End a phase of the current step here."""
         self.tracer.mark(self.index, phase)
 
 
 def _has_alike_passes(trial: Trial) -> bool:
-    """Whether nothing that the trial names makes the accumulated passes of a step differ, but their batches' values.
+    """Check that nothing in the trial makes a step's accumulated passes differ, except their batches' values.
 
-    A model that looks at what it drew at random, as LayerDrop does, cannot be traced at all.
+    False for fewer than three passes. A model that reads what it drew at random, as LayerDrop does, cannot be traced.
     """
-    told = "gradient_accumulation_steps" in trial.runner.options  # another number than ours
+    told = "gradient_accumulation_steps" in trial.runner.options  # a number other than the trial's
     plain = trial.data == "synthetic" and not trial.padding and trial.packing == "none"
     return plain and not told and trial.grad_accum > 2 and not length_distribution.has_varying_lengths(trial)
 
@@ -95,14 +95,14 @@ def _has_alike_passes(trial: Trial) -> bool:
 def trace_trial(
     trial: Trial, card: Gpu, folder: Path, runner: Runner | None = None, tracer: Tracer | None = None
 ) -> tuple[Trace, dict[str, Any]]:
-    """Trace the runner's steps; the trace and the columns about what was built. Raises InvalidTrial if it cannot be.
+    """Trace the runner's steps; return the trace and the columns about what was built.
 
-    `runner` is the trial's own and `tracer` a plain one, unless given.
+    `runner` defaults to the trial's own, `tracer` to a plain one. Raises InvalidTrial if the step cannot be traced.
     """
     runner = runner or cast(Runner, import_entry(runner_table.module(trial)))
     tracer = tracer or Tracer(card.capability)
     meter = TraceMeter(trial, tracer, folder)
-    import_entries(runner_table.preload(runner_table.imports_name(trial)))  # or their tables would be in the trace
+    import_entries(runner_table.preload(runner_table.imports_name(trial)))  # else their tables would be in the trace
     build.prepare(trial)
     try:
         with (
@@ -121,7 +121,7 @@ def trace_trial(
         ) from error
     except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
         unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
-        if not unsupported and "fake impl" not in str(error):  # what custom operators say
+        if not unsupported and "fake impl" not in str(error):  # the error of custom operators
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
         raise InvalidTrial(
@@ -133,7 +133,7 @@ def trace_trial(
 
 
 def trace_layers(trial: Trial, card: Gpu, folder: Path) -> tuple[Trace, dict[str, Any]]:
-    """Trace the trial as `trace_trial` does, but of layers that are alike only as many as are needed."""
+    """Trace the trial as `trace_trial` does, but only as many layers as needed if they are alike."""
 
     def trace(few: Trial) -> Layered:
         tracer = Tracer(card.capability)
@@ -144,29 +144,29 @@ def trace_layers(trial: Trial, card: Gpu, folder: Path) -> tuple[Trace, dict[str
 
 
 def trace_alike(trial: Trial, trace: Callable[[Trial], Layered]) -> Lengthened | None:
-    """Return the trial's trace from two of fewer layers (alike_layers.py); None where its layers are not alike."""
+    """Return the trial's trace, made from traces of fewer layers (alike_layers.py); None if layers are not alike."""
     try:
         if (layers := count_alike_layers(trial)) is not None:
             return lengthen(trace(with_layers(trial, FEW)), trace(with_layers(trial, FEW + 1)), layers)
-    except Exception as error:  # the layers are unlike, or the trial as it is says it better or has no trouble with it
+    except Exception as error:  # layers are unlike, or the whole trial reports the error better or has none
         print(f"every layer is traced: {type(error).__name__}: {error!s:.200}", flush=True)
     return None
 
 
 def count_alike_layers(trial: Trial) -> int | None:
-    """Return how many layers the trial's model has, if they are alike and tracing few is quicker.
+    """Return how many layers the trial's model has, if they are alike and tracing few is quicker; else None.
 
-    They are alike if the modules of the model that the configuration describes, made without weights, are the same in
-    each but for their number. Not covered: models from folders and hubs, users' code, compiled steps, what is meant for
-    some layers (`checkpointing_every`, patterns of names), DDP, FSDP1 and DeepSpeed, whose buckets and streams go
-    across layers, and FSDP2 of the Trainer or with parameters on the host.
+    Layers are alike if their modules, made from the configuration without weights, differ only in the layer's number.
+    None for models from folders and hubs, users' code, compiled steps, and settings for some layers only
+    (`checkpointing_every`, patterns of names). None for DDP, FSDP1 and DeepSpeed too, because their buckets and streams
+    go across layers, and for FSDP2 of the Trainer or with parameters on the host.
     """
     ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
     known = trial.runner.command is None and trial.runner.target is None and trial.ds_config is None
     fsdp2 = trial.sharding == "fsdp2" and trial.runner.name == "torch" and not trial.offload_param
     apart = (trial.sharding == "none" or fsdp2) and trial.checkpointing_every == 1 and trial.compile == "none"
     asked = trial.model.config.get("num_hidden_layers", FEWEST)
-    many = isinstance(asked, int) and asked >= FEWEST  # else nothing more needs to be read
+    many = isinstance(asked, int) and asked >= FEWEST  # else the configuration need not be read
     named = [one for one in tree_leaves([trial.lora_target_modules, trial.runner.options]) if isinstance(one, str)]
     if not (ours and known and apart and many and all(map(WORDS.fullmatch, named))):
         return None
@@ -183,7 +183,7 @@ def count_alike_layers(trial: Trial) -> int | None:
 
 
 def with_layers(trial: Trial, layers: int) -> Trial:
-    """Return the same trial of a model with so many layers."""
+    """Return a copy of the trial whose model has `layers` layers."""
     config = build.read_config(trial)
     name = config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
     fewer = {key: value[:layers] if isinstance(value, list) else value for key, value in trial.model.config.items()}
@@ -192,7 +192,7 @@ def with_layers(trial: Trial, layers: int) -> Trial:
 
 
 def _describe(layer: torch.nn.Module) -> list[Any]:
-    """All that is told of the modules in a layer, but for its number."""
+    """Describe a layer's modules (names, types, plain attributes, shapes of parameters), without the layer's number."""
 
     def plain(module: torch.nn.Module) -> dict[str, Any]:
         said = {key: value for key, value in vars(module).items() if isinstance(value, (int, float, str, tuple))}

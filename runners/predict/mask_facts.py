@@ -1,8 +1,8 @@
-"""What transformers asks masks and positions by value, answered for a traced step from the samples on the host.
+"""Answers, for a traced step, to what transformers reads from the values of masks and positions.
 
-Whether a mask hides anything, and whether the positions restart, decides which masks are made and which kernels run; on
-fake tensors neither has a value. A trial's batches are taken as alike: padded if any of its samples is, packed if any
-holds several documents.
+transformers makes masks and runs kernels by two facts: whether a mask hides anything, and whether positions restart.
+Fake tensors have no values, so the samples on the host answer. A trial's batches are taken as alike: padded if any of
+its samples is, packed if any holds several documents.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vramsweep.runners.model import build
 
 @dataclass(frozen=True)
 class Facts:
-    """Of a trial's samples: the lengths without padding that occur, the most documents in one, the longest of them."""
+    """Facts about a trial's samples: lengths without padding, most documents in a sample, the longest document."""
 
     padded: bool
     lengths: frozenset[int]
@@ -37,7 +37,7 @@ class Facts:
 
 
 def facts(data: build.Data, micro_batch: int = 1) -> Facts:
-    """What is true of these samples, in batches of so many."""
+    """Collect the facts about these samples in batches of `micro_batch`."""
     lengths, documents, longest, padded = set(), 1, 0, False
     with _disable_current_modes():
         for sample in _in_batches(data, micro_batch):
@@ -52,25 +52,24 @@ def facts(data: build.Data, micro_batch: int = 1) -> Facts:
 
 
 def _in_batches(data: build.Data, micro_batch: int) -> Iterator[build.Sample]:
-    """The samples as their batches have them."""
+    """Yield the samples as their batches have them."""
     for first in range(0, len(data.samples), micro_batch):
         every = range(first, min(first + micro_batch, len(data.samples)))
         yield from data.alike([data.samples[number] for number in every])
 
 
 def answer_questions(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """transformers' questions are answered until the context is left; those of a custom target stay unanswered."""
+    """Answer transformers' questions until the context is left; those of a custom target stay unanswered."""
     if trial.runner.name in TARGETED:
         return contextlib.nullcontext()
-    if trial.runner.command:  # its batches have their values (known_values.py); that something is to be compiled is not
-        # told by fake tensors alone
+    if trial.runner.command:  # its batches have values (known_values.py); fake tensors alone do not mean compiling
         original = import_utils.is_tracing
         return patched([(masking_utils, "is_tracing", lambda tensor=None: original(None))])
     return patched(_answers(cache(lambda: facts(build.data(trial), trial.micro_batch))))
 
 
 def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
-    """What is asked of a mask or of positions, answered by the facts; versions differ in what they have of it."""
+    """Yield functions that answer questions about masks and positions from the facts; versions have some of them."""
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
         if ask().documents == 1:
@@ -91,7 +90,7 @@ def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
     is_packed: Any = getattr(flash, "_is_packed_sequence", None)
 
     def _is_packed_sequence(position_ids: Any, batch_size: int) -> bool:
-        found = is_packed(position_ids, batch_size)  # a tensor where the positions decide
+        found = is_packed(position_ids, batch_size)  # a tensor if the positions decide
         return ask().documents > 1 if isinstance(found, torch.Tensor) else bool(found)
 
     def prepare_fa_kwargs_from_position_ids(position_ids: torch.Tensor) -> tuple[Any, Any]:

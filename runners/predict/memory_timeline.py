@@ -1,6 +1,6 @@
-"""What a traced step holds from event to event, and what holds its peak: the data of a figure, from a replay.
+"""Timeline of a traced step: what it holds after each event, and the storages that hold its peak.
 
-Not covered: the replay (replay_trace.py), the figure (analysis/figures/timeline.py). All sizes are in bytes.
+In: a trace, settings of the allocator, a limit. Out: the data of a figure, from a replay. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vramsweep.harness.allocator.simulator import Simulator
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
 
-POINTS = 2000  # more cannot be told apart
+POINTS = 2000  # a figure cannot show more apart
 LARGEST = 10
 _LAYER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 STEP = "step"  # the one phase of a step whose backward pass was not seen
@@ -23,7 +23,7 @@ STEP = "step"  # the one phase of a step whose backward pass was not seen
 
 @dataclass(frozen=True)
 class Phase:
-    """Events `begin` to `end` of the step (the first is number 1) and the phase that they are of."""
+    """Events `begin` to `end` of the step (the first is number 1), and the phase that they belong to."""
 
     phase: str
     begin: int
@@ -32,9 +32,9 @@ class Phase:
 
 @dataclass(frozen=True)
 class Held:
-    """A storage alive at the peak: its size, what it was for, which module's operator asked for it and when.
+    """A storage alive at the peak: its size, its category, the module and operator that requested it, and when.
 
-    `step` is None for what was made while loading.
+    `step` is None for storages made while loading.
     """
 
     bytes: int
@@ -47,9 +47,9 @@ class Held:
 
 @dataclass(frozen=True)
 class Alike:
-    """All `count` storages alive at the peak that differ in the number of their layer only, each of `held.bytes`.
+    """All `count` storages alive at the peak that differ only in their layer's number, each of `held.bytes`.
 
-    The module's numbers are "*" where there are several.
+    Numbers in the module's name are "*" if the storages are of several layers.
     """
 
     held: Held
@@ -60,7 +60,7 @@ class Alike:
 class Peak:
     """The first event after which the step has most allocated. `largest`, `rest` and `rounding` sum to `allocated`.
 
-    `alike` are the ten largest when layers count as one; they hold those of `largest`, and more.
+    `alike` counts layers as one: the ten groups with the largest storages, which hold those of `largest`, and more.
     """
 
     event: int
@@ -75,7 +75,7 @@ class Peak:
 
 @dataclass(frozen=True)
 class Failure:
-    """The request that does not fit under the limit; what the figure shows goes on without one."""
+    """The request that does not fit under the limit; the figure shows the step without a limit."""
 
     event: int
     phase: str
@@ -84,10 +84,10 @@ class Failure:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a trace under one setting; `step` is None where it is loading.
+    """One step of a trace under one setting of the allocator; `step` is None for loading.
 
-    Point i is what was held after event `event[i]` of the step (0: before the first): every value of `parts` (by
-    category, and "rounding") sums with the others to `allocated[i]`.
+    Point i is what was held after event `event[i]` of the step (0: before the first). The values of `parts` there, by
+    category and "rounding", sum to `allocated[i]`.
     """
 
     step: int | None
@@ -108,9 +108,9 @@ State = tuple[int, int, int]  # allocated, active, reserved
 
 
 def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeline | None:
-    """The last step of the trace; where memory runs out, the step in which it does, replayed without the limit.
+    """Return the timeline of the last step; if memory runs out, of the step in which it does, without the limit.
 
-    None where nothing was traced. Raises UserError for settings that cannot be simulated.
+    None if nothing was traced. Raises UserError for settings that cannot be simulated.
     """
     reached = 0
     states: list[State] = [(0, 0, 0)]  # after each event
@@ -157,7 +157,7 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
 
 
 def _spans(marks: Sequence[Mark]) -> Iterator[tuple[int, Mark]]:
-    """Each mark with the index of its first event."""
+    """Pair each mark with the index of its first event."""
     return zip(itertools.chain([0], (mark.end for mark in marks)), marks, strict=False)
 
 
@@ -166,7 +166,7 @@ def _phase(phases: Sequence[Phase], event: int) -> str:
 
 
 def _moments(states: Sequence[State]) -> list[int]:
-    """Indices of at most about POINTS states that keep the picture: of each stretch the extremes, and both ends."""
+    """Choose about POINTS states at most that keep the picture: extremes of each stretch, and both ends; by index."""
     if len(states) <= POINTS:
         return list(range(len(states)))
     length = -(-len(states) // (POINTS // 4))
@@ -179,7 +179,7 @@ def _moments(states: Sequence[State]) -> list[int]:
 
 
 def _parts(trace: Trace, moments: Sequence[tuple[int, int]]) -> Iterator[dict[str, int]]:
-    """What is held by category after each of these numbers of events, beside what is allocated then."""
+    """Yield bytes by category after each of these numbers of events; "rounding" fills up to the bytes allocated."""
     held = dict.fromkeys(CATEGORIES, 0)
     done = 0
     for moment, allocated in moments:
@@ -205,7 +205,7 @@ def _peak(trace: Trace, until: int, event: int, phases: Sequence[Phase], allocat
 
 
 def holders(trace: Trace, until: int) -> list[Held]:
-    """The storages that are alive after the first `until` events, the largest first."""
+    """Return the storages that are alive after the first `until` events, the largest first."""
     alive: dict[int, Mark] = {}
     for begin, mark in _spans(trace.marks):
         for one in trace.events[begin : min(mark.end, until)]:
@@ -219,13 +219,13 @@ def holders(trace: Trace, until: int) -> list[Held]:
 
 
 def describe_storage(trace: Trace, number: int, mark: Mark) -> Held:
-    """What there is to say of a storage that was asked for in this phase."""
+    """Describe a storage that was requested in this phase."""
     module, operator = trace.makers[trace.origins[number]]
     return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
 
 
 def group_alike(every: Sequence[Held]) -> tuple[Alike, ...]:
-    """The kinds of storages, layers as one, in the order of these."""
+    """Group storages that differ only in their layer, in the order given."""
     kinds: dict[Held, list[Held]] = {}
     for one in every:
         kinds.setdefault(replace(one, module=_LAYER.sub("*", one.module)), []).append(one)

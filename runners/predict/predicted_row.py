@@ -1,6 +1,6 @@
-"""device=simulated: the trial's own runner, traced on fake tensors, and the trace replayed through the allocator.
+"""Predicted row of a trial (device=simulated): its own runner's trace on fake tensors, replayed through the allocator.
 
-Not covered: how a trace is made (make_trace.py) and kept (trace_cache.py), its replay (replay_trace.py).
+In: a trial, its trace, columns about what was built. Out: the row's columns, and the error that ended the run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Predic
 from vramsweep.runners.trace.allocation_program import growth
 from vramsweep.runners.trace.trace_data import Mark, Trace
 
-PASSES = ("forward", "backward", "step")  # whose memory goes with the tokens
-TRACED = "traced"  # of a trace: the trial's own, not what formulas say of its length and batch
+PASSES = ("forward", "backward", "step")  # phases whose memory depends on the tokens
+TRACED = "traced"  # basis of a trace made for the trial's own length and batch, not evaluated from formulas
 
 
 class SimulatedOutOfMemoryError(RuntimeError):
-    """The step does not fit into the named card's memory; `columns` are what the row can say all the same."""
+    """The step does not fit into the named GPU's memory; `columns` are what the row can still report."""
 
     def __init__(self, text: str, columns: dict[str, Any]) -> None:
         super().__init__(text)
@@ -38,12 +38,12 @@ class SimulatedOutOfMemoryError(RuntimeError):
 
 
 class SimulatedHostOutOfMemoryError(SimulatedOutOfMemoryError):
-    """The same of the node's memory."""
+    """The run does not fit into the node's host memory; `columns` are what the row can still report."""
 
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a trial's row can say, the phases that were gone through, and the error that ended it, if one did."""
+    """The columns that a trial's row can report, the phases reached, and the error that ended the run, if one did."""
 
     columns: dict[str, Any]
     phases: tuple[tuple[Mark, Peaks], ...]
@@ -51,18 +51,18 @@ class Predicted:
 
 
 def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: str = TRACED) -> Predicted:
-    """The trial's row from its trace and what was built; `columns` are what the row can say where memory ran out.
+    """Predict the trial's row from its trace and from `details`, the columns about what was built.
 
-    `trace_basis` is what it says of how the trace came about.
+    If memory runs out, the row has the columns that it can still report. `trace_basis` says how the trace was made.
     """
     card = trial.device.card
     config = allocator_config.parse(trial.allocator.conf)
     limit = trial.memory_limit()
-    predicted = replay(trace, config, memory_limit(card))  # of which the allocator takes its share itself
+    predicted = replay(trace, config, memory_limit(card))  # the allocator itself takes its share of it
     host = host_of(trial, trace)
     full = host_full(trial, host)
     if full is not None and predicted.refused is not None and full >= len(predicted.phases):
-        full = None  # the card is full before
+        full = None  # the GPU is full in an earlier phase
     phases = predicted.phases if full is None else predicted.phases[: full + 1]
     known = static_columns(trial, trace_basis, host, details)
     estimated, untimed = speed(trial, trace, card)
@@ -77,9 +77,9 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         asked = describe_storage(trace, predicted.refused.storage, predicted.refused.mark)
         text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
         return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
-    grown = None if "step_growth_bytes" in details else growth(trace)  # of steps that are not alike
+    grown = None if "step_growth_bytes" in details else growth(trace)  # if steps are not alike
     found = columns(predicted) | upper_bounds(trace, config, limit) | estimated | details | known
-    if length_distribution.names_lengths(trial.data):  # and packed, or it would not come here
+    if length_distribution.names_lengths(trial.data):  # and packed, else the trial would not get here
         found |= length_distribution.length_columns(trial)
     notes = [*(found["notes"] or ()), *allocator_config.estimates(config), *allocator_config.without_effect(config)]
     notes += [*ignored_settings(trial, found["differences"] or ()), *filter(None, [untimed])]
@@ -90,7 +90,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
 
 
 def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details: Mapping[str, Any]) -> dict[str, Any]:
-    """The row's columns that do not hang on how the prediction ends."""
+    """Return the row's columns that do not depend on how the prediction ends."""
     card = trial.device.card
     return {
         "prediction_basis": prediction_basis(trial),
@@ -107,9 +107,10 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
 
 
 def prediction_basis(trial: Trial) -> str:
-    """Which predicted parts are exact, traced and estimates (harness/rows/schema.py says what that means).
+    """Return which predicted parts are exact, traced and estimates (defined in harness/rows/columns.tsv).
 
-    Collectives of several ranks run beside the computation, and when they let go of their blocks is not known.
+    Several ranks have more estimates, because collectives overlap with computation and free their blocks at unknown
+    times.
     """
     sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
@@ -118,7 +119,7 @@ def prediction_basis(trial: Trial) -> str:
 
 
 def columns(predicted: Prediction) -> dict[str, Any]:
-    """The row's memory columns; the phases are those of the last traced step."""
+    """Return the row's memory columns; the phases are those of the last traced step."""
     steady = [(mark, peaks) for mark, peaks in predicted.phases if mark.step]
     last = max((mark.step or 0 for mark, _ in steady), default=0)
     told_apart = any(mark.phase == "backward" for mark, _ in steady)
@@ -151,9 +152,9 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 
 
 def upper_bounds(trace: Trace, config: allocator_config.AllocatorConfig, limit: int | None) -> dict[str, Any]:
-    """The row's columns on a host that runs ahead as far as it may; nothing where no other stream uses what is freed.
+    """Return the row's upper bounds, for a CPU that runs ahead of the GPU as far as it may.
 
-    Reserved goes no further than the card's memory: there the allocator waits.
+    {} unless another stream uses storages that are freed. Reserved stops at `limit`, because the allocator waits there.
     """
     if not any(kind == "use" for _, kind, _, _ in trace.notes):
         return {}
@@ -165,9 +166,9 @@ def upper_bounds(trace: Trace, config: allocator_config.AllocatorConfig, limit: 
 
 
 def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | None]:
-    """The row's estimate of speed, and why it has no times: a peak or a link is unknown, or the host sets the pace.
+    """Return the row's estimate of speed, and why it has no times: a peak or link is unknown, or the host bounds it.
 
-    How far collectives run beside the computation is not known: from wholly (the shortest step) to not at all.
+    The overlap of collectives with computation is unknown. Times range from full overlap (the shortest step) to none.
     """
     kernels, collectives = merge_work(trace.kernels), merge_work(trace.collectives)
     found = estimate(kernels, card, trial.precision == "tf32")
@@ -213,7 +214,7 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
 
 
 def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.Communication | None) -> str | None:
-    """Why there can be no time of a step."""
+    """Return the reason why a step's time cannot be estimated, or None."""
     if trial.optimizer.startswith("paged_"):
         return f"no estimated times: where the pages of {trial.optimizer} are decides"
     if trial.offload_optimizer or trial.offload_param or trial.activation_offload:
@@ -231,7 +232,7 @@ def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.
 
 
 def ignored_settings(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
-    """Settings of the simulated machine and versions that change nothing in this trial."""
+    """Yield a note for each setting of the simulated machine or versions that changes nothing in this trial."""
     ranks, per_node = trial.world_size, trial.device.gpus_per_node
     if trial.device.link is not None and min(ranks, per_node) == 1:
         yield f"device.link={trial.device.link} has no effect: no two ranks are in one node"
@@ -244,7 +245,7 @@ def ignored_settings(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
 
 
 def oom_columns(refused: Refused) -> dict[str, Any]:
-    """The row's columns on the request for which there is no room."""
+    """Return the row's columns about the request that does not fit, in bytes."""
     return {
         "oom_request_bytes": refused.request,
         "oom_allocated_bytes": refused.allocated,
@@ -254,7 +255,7 @@ def oom_columns(refused: Refused) -> dict[str, Any]:
 
 
 def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Prediction) -> str:
-    """Why the card is too small, for a row."""
+    """Explain, for a row, why the GPU is too small."""
     card, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
     where = "while loading" if asked.step is None else f"in the {asked.phase} phase of step {asked.step}"
     who = " ".join(filter(None, (asked.module, asked.operator)))
@@ -262,7 +263,7 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {format_gib(beside[name])}" for name in largest)
     need = without_limit.peak["reserved"]
-    least = max(card.capability, (8, 0))  # what of a card's generation the run needs is not known
+    least = max(card.capability, (8, 0))  # features of the generation that the run needs are unknown
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), card.headroom_gib, least)
     of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed GPU of capability {'.'.join(map(str, least))} or later has"
@@ -274,14 +275,15 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     )
 
 
-LEFT_UNUSED = 0.15  # a margin: reserved memory for each token wavers with the batch, by a sixth in the smallest models
+LEFT_UNUSED = 0.15  # margin, because reserved bytes a token vary with the batch, by a sixth in the smallest models
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
-    """How many tokens a pass would fit, where activations, temporaries and what is left unused beside them are in
-    proportion to them and all else stays. What loading and the optimizer hold is no matter of tokens.
+    """Estimate by proportion how many tokens of a pass would fit, for a row.
 
-    What is left unused is in proportion only roughly: `LEFT_UNUSED` is taken off, so that what is told fits.
+    Activations, temporaries and reserved but unused memory are taken as proportional to tokens, all else as fixed.
+    Memory of loading and the optimizer does not depend on tokens. Unused memory is proportional only roughly, so
+    `LEFT_UNUSED` is subtracted to make the answer fit.
     """
     still = max((most["allocated"] for mark, most in without_limit.phases if mark.phase not in PASSES), default=0)
     moving = without_limit.breakdown["activations"]
@@ -298,7 +300,7 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
 
 
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
-    """The row's columns on the memory of the fullest node: what its ranks hold, all as rank 0."""
+    """Return the row's columns about host memory of the fullest node, whose ranks all count as rank 0."""
     ranks = host_memory.ranks(trial)
     if trial.runner.command is not None:  # what a script keeps on the host is not in the trace
         return {"host_ranks": ranks, "host_total_bytes": host_memory.limit(trial)}
@@ -318,13 +320,13 @@ def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
 
 
 def host_of(trial: Trial, trace: Trace) -> HostPrediction:
-    """Host memory of one rank of the trial, with what its data loader's workers take."""
+    """Replay host memory of one rank of the trial, including its data loader's workers."""
     config = allocator_config.parse(trial.allocator.conf)
     return host_replay(trace.host, config, host_memory.loader_workers(trial) * host_memory.LOADER_WORKER)
 
 
 def host_full(trial: Trial, host: HostPrediction) -> int | None:
-    """The number of the first phase in which the node's memory is not enough."""
+    """Return the index of the first phase in which the node's memory is not enough; None if it is, or is unknown."""
     limit = host_memory.limit(trial)
     if limit is None or trial.runner.command is not None:
         return None
@@ -332,7 +334,7 @@ def host_full(trial: Trial, host: HostPrediction) -> int | None:
     return next((index for index, (_, peak) in enumerate(host.phases) if ranks * (peak + process) > limit), None)
 
 
-# What would help against each part of host memory.
+# Advice for each part of host memory.
 _LESS = {
     "loading": "make the model divided from the start (fsdp2, zero3 with zero_init=true), or read the checkpoint in "
     "its own dtype, which is mapped and shared by all ranks",
@@ -346,7 +348,7 @@ _LESS = {
 
 
 def host_refused(trial: Trial, host: HostPrediction) -> str | None:
-    """Why a node's memory does not suffice, None where it does or is not known."""
+    """Explain why a node's memory is not enough; return None if it is, or is unknown."""
     full = host_full(trial, host)
     return None if full is None else _host_refused(trial, host, host.phases[full][0], host_columns(trial, host))
 
@@ -366,6 +368,8 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
 
 
 def record(mark: Mark, peaks: Peaks) -> dict[str, Any]:
-    """A phase as the records of an attempt have it (harness/sweep/row_builder.py reads where it ended off the last
-    one)."""
+    """Return a phase as a record of the attempt.
+
+    harness/sweep/row_builder.py reads from the last record where the attempt ended.
+    """
     return {"phase": mark.phase, "at_step": mark.step, "peaks": peaks}

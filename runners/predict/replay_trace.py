@@ -1,7 +1,7 @@
-"""What the caching allocator would hold at each moment of a traced run: the trace replayed under one setting.
+"""Replay of a trace under one setting: what the caching allocator would hold at each moment of the run.
 
-`replay` is pure: a trace, a setting and a memory limit in, peaks out, all in bytes. The replay is
-harness.allocator.simulator; this module only splits it into phases and finds what the peak was made of.
+`replay` is pure: a trace, a setting and a memory limit in, peaks out, all in bytes. harness.allocator.simulator is the
+allocator; this module only splits the replay into phases and finds what the peak was made of.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ Look = Callable[[int, Simulator], None]
 
 @dataclass(frozen=True)
 class Refused:
-    """The request for which there is no room: the phase's mark, the storage's number, bytes asked for, allocated and
-    reserved.
+    """The request that does not fit: its phase's mark, its storage's number, bytes requested, allocated and reserved.
 
-    `parts` are what was to be held, by category as in Prediction.breakdown: they sum to `allocated` + `request`.
+    `parts` are what would be held, by category as in Prediction.breakdown. They sum to `allocated` + `request`.
     """
 
     mark: Mark
@@ -39,11 +38,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Peaks of each phase in order, of the whole run, what the peak allocated was made of, and where memory ran out.
+    """Peaks of each phase in order and of the whole run, the parts of the peak allocated, and where memory ran out.
 
-    `breakdown` sums to `peak["allocated"]`: what was asked for, by category, and under "rounding" what the allocator
-    made of it (multiples of 512, and blocks whose rest was too small to split off). `phases` ends with the phase in
-    which memory ran out, if it did, as `refused` says.
+    `breakdown` sums to `peak["allocated"]`: bytes requested by category, and what the allocator adds as "rounding".
+    It adds up to multiples of 512, and blocks' rests that are too small to split off. If memory ran out, `refused` is
+    the request and `phases` ends with its phase.
     """
 
     phases: tuple[tuple[Mark, Peaks], ...]
@@ -55,11 +54,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class HostPrediction:
-    """Host memory of one rank: peak of each phase in order and of the whole run, and what that was made of.
+    """Host memory of one rank in bytes: peaks of each phase in order and of the whole run, and what that is made of.
 
-    `breakdown` sums to `peak`: sizes by category, under "rounding" what page-locked memory takes beyond them, and under
-    "workers" the processes that the rank has started. `pinned` is the peak of page-locked memory, blocks that are kept
-    for reuse included.
+    `breakdown` sums to `peak`: sizes by category, "rounding" (what page-locked memory takes beyond them) and "workers"
+    (processes that the rank has started). `pinned` is the peak of page-locked memory, including blocks kept for reuse.
     """
 
     phases: tuple[tuple[Mark, int], ...]
@@ -73,15 +71,15 @@ def replay(
 ) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 
-    A block that another stream uses when it is freed is given back at once, as by a card that keeps up with the host;
-    with `ahead`, when the host has waited for that stream (stream_lag.py). `look` is called after each
-    operation of the trace's program, with its number: without `ahead` that of the event.
+    A block that another stream uses when freed is returned at once: the lower bound, a GPU that keeps up with the CPU.
+    With `ahead` it is returned when the CPU has waited for that stream (stream_lag.py). `look` is called after each
+    operation of the trace's program with its number, which without `ahead` is the event's.
     """
     order = build_program(trace, ahead)
     simulator = Simulator(config, memory_limit)
     phases: list[tuple[Mark, Peaks]] = []
     peak = dict.fromkeys(COUNTERS, 0)
-    busiest = 0  # the storage whose request led to the peak allocated, from 1
+    busiest = 0  # number, from 1, of the storage whose request led to the peak allocated
     refused = None
     done = 0
     for mark, operations in order.phases:
@@ -111,8 +109,10 @@ def phase(
     first: int = 0,
     storages: int | None = None,
 ) -> tuple[Peaks, int, int]:
-    """Replay a phase of a program: its peaks, the storage that took allocated highest above `highest`, and the one for
-    which there was no room; both from 1, 0 where there is none. `storages` are as many as `streams` unless given."""
+    """Replay a phase of a program; return its peaks and the numbers (from 1; 0: none) of two storages.
+
+    The first took allocated highest above `highest`; the second did not fit. `storages` defaults to `len(streams)`.
+    """
     for counter in COUNTERS:  # as torch.cuda.reset_peak_memory_stats does
         setattr(simulator, f"peak_{counter}", getattr(simulator, counter))
     storages, found, refused = len(streams) if storages is None else storages, 0, 0
@@ -142,12 +142,11 @@ def phase(
 
 
 def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 0) -> HostPrediction:
-    """Host memory over time: pageable tensors as large as they are, page-locked ones from torch's host allocator.
+    """Replay host memory: pageable tensors take their size, page-locked ones a block of torch's host allocator.
 
-    `workers` bytes are taken from the first step on.
-
-    Its blocks are powers of two and are never given back, but serve the next request for one as large; but for those
-    above the two sizes that a setting may give (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
+    Blocks are powers of two; they are never returned, but reused for a block of that size. Two sizes may be set, above
+    which blocks are exact, or exact and returned (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
+    `workers` bytes are added from the first step on.
     """
     rounded, cached = (
         math.inf if size is None else size << 20
@@ -189,13 +188,13 @@ def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 
 
 
 def _breakdown(trace: Trace, order: Program, busiest: int, allocated: int) -> dict[str, int]:
-    """What was alive when storage `busiest` (from 1) had been asked for, by category."""
+    """Return bytes by category of what was alive once storage `busiest` (from 1) had been requested."""
     alive = order.alive(busiest - 1) if busiest else ()
     return parts(((trace.categories[number], trace.sizes[number]) for number in alive), allocated if busiest else 0)
 
 
 def parts(alive: Iterable[tuple[str, int]], allocated: int) -> dict[str, int]:
-    """Storages, each told by category and size, summed by category; with "rounding" that is `allocated`."""
+    """Sum storages, given as category and size, by category; "rounding" fills up to `allocated`."""
     held = dict.fromkeys((*CATEGORIES, "rounding"), 0)
     for category, size in alive:
         held[category] += size

@@ -1,9 +1,8 @@
-"""Traces of trials: made by running the trial's own runner on fake tensors, and kept for every trial that shares them.
+"""Cache of traces, which the trial's own runner makes on fake tensors: each is kept for every trial that shares it.
 
-A trace depends on neither the allocator's setting nor the size of the card's memory, so it is kept in the sweep's
-folder, and for the user (user_cache.py), under a hash of what it does depend on. The cuBLAS workspaces of the card are
-put in when it is read. Its file is JSON with the CRC-32 of that as a last line: one that is not what was written is
-made anew. Not covered: making it (make_trace.py).
+A trace depends on neither the allocator's setting nor the size of the GPU's memory. It is kept in the sweep's folder,
+and for the user (user_cache.py), under a hash of what it does depend on. The cuBLAS workspaces of the GPU are inserted
+when it is read. A file is JSON, with its CRC-32 as the last line; a trace whose file is not as written is made anew.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ from vramsweep.runners.trace import stream_lag
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following, plain
 from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
-# Of a kept trace; raise it when its layout changes, and trial_identity.SIMULATION when what is predicted does.
+# Version of a kept trace's layout: raise it when that changes, and trial_identity.SIMULATION when predictions change.
 FORMAT = 12
 NOT_TRACED = frozenset({"allocator", "protocol", "repeat", "device"})  # axes that a trace does not depend on
-MOST = 1 << 63  # of any number in a trace
-KEPT_ON = (8, 0)  # the compute capability of the card whose workspaces a kept trace has, whichever card came first
+MOST = 1 << 63  # bound of any number in a trace
+KEPT_ON = (8, 0)  # compute capability whose workspaces a kept trace has, whichever GPU it was made for
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a file of a trace holds."""
+    """Content of a trace's file."""
 
     __pydantic_config__ = AS_WRITTEN
     trace: Trace
@@ -53,14 +52,14 @@ _KEPT = TypeAdapter(_Kept)
 
 
 def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[Trace, dict[str, Any]]:
-    """The trial's trace from the folder `traces`, made and left there if it is not in it yet. Raises InvalidTrial."""
+    """Return the trial's trace and details; if they are not kept yet, make and keep them. Raises InvalidTrial."""
     found = load_trace(trial, card, traces)
     if found is not None:
         return found
-    from vramsweep.runners.predict import make_trace  # and torch: seconds, which a kept trace does not need
+    from vramsweep.runners.predict import make_trace  # and torch: seconds that a kept trace saves
 
     trace, details = make_trace.trace_layers(trial, card, folder)
-    told = redaction.redact(details, worker_environment.secrets(os.environ))  # a library's configuration among them
+    told = redaction.redact(details, worker_environment.secrets(os.environ))  # with a library's configuration
     content = serialize({"trace": plain(on(trace, KEPT_ON)), "details": told})
     traces.mkdir(parents=True, exist_ok=True)
     with replaced(trace_path(trial, card, traces)) as aside:
@@ -71,8 +70,7 @@ def load_or_trace(trial: Trial, card: Gpu, folder: Path, traces: Path) -> tuple[
 
 
 def load_trace(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, Any]] | None:
-    """The trial's trace from the folder `traces`, else what is kept for the user; None if it is in neither, or not as
-    it was written."""
+    """Return the trial's trace from the folder `traces`, else from the user's cache; None if neither has it intact."""
     found = _read_whole(trace_path(trial, card, traces), read_content)
     if found is None and (kept := users_file(trace_key(trial, card), trial)) is not None:
         found = _read_whole(kept, user_cache.load)
@@ -91,14 +89,15 @@ def _read_whole(file: Path, load: Callable[[Path], bytes]) -> tuple[Trace, dict[
 
 
 def is_kept(trial: Trial, card: Gpu, traces: Path) -> bool:
-    """Whether there is a file of the trial's trace, in the folder `traces` or kept for the user."""
+    """Check that a file of the trial's trace exists, in the folder `traces` or in the user's cache."""
     kept = users_file(trace_key(trial, card), trial)
     return trace_path(trial, card, traces).is_file() or (kept is not None and kept.is_file())
 
 
 def users_file(name: str, trial: Trial) -> Path | None:
-    """Return the file in which something of the trial is kept for the user; None where nothing is, as of trials that
-    depend on files of the user's own."""
+    """Return the file for `name` in the user's cache.
+
+    None if nothing is kept, as for trials that depend on the user's own files, data or code."""
     model = trial.model
     own = (model.path, trial.ds_config, trial.runner.target, trial.runner.command, model.trust_remote_code or None)
     if any(one is not None for one in own) or trial.data != "synthetic" or trial.runner.name in runner_table.USER_CODE:
@@ -107,13 +106,13 @@ def users_file(name: str, trial: Trial) -> Path | None:
 
 
 def serialize(values: Mapping[str, Any]) -> bytes:
-    """JSON and its checksum, as they stand in a file."""
+    """Encode values as a file's content: JSON and its checksum."""
     text = json.dumps(values).encode()
     return text + b"\n%08x\n" % zlib.crc32(text)
 
 
 def checked(content: bytes) -> bytes:
-    """The JSON that `serialize` wrote. Raises ValueError where the checksum is another one."""
+    """Return the JSON that `serialize` wrote. Raises ValueError if the checksum does not match."""
     text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
         raise ValueError("its checksum is not that of its content")
@@ -121,29 +120,29 @@ def checked(content: bytes) -> bytes:
 
 
 def read(content: bytes) -> tuple[Trace, dict[str, Any]]:
-    """What a file holds. Raises ValueError for anything that was not written."""
+    """Parse the content of a trace's file. Raises ValueError for anything that is not as it was written."""
     kept = _KEPT.validate_json(checked(content))
     check(kept.trace)
     return kept.trace, kept.details
 
 
 def trace_path(trial: Trial, card: Gpu, traces: Path) -> Path:
-    """The file of a trace in the folder `traces`."""
+    """Return the file of the trial's trace in the folder `traces`."""
     return traces / f"{trace_key(trial, card)}.json"
 
 
 def trace_key(trial: Trial, card: Gpu) -> str:
-    """Names what a trace depends on: all of a trial that can change it, the card's generation, versions."""
+    """Hash what a trace depends on: all of a trial that can change it, the GPU's generation, versions."""
     return _key(trial, card, NOT_TRACED)
 
 
 def family_key(trial: Trial, card: Gpu) -> str:
-    """The same but for length and batch: names the trials whose traces differ in sizes at most, or in little more."""
+    """Hash what a trace depends on, except length and batch: traces of a family differ in sizes, or little more."""
     return _key(trial, card, NOT_TRACED | {"seq_len", "micro_batch"})
 
 
 def _may_take_cudnn(trial: Trial) -> bool:
-    """Whether a call of attention may be cuDNN's, which serves halves; what a user's code asks for is not known."""
+    """Check if cuDNN, which serves half precision, may run attention; what a user's code requests is unknown."""
     ours = trial.runner.name not in runner_table.USER_CODE
     return not ours or (trial.attention in ("sdpa", "sdpa_cudnn") and trial.precision not in ("fp32", "tf32"))
 
@@ -158,12 +157,11 @@ def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
 
 
 def check(trace: Trace, sized: bool = True) -> None:
-    """Raise ValueError, with what is wrong, for a trace that cannot be believed: every number must be in its range,
-    every list of its length. What is predicted from it would else be wrong without a word, or fail far from here.
+    """Raise ValueError, with what is wrong, unless every number is in its range and every list has its length.
 
-    `sized`: it has sizes, kernels and collectives of its own. Not covered: that every value is of its field's type,
-    which pydantic looks at; whether the storages are those of any program.
-    """
+    Otherwise predictions from the trace would be silently wrong, or fail far from here. `sized`: it has sizes, kernels
+    and collectives of its own. Not checked: types of values, which pydantic checks, and whether any program has these
+    storages."""
     for storages, categories in ((trace, CATEGORIES), (trace.host, HOST_CATEGORIES)):
         _storages(storages, categories, sized)
     count = len(trace.categories)

@@ -1,9 +1,9 @@
-"""What tracing has made, kept for one user: for every sweep and question, in a private folder of limited size.
+"""Cache of what tracing has made, for one user's sweeps and questions: a private folder of limited size.
 
 It is in $VRAMSWEEP_CACHE (empty: nothing is kept), else $XDG_CACHE_HOME/vramsweep, else ~/.cache/vramsweep. A file's
 name is a hash of all that its content depends on: what the caller names, our own code, the installed packages, the
-variables that a row records. Not covered: of which trials anything may be kept, what a file says, and whether that can
-be believed (trace_cache.py, symbolic_candidate.py).
+variables that a row records. Callers decide of which trials anything is kept, what a file contains, and whether it is
+valid (trace_cache.py, symbolic_candidate.py).
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from vramsweep.harness.files.bounded_reads import read_content, replaced
 from vramsweep.harness.files.file_names import CACHE
 from vramsweep.harness.process import worker_environment
 
-MOST = 2 << 30  # bytes of all files; those that were not used for longest make room
+MOST = 2 << 30  # bytes of all files; the least recently used are deleted first
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
 
 def load(place: Path) -> bytes:
-    """Return what is kept in a file of `place_of`, which is used now. Raises OSError."""
+    """Return the content of a file of `place_of`, and mark it as used now. Raises OSError."""
     content = read_content(place, links=False)
-    with contextlib.suppress(OSError):  # it can be read where nothing can be written
+    with contextlib.suppress(OSError):  # the folder may be read-only
         os.utime(place, follow_symlinks=False)
     return content
 
 
 def keep(place: Path, content: bytes) -> None:
-    """Keep content in a file of `place_of`; a disk that is full is no reason to fail."""
+    """Keep content in a file of `place_of`; a write that fails, as on a full disk, is ignored."""
     with contextlib.suppress(OSError):
         with replaced(place) as aside:
             aside.touch(0o600, exist_ok=False)
@@ -44,7 +44,7 @@ def keep(place: Path, content: bytes) -> None:
 
 
 def place_of(name: str) -> Path | None:
-    """Return the file of this name; None where nothing is kept."""
+    """Return the file of this name; None if nothing is kept."""
     if (folder := _folder()) is None or (state := _installed_state()) is None:
         return None
     environment = worker_environment.recorded_variables(os.environ)
@@ -53,7 +53,7 @@ def place_of(name: str) -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The folder, made if it is not there; None where it is switched off, or not this user's alone."""
+    """Return the folder, made if needed; None if it is switched off, cannot be made, or is not this user's alone."""
     named = os.environ.get(CACHE)
     if named == "":
         return None
@@ -70,7 +70,7 @@ def _folder() -> Path | None:
 
 @cache
 def _installed_state() -> str | None:
-    """A hash of our code and tables, and of what is installed; None where a library may change under one version."""
+    """Hash our code and tables, and what is installed; None if a library may change under one version (editable)."""
     for name in LIBRARIES:
         with contextlib.suppress(metadata.PackageNotFoundError, ValueError):
             origin = json.loads(metadata.distribution(name).read_text("direct_url.json") or "{}")
@@ -90,7 +90,7 @@ def _installed_state() -> str | None:
 def _make_room(folder: Path) -> None:
     files = []
     for file in os.scandir(folder):
-        with contextlib.suppress(FileNotFoundError):  # another process makes room too
+        with contextlib.suppress(FileNotFoundError):  # another process deletes files too
             found = file.stat(follow_symlinks=False)
             files.append((found.st_mtime, found.st_size, file.path))
     beyond = sum(size for _, size, _ in files) - MOST

@@ -1,5 +1,5 @@
-"""One rank's process: its group, its result file, how it ends, and modules by the names of entries.
+"""One rank's process: its process group, its result file, how it ends, and import of modules that tables name.
 
-In: what a rank found. Out: one result of all ranks.
+In: the columns or the error of each rank. Out: one result of all ranks.
 It must not know what is measured.
 """

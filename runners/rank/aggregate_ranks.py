@@ -1,8 +1,8 @@
-"""One row of several ranks: which rank each column is of.
+"""One row from several ranks: which rank each column comes from.
 
-Memory is the worst rank's, whose peak reserved is largest: all of it, so that a row's numbers belong together. Speed is
-the slowest rank's. What tells of the devices' health, of retries and of peaks that still rose is the worst of all,
-as one that waits makes all wait. Host memory is that of all together, and so is energy. Everything else is rank 0's.
+All memory columns are of the worst rank, with the largest peak reserved, so that a row's numbers belong together. Speed
+is the slowest rank's. Device health, retries and peaks that still rise are the worst of all ranks, because one that
+waits makes all wait. Host memory and energy are totals of all. Everything else is rank 0's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Columns = dict[str, Any]
 GROUPS = {column.name: column.group for column in COLUMNS}
 
 
-# From the values that are known of all ranks.
+# Each combines the known values of the ranks.
 COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("device_used_bytes", "device_baseline_bytes", "gpu_temperature_c", "gpu_power_w"), max),
     **dict.fromkeys(("gpu_sm_clock_before_mhz", "gpu_sm_clock_mhz"), min),
@@ -28,11 +28,11 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     "notes": lambda lists: list(dict.fromkeys(itertools.chain.from_iterable(lists))),
 }
 OF_WORST = ("gpu_name", "gpu_uuid")
-OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a loss of its own data; a node is one
+OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a loss of its own data; the node is shared
 
 
 def worst_rank(ranks: Sequence[Columns]) -> int | None:
-    """The rank with the largest peak reserved; where that is not known of all, allocated; None where neither is."""
+    """Return the rank with the largest peak reserved, or allocated if not known of all; None if neither is."""
     for name in ("peak_reserved_bytes", "peak_allocated_bytes"):
         peaks = [columns.get(name) for columns in ranks]
         known = [peak for peak in peaks if peak is not None]
@@ -42,7 +42,7 @@ def worst_rank(ranks: Sequence[Columns]) -> int | None:
 
 
 def over_ranks(ranks: Sequence[Columns]) -> Columns:
-    """The row's columns, from those of each rank in order."""
+    """Combine the columns of the ranks, in rank order, into the row's columns."""
     worst = worst_rank(ranks)
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].get("elapsed_s") or 0.0)
     sources = {"memory": worst or 0, "speed": slowest}
@@ -61,9 +61,9 @@ def over_ranks(ranks: Sequence[Columns]) -> Columns:
             known = [columns[name] for columns in ranks if columns.get(name) is not None]
             row[name] = COMBINED[name](known) if known else None
             well = row[name] if name == "plateau" else not row[name]
-            if well and len(known) < len(ranks):  # as far as is known
+            if well and len(known) < len(ranks):  # then nobody knows that all is well
                 row[name] = None
-        if name == "gpu_energy_j":  # each rank's is its card's, which several may share
+        if name == "gpu_energy_j":  # each rank reports its GPU's, which several may share
             cards = {columns.get("gpu_uuid") or rank: columns.get(name) for rank, columns in enumerate(ranks)}
             row[name] = None if None in cards.values() else sum(cards.values())
     fed = [sum(columns["step_tokens"]) for columns in ranks if columns.get("step_tokens")]

@@ -1,4 +1,4 @@
-"""Modules of the runners that the harness's tables name, by names that begin with a dot (harness/spec/)."""
+"""Import of modules that the harness's tables (harness/spec/) name; names of the runners' begin with a dot."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ def import_entries(names: Iterable[str]) -> None:
 def _import_or_say(name: str) -> None:
     try:
         import_entry(name)
-    except Exception as error:  # it is not installed, or broken: libraries raise whatever they like
+    except Exception as error:  # it is not installed, or broken: libraries raise any exception
         print(f"not preloaded: {name}: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,7 +1,6 @@
-"""What torch's out-of-memory error tells of a measured run: the request, what was held, and the phase it came from.
+"""Details in torch's out-of-memory error of a measured run: the request, what was held, and the phase it came from.
 
-Not covered: which outcome it is (harness/rows/outcome.py); predicted runs, whose replay knows all of it
-(predicted_row.py).
+Predicted runs do not need this module, because their replay knows all of it (predicted_row.py).
 """
 
 from __future__ import annotations
@@ -12,15 +11,15 @@ from typing import Any
 
 import torch
 
-# c10/cuda/CUDACachingAllocator.cpp, format_size: two digits behind the point. And CUDAMallocAsyncAllocator.cpp's, which
-# names no cache, as that is the driver's.
+# Sizes of c10/cuda/CUDACachingAllocator.cpp, format_size: two decimals. CUDAMallocAsyncAllocator.cpp's message names no
+# cache, because that is the driver's.
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 _REQUEST = re.compile(rf"(?:Tried to allocate|Requested +:) {_SIZE}")
 _ALLOCATED = re.compile(rf"Currently allocated +: {_SIZE}|{_SIZE} is allocated by PyTorch")
 _UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-# What follows the last backward pass, by function and place: predictions count all of it as the optimizer's. Every step
-# of a torch.optim.Optimizer comes through torch/optim/optimizer.py, whoever wrote it.
+# Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
+# of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
 _AFTER_BACKWARD = re.compile(
     r"(/torch/optim/.*:\w+"
     r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
@@ -30,7 +29,7 @@ _AFTER_BACKWARD = re.compile(
 
 
 def oom_columns(error: BaseException) -> dict[str, Any]:
-    """The row's columns, as far as the error tells; nothing for an error of another kind."""
+    """Return the row's columns, in bytes, as far as the error tells; {} for an error of another kind."""
     if not isinstance(error, torch.OutOfMemoryError):
         return {}
     text = str(error)
@@ -43,27 +42,28 @@ def oom_columns(error: BaseException) -> dict[str, Any]:
 
 
 def card_memory(device: torch.device | None) -> list[int] | None:
-    """Free and all bytes of the card, as CUDA has them right after an error; None where it does not say, as after a
-    fault that ended its context (an illegal access, an assert): that is no want of memory, however full the card is."""
+    """Return free and total bytes of the GPU as CUDA has them right after an error; None if it does not answer.
+
+    It does not after a fault that ended its context (an illegal access, an assert), however full the GPU is."""
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
-    except Exception:  # the error that is told of is another
+    except Exception:  # the error to report is another
         return None
 
 
 def describe_oom(error: BaseException, device: torch.device | None) -> dict[str, Any]:
-    """What a script's process says of the error that ended it; `device` is the one it trained on, if it came so far."""
+    """Describe the error that ended a script's process; `device` is the one it trained on, if it came so far."""
     kind, full = type(error), oom_columns(error)
     said = {"type": f"{kind.__module__}.{kind.__qualname__}", "message": str(error), "card_memory": card_memory(device)}
     return said | ({"columns": full, "phase": phase(error)} if full else {})
 
 
 def phase(error: BaseException) -> str:
-    """The phase of a step that an error was raised in, by the functions that it came through, the outermost first.
+    """Return the phase of a step that an error was raised in, by the functions in its traceback, outermost first.
 
-    A pass that checkpointing repeats in the backward phase is of that. The meter knows no better: it watches backward
-    passes in the probe step only, and memory runs out in the first. What a custom step does by itself after them is
-    called forward.
+    A pass that checkpointing repeats in the backward phase belongs to backward. The meter knows no better, because it
+    watches backward passes only in the probe step, and memory runs out in the first. What a custom step does by itself
+    after them is called forward.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

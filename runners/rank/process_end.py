@@ -1,9 +1,9 @@
-"""How a process of ours ends: with its parent, before others under the kernel's killer, and what it says of an error.
+"""Ends of our processes: with the parent, first under the kernel's out-of-memory killer, and the error they report.
 
-Between an attempt's parent and its worker is a process (`above`) as a container's init is one: it adopts what the
-worker's processes leave behind, and lets go of it once it has ended. So whose a process is can be told as long as the
-attempt lasts, however it came to be: it lies below that one. What outlives the attempt goes to the launcher, which ends
-it (harness/process/attempt.py). Linux only.
+Between an attempt's parent and its worker is a process (`above`), like a container's init. It adopts orphans of the
+worker's processes, and ends when the worker has ended. So as long as the attempt lasts, all its processes are below
+that one, however they were started. Orphans that outlive the attempt go to the launcher, which kills them
+(harness/process/attempt.py). Linux only.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def be_first_oom_victim() -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End without interpreter teardown, where DeepSpeed and NCCL now and then abort after the work is done."""
+    """End without interpreter teardown, because DeepSpeed and NCCL sometimes abort there after the work is done."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # a full disk, or a stream that the trial has closed
             stream.flush()
@@ -49,15 +49,15 @@ def exit_now(status: int) -> NoReturn:
 
 
 def above(worker: Callable[[int], None]) -> int:
-    """Run `worker`, which gets its parent's process id and does not return, in a process below this one.
+    """Run `worker`, which gets its parent's process id and does not return, in a child process.
 
-    Returns its exit status, or ends as it did, by the same signal.
+    Return the child's exit status, or end by the same signal as the child.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     own = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os.setsid()  # what it does to its process group is not done to this one
+        os.setsid()  # signals that it sends its process group must not reach this one
         worker(own)
     ended, status = os.wait()
     while ended != pid:
@@ -69,7 +69,7 @@ def above(worker: Callable[[int], None]) -> int:
 
 
 def end_by(number: int) -> None:
-    """End this process by a signal, as another one has ended that it speaks for; without a second core dump."""
+    """End this process by the signal that ended the process it speaks for, without a second core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     if number not in (signal.SIGKILL, signal.SIGSTOP):
         signal.signal(number, signal.SIG_DFL)
@@ -77,8 +77,9 @@ def end_by(number: int) -> None:
 
 
 def run_and_exit(job: Callable[[], int | None], parent: int) -> NoReturn:
-    """End this process with the status that the job returns, 0 where that is None, 1 where it raises or returns what is
-    no status: then with a traceback in the log. It dies with `parent`."""
+    """Run the job and end this process with the status that it returns, 0 for None. The process dies with `parent`.
+
+    If the job raises or returns no status, end with 1 and a traceback in the log."""
     status = 1
     try:
         die_with_parent(parent)
@@ -91,13 +92,13 @@ def run_and_exit(job: Callable[[], int | None], parent: int) -> NoReturn:
 
 
 def print_traceback() -> None:
-    """To the log, for whoever wants to know more; the disk may be full, or the trial have closed the stream."""
+    """Print the exception being handled to the log, unless the disk is full or the trial has closed the stream."""
     with contextlib.suppress(OSError, ValueError):
         traceback.print_exc()
 
 
 def may_pass(error: BaseException) -> bool:
-    """Whether an error, or one that it came of, is of the machine as it is now: memory, a disk, threads, a device."""
+    """Check that an error or its cause is a transient failure of the machine: memory, a disk, threads, a device."""
     found, before = (
         error_patterns.find(str(error)),
         error.__cause__ or (None if error.__suppress_context__ else error.__context__),
@@ -107,11 +108,11 @@ def may_pass(error: BaseException) -> bool:
 
 
 def error_result(error: BaseException) -> dict[str, Any]:
-    """A result that tells of an error, with the columns that the row can say all the same."""
+    """Return a result that reports an error, with the columns that the row can still report."""
     kind = type(error)
     known = getattr(error, "columns", None)
     values = {"values": known} if isinstance(known, dict) else {}
     pinning = any(frame.name == "pin_memory" for frame in traceback.extract_tb(error.__traceback__))
-    said = f"pin_memory: {error}" if pinning else str(error)  # CUDA says the same of the host's memory as of a card's
+    said = f"pin_memory: {error}" if pinning else str(error)  # CUDA's message is the same for host and GPU memory
     memory = {"card_memory": known} if (known := getattr(error, "card_memory", None)) is not None else {}
     return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said} | memory} | values

@@ -1,8 +1,7 @@
-"""The process group that the ranks of a sharded run meet in.
+"""The process group in which the ranks of a sharded run meet.
 
 runners/worker/worker.py starts a process for each rank and gives it torch's rendezvous variables. A simulated run has
-one process, which is rank 0 of a group whose other members do not exist: its collectives return at once and move
-nothing.
+one process, rank 0 of a group whose other members do not exist. Its collectives return at once and move nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 
 def backend(trial: Trial, device: torch.device) -> str:
-    """Prepare the rendezvous; the name of the backend to join with. A simulated run has joined when this returns."""
+    """Prepare the rendezvous; return the name of the backend to join with. A simulated run joins here already."""
     world = trial.world_size
     # a single rank meets nobody, but without these variables DeepSpeed asks for MPI
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -46,7 +45,10 @@ def join(trial: Trial, device: torch.device) -> None:
 
 
 def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
-    """Join, and all ranks in one dimension; its table of ranks is a real tensor where everything else is fake."""
+    """Join, and return a mesh of all ranks in one dimension.
+
+    Its table of ranks is a real tensor even where everything else is fake.
+    """
     join(trial, device)
     with _disable_current_modes():
         return init_device_mesh(device.type, (trial.world_size,))

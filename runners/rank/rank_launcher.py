@@ -1,10 +1,10 @@
-"""Starts the ranks of one attempt on this machine as torchrun's agent does: a process each, its environment, its store.
+"""Launcher of one attempt's ranks on this machine, like torchrun's agent: a process each, its environment, its store.
 
-What differs from `torchrun --standalone --nproc-per-node=N`: ranks are forked, so that a warm template serves them; the
-first that fails ends the others at once, where torchrun looks every 0.1 s and then asks with SIGTERM; one that ends
-with status 0 in the middle has failed, where torchrun takes it for done; nothing is started again. The port is never
-taken by others: the socket listens before the first rank exists, and the store that all ranks meet in is ours, not rank
-0's.
+It differs from `torchrun --standalone --nproc-per-node=N` in four points. Ranks are forked, so that a warm fork server
+serves them. The first that fails ends the others at once; torchrun looks every 0.1 s and then sends SIGTERM. A rank
+that ends with status 0 in the middle has failed; torchrun takes it for done. Nothing is started again. Others cannot
+take the port, because the socket listens before the first rank exists. The store in which all ranks meet is ours, not
+rank 0's.
 
 Source of the variables: torch.distributed.elastic.agent.server.local_elastic_agent and torch.distributed.run
 (OMP_NUM_THREADS); tests/runners/rank/test_rank_launcher.py compares them with a real torchrun's.
@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from vramsweep.runners.rank.result_file import DONE, TOLD
 
 ADDRESS = "127.0.0.1"
-MEETING = datetime.timedelta(minutes=30)  # the attempt's deadline ends it before
+MEETING = datetime.timedelta(minutes=30)  # the attempt's deadline comes first
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The rank that failed first and its exit code, negative for a signal; rank None and 0 where all ended well.
+    """The rank that failed first and its exit code (negative for a signal); rank None and code 0 if none failed.
 
-    A rank that leaves with status 0 before `main` has returned has failed.
+    A rank that exits with status 0 before `main` has returned has failed.
     """
 
     rank: int | None = None
@@ -38,7 +38,7 @@ class Ended:
 
 
 def ranks(world_size: int, main: Callable[[int], int]) -> Ended:
-    """Fork `world_size` ranks that run `main(rank)` and end with what it returns; wait for all of them."""
+    """Fork `world_size` ranks that run `main(rank)` and end with its status; wait for all, return the first failure."""
     own, run_id = os.getpid(), str(uuid.uuid4())
     with socket.socket() as listening:
         listening.bind((ADDRESS, 0))
@@ -52,7 +52,7 @@ def ranks(world_size: int, main: Callable[[int], int]) -> Ended:
                 os.environ.update(environment(rank, world_size, port, run_id, os.environ.get("OMP_NUM_THREADS")))
                 _end(main, rank, own)
             pids[pid] = rank
-        store = _store(listening.detach(), port)  # only now: it has threads, which a fork would lose
+        store = _store(listening.detach(), port)  # only now, because forks would lose its threads
     first = Ended()
     while pids:
         pid, status = os.wait()
@@ -60,16 +60,16 @@ def ranks(world_size: int, main: Callable[[int], int]) -> Ended:
         code = os.waitstatus_to_exitcode(status)
         if rank >= 0 and code != DONE and first.rank is None:
             first = _first(Ended(rank, code), pids)
-            for other in pids:  # they would wait for it for ever
+            for other in pids:  # they would wait for the failed rank for ever
                 os.kill(other, signal.SIGKILL)
     del store
     return first
 
 
 def _first(seen: Ended, pids: dict[int, int]) -> Ended:
-    """Of the rank that was seen to fail and those of `pids` that have ended too, which are taken out, the one to blame.
+    """Return the failure to blame: `seen`, or one of `pids` that have ended too. Remove those from `pids`.
 
-    One that says why may have failed because another, which was killed and says nothing, no longer answers.
+    A rank that reports why may have failed because another no longer answers, which was killed and reports nothing.
     """
     ended = [seen]
     for pid in list(pids):
@@ -80,7 +80,7 @@ def _first(seen: Ended, pids: dict[int, int]) -> Ended:
 
 
 def environment(rank: int, world_size: int, port: int, run_id: str, threads: str | None) -> dict[str, str]:
-    """What torchrun tells a rank of a single node; `threads` is OMP_NUM_THREADS where the user has set it."""
+    """Return the variables that torchrun sets for a rank of a single node; `threads` is the user's OMP_NUM_THREADS."""
     return {
         **dict.fromkeys(("RANK", "LOCAL_RANK", "ROLE_RANK"), str(rank)),
         **dict.fromkeys(("GROUP_RANK", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"), "0"),
@@ -105,7 +105,7 @@ def _end(main: Callable[[int], int], rank: int, parent: int) -> None:
 
 
 def _store(descriptor: int, port: int) -> object:
-    """The key-value store in which the ranks meet, served by threads of this process as long as it is held."""
+    """Return the key-value store in which the ranks meet, served by this process's threads as long as it is held."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(ADDRESS, port, None, True, MEETING, wait_for_workers=False, master_listen_fd=descriptor)

@@ -1,8 +1,8 @@
 """The file that a worker leaves for its parent: what was measured, or the error that ended the attempt.
 
-It is written aside and renamed, so whoever reads it finds a whole one, and may be written again with more in it:
-`complete` is false from the end of the measured steps until the worker has had its last word. Secrets that an error
-quotes, or a library's configuration holds, are left out (harness/files/redaction.py).
+It is written aside and renamed, so readers find a whole one. It may be written again with more in it: `complete` is
+false from the end of the measured steps until the worker's last write. Secrets that an error quotes, or a library's
+configuration holds, are left out (harness/files/redaction.py).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from vramsweep.harness.files import redaction
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.worker_files import ANSWER, PROGRESS, RESULT
 
-# Exit status of a rank that failed after the measured steps: the other ranks are to be ended, the result stands.
+# Exit status of a rank that failed after the measured steps: the other ranks are killed, the result stands.
 ENDED_EARLY = 80
-FAILED = 1  # of a rank that raised before that, and has left its error
-TOLD = (FAILED, ENDED_EARLY)  # of a rank that has said why
-DONE = 81  # of a rank among several that came to its end; with 0 a rank may end in the middle (os._exit(0))
+FAILED = 1  # of a rank that raised before that, and has written its error
+TOLD = (FAILED, ENDED_EARLY)  # of a rank that has reported why
+DONE = 81  # of one of several ranks that ran to its end; 0 is no proof, as of os._exit(0) in the middle
 
 
 class EndedEarly(Exception):
@@ -30,25 +30,27 @@ class EndedEarly(Exception):
 
 
 def write(folder: Path, result: Mapping[str, Any]) -> None:
-    """Make `result` the attempt's: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
+    """Write the attempt's result: {"values": columns, "complete": bool} or {"error": {"type", "message"}}."""
     _aside(folder, result).rename(folder / RESULT)
 
 
 def answer(folder: Path, found: Any) -> None:
-    """Make `found` what the attempt answers, where it is asked about trials."""
+    """Write `found` as the answer of an attempt that answers a question about trials."""
     aside = folder / f"{ANSWER}.{os.getpid()}"
     aside.write_text(json.dumps(found))
     aside.rename(folder / ANSWER)
 
 
 def progress(folder: Path, text: str, **numbers: int | None) -> None:
-    """Say what this process does from now on (attempt.read_progress); a full disk is for others to find out."""
+    """Report what this process does from now on (attempt.read_progress). Ignore a full disk: others will notice it."""
     with contextlib.suppress(OSError), (folder / PROGRESS).open("a") as records:
         records.write(json.dumps({"text": text} | numbers) + "\n")
 
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
-    """A whole file beside it. Not synced: the parent reads it at once and syncs the row, which is what has to last."""
+    """Write a temporary file next to the result. It is not synced, because the parent syncs the row, which must last.
+
+    The parent reads the file at once."""
     aside = folder / f"{RESULT}.{os.getpid()}"
     aside.write_text(json.dumps(_without_secrets(result)))
     return aside
@@ -66,9 +68,9 @@ def _without_secrets(result: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error(folder: Path, told: Mapping[str, Any]) -> None:
-    """Leave the error that ended the attempt, unless something is there already.
+    """Write the error that ended the attempt, unless a result is there already.
 
-    A published result stands, and of several ranks the first to fail tells why: the others fail for its sake.
+    A published result stands. Of several ranks the first to fail reports why, because the others fail as a consequence.
     """
     aside = _aside(folder, told)
     try:
@@ -82,13 +84,13 @@ def error(folder: Path, told: Mapping[str, Any]) -> None:
 
 
 def values(folder: Path, columns: Mapping[str, Any], complete: bool) -> None:
-    """Publish the row's columns as far as they are known, unless a rank has had the last word."""
+    """Publish the row's columns as far as they are known, unless a complete result is there."""
     if not _settled(folder):
         write(folder, {"values": columns, "complete": complete})
 
 
 def note(folder: Path, text: str) -> None:
-    """Add a note to the published columns, and let that be the last word; of several ranks the first one's."""
+    """Add a note to the published columns and mark them complete; of several ranks, only the first does so."""
     if _settled(folder):
         return
     columns = json.loads((folder / RESULT).read_bytes())["values"]
