@@ -4,13 +4,13 @@ The contract: `build(trial)` takes the `harness.spec.trial.Trial` and returns `(
 `(model, optimizer, step, batches)`.
 
 - `step(batch)` runs one whole optimizer step (forward, backward, update) and may return the loss.
-- With sharding=ddp, fsdp1 or fsdp2 the process group is there when `build` is called, which divides the model itself
-  (`DistributedDataParallel(model)`, `FullyShardedDataParallel(model)`, `fully_shard`); batches are each rank's own.
-- `batches(index)` returns what `step` is called with; without it a batch is {"input_ids", "labels"}, long tensors of
-  shape (micro_batch, seq_len) on the trial's device, when the trial has a model with a vocabulary, else None; with
-  data=lengths:... as wide as its samples ask for, with an "attention_mask".
+- With sharding=ddp, fsdp1 or fsdp2 the process group exists when `build` is called. `build` divides the model itself
+  (`DistributedDataParallel(model)`, `FullyShardedDataParallel(model)`, `fully_shard`). Batches are each rank's own.
+- `batches(index)` returns the argument of `step`. Without it a batch is {"input_ids", "labels"}, long tensors of shape
+  (micro_batch, seq_len) on the trial's device. It is None if the trial has no model with a vocabulary. With
+  data=lengths:... batches are as wide as their samples need, and have an "attention_mask".
 
-Everything of precision, checkpointing and accumulation is up to the target; the trial's axes tell it what is asked for.
+The target decides on precision, checkpointing and accumulation; the trial's axes tell it what is requested.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
 
 def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     asked = trial
-    if trial.device.name == "simulated":  # the target is to do what it does on a GPU
+    if trial.device.name == "simulated":  # the target must do what it does on a GPU
         asked = trial.model_copy(update={"device": DeviceAxis(name="cuda")})
     with device:
         made = _made(load(str(trial.runner.target)), asked)
@@ -57,7 +57,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         got = f"{type(net).__name__} and {type(step).__name__}"
         raise InvalidTrial(f"{trial.runner.target}: model must be a torch.nn.Module and step a function, not {got}")
     interface.call(trial, "checked", net)
-    if trial.sharding in FSDP and isinstance(optimizer, torch.optim.Optimizer):  # which exchange parameters
+    if trial.sharding in FSDP and isinstance(optimizer, torch.optim.Optimizer):  # FSDP replaces parameters
         own = {id(parameter) for parameter in net.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise InvalidTrial(
@@ -69,7 +69,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
                            "return (model, optimizer, step), or leave data= out")  # fmt: skip
     batches, fed = (made[3], UNKNOWN) if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net
-    # FSDP1 leaves each rank's part of flattened weights, of which nobody can tell how many there were
+    # FSDP1 leaves each rank a part of flattened weights, so the number of parameters is unknown
     counts = dict.fromkeys(("parameters", "trainable_parameters")) if trial.sharding == "fsdp1" else {}
     meter.built(lambda: {**model_description.describe(whole, optimizer), **counts, **fed})
     for index in range(trial.steps()):
@@ -93,7 +93,7 @@ def _made(build: Callable[[Trial], Any], asked: Trial) -> Any:
 
 
 def load(target: str) -> Callable[[Trial], Any]:
-    """The function that `path/to/file.py:name` names. Raises InvalidTrial if the file has no such function."""
+    """Load the function that `path/to/file.py:name` names. Raises InvalidTrial if the file has no such function."""
     path, _, name = target.rpartition(":")
     spec = importlib.util.spec_from_file_location("vramsweep_custom_target", path)
     if spec is None or spec.loader is None:
@@ -109,7 +109,7 @@ def load(target: str) -> Callable[[Trial], Any]:
 
 
 def _token_batches(trial: Trial, device: torch.device, rank: int) -> tuple[Callable[[int], Any], Mapping[str, Any]]:
-    """Batches by their number, and the row's columns on them: of lengths that vary, as no target changes those."""
+    """Return batches by number and the row's columns about them: known for `data=lengths:`, which no target changes."""
     if trial.model.path is None and "vocab_size" not in trial.model.config:
         return lambda index: None, UNKNOWN
     data = build.data(trial)

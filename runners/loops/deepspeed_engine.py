@@ -1,6 +1,6 @@
 """DeepSpeed ZeRO stages 0 to 3, with optimizer and parameter offload; the configuration is generated and recorded.
 
-Precision is DeepSpeed's own: bf16 and fp16 hold the model in half precision beside fp32 master weights; there is no
+Precision is DeepSpeed's own: bf16 and fp16 hold the model in half precision next to fp32 master weights, without
 autocast. `runner.options` is merged over the generated configuration, key by key.
 """
 
@@ -32,8 +32,8 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     config = zero_config.ds_config(trial)
     zero_config.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
-    # While it lives, transformers makes models under zero.Init, and gathers each layer's weights to initialise them.
-    # Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch makes layers.
+    # While this is alive, transformers makes models under zero.Init, and gathers each layer's weights to initialise
+    # them. Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch's layers do.
     divided = HfDeepSpeedConfig(config) if zero_config.divided(trial) else None
     net = build.model(trial, zero_config.place(trial, device), dtype)
     zero_config.fitting(trial, net)

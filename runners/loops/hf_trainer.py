@@ -1,10 +1,10 @@
 """Hugging Face Trainer with its real defaults: its optimizer, gradient clipping, scheduler and data loader.
 
-Set by us, and recorded in `runner_config` with everything else: the batch (the trial's, whose default is the Trainer's
-own 8), max_steps, precision, no checkpoints, no reporting, no progress bar. `runner.options` overrides any argument.
+We set the batch (the trial's, whose default is the Trainer's own 8), max_steps, precision, no checkpoints, no reporting
+and no progress bar. `runner_config` records these and all else; `runner.options` overrides any argument.
 
-Several ranks: the Trainer wraps the model itself, as its arguments say (shardings/), and gives each rank its part of
-the samples. The model is made after the arguments, as most users do; zero_init=false makes it before.
+With several ranks the Trainer wraps the model itself, as its arguments say (shardings/), and gives each rank its part
+of the samples. The model is made after the arguments, as most users do; zero_init=false makes it before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vramsweep.runners.shardings import interface
 
 
 class _Samples(Dataset[dict[str, torch.Tensor]]):
-    """The pool of samples, cycled through often enough for all steps."""
+    """The pool of samples, repeated often enough for all steps."""
 
     def __init__(self, data: build.Data, length: int) -> None:
         self._samples, self._length = data.samples, length
@@ -45,7 +45,7 @@ class _Samples(Dataset[dict[str, torch.Tensor]]):
 
 
 class _Boundaries(TrainerCallback):
-    """Tells the meter where steps begin and end."""
+    """Callback that tells the meter where steps begin and end."""
 
     def __init__(self, meter: StepMeter, describe: Callable[[], dict[str, Any]], prepared: Callable[[], None]) -> None:
         self.meter, self.describe, self.prepared = meter, describe, prepared
@@ -64,7 +64,7 @@ class _Boundaries(TrainerCallback):
 
 
 class _Job(TrainerCallback):
-    """Tells the meter which part of a job goes on after the last step, or before the first of a resumed training."""
+    """Callback that tells the meter which part of a job runs after the last step, or before a resume's first."""
 
     def __init__(self, meter: StepMeter) -> None:
         assert isinstance(meter, Meter)
@@ -91,10 +91,10 @@ class _Job(TrainerCallback):
 
 
 class _Trainer(Trainer):
-    """Hands each pass's batch and its loss to the callback. Samples whose lengths vary come in the order drawn."""
+    """Trainer that hands each pass's batch and loss to the callback. If `ordered`, samples come in the order drawn."""
 
     boundaries: _Boundaries | None = None  # of a training that is measured step by step
-    ordered = False
+    ordered = False  # true if the data names lengths
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         ordered: Any = self.train_dataset
@@ -127,7 +127,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> 
     interface.call(trial, "agreed", arguments)
     net = build.model(trial, where) if first is None else first
     interface.call(trial, "fitting", net, arguments)
-    counts = model_description.counts(net)  # the wrapped model may not tell
+    counts = model_description.counts(net)  # the wrapped model may not have them
     data = build.data(trial)
 
     def describe() -> dict[str, Any]:
@@ -179,7 +179,7 @@ def _trainer(
 
 
 def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
-    """Make everything again and load the checkpoint, as the next process would: nothing is left of the training."""
+    """Make everything again and load the checkpoint, as the next process would, with nothing left of the training."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -193,7 +193,7 @@ def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) 
 
 
 def _named(trial: Trial) -> bool:
-    """Whether the arguments name the optimizer: not one that TrainingArguments lacks, nor a stand-in for one."""
+    """Check that the arguments name the optimizer: TrainingArguments has it, and no stand-in replaces it."""
     entry = technique("optimizer", trial.optimizer)
     return trial.optimizer == "default" or (
         entry.optim is not None and not (entry.packages and trial.device.name == "simulated")
@@ -203,7 +203,7 @@ def _named(trial: Trial) -> bool:
 def _optimizer(
     trial: Trial, arguments: TrainingArguments, device: torch.device
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The trial's optimizer with what the arguments tell one that they name."""
+    """Return the trial's optimizer and its options, with those that TrainingArguments would set if they named it."""
     kind, given = apply_techniques.optimizer(trial, device)
     told: dict[str, Any] = {"lr": arguments.learning_rate}
     if issubclass(kind, torch.optim.AdamW):
@@ -212,7 +212,7 @@ def _optimizer(
 
 
 def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
-    """The arguments of one trial. Raises InvalidTrial for an override that this transformers does not know."""
+    """Return the arguments of one trial. Raises InvalidTrial for an override that this transformers does not know."""
     chosen: dict[str, Any] = {
         "output_dir": str(folder / "trainer"),
         "per_device_train_batch_size": trial.micro_batch,
@@ -234,7 +234,7 @@ def training_arguments(trial: Trial, folder: Path) -> TrainingArguments:
     if trial.use_cache != "default" and "use_cache" in TrainingArguments.__dataclass_fields__:  # since transformers 5
         chosen["use_cache"] = trial.use_cache == "on"
     if trial.device.name == "simulated":
-        chosen["logging_nan_inf_filter"] = False  # it asks for the loss's value in every step
+        chosen["logging_nan_inf_filter"] = False  # it reads the loss's value in every step
     optim = technique("optimizer", trial.optimizer).optim
     if optim is not None and _named(trial):
         chosen["optim"] = optim

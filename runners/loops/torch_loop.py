@@ -1,8 +1,7 @@
 """The plain training loop: forward, backward, optimizer step; autocast and GradScaler as the precision asks.
 
-How ranks divide the work is put around the model before: DistributedDataParallel (which sends gradients with the last
-of the accumulated passes only), or FSDP (shardings/fsdp.py), whose precision is its own, without
-autocast.
+The model is sharded first. DistributedDataParallel with no_sync sends gradients only with the last accumulated pass.
+FSDP (shardings/fsdp.py) has its own precision, without autocast.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         nonlocal loss
         with net.no_sync() if trial.sharding in DDP and trial.no_sync and left else contextlib.nullcontext():
             with contextlib.nullcontext() if trial.sharding in FSDP else build.autocast(trial, device):
-                loss = net(**batch).loss / trial.grad_accum  # the one before goes now
+                loss = net(**batch).loss / trial.grad_accum  # frees the one before
             scaler.scale(loss).backward()
         return loss
 
@@ -70,7 +69,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
 
 
 def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
-    """The model as the ranks share it, what the sharding was told, and columns about the whole model's parameters."""
+    """Return the sharded model, the sharding's configuration, and columns about the whole model's parameters."""
     if trial.sharding == "none":
         net = build.model(trial, device)
         return net, None, model_description.counts(net)

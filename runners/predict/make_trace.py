@@ -158,8 +158,8 @@ def count_alike_layers(trial: Trial) -> int | None:
 
     Layers are alike if their modules, made from the configuration without weights, differ only in the layer's number.
     None for models from folders and hubs, users' code, compiled steps, and settings for some layers only
-    (`checkpointing_every`, patterns of names). None for DDP, FSDP1 and DeepSpeed too, because their buckets and streams
-    go across layers, and for FSDP2 of the Trainer or with parameters on the host.
+    (`checkpointing_every`, patterns of names). None for DDP, FSDP1 and DeepSpeed, because their buckets and streams go
+    across layers. None for FSDP2 of the Trainer, or with parameters on the host.
     """
     ours = trial.model.path is None and trial.model.model_type is not None and trial.runner.name in ("torch", "trainer")
     known = trial.runner.command is None and trial.runner.target is None and trial.ds_config is None

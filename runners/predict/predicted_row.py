@@ -109,8 +109,7 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
 def prediction_basis(trial: Trial) -> str:
     """Return which predicted parts are exact, traced and estimates (defined in harness/rows/columns.tsv).
 
-    Several ranks have more estimates, because collectives overlap with computation and free their blocks at unknown
-    times.
+    With several ranks more is estimated, because collectives overlap computation and free blocks at unknown times.
     """
     sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
@@ -368,8 +367,5 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
 
 
 def record(mark: Mark, peaks: Peaks) -> dict[str, Any]:
-    """Return a phase as a record of the attempt.
-
-    harness/sweep/row_builder.py reads from the last record where the attempt ended.
-    """
+    """Return a phase as an attempt's record; harness/sweep/row_builder.py reads from the last one where it ended."""
     return {"phase": mark.phase, "at_step": mark.step, "peaks": peaks}

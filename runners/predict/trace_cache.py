@@ -95,9 +95,7 @@ def is_kept(trial: Trial, card: Gpu, traces: Path) -> bool:
 
 
 def users_file(name: str, trial: Trial) -> Path | None:
-    """Return the file for `name` in the user's cache.
-
-    None if nothing is kept, as for trials that depend on the user's own files, data or code."""
+    """Return the file of `name` in the user's cache; None if none is kept, as for trials that need the user's files."""
     model = trial.model
     own = (model.path, trial.ds_config, trial.runner.target, trial.runner.command, model.trust_remote_code or None)
     if any(one is not None for one in own) or trial.data != "synthetic" or trial.runner.name in runner_table.USER_CODE:
@@ -159,9 +157,9 @@ def _key(trial: Trial, card: Gpu, without: Set[str]) -> str:
 def check(trace: Trace, sized: bool = True) -> None:
     """Raise ValueError, with what is wrong, unless every number is in its range and every list has its length.
 
-    Otherwise predictions from the trace would be silently wrong, or fail far from here. `sized`: it has sizes, kernels
-    and collectives of its own. Not checked: types of values, which pydantic checks, and whether any program has these
-    storages."""
+    Otherwise predictions from the trace would be silently wrong, or fail far from here. `sized`: it has its own sizes,
+    kernels and collectives. pydantic checks types. Nothing checks whether the storages are those of any program.
+    """
     for storages, categories in ((trace, CATEGORIES), (trace.host, HOST_CATEGORIES)):
         _storages(storages, categories, sized)
     count = len(trace.categories)

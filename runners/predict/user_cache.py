@@ -1,9 +1,9 @@
 """Cache of what tracing has made, for one user's sweeps and questions: a private folder of limited size.
 
 It is in $VRAMSWEEP_CACHE (empty: nothing is kept), else $XDG_CACHE_HOME/vramsweep, else ~/.cache/vramsweep. A file's
-name is a hash of all that its content depends on: what the caller names, our own code, the installed packages, the
-variables that a row records. Callers decide of which trials anything is kept, what a file contains, and whether it is
-valid (trace_cache.py, symbolic_candidate.py).
+name hashes all that its content depends on: what the caller names, our own code, installed packages, the variables
+that a row records. Callers decide of which trials anything is kept, what a file contains, and whether it is valid
+(trace_cache.py, symbolic_candidate.py).
 """
 
 from __future__ import annotations

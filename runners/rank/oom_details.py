@@ -44,7 +44,8 @@ def oom_columns(error: BaseException) -> dict[str, Any]:
 def card_memory(device: torch.device | None) -> list[int] | None:
     """Return free and total bytes of the GPU as CUDA has them right after an error; None if it does not answer.
 
-    It does not after a fault that ended its context (an illegal access, an assert), however full the GPU is."""
+    It does not after a fault that ended its context (an illegal access, an assert), however full the GPU is.
+    """
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
     except Exception:  # the error to report is another

@@ -1,9 +1,8 @@
 """Ends of our processes: with the parent, first under the kernel's out-of-memory killer, and the error they report.
 
 Between an attempt's parent and its worker is a process (`above`), like a container's init. It adopts orphans of the
-worker's processes, and ends when the worker has ended. So as long as the attempt lasts, all its processes are below
-that one, however they were started. Orphans that outlive the attempt go to the launcher, which kills them
-(harness/process/attempt.py). Linux only.
+worker's processes, and ends when the worker has ended. So during the attempt every process below that one is its
+own, however it started. Later orphans go to the launcher, which kills them (harness/process/attempt.py). Linux only.
 """
 
 from __future__ import annotations
@@ -79,7 +78,8 @@ def end_by(number: int) -> None:
 def run_and_exit(job: Callable[[], int | None], parent: int) -> NoReturn:
     """Run the job and end this process with the status that it returns, 0 for None. The process dies with `parent`.
 
-    If the job raises or returns no status, end with 1 and a traceback in the log."""
+    If the job raises or returns no status, end with 1 and a traceback in the log.
+    """
     status = 1
     try:
         die_with_parent(parent)

@@ -45,10 +45,7 @@ def join(trial: Trial, device: torch.device) -> None:
 
 
 def mesh(trial: Trial, device: torch.device) -> DeviceMesh:
-    """Join, and return a mesh of all ranks in one dimension.
-
-    Its table of ranks is a real tensor even where everything else is fake.
-    """
+    """Join; return a mesh of all ranks in one dimension, whose table of ranks is real even if all else is fake."""
     join(trial, device)
     with _disable_current_modes():
         return init_device_mesh(device.type, (trial.world_size,))

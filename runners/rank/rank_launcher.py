@@ -1,10 +1,11 @@
 """Launcher of one attempt's ranks on this machine, like torchrun's agent: a process each, its environment, its store.
 
-It differs from `torchrun --standalone --nproc-per-node=N` in four points. Ranks are forked, so that a warm fork server
-serves them. The first that fails ends the others at once; torchrun looks every 0.1 s and then sends SIGTERM. A rank
-that ends with status 0 in the middle has failed; torchrun takes it for done. Nothing is started again. Others cannot
-take the port, because the socket listens before the first rank exists. The store in which all ranks meet is ours, not
-rank 0's.
+Differences from `torchrun --standalone --nproc-per-node=N`:
+- Ranks are forked, so that a warm fork server serves them. Nothing is started again.
+- The first that fails ends the others at once; torchrun looks every 0.1 s and then sends SIGTERM.
+- A rank that ends with status 0 in the middle has failed; torchrun takes it for done.
+- Others cannot take the port, because the socket listens before the first rank exists.
+- The store in which all ranks meet is ours, not rank 0's.
 
 Source of the variables: torch.distributed.elastic.agent.server.local_elastic_agent and torch.distributed.run
 (OMP_NUM_THREADS); tests/runners/rank/test_rank_launcher.py compares them with a real torchrun's.

@@ -48,9 +48,7 @@ def progress(folder: Path, text: str, **numbers: int | None) -> None:
 
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
-    """Write a temporary file next to the result. It is not synced, because the parent syncs the row, which must last.
-
-    The parent reads the file at once."""
+    """Write a temporary file, not synced, because the parent reads it at once and syncs the row, which has to last."""
     aside = folder / f"{RESULT}.{os.getpid()}"
     aside.write_text(json.dumps(_without_secrets(result)))
     return aside

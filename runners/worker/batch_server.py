@@ -1,9 +1,8 @@
 """Predictions, one or many in an attempt: trace what each family of trials needs, then predict every trial.
 
-Of many this process only coordinates. Traces are made and predictions are computed in processes that it forks:
-DeepSpeed keeps its process groups for one process, and what crashes or hangs must not take others along. A trial that
-it leaves without an answer is for an attempt of its own. The parent reads the answers as they come
-(harness/sweep/batch_prediction.py).
+For many trials this process only coordinates. It forks processes to trace and to predict, because a crash or hang must
+not take others along. Also, DeepSpeed keeps its process groups as long as a process lives. Trials without an answer
+get attempts of their own. The parent reads answers as they come (harness/sweep/batch_prediction.py).
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Trials = Mapping[str, Trial]  # by id
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
-    """Answer the trials of the spec as far as that goes; returns the exit status."""
+    """Answer the trials of the spec as far as possible; return the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
     fixed, varying = (
         families({i: t for i, t in trials.items() if length_distribution.has_varying_lengths(t) is vary})
@@ -43,11 +42,11 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
     alone = [family for family in fixed.values() if len(set(map(point, family.values()))) == 1]
     others = [family for family in fixed.values() if len(set(map(point, family.values()))) > 1] + [*varying.values()]
     tracer = Tracer(folder, spec["timeout_s"], families=len(alone) + len(others), alone=len(alone))
-    tracer.trace([next(iter(family.values())) for family in alone])  # all at once; others know better which points
+    tracer.trace([next(iter(family.values())) for family in alone])  # all at once; other families choose their points
     limit, small = spec["timeout_s"], [family for family in alone if len(family) <= AT_A_TIME]
     others = [family for family in alone if len(family) > AT_A_TIME] + others
     if padded := [one for family in small for one in family.values() if one.padding]:
-        import_makers(padded[0])  # torch counts the padding: it is imported once for all that are forked
+        import_makers(padded[0])  # torch counts the padding: import it once for all forks
     if small:
         tracer.known = len(small)
         tracer.tell("predicting")
@@ -67,7 +66,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 
 
 def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
-    """Whether an attempt that predicts will have to trace, as far as that can be told before."""
+    """Check that an attempt that predicts will have to trace, as far as that is known before."""
     asked = spec.get("trials", [spec])
     trials = {str(number): Trial.model_validate(one.get("trial", one)) for number, one in enumerate(asked)}
     tracer, axis = Tracer(folder, 0.0), spec.get("axis")
@@ -83,10 +82,10 @@ def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
 
 
 def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
-    """Predict one trial in this process; the row's columns. The attempt's folder gets its last phase.
+    """Predict one trial in this process and return the row's columns. Write its phases to the attempt's folder.
 
-    Raises SimulatedOutOfMemoryError when it would not fit into the card, SimulatedHostOutOfMemoryError when the node's
-    memory is full before that, InvalidTrial for a step that cannot be traced.
+    Raises SimulatedOutOfMemoryError if it does not fit on the GPU, SimulatedHostOutOfMemoryError if the node's memory
+    is full before, InvalidTrial if a step cannot be traced.
     """
     forks = length_distribution.has_varying_lengths(trial)  # as it needs several traces
     known = predictor.trace_family({"": trial}, Tracer(folder, math.inf, forks))
@@ -95,7 +94,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
     result_file.progress(folder, "replaying its allocations")
     predicted = known.predict(trial)
     assert predicted is not None  # else tracing had raised
-    # as a worker leaves its steps: the last phase of the replay is where memory ran out
+    # like a worker's records of steps: the last phase of the replay is where memory ran out
     lines = [json.dumps(predicted_row.record(*phase)) for phase in predicted.phases]
     if lines:  # else the records of tracing say where it ended
         (folder / STEPS).write_text("".join(f"{line}\n" for line in lines))
@@ -105,7 +104,7 @@ def predict_trial(trial: Trial, folder: Path) -> dict[str, Any]:
 
 
 def families(trials: Trials) -> dict[str, dict[str, Trial]]:
-    """The trials of each family, whose traces differ in sizes at most; where lengths vary those of its batches."""
+    """Group trials by family, whose traces (if lengths vary, those of its batches) differ in sizes at most."""
     found: dict[str, dict[str, Trial]] = defaultdict(dict)
     for trial_id, trial in trials.items():
         varying = length_distribution.has_varying_lengths(trial)
@@ -115,13 +114,15 @@ def families(trials: Trials) -> dict[str, dict[str, Trial]]:
 
 
 def _load_and_answer(family: Trials, tracer: Tracer, *how: Any) -> None:
-    """Answer the trials of one point, from the trace that is kept of it: loading it takes as long as a replay."""
+    """Load one point's kept trace and answer its trials, in a fork, because loading takes as long as a replay."""
     _answer_family(family, predictor.trace_family(family, tracer), *how)
 
 
 def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, deadline_s: float) -> None:
-    """Answer the trials of a family, some in each process that is forked for it; where `predict` raises or returns
-    None, an attempt of its own tells why."""
+    """Answer the trials of a family, some in each process that is forked for it.
+
+    If `predict` raises or returns None, an attempt of the trial's own will report why.
+    """
     files = (folder / PREDICTIONS.replace("*", f"{at}-{number}") for number in count())
     refused = {name: error for name, trial in family.items() if (error := known.refused(trial)) is not None}
     if refused:

@@ -1,7 +1,7 @@
-"""The largest length, or batch, that fits, for many settings of the allocator and cards, from one symbolic trace.
+"""Maximum sequence length, or batch, for many settings of the allocator and GPUs, from one symbolic trace.
 
-The coordinator is batch_server.py's: traces are made, and points looked at, in processes of their own. Not covered:
-which points are looked at (fit_survey.py).
+As in batch_server.py this process only coordinates: traces are made, and points evaluated, in forked processes.
+fit_survey.py chooses the points.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, columns
 from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, fitted, on
 from vramsweep.runners.worker.batch_server import Trials, families
 
-MOST = 10_000  # looks of a family, points under a setting: some minutes on two cores
-POINTS = 1024  # whose sizes are worked out at once
-CHUNK = 16  # points that one process looks at, at most
-FEW = 6  # trials of a family whose peaks at their edges are told: each is a replay more
+MOST = 10_000  # evaluations of a family, each a point under a setting: some minutes on two cores
+POINTS = 1024  # points whose sizes are computed at once
+CHUNK = 16  # points that one process evaluates, at most
+FEW = 6  # trials of a family, at most, whose peaks at their maxima are reported: each costs a replay
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
-    """Find the edge of each trial of the spec along its axis; returns the exit status."""
+    """Find the maximum of each trial of the spec along its axis; return the exit status."""
     trials = {one["trial_id"]: Trial.model_validate(one["trial"]) for one in spec["trials"]}
     tracer = Tracer(folder, spec["timeout_s"])
     found: dict[str, Any] = {}
@@ -60,9 +60,9 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 def _of_family(
     family: Trials, axis: str, values: Sequence[int], every: bool, tracer: Tracer, deadline_s: float
 ) -> dict[str, Any]:
-    """The edge of each trial of a family; those that differ in the other axis too are of one curve, and apart.
+    """Find the maximum of each trial of a family. The result is kept for the user, as traces are.
 
-    What was found is kept for the user, as traces are.
+    Trials that differ in the other axis too share the family's curve, but are surveyed apart.
     """
     anyone, asked = next(iter(family.values())), {key: one.model_dump(mode="json") for key, one in family.items()}
     kept = trace_cache.users_file(json.dumps(["edges", asked, axis, [*values], every], sort_keys=True), anyone)
@@ -93,7 +93,7 @@ PEAKS = ("peak_reserved_bytes", "peak_reserved_most_bytes")
 
 
 def edge_peaks(known: Curve, trial: Trial) -> dict[str, Any]:
-    """Return what the trial would reserve at its peak, as its row would say it."""
+    """Return what the trial would reserve at its peak, in bytes, by column of its row."""
     if (traced := known.at(trial)) is None:
         return {}
     trace, config = on(traced[0], _capability(trial)), allocator_config.parse(trial.allocator.conf)
@@ -125,7 +125,7 @@ def _of_group(
         known.trace([trials[number] for number in asked])
         points, together = list(asked.items()), at_once()
         parts = min(len(points), together * math.ceil(len(points) / (CHUNK * together)))
-        chunks = [points[first::parts] for first in range(parts)]  # every so many, as neighbours take equally long
+        chunks = [points[first::parts] for first in range(parts)]  # interleaved, because neighbours take equally long
         places = [next(files) for _ in chunks]
         jobs: list[Job] = [
             (partial(_write, look, chunk, place), deadline_s * len(chunk))
@@ -144,8 +144,10 @@ def _of_group(
 
 
 def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str, list[float | None]]:
-    """For each setting, what each of these trials asks for at least; infinite where the host's memory does not suffice,
-    None where that is not known before it is traced."""
+    """Return, by setting, the bytes that each of these trials requests at least.
+
+    Infinite if the host's memory is not enough, None if unknown before the trial is traced.
+    """
     floors: dict[str, list[float | None]] = {name: [] for name in settings}
     capabilities = {cublas_workspace(_capability(trial)): _capability(trial) for trial in settings.values()}
     host = any(trial.device.node_memory_gib is not None for trial in settings.values())
@@ -162,8 +164,7 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
 
 
 def _requested_together(trials: Sequence[Trial], known: Curve, workspace: int) -> dict[int, float]:
-    """What `requested` says of those trials whose sizes are formulas, by number, for all points of a formula at once;
-    `workspace` is the card's."""
+    """Compute `requested` by number for trials whose sizes are formulas, for all points of a formula at once."""
     groups: dict[int, tuple[SymbolicTrace, list[int]]] = {}
     for number, trial in enumerate(trials):
         if (form := known.formulas(point(trial))) is not None:
@@ -180,8 +181,10 @@ def _requested_together(trials: Sequence[Trial], known: Curve, workspace: int) -
 
 
 def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
-    """How many storages of each formula, and last of the card's workspaces, are held at once: a line for each moment
-    at which that may be the most."""
+    """Count the storages of each formula, and last the GPU's workspaces, that are held at once.
+
+    Return an array (moments, formulas + 1), with the moments at which that may be the most.
+    """
     order, count = build_program(form.template), len(form.formulas)
     constant = zip(form.sizes, form.template.categories, form.sizes_at(where), strict=True)
     kinds = np.array([count if fitted(size, category, -1) < 0 else n for n, category, size in constant], dtype=np.intp)
@@ -190,7 +193,7 @@ def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
     np.add.at(changes, (order.born, kinds), 1)
     np.subtract.at(changes, (order.gone[lives], kinds[lives]), 1)
     frees = np.asarray((changes < 0).any(axis=1))
-    tops = np.append(frees[1:], True) & ~frees  # the most is held when the next is a free
+    tops = np.append(frees[1:], True) & ~frees  # the most is held just before a free
     different = {row.tobytes(): row for row in np.cumsum(changes, axis=0)[tops]}
     return np.array([*different.values()], dtype=np.float64).reshape(-1, count + 1)
 
@@ -198,17 +201,17 @@ def _most_held(form: SymbolicTrace, where: Point) -> npt.NDArray[np.float64]:
 def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dict[str, Any]:
     numbers = {"all_up_to": edge.all_up_to, "largest": edge.largest}
     named = {name: None if number is None else values[number] for name, number in numbers.items()}
-    basis = None if edge.unanswered and not edge.looked_at else ", ".join(bases)  # what has no trace rests on nothing
+    basis = None if edge.unanswered and not edge.looked_at else ", ".join(bases)  # without a trace there is no basis
     return asdict(edge) | named | {"of": len(values), "trace_basis": basis or None}
 
 
-Rooms = Mapping[str, Collection[int]]  # by setting
+Rooms = Mapping[str, Collection[int]]  # limits to try, by setting
 
 
 def _write(
     look: Callable[[int, Rooms], dict[str, RequiredBytes]], asked: Sequence[tuple[int, Rooms]], place: Path
 ) -> None:
-    with place.open("ab", buffering=0) as lines:  # what is there counts, however this process ends
+    with place.open("ab", buffering=0) as lines:  # written lines count, however this process ends
         for number, rooms in asked:
             try:
                 needs = {name: astuple(one) for name, one in look(number, rooms).items()}
@@ -226,7 +229,7 @@ def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, RequiredBytes
 
 
 def setting(trial: Trial) -> str:
-    """What decides how much room a trace needs of which card, and whether the host's memory suffices."""
+    """Return a name of all that decides how many bytes of the GPU a trace needs, and whether host memory is enough."""
     config = allocator_config.parse(trial.allocator.conf).render()
     return f"{config} {cublas_workspace(_capability(trial))} {host_memory.limit(trial)} {host_memory.ranks(trial)}"
 
@@ -236,10 +239,12 @@ def _capability(trial: Trial) -> Capability:
 
 
 def need(trace: Trace, trial: Trial, rooms: Collection[int], limits: Sequence[int]) -> RequiredBytes:
-    """The room that the trace needs under the trial's setting, in bytes, by replays: in each of the rooms; without any,
-    in more than the largest limit, then in less, until the need is known to a percent, is within 5 % of what is asked
-    for, or fits the smallest limit. A limit that is only met by giving memory back is tried itself: a trace may fit
-    there and not in more room; where several limits contradict each other so, the larger counts.
+    """Find the bytes that the trace needs under the trial's setting, by replays in each of `rooms`.
+
+    Without rooms, replay in more than the largest limit, then in less. Stop once the need is known to a percent, is
+    within 5 % of its lower bound (initially `requested`), or fits all limits. A limit that is met only by freeing
+    cached memory is tried itself, because a trace may fit there and not in more. Of limits that contradict each other
+    so, the larger counts.
     """
     config = replace(allocator_config.parse(trial.allocator.conf), per_process_memory_fraction=1.0)
     least = float(requested(trace))
@@ -268,13 +273,13 @@ def _tried(trace: Trace, config: AllocatorConfig, known: RequiredBytes, free: in
     replayed = replay(trace, config, free)
     if replayed.refused is not None:
         return replace(known, least=free + 1)
-    # with room to spare it reserves the same; a setting that collects garbage reserves as the limit has it
+    # with memory to spare it reserves the same; with garbage collection, reserved depends on the limit
     spare = replayed.final.num_alloc_retries == 0 and config.garbage_collection_threshold is None
     return replace(known, enough=replayed.peak["reserved"] if spare else free)
 
 
 def requested(trace: Trace) -> int:
-    """The most that the run asks for at one time, in bytes: no setting reserves less."""
+    """Return the most that the run requests at one time, in bytes; no setting reserves less."""
     order = build_program(trace)
     sizes = np.asarray(trace.sizes, dtype=np.int64)
     changes = np.zeros(sum(len(operations) for _, operations in order.phases) + 1, dtype=np.int64)

@@ -1,8 +1,8 @@
-"""An attempt that looks into traces instead of running trials.
+"""Server of an attempt that answers a question about traces instead of running trials.
 
 Its spec has `question` (a name of `QUESTIONS`), `trials` (resolved), `traces` (the folder where traces are kept) and
-`trace`: whether a trial whose trace is not there is traced, at most one, as some libraries remember the first. It
-leaves a list: for each trial its answer, in bytes, or null.
+`trace`: whether a missing trace is made. At most one is, because some libraries remember the first. The answer is a
+list: for each trial its answer, in bytes, or null.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ def _explanation(trace: Trace, trial: Trial) -> Answer:
     return answer
 
 
-# Each is asked about a trial's trace, and answers with plain data, in bytes; None of an empty trace.
+# Each answers from a trial's trace with plain data, in bytes; None for an empty trace.
 QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {"timeline": _timeline, "explanation": _explanation}
 
 
 def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace: bool) -> Answer:
-    """Return the trial's answer, in bytes; None where its trace is not kept and `trace` is false. Raises UserError."""
+    """Return the trial's answer, in bytes; None if its trace is not kept and `trace` is false. Raises UserError."""
     card = trial.device.card
-    if not trace:  # then nothing may run, whatever becomes of the file meanwhile
+    if not trace:  # then nothing may run, even if the file disappears meanwhile
         found = trace_cache.load_trace(trial, card, traces)
     else:
         found = trace_cache.load_or_trace(trial, card, folder, traces)
@@ -55,7 +55,7 @@ def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace:
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
-    """Answer for the trials of the spec; return the exit status."""
+    """Answer the question for each trial of the spec; return the exit status."""
     trials = [Trial.model_validate(values) for values in spec["trials"]]
     try:
         answers = [

@@ -1,4 +1,4 @@
-"""One rank of one attempt: device, read-back of the allocator's settings, the runner, and the columns it yields."""
+"""One rank of one attempt: its device, read-back of the allocator's settings, its runner, and the resulting columns."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class AllocatorMismatch(RuntimeError):
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
-    """Train and measure; the columns on rank 0, None on the others.
+    """Train and measure; return the columns on rank 0, None on the others.
 
-    Raises what training raises until the measured steps are over, and result.EndedEarly from then on.
+    Raises what training raises until the measured steps are over, and result_file.EndedEarly from then on.
     """
     runner = import_entry(runner_table.module(trial))
     rank = int(os.environ.get("RANK", "0"))
-    if trial.world_size > 1:  # a forked rank's library read the variable long ago
+    if trial.world_size > 1:  # torch in a forked rank read the variable long ago
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     device = _device(trial)
     build.prepare(trial)
@@ -67,7 +67,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
             runner.run(trial, device, meter, folder)
         meter.gauges.synchronize()
         if trial.world_size > 1:
-            torch.distributed.barrier()  # a rank that is gone takes along what collectives of others still wait for
+            torch.distributed.barrier()  # an exiting rank takes along what collectives of others still wait for
     except Exception as error:
         if meter.row is None:
             full = oom_details.oom_columns(error)
@@ -87,7 +87,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
 
 
 def _device(trial: Trial) -> torch.device:
-    """The rank's device, not touched yet: the meter first reads what is in use there."""
+    """Return the rank's device, not touched yet, because the meter first reads what is in use there."""
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -99,10 +99,10 @@ def _device(trial: Trial) -> torch.device:
 
 
 def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
-    """The settings that took effect, canonical, as torch reports them, and notes: what it does not report, what of them
-    does nothing.
+    """Return the settings that took effect, canonical, as torch reports them, and notes on them.
 
-    Raises AllocatorMismatch where a reported one is not what the trial asks for.
+    Notes name those that torch does not report or that do nothing. Raises AllocatorMismatch if a reported one is not
+    what the trial requests.
     """
     torch.cuda.init()
     told = model_description.allocator()
@@ -114,7 +114,7 @@ def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
 
 
 def _gathered(trial: Trial, own: Columns) -> list[Columns]:
-    """The columns of every rank."""
+    """Gather the columns of every rank, in rank order."""
     if trial.world_size == 1:
         return [own]
     every: list[Any] = [None] * trial.world_size

@@ -1,9 +1,8 @@
-"""The warm way: a process that has imported everything, never touches the GPU, and forks a worker for each request.
+"""Fork server: a process that has imported everything, never touches the GPU, and forks a worker for each request.
 
-Requests come by a socket, each with a pipe for what is told of its worker (the messages:
-harness/process/fork_server.py). It runs no tensor operation: a process that has started OpenMP's threads cannot be
-forked safely, and one that has initialised CUDA cannot be forked at all, so before the first request it says whether
-its imports did (cuda_driver.py).
+Requests come by a socket, each with a pipe for reports about its worker (messages: harness/process/fork_server.py). It
+runs no tensor operation, because a process that has started OpenMP's threads cannot be forked safely. One that has
+initialised CUDA cannot be forked at all, so before the first request it says whether its imports did (cuda_driver.py).
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ from vramsweep.runners.worker import worker
 def main(runner: str, requests: int, replies: int, parent: int) -> None:
     """Serve until the parent closes its end of the socket of requests, or dies."""
     process_end.die_with_parent(parent)
-    for descriptor in (requests, replies):  # what the imports start must not hold them open
+    for descriptor in (requests, replies):  # processes that imports start must not hold them open
         os.set_inheritable(descriptor, False)
-    waits = runner == runner_table.SIMULATED  # with the imports, until they are needed
+    waits = runner == runner_table.SIMULATED  # to import, until that is needed
     if not waits:
         _import(runner)
     _say(replies, "ready", unclean=cuda_driver.unclean())
@@ -48,16 +47,16 @@ def _import(runner: str) -> None:
     with _asked_without_cuda():
         worker.preload(runner)
     gc.collect()
-    gc.freeze()  # the imported objects are for ever: keep the collector from copying their pages in every worker
+    gc.freeze()  # imported objects stay; the collector would copy their pages in every worker
 
 
 def _serve(asked: socket.socket, waits: bool) -> None:
-    """Fork workers as they are asked for, and tell of their ends; any number may run at a time.
+    """Fork workers on request, and report their ends; any number may run at a time.
 
     `waits`: what predictions import is imported when the first of them has to trace.
     """
     own = os.getpid()
-    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe that is told of it
+    running: dict[int, tuple[int, int]] = {}  # by pidfd: the process and the pipe for its reports
     poll = select.poll()
     poll.register(asked, select.POLLIN)
     while True:
@@ -101,20 +100,20 @@ def _serve(asked: socket.socket, waits: bool) -> None:
 
 @contextlib.contextmanager
 def _asked_without_cuda() -> Iterator[None]:
-    """NVML says what a card's compute capability is: torch would initialise CUDA to tell.
+    """Answer by NVML which compute capability a GPU has, because torch would initialise CUDA to answer.
 
-    bitsandbytes asks while it is imported (cuda_specs.py), which transformers.Trainer does by way of peft; so does
-    torchao (prototype/mx_formats/kernels.py, by torch.utils._triton.has_triton), which transformers' models import.
+    bitsandbytes asks while it is imported (cuda_specs.py); transformers.Trainer imports it by way of peft. torchao asks
+    too (prototype/mx_formats/kernels.py, by torch.utils._triton.has_triton); transformers' models import it.
     """
     try:
         import torch
-    except ModuleNotFoundError:  # its workers will say so
+    except ModuleNotFoundError:  # its workers will report that
         yield
         return
     known = [card.capability for card in machine.visible_gpus(os.environ)]
 
     def capability(device: Any) -> tuple[int, int] | None:
-        """None where it is not known. Without a device it is the current one's, the first: nobody chose another yet."""
+        """Return a device's capability; None if unknown. The default device is the first: nobody chose another yet."""
         index = device if isinstance(device, int) else getattr(device, "idx", getattr(device, "index", None))
         index = 0 if device is None else index
         return known[index] if isinstance(index, int) and 0 <= index < len(known) else None
@@ -138,7 +137,7 @@ def _asked_without_cuda() -> Iterator[None]:
 
 
 def _given_up(pipe: int) -> bool:
-    """Whether nobody reads any more what would be told of a worker."""
+    """Check that nobody reads the reports about a worker any more."""
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))

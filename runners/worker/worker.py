@@ -1,9 +1,8 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
-Read `spec.json`, run the trial (or answer for the many that it names: batch_server.py, largest_server.py,
-query_server.py), write `result.json` (result_file.py). With several ranks the worker forks them, each its own process,
-and waits; rank 0 writes the result.
-Nothing is imported here that a template must not have touched.
+It reads `spec.json`, runs the trial (or answers for the many that it names: batch_server.py, largest_server.py,
+query_server.py), and writes `result.json` (result_file.py). It forks several ranks, each as a process of its own, and
+waits; rank 0 writes the result. It imports nothing that a fork server must not have touched.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def preload(runner: str) -> None:
 
 
 def needs_imports(folder: Path) -> bool:
-    """Whether the attempt in `folder`, which predicts, has to trace; True where that cannot be told."""
+    """Check that the attempt in `folder`, which predicts, has to trace; True if that is unknown."""
     from vramsweep.runners.worker import batch_server
 
     try:
@@ -39,7 +38,7 @@ def needs_imports(folder: Path) -> bool:
 
 
 def main(folder: Path, parent: int) -> int:
-    """Run the attempt in `folder`, in a process below this one (process_end.py); returns the exit status."""
+    """Run the attempt in `folder`, in a child process (process_end.py); return the exit status."""
     process_end.die_with_parent(parent)
     return process_end.above(lambda own: process_end.run_and_exit(lambda: _run(folder), own))
 
@@ -55,22 +54,22 @@ def _run(folder: Path) -> int:
             return largest_server.main(folder, spec)
         return query_server.main(folder, spec) if "question" in spec else batch_server.main(folder, spec)
     trial = trials.Trial.model_validate(spec["trial"])
-    predicted = trial.device.name == "simulated"  # of which one rank stands for the many
+    predicted = trial.device.name == "simulated"  # then one rank stands for all
     alone = predicted or trial.world_size == 1 or runner_table.runner(trial.runner.name).starts
     status = _rank(trial, folder) if alone else _ranks(trial, folder)
     return 0 if status == result_file.ENDED_EARLY else status
 
 
 def _pin_cpus(cpus: list[int] | None) -> None:
-    """Run on these CPUs alone, where others are for other trials."""
+    """Restrict this process to these CPUs, if any are named, because others are for other trials."""
     if cpus:
         os.sched_setaffinity(0, cpus)
-        if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:  # else it counts them as it is loaded
+        if "torch" in sys.modules and "OMP_NUM_THREADS" not in os.environ:  # else torch counts them when it is loaded
             sys.modules["torch"].set_num_threads(len(cpus))
 
 
 def _ranks(trial: trials.Trial, folder: Path) -> int:
-    """Run every rank; one that ends without saying why is named in the records, where the parent looks for it."""
+    """Run every rank; one that ends without reporting why is named in the records, where the parent looks for it."""
     ended = rank_launcher.ranks(trial.world_size, lambda rank: _rank(trial, folder))
     if ended.rank is not None and ended.code not in result_file.TOLD:
         with contextlib.suppress(OSError), (folder / STEPS).open("a") as records:
@@ -81,24 +80,26 @@ def _ranks(trial: trials.Trial, folder: Path) -> int:
 
 
 def _rank(trial: trials.Trial, folder: Path) -> int:
-    """Run one rank. A failure becomes an error in the result, for the parent to classify; after the measured steps it
-    becomes a note."""
+    """Run one rank; return its exit status, NOT_WRITTEN if its result cannot be written.
+
+    The parent classifies a failure by the error in the result; after the measured steps a failure becomes a note.
+    """
     try:
         return _run_and_write(trial, folder)
-    except OSError:  # of writing what it has to tell: the disk is full, the folder is gone
+    except OSError:  # the result cannot be written: the disk is full, the folder is gone
         process_end.print_traceback()
         return NOT_WRITTEN
 
 
 def _run_and_write(trial: trials.Trial, folder: Path) -> int:
-    """The same. Raises OSError where the result cannot be written."""
+    """Run one rank, write its result, error or note, and return its exit status. Raises OSError if it cannot write."""
     try:
         values = _values(trial, folder)
     except result_file.EndedEarly as end:
         process_end.print_traceback()
         result_file.note(folder, str(end))
         return result_file.ENDED_EARLY
-    except BaseException as error:  # a target may call sys.exit(text), or raise what is no Exception
+    except BaseException as error:  # a target may call sys.exit(text), or raise any BaseException
         process_end.print_traceback()
         answer = process_end.error_result(error)
         if trial.world_size > 1 and "RANK" in os.environ:
@@ -111,7 +112,7 @@ def _run_and_write(trial: trials.Trial, folder: Path) -> int:
 
 
 def _values(trial: trials.Trial, folder: Path) -> dict[str, Any] | None:
-    """Train, let train, or predict; the columns, on rank 0."""
+    """Train, start a process that trains, or predict; return the columns on rank 0, None on the others."""
     if trial.device.name == "simulated":
         from vramsweep.runners.worker import batch_server
 
