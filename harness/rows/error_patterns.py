@@ -1,8 +1,7 @@
-"""What an error's text says of an attempt: the one table of faults by their spelling. Pure.
+"""Table of faults by how error texts spell them, and the search for them. Pure.
 
-The texts are those of CUDA's runtime and driver (cudaGetErrorString, cuGetErrorName), of its libraries' status codes,
-and of what torch, NCCL, triton and bitsandbytes make of them. Not covered: what an outcome means for the trial, and how
-a process ends (outcome.py).
+The texts come from CUDA's runtime and driver (cudaGetErrorString, cuGetErrorName) and from its libraries' status codes.
+Others come from torch, NCCL, triton and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -17,36 +16,36 @@ from vramsweep.harness.rows.schema import Outcome
 
 @dataclass(frozen=True)
 class ErrorPattern:
-    """A fault, the outcome of an attempt that shows it, and how it is spelled: a pattern, whatever the case."""
+    """A fault, the outcome of an attempt that shows it, and its spelling: a regular expression, matched in any case."""
 
     fault: str
     outcome: Outcome
     spelling: str
-    when_full: bool = False  # only where the card is known to have been nearly full; else it is another fault's
+    when_full: bool = False  # counts only if the GPU is known to have been nearly full; else it is another fault's
 
 
-# The first that is found decides: a collective that runs out of memory also says NCCL, and a lost GPU CUDA error. Data
-# loaders' workers leave their batches in /dev/shm; torch asks NVML who holds the memory once it ran out.
+# The first match decides, because a collective out of memory also says NCCL, and a lost GPU also says CUDA error.
+# Data loaders' workers leave their batches in /dev/shm. After an OOM, torch asks NVML who holds the memory.
 _WORDS = json.loads(Path(__file__).with_name("error_patterns.json").read_text("utf-8"))
 SYMPTOMS = tuple(
     ErrorPattern(one["fault"], Outcome(one["outcome"]), "|".join(one["spellings"]), one.get("when_full", False))
     for one in _WORDS
 )
-_ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # how libstdc++ announces the end
-NEAR = 3  # lines from the last: a Python error is followed by what its streams and threads still say
+_ENDED = re.compile(r"terminate called|^\s*what\(\): ")  # libstdc++ announces the end with these
+NEAR = 3  # last lines to search, because streams and threads still write after a Python error
 _PATTERNS = tuple((symptom, re.compile(symptom.spelling, re.IGNORECASE)) for symptom in SYMPTOMS)
 
 
 def find(text: str, full: bool = False) -> ErrorPattern | None:
-    """The fault that a text tells of; None where it tells of none that is known. `full`: the card was, nearly."""
+    """Return the fault that a text reports; None if it reports none in the table. `full`: the GPU was nearly full."""
     return next((one for one, pattern in _PATTERNS if (full or not one.when_full) and pattern.search(text)), None)
 
 
 def error_text(lines: list[str]) -> str | None:
-    """Of the lines that a process wrote before it ended, the one that says why; None where it wrote none.
+    """Return the line that says why a process ended; the last that it wrote if none does, None without lines.
 
-    It is among the last, or where C++ says that it ends and why, above its stack. What a line further up tells of was
-    got over.
+    If C++ announced the end, the reason stands there, above its stack. Else it is among the last `NEAR` lines: the
+    process recovered from errors further up.
     """
     ended = next((at for at in reversed(range(len(lines))) if _ENDED.search(lines[at])), None)
     why = lines[-NEAR:][::-1] if ended is None else lines[ended:]

@@ -1,16 +1,15 @@
 """The journal: `results/<sweep>/trials/journal.jsonl`, one row a line, only ever appended to.
 
-One process writes a file, under an exclusive lock held as long as it is open (journal_lock.py); each row, or several
-that are ready together, are one write and one fsync, so a row that `append` returned from survives a power cut. A
-writer that was killed can leave a torn last line: the next one starts a fresh line after it, whatever size a shared
-folder says that the file has. Several writers (nodes that share a folder) each have a file of their own,
-`journal-<writer>.jsonl`, and readers merge them. Readers take no lock.
+One process writes a file, under an exclusive lock held while the file is open (journal_lock.py). A row, or several that
+are ready together, are one write and one fsync. So a row that `append` returned survives a power cut. A killed writer
+can leave a torn last line. The next writer starts a fresh line after it, whatever size a shared folder reports for the
+file. Several writers (nodes that share a folder) each have their own file, `journal-<writer>.jsonl`. Readers merge
+these files and take no lock.
 
-A line ends in the checksum of the row before it, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not
-what was written is skipped and counted, never half-believed; lines without one (before schema version 2, or made by
-others) are taken as they are, if they say whose and how it ended, and hold what their columns can
-(schema.is_plausible). What an editor or git puts around lines, carriage returns and a byte order mark, is no part of
-them.
+A line ends in the checksum of its row, `,"checksum":"%08x"}`: CRC-32 of the row's JSON. A line that is not what was
+written is skipped and counted, never half-believed. Lines without a checksum come from before schema version 2 or from
+other programs. They are accepted if they name a trial and an outcome and hold plausible values (schema.is_plausible).
+Carriage returns and a byte order mark, which editors and git add, are ignored.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vramsweep.harness.rows.journal_lock import Lock
 from vramsweep.harness.rows.schema import BY_NAME, Row, complete_row, is_plausible, system_of, to_encodable
 
 NAME = "journal.jsonl"
-PLAN = "plan.json"  # beside it: the command, its trials, and the answer that its report begins with; of each writer
+PLAN = "plan.json"  # next to it, one per writer: the command, its trials, and the answer that its report begins with
 _CHECKSUM = re.compile(rb',"(.{8})":"([0-9a-f]{8})"\}$', re.DOTALL)
 _CHECKSUM_LENGTH = len(',"checksum":"00000000"}')
 LIMIT = 1 << 34  # bytes of a journal: millions of rows
@@ -47,10 +46,10 @@ System = tuple[str | None, ...]
 
 
 class Journal(contextlib.AbstractContextManager["Journal"]):
-    """The writing end of one writer's journal; `writer` is None where a sweep has only one.
+    """The writing end of one writer's journal; `writer` is None if a sweep has only one.
 
-    Raises UserError when the folder cannot be written, the disk is full, another sweep holds the lock, and, on writing
-    and closing, when the file is not there any more or lacks rows; what others append to it is left where it is.
+    Raises UserError if the folder cannot be written, the disk is full or another sweep holds the lock. Writing and
+    closing also raise it if the file is gone or lacks rows. Lines that others append to it stay.
     """
 
     def __init__(self, folder: Path, writer: str | None = None) -> None:
@@ -65,9 +64,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             self._lock = Lock(self.path, self._fd)
             if new:
                 _sync_folder(folder)
-            self._turn = threading.Lock()  # trials that run beside each other write too
-            self._end = 0 if new else None  # of what was written last; not known where a line may be torn
-            self._last = b""  # what stands there
+            self._turn = threading.Lock()  # concurrent trials write too
+            self._end = 0 if new else None  # offset at which the last write ended; None if a line may be torn
+            self._last = b""  # the bytes right before that offset
         except BaseException as error:
             os.close(self._fd)
             if not isinstance(error, OSError):
@@ -82,7 +81,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         return self.extend([row])[0]
 
     def extend(self, rows: Iterable[Row]) -> list[Row]:
-        """The same for several rows, in one write and one fsync."""
+        """Store several rows in one write and one fsync, and return them with every column. Raises as `append`."""
         whole = [complete_row(row) for row in rows]
         if whole:
             with self._turn:
@@ -93,7 +92,7 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         lost = self._lost()
         try:
             size = os.fstat(self._fd).st_size
-            if self._put(data if self._end == size else b"\n" + data) != size:  # somebody wrote in between
+            if self._put(data if self._end == size else b"\n" + data) != size:  # another process wrote in between
                 self._put(b"\n" + data)
         except OSError as error:
             raise _unwritable(self.path, error) from None
@@ -101,16 +100,16 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
             raise UserError(lost)
 
     def _put(self, data: bytes) -> int:
-        """Append all of the data; where it begins. Raises OSError."""
+        """Append all of the data and return the offset where it begins. Raises OSError."""
         self._end, written = None, 0
-        while written < len(data):  # where a part is taken, the next error says why
+        while written < len(data):  # if only a part is written, the next error says why
             written += os.write(self._fd, data[written:])
         os.fsync(self._fd)
         self._end, self._last = os.lseek(self._fd, 0, os.SEEK_CUR), data[-_CHECKSUM_LENGTH:]
         return self._end - len(data)
 
     def _lost(self) -> str | None:
-        """What has become of the file, in words, where rows that were written may not be in it any more."""
+        """Return a message if written rows may be gone: file deleted, moved, cut or rewritten; else None."""
         try:
             there = os.path.samestat(self.path.stat(), found := os.fstat(self._fd))
         except OSError:
@@ -127,9 +126,9 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
         )
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Close the file and release the lock."""
         with self._turn:
-            closing, self._fd = self._fd, -1  # a trial that ends later, when all is stopped, writes nowhere
+            closing, self._fd = self._fd, -1  # a trial that ends after the sweep has stopped writes nowhere
         os.close(closing)
         self._lock.release()
 
@@ -141,15 +140,15 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
 
 
 def line(row: Row) -> bytes:
-    """A row as it stands in the journal, its checksum and the end of the line included."""
+    """Return a row as its line in the journal, including its checksum and the end of the line."""
     text = json.dumps(to_encodable(row), separators=(",", ":"), allow_nan=False).encode()
     return text[:-1] + b',"checksum":"%08x"}\n' % zlib.crc32(text)
 
 
 def intact(text: bytes) -> bool:
-    """Whether a line, without its end, is what was written; one that has no checksum is believed.
+    """Return whether a line, without its end, is what was written; a line without a checksum is believed.
 
-    No column ends a line as a checksum does, so one of another name is a checksum that was damaged.
+    A last key of another name is a damaged checksum, because no column ends a line as a checksum does.
     """
     text = bare(text)
     found = _CHECKSUM.search(text, max(0, len(text) - _CHECKSUM_LENGTH))
@@ -159,30 +158,30 @@ def intact(text: bytes) -> bool:
 
 
 def bare(text: bytes) -> bytes:
-    """A line as it was written."""
+    """Return a line without byte order mark and line end, which editors and git may change."""
     return text.removeprefix(codecs.BOM_UTF8).rstrip(b"\r\n")
 
 
 def name(writer: str | None) -> str:
-    """What a writer's journal is called."""
+    """Return the file name of a writer's journal."""
     return NAME if writer is None else f"journal-{writer}.jsonl"
 
 
 def plan_name(writer: str | None) -> str:
-    """What a writer's plan is called."""
+    """Return the file name of a writer's plan."""
     return PLAN if writer is None else f"plan-{writer}.json"
 
 
 def plans(folder: Path) -> list[dict[str, Any]]:
-    """What the writers' last commands in this folder planned, the latest last; those that can be read."""
+    """Return the readable plans of the writers' last commands in this folder, the latest last."""
     files = [file for own in (folder, folder / OWN) for file in (own / PLAN, *sorted(own.glob("plan-*.json")))]
     found = map(plain_json.read_object, files)
     return sorted((one for one in found if one is not None), key=lambda one: str(one.get("started_at")))
 
 
 def files(place: Path) -> list[Path]:
-    """The journals of a sweep's folder, every writer's, those that an earlier version began first; of a file, that
-    file. One that is not there where there is none."""
+    """Return the journals of a sweep's folder, every writer's, those begun by an earlier version first. For a file
+    return that file; for a folder without any, the path that a journal would have."""
     if not place.is_dir():
         return [place]
     found = [file for own in (place, place / OWN) for file in ((own / NAME), *sorted(own.glob("journal-*.jsonl")))]
@@ -190,9 +189,9 @@ def files(place: Path) -> list[Path]:
 
 
 def read(place: Path) -> tuple[list[Row], int]:
-    """The rows of a journal (the file, or the sweep's folder) and how many lines could not be believed.
+    """Return the rows of a journal (the file, or the sweep's folder) and how many lines could not be believed.
 
-    Rows of several writers come in the order in which their attempts began. Raises UserError if there is no such file.
+    Rows of several writers are sorted by when their attempts began. Raises UserError if there is no such file.
     """
     found: list[Row | None] = []
     several = files(place)
@@ -208,10 +207,10 @@ def read(place: Path) -> tuple[list[Row], int]:
 
 
 def since(file: Path, at: int = 0, torn: bool = True) -> Iterator[tuple[Row | None, int]]:
-    """Each line's row from that byte on, None where it is not believed, and where the line ends.
+    """Yield the row of each line from byte `at` on (None if it is not believed), and where the line ends.
 
-    `torn`: the last line counts without its end, too. Of one that is longer than any row only the beginning is read as
-    one. Raises OSError.
+    `torn`: count the last line even without its end. Of a line longer than `LONGEST`, only the beginning is read as a
+    row. Raises OSError.
     """
     with open_regular(file, LIMIT) as stream:
         if at:
@@ -225,10 +224,10 @@ def since(file: Path, at: int = 0, torn: bool = True) -> Iterator[tuple[Row | No
 
 
 class Tail:
-    """Reads a sweep's journals as they grow: each time only what has come since, whole lines alone.
+    """Reads a sweep's journals as they grow: each time only the whole lines that are new.
 
-    `rows` are all so far, of several writers in the order in which their attempts began, with no more than `columns`;
-    `unreadable` counts the lines that could not be believed. What is replaced or cut is read anew.
+    `rows` holds all rows so far, cut to `columns`; rows of several writers are sorted by when their attempts began.
+    `unreadable` counts lines that could not be believed. After a file was replaced or cut, all is read again.
     """
 
     def __init__(self, place: Path, columns: Collection[str]) -> None:
@@ -236,12 +235,12 @@ class Tail:
         self._clear()
 
     def _clear(self) -> None:
-        self._read: dict[Path, tuple[int, int]] = {}  # each file's inode, and how far it is read
+        self._read: dict[Path, tuple[int, int]] = {}  # each file's inode, and the offset read so far
         self.rows: list[Row] = []
         self.unreadable = 0
 
     def look(self) -> bool:
-        """Take what is new; whether anything is. Raises UserError if there is no journal."""
+        """Read the new lines and return whether there were any. Raises UserError if there is no journal."""
         several = files(self._place)
         try:
             now = {file: file.stat() for file in several}
@@ -265,13 +264,13 @@ class Tail:
 
 
 def parsed(text: bytes) -> Row | None:
-    """The row of one line in today's layout, with every column; None where it is none, or not what was written."""
+    """Return the row of one line in today's layout, with every column; None if it is none or was damaged."""
     row = None
     if intact(text):
         with contextlib.suppress(ValueError, RecursionError):
-            # others' NaN and Infinity, which no JSON has
+            # NaN and Infinity, which other programs write and JSON lacks, become null
             row = json.loads(bare(text), parse_constant=lambda name: None)
-            if b"\\ud" in text:  # perhaps half a character: rows of other programs, and of version 1
+            if b"\\ud" in text:  # perhaps a lone surrogate, as in rows of other programs and of version 1
                 row = to_encodable(row)
     if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("trial_id", "outcome")):
         return None
@@ -283,16 +282,15 @@ def parsed(text: bytes) -> Row | None:
 
 
 def terminal(rows: Iterable[Row]) -> dict[str, Row]:
-    """The last terminal row of each trial, by its id, whatever system it is of."""
+    """Return the last terminal row of each trial, by its id, whatever system it was measured on."""
     return {row["trial_id"]: row for row in rows if row.get("terminal")}
 
 
 def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[str, Row], dict[str, Row]]:
-    """The row that counts for each of the `wanted` trials, measured on the system that it would run on now.
+    """Return the row that counts for each of the `wanted` trials, by id, and the rows that do not count.
 
-    An empty system is that of a trial that cannot run here.
-
-    And those that do not count, since they are of other systems: the last one of each trial that has no other.
+    A row counts if it was measured on the system that the trial would run on now. An empty system means that the trial
+    cannot run here. The rows that do not count are of other systems: the last one of each trial that has no other row.
     """
     mine: dict[str, Row] = {}
     others: dict[str, Row] = {}
@@ -300,10 +298,10 @@ def finished(rows: Iterable[Row], wanted: Mapping[str, System]) -> tuple[dict[st
         trial_id = row["trial_id"]
         if not row.get("terminal") or trial_id not in wanted:
             continue
-        if row.get("attempt") == 0:  # never started: measured nowhere, and no word against what was measured
+        if row.get("attempt") == 0:  # never started: measured nowhere, so it replaces no measured row
             if mine.get(trial_id, row).get("attempt") == 0:
                 mine[trial_id] = row
-        elif wanted[trial_id]:  # else it cannot run here, so nothing is compared with it
+        elif wanted[trial_id]:  # else the trial cannot run here, so nothing is compared with it
             (mine if system_of(row) == wanted[trial_id] else others)[trial_id] = row
     return mine, {trial_id: row for trial_id, row in others.items() if trial_id not in mine}
 
@@ -313,14 +311,14 @@ def _began(row: Row) -> str:
 
 
 def refusal(file: Path, error: OSError) -> UserError:
-    """What to say where a journal cannot be read."""
+    """Return the error for a journal that is missing or cannot be read."""
     if not file.exists():
         return UserError(missing_rows.describe_missing(file.parent if file.name == NAME else file))
     return UserError(f"cannot read {file}: {error_reason(error)}; name a folder under results/")
 
 
 def _sync_folder(folder: Path) -> None:
-    """A new file survives a power cut only once its folder is synced; some file systems do not take it."""
+    """Sync a folder, because only then a new file survives a power cut. Some file systems refuse that."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,8 +1,8 @@
-"""One writer at a time: the lock of a journal.
+"""The lock of a journal, which lets one process at a time write it.
 
-flock where the file system has it: it goes with the process, however that ends. Elsewhere (Lustre without -o flock,
-some NFS and FUSE) a claim, a file beside the journal that names its writer. One that a process of this machine has left
-behind is taken over; whether one of another machine still runs cannot be told from here, so that is for the user.
+flock is used if the file system has it, because it ends with the process, however that ends. Else (Lustre without -o
+flock, some NFS and FUSE) the lock is a claim, a file next to the journal that names its writer. A claim of an ended
+process of this machine is taken over. Whether one of another machine still runs cannot be told here: the user decides.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ except ModuleNotFoundError:  # Windows, where rows are only read
     fcntl = None
 
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
-_TRIES = 5  # at a claim, each time that another one has just gone
+_TRIES = 5  # at a claim, one each time that another claim has just gone
 
 
 class Lock:
     """The lock of the open file `descriptor` at `path`, held until `release` or the end of the process.
 
-    Raises UserError where another process holds it, and OSError where it cannot be had for another reason.
+    Raises UserError if another process holds it, and OSError if it cannot be had for another reason.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -48,13 +48,13 @@ class Lock:
             self._claim = claim_path(path)
 
     def release(self) -> None:
-        """Give a claim back; an flock goes when its file is closed."""
+        """Remove the claim, if there is one; an flock ends when its file is closed."""
         if self._claim is not None:
             self._claim.unlink(missing_ok=True)
 
 
 def _flocked(descriptor: int) -> bool:
-    """Whether an flock was had; one who only looks whether there is one (`is_locked`) has it for a moment."""
+    """Try to take the flock, and retry, because a process that only checks (`is_locked`) has it for a moment."""
     for wait in (0.0, 0.01, 0.05, 0.1):
         time.sleep(wait)
         with contextlib.suppress(BlockingIOError):
@@ -64,19 +64,19 @@ def _flocked(descriptor: int) -> bool:
 
 
 def _flock(descriptor: int, kind: str) -> None:
-    """Raises BlockingIOError where another process has it, OSError where there are no such locks."""
+    """Take an flock. Raises BlockingIOError if another process has it, OSError if there are no such locks."""
     if fcntl is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     fcntl.flock(descriptor, getattr(fcntl, kind) | fcntl.LOCK_NB)
 
 
 def claim_path(path: Path) -> Path:
-    """Where the claim to a journal lies."""
+    """Return the path of the claim to a journal."""
     return path.with_name(f"{path.name}.lock")
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process is writing the journal at `path`; False too where a machine cannot tell of another one's."""
+    """Return whether a process is writing the journal at `path`; False if another machine's is not visible."""
     with contextlib.suppress(OSError), open_regular(path) as file:
         try:
             _flock(file.fileno(), "LOCK_SH")
@@ -89,7 +89,7 @@ def is_locked(path: Path) -> bool:
 
 def _claim(path: Path) -> None:
     aside = claim_path(path).with_name(f"{claim_path(path).name}.{os.getpid()}")
-    # whole before it has the name, whoever is killed when
+    # written whole before it gets its name, so that a kill leaves no partial claim
     aside.write_text(json.dumps(process_identity.own_identity()), encoding="utf-8")
     try:
         _become(aside, path)
@@ -98,7 +98,7 @@ def _claim(path: Path) -> None:
 
 
 def _become(aside: Path, path: Path) -> None:
-    """Give a claim its name. Raises UserError where another holds it."""
+    """Give a claim its name. Raises UserError if another process holds it."""
     for _ in range(_TRIES):
         with contextlib.suppress(FileExistsError):
             os.link(aside, claim_path(path))
@@ -118,7 +118,7 @@ def _become(aside: Path, path: Path) -> None:
 
 
 def _set_aside(path: Path) -> None:
-    """Take a claim away whose writer is gone; back again where another one has just put its own there."""
+    """Remove a claim whose writer has ended; restore it if another process has just put its own there."""
     gone = claim_path(path).with_name(f"{claim_path(path).name}.gone.{os.getpid()}")
     with contextlib.suppress(FileNotFoundError):
         claim_path(path).rename(gone)
@@ -129,7 +129,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _writer(file: Path) -> dict[str, object]:
-    """Who a claim is of; empty where there is none, or it does not say."""
+    """Return the identity of a claim's writer; empty if there is no claim, or it does not say."""
     return plain_json.read_object(file) or {}
 
 

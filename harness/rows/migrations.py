@@ -1,7 +1,7 @@
-"""Trials and rows of earlier versions in today's layout, so that what they say still counts where it is still right.
+"""Trials and rows of earlier versions in today's layout, so that what they say still counts if it is still right.
 
-Version 1 (until 0.1): ranks, ZeRO's stage and offloads were the runner's, FSDP2 was a runner, checkpointing was a yes
-or no, optimizers had names of our own, and ids hashed the whole resolved trial, names and defaults too.
+In version 1 (until 0.1) ranks, ZeRO's stage and offloads belonged to the runner, and FSDP2 was a runner. Checkpointing
+was a yes or no, and optimizers had names of our own. Ids hashed the whole resolved trial, names and defaults included.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from vramsweep.harness.rows.schema import BY_NAME, EARLY, SCHEMA_VERSION, Row
 from vramsweep.harness.spec import runner_table, trial_identity
 from vramsweep.harness.spec.techniques import catalog
 
-# What each runner's measurements were called in ids of version 1; the numbers in runner_table.py have gone on from
-# there.
+# Each runner's measurement number in ids of version 1; runner_table.py counts on from there.
 FIRST_MEASUREMENT = {"torch": 1, "trainer": 1, "deepspeed": 2, "fsdp": 1, "custom": 1}
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "bf16_pure")
 OPTIMIZERS = {"adamw": "adamw_torch", "adamw_fused": "adamw_torch_fused"}
@@ -27,7 +26,7 @@ MOVED = ("world_size", "offload_optimizer", "offload_param")
 
 
 def upgrade_layout(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A resolved trial with what was the runner's where it is now; one of today's comes back as it is."""
+    """Return a resolved trial with the runner's former settings where they are now; today's are unchanged."""
     runner = values.get("runner")
     if not isinstance(runner, Mapping):
         return dict(values)
@@ -49,15 +48,15 @@ def upgrade_layout(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_row(old: Row) -> Row:
-    """A row of any version as one of today's.
+    """Return a row of any version as one of today's.
 
-    Its id becomes today's where it was measured as it would be now; else it stays, and belongs to no trial of today.
+    Its id becomes today's if it would be measured alike now. Else its id stays, and belongs to no trial of today.
     """
     version = old.get("schema_version")
     if not isinstance(version, int) or version >= SCHEMA_VERSION:
         if EARLY not in old or "checkpointing" in old:
             return old
-        found = dict(old)  # of the first day of version 2, before techniques were axes: its id is today's
+        found = dict(old)  # from the first day of version 2, before techniques were axes; its id is today's
         _techniques(found)
         return _in_order(found)
     found = dict(old)
@@ -83,8 +82,8 @@ def _in_order(row: Row) -> Row:
 
 
 def _techniques(row: Row) -> None:
-    """Techniques as axes: a yes or no for checkpointing and the optimizer's class were columns, nothing else could be
-    chosen."""
+    """Write techniques as axes, in place. Before, checkpointing (a yes or no) and the optimizer's class were columns,
+    and nothing else could be chosen."""
     row["optimizer_effective"] = row.pop("optimizer", None)
     checkpointing = row.pop(EARLY, None)
     row |= {"checkpointing": None if checkpointing is None else "full" if checkpointing else "none"}
@@ -94,7 +93,7 @@ def _techniques(row: Row) -> None:
 
 
 def _after_measuring(row: Row) -> bool:
-    """Whether it ran out of memory in the step that only counted FLOPs: it had been measured, and fitted."""
+    """Return whether it ran out of memory in the step that only counted FLOPs, after it was measured and fitted."""
     step, steps = re.fullmatch(r"step ([0-9]{1,9})", str(row.get("phase"))), row["trial"].get("protocol")
     if row.get("outcome") != "oom" or step is None:
         return False
@@ -103,7 +102,7 @@ def _after_measuring(row: Row) -> bool:
 
 
 def _rescale(row: Row) -> None:
-    """MFU and HFU by today's peak of the card: some cards had another's."""
+    """Rescale MFU and HFU, in place, to today's peak of the GPU, because some GPUs had another GPU's peak."""
     before, name, precision = row.get("peak_flops"), row.get("gpu_name"), row.get("precision")
     if not before or not name or precision not in PRECISIONS:
         return
@@ -115,7 +114,7 @@ def _rescale(row: Row) -> None:
 
 
 def first_id(resolved: Mapping[str, Any]) -> str:
-    """The id that version 1 gave a trial."""
+    """Return the id that version 1 gave a trial."""
     measurement = FIRST_MEASUREMENT.get(str(trial_identity.node_name(resolved, "runner")))
     payload = {"trial": resolved, "measurement": measurement}
     text = json.dumps(payload, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
@@ -123,9 +122,9 @@ def first_id(resolved: Mapping[str, Any]) -> str:
 
 
 def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
-    """Whether nothing that the row says has been corrected since: its id shows by which version it was measured.
+    """Return whether nothing in the row has been corrected since; its id shows which version measured it.
 
-    FLOPs of flash_attention_2 were not counted, and a prediction's card had its nominal memory; the numbers in
+    FLOPs of flash_attention_2 were not counted, and a prediction's GPU had its nominal memory. The numbers in
     runner_table.py tell the rest.
     """
     runner, device = resolved.get("runner"), resolved.get("device")
@@ -137,7 +136,7 @@ def _measured_as_now(resolved: Mapping[str, Any], trial_id: str) -> bool:
     options = runner.get("options")
     owned = next((entry.owned for entry in runner_table.RUNNERS if entry.name == name), {})
     if isinstance(options, Mapping) and dict(runner_table.flatten_options(options)).keys() & owned.keys():
-        return False  # they contradicted the axes, by which speed and FLOPs were reckoned
+        return False  # they contradicted the axes, from which speed and FLOPs were computed
     now = {entry.name: entry.measurement for entry in runner_table.RUNNERS}
     whole = upgrade_layout(resolved).get("sharding", "none") == "none"
     unchanged = whole and now.get(name) == FIRST_MEASUREMENT.get(name)

@@ -1,8 +1,7 @@
-"""From evidence to outcome: pure functions, no processes, no clock, no files.
+"""Outcomes of attempts, decided from evidence by pure functions: no processes, no clock, no files.
 
-The parent gathers what it saw of an attempt into `Evidence`; `classify` names the outcome, and `OUTCOMES` says for each
-whether it answers the trial's question and when the trial is tried again. Not covered: what an error's text says
-(error_patterns.py).
+The parent gathers what it saw of an attempt into `Evidence`, and `classify` names the outcome. `OUTCOMES` says for each
+whether it answers the trial's question and when the trial is tried again.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from vramsweep.harness.rows.schema import Outcome
 
 @dataclass(frozen=True)
 class OutcomeInfo:
-    """What an outcome means for its trial.
+    """The meaning of an outcome for its trial.
 
-    `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once, as
-    it may well end differently. `later`: whether a later run of the sweep tries again: never, asked (with
-    retry_failed=true), unasked (without skip_dominated=true), or always, since it said nothing about the trial.
+    `answer`: the trial's question is answered; else it is shown as failed. `now`: another attempt follows at once,
+    because it may well end differently. `later`: when a later sweep run tries again: never, asked (with
+    retry_failed=true), unasked (without skip_dominated=true), or always, if it says nothing about the trial.
     """
 
     outcome: Outcome
@@ -57,24 +56,24 @@ _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
 
 
 def _kind(outcome: str) -> OutcomeInfo:
-    """What an outcome means; one that only a later version knows is a failure that may be asked for again."""
+    """Return an outcome's meaning; one of a later version is a failure that retry_failed=true tries again."""
     return _KINDS.get(outcome, OutcomeInfo(Outcome.CRASH, False, False, "asked", "not known to this version"))
 
 
 def is_answer(outcome: str) -> bool:
-    """Whether a row with this outcome answers its trial's question."""
+    """Return whether a row with this outcome answers its trial's question."""
     return _kind(outcome).answer
 
 
 def is_verdict(outcome: str) -> bool:
-    """Whether it says something about the trial, be it that it fails; a fault of the machine does not."""
+    """Return whether it says something about the trial, even that it fails; a fault of the machine does not."""
     return _kind(outcome).later != "always"
 
 
 def runs_again(outcome: str, asked: bool) -> bool:
-    """Whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true.
+    """Return whether a later run of the sweep tries the trial again; `asked`: with retry_failed=true.
 
-    One that was skipped is looked at again: it may be dominated still.
+    A skipped trial is checked again; it may still be dominated.
     """
     later = _kind(outcome).later
     return later in ("always", "unasked") or (asked and later == "asked")
@@ -87,8 +86,8 @@ NOT_WRITTEN = 74  # EX_IOERR of sysexits.h: the exit status of a worker that cou
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Of the host's memory when there was next to none left, in bytes: what the attempt held, what was in use, all, and
-    what had been in use before the attempt."""
+    """Host memory in bytes when almost none was left: held by the attempt, in use, in total, and in use before the
+    attempt."""
 
     held: int
     used: int
@@ -98,15 +97,15 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the parent saw of one attempt.
+    """The evidence of one attempt, as the parent saw it.
 
-    `exit_code` is negative for the signal that ended the worker and None if it is not known (its template died);
-    `result` is the worker's result file, `result_error` why that could not be read; `host_oom_kills` counts what the
-    kernel's out-of-memory killer did on the host meanwhile; `foreign` lists other processes on the device beforehand,
-    `held` says in words who holds memory there that the trial before has not given back;
-    `start_error` is why no worker could be started; `last_words` what it wrote to stderr at the last
-    (error_patterns.error_text); `rank` is the rank whose end the exit code tells of, if it did not say why: what
-    another says then is only that it was missed; `starved` is given where we ended it as the host had no memory left.
+    `exit_code` is negative for the signal that ended the worker, and None if not known because its fork server died.
+    `result` is the worker's result file, `result_error` why it could not be read. `host_oom_kills` counts kills by the
+    kernel's out-of-memory killer on the host meanwhile. `foreign` lists other processes on the device beforehand.
+    `held` says who holds memory there that the trial before has not given back. `start_error` is why no worker could be
+    started. `last_words` is what it wrote to stderr last (error_patterns.error_text). `rank` is the rank whose end the
+    exit code describes, if it did not say why. Then other ranks' errors only say that it was missed. `starved` is given
+    if we ended it because the host had no memory left.
     """
 
     exit_code: int | None = None
@@ -127,7 +126,7 @@ _HINTS = {Outcome.TIMEOUT: "; raise timeout_s if that is too short"}
 
 
 def is_same_failure(a: tuple[str, str | None], b: tuple[str, str | None]) -> bool:
-    """Whether two outcomes with their reasons are the same failure, whatever numbers the reasons hold."""
+    """Return whether two outcomes with their reasons are the same failure, whatever numbers the reasons hold."""
 
     def shape(outcome: str, reason: str | None) -> tuple[str, str]:
         return outcome, re.sub(r"0x[0-9a-f]+|\d+", "N", reason or "")
@@ -136,7 +135,7 @@ def is_same_failure(a: tuple[str, str | None], b: tuple[str, str | None]) -> boo
 
 
 def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
-    """The outcome and, unless it is ok, the reason in one line."""
+    """Return the outcome and, unless it is ok, the reason in one line."""
     if evidence.foreign:
         pids = ", ".join(map(str, evidence.foreign))
         return Outcome.CONTENDED, f"other processes use the device (pid {pids})"
@@ -159,24 +158,24 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
 
 
 def is_machine_fault(text: str) -> bool:
-    """Whether an error with which CUDA does not even start says that the machine is not fit, rather than the trial."""
+    """Return whether an error with which CUDA does not even start says that the machine, not the trial, is unfit."""
     found = error_patterns.find(text)
     return found is not None and found.outcome in (Outcome.ENVIRONMENT, Outcome.CONTENDED, Outcome.OOM)
 
 
 def has_published_result(evidence: Evidence) -> bool:
-    """Whether the worker had measured and said so; what became of it afterwards changes nothing in that."""
+    """Return whether the worker had published what it measured; how it ended afterwards does not change that."""
     return "values" in (evidence.result or {}) and "complete" in (evidence.result or {})
 
 
 def describe_end(evidence: Evidence) -> str | None:
-    """What a reader of a published result should know of how its worker ended; None where it ended well."""
+    """Describe how the worker of a published result ended, for readers of that result; return None if it ended well."""
     ended = _ended(evidence) if has_published_result(evidence) else None
     return None if ended is None else f"ended after the measured steps: {ended[1]}"
 
 
 def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
-    """How a worker ended that did not end well."""
+    """Return outcome and reason of a worker that did not end well; None if it ended well."""
     if evidence.starved is not None:
         return _starved(evidence.starved)
     if evidence.expired:
@@ -194,19 +193,19 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     kind = Outcome.CRASH
     if evidence.exit_code == NOT_WRITTEN:
         kind, how = Outcome.ENVIRONMENT, f"{who}could not write its result ({how})"
-    if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which nobody announces
+    if evidence.last_words and evidence.exit_code != -signal.SIGKILL:  # which leaves no last words
         whose = "its last words" if evidence.rank is None else "the last words of all ranks"
         how = f"{how}; {whose}: {evidence.last_words}"
         found = error_patterns.find(evidence.last_words) if evidence.exit_code in (-signal.SIGABRT, 1) else None
-        kind = found.outcome if found else kind  # C++ ends a process so (std::terminate), and C libraries by exit(1)
+        kind = found.outcome if found else kind  # SIGABRT is C++'s std::terminate; C libraries call exit(1)
     return kind, how
 
 
-OWN_SHARE = 0.9  # of what was taken since it began: the rest is ours, the kernel's and what comes and goes
+OWN_SHARE = 0.9  # of what was taken since it began; the rest is the harness's, the kernel's or short-lived
 
 
 def _starved(seen: HostMemory) -> tuple[Outcome, str]:
-    """Of an attempt that we ended for want of host memory: its own doing on a free host, or that of others."""
+    """Judge an attempt ended for lack of host memory: host_oom if it took it on a free host, else environment."""
     held, used, total, before = (format_gib(size) for size in (seen.held, seen.used, seen.total, seen.before))
     if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
         return Outcome.HOST_OOM, (
@@ -217,12 +216,12 @@ def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     )
 
 
-# A library takes less when it starts: cuDNN's kernels 150 to 500 MB (pytorch#81620), a context 768 MiB (gpu_lookup.py).
-FULL_BYTES, FULL_SHARE = GIB, 0.05  # free at the most, the share on a small card or a slice
+# Starting a library takes less: cuDNN's kernels 150 to 500 MB (pytorch#81620), a context 768 MiB (gpu_lookup.py).
+FULL_BYTES, FULL_SHARE = GIB, 0.05  # a nearly full GPU has less free; the share is for a small GPU or a slice
 
 
 def _said_full(memory: object) -> str | None:
-    """That a card was nearly full, by its [free, total] bytes when an error was raised; None if not, or not known."""
+    """Say that a GPU was nearly full, by its [free, total] bytes at an error; None if it was not, or not known."""
     match memory:
         case [int(free), int(total)] if free < min(FULL_BYTES, FULL_SHARE * total):
             return f"only {format_gib(free)} of the GPU's {format_gib(total)} GiB were free"
@@ -232,18 +231,18 @@ def _said_full(memory: object) -> str | None:
 def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome, str]:
     kind, message = error["type"], error["message"]
     said = "".join(message.strip().splitlines()[:1])
-    if len(said) > REASON_LENGTH:  # between two words, if it has any
+    if len(said) > REASON_LENGTH:  # cut between two words, if it has any
         said = f"{said[: REASON_LENGTH - 2].rpartition(' ')[0] or said[: REASON_LENGTH - 2]} …"
     reason = f"{kind}: {said}" if said and not kind.startswith("vramsweep.") else said or kind
     if kind.endswith("EnvironmentFault"):
         return Outcome.ENVIRONMENT, said or kind
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, said or kind
-    if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # of a simulated node, Python's
+    if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # a simulated node's, or Python's
         return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError"):
         return Outcome.OOM, reason
-    if host_oom_kills and "is killed by signal: Killed" in message:  # torch's words of a data loader's worker
+    if host_oom_kills and "is killed by signal: Killed" in message:  # torch's text about a data loader's worker
         return Outcome.HOST_OOM, f"{reason}, by the kernel for want of host memory"
     full = _said_full(error.get("card_memory"))
     found = error_patterns.find(f"{kind}: {message}", full is not None)
@@ -253,14 +252,14 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
 
 
 def is_retryable(outcome: Outcome, evidence: Evidence) -> bool:
-    """Whether another attempt at once could end differently; a Python exception would only be raised again."""
+    """Return whether another attempt at once could end differently; a Python exception would only be raised again."""
     if outcome is Outcome.CRASH and (evidence.result or {}).get("error") is not None:
         return False
     return _KINDS[outcome].now
 
 
 def markdown_table() -> str:
-    """The outcomes as a table for the documentation."""
+    """Return the outcomes as a table for the documentation."""
     lines = [
         "**outcomes**",
         "",

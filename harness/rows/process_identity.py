@@ -1,6 +1,6 @@
-"""Who a process is, so that another one can tell later whether it still runs: for what is left in files.
+"""The identity of a process, kept in files so that another process can tell later whether it still runs.
 
-A process id is given again. Not by the time of day: that jumps, and with it what psutil calls a process's creation.
+Process ids are reused, so the start is kept too: in ticks, because the time of day and psutil's creation time jump.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 
 
 def own_identity() -> dict[str, Any]:
-    """This process, in values that JSON can say."""
+    """Return the identity of this process, in values that JSON can hold."""
     return {"host": platform.node(), "pid": os.getpid(), "ticks": _ticks(os.getpid()), **_space()}
 
 
 def is_alive(process: Mapping[str, Any]) -> bool | None:
-    """Whether the process that `own_identity` describes still runs; None where that cannot be told from here, as of
+    """Return whether the process that `own_identity` describes still runs; None if that cannot be told from here, as of
     another host or container."""
     pid, ticks = process.get("pid"), process.get("ticks")
     if process.get("host") != platform.node() or not isinstance(pid, int) or not isinstance(ticks, int):
@@ -30,7 +30,7 @@ def is_alive(process: Mapping[str, Any]) -> bool | None:
 
 
 def _ticks(pid: int) -> int | None:
-    """When a process was started, in ticks since the boot: field 22 of proc_pid_stat(5). None if it has ended."""
+    """Return a process's start in ticks since the boot: field 22 of proc_pid_stat(5). None if it has ended."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         return None if state == "Z" else int(fields[18])
@@ -38,7 +38,7 @@ def _ticks(pid: int) -> int | None:
 
 
 def _space() -> dict[str, Any]:
-    """What process ids are valid in: since which boot, and in which container."""
+    """Return where process ids are valid: the boot's id, and the inode of the container's pid namespace."""
     found: dict[str, Any] = {"boot": None, "space": None}
     with contextlib.suppress(OSError):
         found["boot"] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

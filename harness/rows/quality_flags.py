@@ -1,10 +1,8 @@
-"""What speaks against using a row's numbers as they are: each flag is one test of a row. Pure.
+"""Flags: each is one test of a row that speaks against using its numbers as they are. Pure.
 
-Flags are for rows that measured something; nothing is ever left out for having one. Each threshold is a constant with
-its source; docs/how_measurement_works.md has them all beside the formulas.
-
-Not covered: the statistics of steps (step_statistics.py), whether rows agree with each other (repeats.py), what may be
-published with flags (check.py).
+Flags are for rows that measured something; no row is left out because of one. Each threshold is a constant with its
+source; docs/how_measurement_works.md lists them next to the formulas. check.py decides what may be published with
+flags.
 """
 
 from __future__ import annotations
@@ -19,17 +17,17 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.runner_table import TARGETED
 
 GIB = 1 << 30
-# NVML's clock event reasons that no steady load causes by itself; the power cap is normal for a card at work.
+# NVML's clock event reasons that no steady load causes by itself; the power cap is normal for a busy GPU.
 HEAT_AND_FAULTS = {"hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown"}
-CORRECTED = "corrected_since"  # only rows of earlier versions have it, and not by a test of what they hold
-BASELINE_BYTES = GIB  # more than the driver keeps for itself on any card here
+CORRECTED = "corrected_since"  # only rows of earlier versions have it, and no test of their values sets it
+BASELINE_BYTES = GIB  # more than the driver keeps for itself on any GPU here
 CLOCK_SHARE = 0.75  # of the highest SM clock: nvbench's --throttle-threshold, below which it discards a sample
-# Load average per core when the attempt began (proc_loadavg(5): tasks that run, or would). Our own trial before leaves
-# at most 1 on a CPU, whose threads take every core, so half a core of each is others'. Beside a card the thread that
-# launches kernels has a core for itself up to 1.
+# Load average per core when the attempt began (proc_loadavg(5): tasks that run, or would). On a CPU, our own trial
+# before leaves at most 1, because its threads take every core; so half a core of each is used by others. Next to a GPU,
+# the thread that launches kernels has a core for itself up to 1.
 BUSY = {"cpu": 1.5, "cuda": 1.0}
-CLOCKS_APART = 0.01  # of what they time: what `compare` tells apart (analysis/compare/verdicts.py, MARGIN)
-WAKE_S = 0.05  # the host may learn so much later that the card has ended: some turns of a busy machine's scheduler
+CLOCKS_APART = 0.01  # share of the time that `compare` tells apart (analysis/compare/verdicts.py, MARGIN)
+WAKE_S = 0.05  # the host may learn this much later that the GPU has ended: some turns of a busy machine's scheduler
 ROUNDING = 1e-6  # of a sum of floats
 MEMORY, SPEED = "memory", "speed"
 BOTH = (MEMORY, SPEED)
@@ -37,10 +35,10 @@ BOTH = (MEMORY, SPEED)
 
 @dataclass(frozen=True)
 class Flag:
-    """A name, what it means, and whether a row has it; None where the row does not tell.
+    """A name, its meaning, and a test of a row, which is None if the row does not tell.
 
-    `forbids` are the claims that a row with it cannot carry; with none it is only to be said beside the numbers.
-    `chance` is how often the test says yes of a row where nothing is wrong.
+    `forbids` are the claims that a row with the flag cannot carry; if empty, the flag is only stated next to the
+    numbers. `chance` is how often the test is true of a row in which nothing is wrong.
     """
 
     name: str
@@ -59,7 +57,7 @@ def _known(column: str, test: Callable[..., bool]) -> Callable[[Row], bool | Non
 
 
 def _of_steps(test: Callable[..., bool | None]) -> Callable[[Row], bool | None]:
-    """Of step times, where steps are alike: of lengths that vary, a step differs from another for that reason."""
+    """Return a test of step times that applies only to steps of one length, because other lengths take other times."""
 
     def found(row: Row) -> bool | None:
         times, tokens = row.get("step_times_s"), row.get("step_tokens")
@@ -69,13 +67,13 @@ def _of_steps(test: Callable[..., bool | None]) -> Callable[[Row], bool | None]:
 
 
 def _still_rose(row: Row) -> bool | None:
-    """Of an allocator's memory: the resident set of a process on a CPU always creeps up."""
+    """Check whether an allocator's peak still rose; the resident set of a process on a CPU always creeps up."""
     reached = row.get("plateau")
     return None if reached is None or row.get("memory_source") == "cpu_tensors_and_rss" else not reached
 
 
 def _low_clocks(row: Row) -> bool | None:
-    """By the lower of the clocks before and after the measured steps."""
+    """Check the lower of the clocks before and after the measured steps."""
     highest = row.get("gpu_sm_clock_max_mhz")
     seen = [mhz for when in ("before_mhz", "mhz") if (mhz := row.get(f"gpu_sm_clock_{when}")) is not None]
     return None if not highest or not seen else bool(min(seen) < CLOCK_SHARE * highest)
@@ -87,7 +85,7 @@ def _busy_host(row: Row) -> bool | None:
 
 
 def _clock_anomaly(row: Row) -> bool | None:
-    """Time that did not pass, steps that do not add up, the card's clock and the host's apart."""
+    """Check for time that did not pass, steps that do not add up, and clocks of GPU and host that differ."""
     times, elapsed, by_host = row.get("step_times_s"), row.get("elapsed_s"), row.get("host_elapsed_s")
     if times is None or elapsed is None:
         return None
@@ -100,14 +98,14 @@ def _clock_anomaly(row: Row) -> bool | None:
 
 
 def _other_settings(row: Row) -> bool | None:
-    """Of the settings that are read back: allocator, attention, its kernel, optimizer, number of ranks."""
+    """Check the settings that are read back: allocator, attention, its kernel, optimizer, number of ranks."""
     found = [test(row) for test in (_allocator, _attention, _kernel, _optimizer, _ranks)]
     known = [other for other in found if other is not None]
     return any(known) if known else None
 
 
 def _allocator(row: Row) -> bool | None:
-    """Options in force with another value than asked for; what torch does not report is in none of them."""
+    """Check for options in force with another value than requested; options that torch does not report are ignored."""
     asked, effective = row.get("allocator_conf"), row.get("allocator_conf_effective")
     if asked is None or effective is None:
         return None
@@ -120,7 +118,7 @@ def _allocator(row: Row) -> bool | None:
 
 def _attention(row: Row) -> bool | None:
     asked, effective = row.get("attention"), row.get("attention_effective")
-    if asked is None or effective is None or row.get("runner") in TARGETED:  # a target may leave it out of account
+    if asked is None or effective is None or row.get("runner") in TARGETED:  # a target may ignore it
         return None
     return bool(effective != ("sdpa" if asked.startswith("sdpa") else asked))
 
@@ -133,9 +131,9 @@ def _kernel(row: Row) -> bool | None:
 
 
 def _optimizer(row: Row) -> bool | None:
-    """By its family and the bits of its state, which is what the class that ran shows."""
+    """Check the optimizer's family and the bits of its state, which are what the class that ran shows."""
     asked, effective = row.get("optimizer"), row.get("optimizer_effective")
-    own = row.get("runner") in TARGETED or (asked == "default" and row.get("ds_config"))  # which choose for themselves
+    own = row.get("runner") in TARGETED or (asked == "default" and row.get("ds_config"))  # these choose for themselves
     if asked is None or effective is None or own:
         return None
     ran = effective.lower().replace("-", "")
@@ -194,12 +192,12 @@ BY_NAME = {flag.name: flag for flag in FLAGS}
 
 
 def flags(row: Row) -> list[str]:
-    """The names of the flags that a row has, in the order of the table."""
+    """Return the names of the flags that a row has, in the order of the table."""
     return [flag.name for flag in FLAGS if flag.test(row)]
 
 
 def markdown_table() -> str:
-    """The flags as a table for the documentation."""
+    """Return the flags as a table for the documentation."""
     lines = ["**flags** ([thresholds and their sources](docs/how_measurement_works.md#flags))", ""]
     lines += ["| flag | meaning | forbids a claim of |", "|---|---|---|"]
     table = (f"| `{flag.name}` | {flag.meaning} | {' and '.join(flag.forbids)} |" for flag in FLAGS)

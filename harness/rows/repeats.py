@@ -1,9 +1,7 @@
-"""Runs of one configuration in processes of their own: memory must agree to the byte, speed gets an interval. Pure.
+"""Runs of one configuration in separate processes: memory must be byte-identical, speed gets an interval. Pure.
 
-Repeats have equal settings and another repeat index; a trial that was measured again counts too. Where memory differs
-the pair is reported, whatever the difference: an allocator's counters follow from the requests, which are the same.
-
-Not covered: spread between the steps of one run (step_statistics.py), comparing two configurations (analysis/compare).
+Repeats have equal settings and different repeat indices; a trial that was measured again counts too. Any difference in
+memory is reported as a pair, because an allocator's counters follow from the requests, which are the same.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ from vramsweep.harness.rows.quality_flags import CORRECTED
 from vramsweep.harness.rows.schema import Outcome, system_of
 
 SURE = 0.95
-WIDEST = 300.0  # of an interval of logarithms, whose exponential is a number then
-# What repeats exactly, by the source of memory's numbers: a resident set never does.
+WIDEST = 300.0  # of an interval of logarithms, so that the exponential is a number
+# Columns that repeat exactly, by the source of memory's numbers; a resident set never does.
 EXACT = {
     "cuda_allocator": ("peak_allocated_bytes", "peak_reserved_bytes"),
     "cpu_tensors_and_rss": ("peak_allocated_bytes",),
@@ -40,7 +38,7 @@ class Apart:
     high: int
 
     def text(self) -> str:
-        """The pair in words."""
+        """Return the pair in words."""
         same = self.low_trial == self.high_trial
         who = f"trial {self.low_trial}, measured again," if same else f"repeats {self.low_trial} and {self.high_trial}"
         return f"{self.column} of {who} differs by {self.high - self.low:,} B: {self.low:,} and {self.high:,}"
@@ -48,7 +46,7 @@ class Apart:
 
 @dataclass(frozen=True)
 class Interval:
-    """The geometric mean of runs' speeds and its confidence interval, in the speeds' unit; `runs` is how many."""
+    """The geometric mean of the speeds of `runs` runs and its confidence interval, in the speeds' unit."""
 
     mean: float
     low: float
@@ -57,15 +55,15 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """How far the upper end lies above the mean, as a share of it."""
+        """Distance of the upper end from the mean, as a share of the mean."""
         return self.high / self.mean - 1
 
 
 def configurations(rows: Iterable[Run]) -> list[list[Run]]:
-    """The measured rows that finished, those of one configuration and one system together, in the order of the first.
+    """Group the measured rows that finished by configuration and system, in the order of each group's first row.
 
-    Trainings that somebody watched (runner=watch) are each one of a kind: their data is their own. Rows that have been
-    corrected since are no runs of what is measured today.
+    Trainings that somebody watched (runner=watch) are left out, because their data is their own. So are rows that have
+    been corrected since, because they do not repeat what is measured today.
     """
     found: dict[Any, list[Run]] = {}
     for row in rows:
@@ -79,7 +77,7 @@ def configurations(rows: Iterable[Run]) -> list[list[Run]]:
 
 
 def find_apart(runs: Sequence[Run]) -> list[Apart]:
-    """Where the memory of one configuration's runs is not the same to the byte; one entry a column at most."""
+    """Return where the memory of one configuration's runs is not byte-identical; one entry a column at most."""
     found = []
     for column in dict.fromkeys(name for run in runs for name in EXACT.get(str(run.get("memory_source")), ())):
         known = [(int(run[column]), str(run.get("trial_id"))) for run in runs if run.get(column) is not None]
@@ -90,7 +88,7 @@ def find_apart(runs: Sequence[Run]) -> list[Apart]:
 
 
 def sentences(found: Sequence[Apart], most: int = 4) -> list[str]:
-    """The pairs in words, those that are furthest apart first, and how many more there are."""
+    """Return the pairs in words, those furthest apart first, and how many more there are."""
     worst = sorted(found, key=lambda one: one.low - one.high)
     more = len(worst) - most
     rest = [f"memory that should repeat to the byte differs in {more:,} more"] if more > 0 else []
@@ -98,16 +96,16 @@ def sentences(found: Sequence[Apart], most: int = 4) -> list[str]:
 
 
 def interval(speeds: Sequence[float]) -> Interval | None:
-    """Student's interval of the mean of log speeds, one value a process; None of fewer than two, or where it would be
-    wider than any number.
+    """Return Student's interval of the mean of log speeds, one speed a process. Return None for fewer than two, or if
+    it would be wider than any number.
 
-    Processes, not steps, are the sample: steps of one process share its memory layout, its card's temperature and its
-    neighbours (Kalibera and Jones 2013, "Rigorous benchmarking in reasonable time").
+    The sample is processes: steps of a process share memory layout, GPU temperature and neighbours (Kalibera and Jones
+    2013, "Rigorous benchmarking in reasonable time").
     """
     logs = [math.log(speed) for speed in speeds if speed > 0]
     if len(logs) < 2:
         return None
-    from scipy.special import stdtrit  # a third of a second, which other verbs need not wait for
+    from scipy.special import stdtrit  # takes a third of a second that other verbs do not need
 
     mean = statistics.fmean(logs)
     half = float(stdtrit(len(logs) - 1, (1 + SURE) / 2)) * statistics.stdev(logs) / math.sqrt(len(logs))

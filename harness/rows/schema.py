@@ -1,10 +1,8 @@
-"""Row and Outcome: the one schema of a result.
+"""The one schema of a result: `Row` and `Outcome`.
 
-A row is the record of one attempt, a flat JSON object. columns.tsv gives each of its keys a type, a unit and a
-meaning; the columns' page of the documentation, the CSV export and the checks below all come from it. A value that is
-not known is null, never 0. A column ends in its unit (`_bytes`, `_s`, `_w`, ...) wherever it has one.
-
-Not covered here: how rows are stored (journal.py), how an outcome is decided (outcome.py).
+A row is the record of one attempt, a flat JSON object. columns.tsv gives each of its keys a type, a unit and a meaning.
+The columns' page of the documentation, the CSV export and the checks below all come from it. An unknown value is null,
+never 0. A column ends in its unit (`_bytes`, `_s`, `_w`, ...) if it has one.
 """
 
 from __future__ import annotations
@@ -22,18 +20,18 @@ from vramsweep.harness.spec.shardings import NAMES as SHARDINGS
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 SCHEMA_VERSION = 2
-EARLY = "gradient_checkpointing"  # a column of rows from before techniques were axes, the first of version 2 among them
+EARLY = "gradient_checkpointing"  # a column of rows from before techniques were axes, including the first of version 2
 LARGEST = 1e40  # of any number: above what a loss in fp32 can be, and far below where squares overflow
-DEEPEST = 40  # levels of a column that is a dict or a list; anything that walks through a row may recurse
+DEEPEST = 40  # levels of a column that is a dict or a list, because code that walks through a row may recurse
 
 Row = dict[str, Any]
 
 PARTS = ("load", "resume", "first_step", "steps", "evaluation", "save")  # of a whole job (protocol=job)
-OF_TRAINING = ("load", "first_step", "steps")  # those whose peaks are the row's own
+OF_TRAINING = ("load", "first_step", "steps")  # parts whose peaks are the row's own
 
 
 class Outcome(StrEnum):
-    """How an attempt ended."""
+    """The way an attempt ended."""
 
     OK = "ok"
     OOM = "oom"
@@ -50,7 +48,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Column:
-    """One key of a row: its JSON type (null is always allowed), its unit and what it means."""
+    """One key of a row: its JSON type (null is always allowed), its unit and its meaning."""
 
     name: str
     type: type
@@ -60,11 +58,11 @@ class Column:
 
 
 class RowError(ValueError):
-    """A row does not fit the schema: names the column, what it holds and what it should hold."""
+    """A row does not fit the schema. The message names the column, what it holds and what it should hold."""
 
 
 def _read_columns() -> tuple[Column, ...]:
-    """Return the columns of columns.tsv in its order, the axes of techniques where it has their place."""
+    """Return the columns of columns.tsv in its order, with the axes of techniques at their placeholder."""
     runners = tuple(entry.name for entry in RUNNERS)
     named = (("outcomes", tuple(Outcome)), ("runners", runners), ("shardings", SHARDINGS), ("parts", PARTS))
     told = {name: ", ".join(values) for name, values in named}
@@ -73,7 +71,7 @@ def _read_columns() -> tuple[Column, ...]:
     _, *lines = Path(__file__).with_name("columns.tsv").read_text("utf-8").splitlines()
     for line in lines:
         group, name, *others = line.split("\t")
-        if name == "*techniques":  # the place of their axes among the columns
+        if name == "*techniques":  # the placeholder of their axes among the columns
             found += [Column(axis.name, axis.kind, "", axis.meaning, group) for axis in AXES]
         else:
             kind, unit, meaning = others
@@ -85,9 +83,9 @@ COLUMNS = _read_columns()
 
 # Every other list holds numbers.
 TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials", "attention_kernels", "differences", "unproven")
-# What a measurement depends on beside its trial.
+# Columns that a measurement depends on besides its trial.
 SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
-# What only the harness says of a row, never the process that is measured: who the row is of, and how it ended.
+# Columns that only the harness sets, never the process that is measured: whose row it is, and how it ended.
 OF_PARENT = frozenset(
     [column.name for column in COLUMNS if column.group == "identity"]
     + ["trial", "seed", "repeat", "foreign", "flags", "node_trials", "host_load", "git_commit", "vramsweep_version"]
@@ -99,12 +97,12 @@ UNSETTLED = ("estimate", "host")  # groups of predictions that are still being l
 
 
 def is_stable(column: Column) -> bool:
-    """Whether name, type, unit and meaning stay from version to version (docs/compatibility.md)."""
+    """Return whether name, type, unit and meaning stay from version to version (docs/compatibility.md)."""
     return column.group not in UNSETTLED and column.type is not dict
 
 
 def complete_row(values: Mapping[str, Any]) -> Row:
-    """A whole row from what is known: every column present, in the registry's order, null where not given.
+    """Return a whole row from known values: every column, in the registry's order, null if not given.
 
     Raises RowError for an unknown column or a value of the wrong type.
     """
@@ -119,9 +117,9 @@ def complete_row(values: Mapping[str, Any]) -> Row:
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """The system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither where it is simulated.
+    """Return the system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither if simulated.
 
-    Whether a script uses DeepSpeed is known only when it has run, so that is no part of its system.
+    Whether a script uses DeepSpeed is known only after it has run, so its version is no part of a script's system.
     """
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
     out = {"gpu_name", "cpu_name"} - {where}
@@ -131,7 +129,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def to_encodable(values: Any) -> Any:
-    """JSON values without what no file can hold: half characters (lone surrogates), as of names that are no text."""
+    """Return JSON values without lone surrogates, which no file can hold; they come from names that are no text."""
     return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -146,10 +144,10 @@ def _check(column: Column, value: Any) -> None:
 
 
 def is_plausible(values: Mapping[str, Any]) -> bool:
-    """Whether what a row from anywhere says can be read as what its columns mean: types, numbers of a sane size, depth.
+    """Return whether a row of any origin can be read as its columns mean: types, numbers of a sane size, depth.
 
-    More is allowed than may be written: a whole number as a float, other columns, and those that are missing. Whether
-    the numbers make sense together is not looked at.
+    More is allowed than may be written: a whole number as a float, other columns and missing columns. Whether the
+    numbers make sense together is not checked.
     """
     for name, value in values.items():
         if value is None:
@@ -177,7 +175,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _shallow(value: Any, levels: int) -> bool:
-    """Whether it is nested no deeper, and none of its numbers is too large to reckon with."""
+    """Return whether a value has at most `levels` levels, and no number too large to compute with."""
     if isinstance(value, (dict, list)):
         inner = value.values() if isinstance(value, dict) else value
         return levels > 0 and all(_shallow(one, levels - 1) for one in inner)
@@ -185,7 +183,7 @@ def _shallow(value: Any, levels: int) -> bool:
 
 
 def markdown_table() -> str:
-    """The columns as tables for the documentation, one a group."""
+    """Return the columns as tables for the documentation, one a group."""
     lines: list[str] = []
     for group in dict.fromkeys(column.group for column in COLUMNS):
         lines += [f"**{group}**", "", "| column | type | unit | meaning |", "|---|---|---|---|"]

@@ -1,11 +1,9 @@
-"""Whether a row's step times are of one steady state: spread, drift, an odd first or last step. Pure.
+"""Tests of whether a row's step times come from one steady state: spread, drift, an odd first or last step. Pure.
 
-The steps of a steady state are alike whatever their order, so each test asks what steps in random order would show, and
-whether the speed that is published (the mean of the steps) would move by what `compare` can tell apart. Thresholds,
-sources and false-alarm rates: docs/how_measurement_works.md.
-
-Not covered: steps of different lengths, whose times differ for a reason (quality_flags.py leaves them out); spread
-between processes (repeats.py).
+The steps of a steady state are alike whatever their order. So the tests compare them with steps in random order. They
+also ask whether the published speed (the mean of the steps) would change by what `compare` can tell apart. Thresholds,
+sources and false-alarm rates: docs/how_measurement_works.md. quality_flags.py leaves out steps of different lengths,
+whose times differ for a reason.
 """
 
 from __future__ import annotations
@@ -17,25 +15,25 @@ from functools import cache
 from itertools import combinations
 
 DEVIATION = 0.10  # standard deviation over the mean, from which `pyperf check` calls a benchmark unstable
-OUTLIER = 0.50  # how far the shortest or longest step may lie off the mean, as there
-FALSE_ALARM = 0.01  # chance that `is_drifting` or `outlying_end` says yes of independent steps
-MOVES = 0.01  # of the mean: what `compare` tells apart (analysis/compare/verdicts.py, MARGIN)
+OUTLIER = 0.50  # share of the mean by which the shortest or longest step may lie off it, as there
+FALSE_ALARM = 0.01  # chance that `is_drifting` or `outlying_end` is true of independent steps
+MOVES = 0.01  # share of the mean that `compare` tells apart (analysis/compare/verdicts.py, MARGIN)
 ODD = 8.0  # robust standard deviations; Iglewicz and Hoaglin's 3.5 would be a false alarm in 9 % of rows of ten steps
-FEWEST = 10  # steps to judge an end by the others
+FEWEST = 10  # steps needed to judge an end by the others
 FEWEST_OF_A_DRIFT = 6  # with five steps the rarest order has a chance of 1.7 %
 MAD_TO_SD = 1.4826  # of normal noise
-MOST = 1000  # steps that are compared pair by pair; of more, as many means of runs of steps
-EXACT = 60  # steps up to which the chance of a rank sum is counted, beyond which it is taken to be normal
+MOST = 1000  # steps compared pair by pair; more are averaged in runs to this many means
+EXACT = 60  # steps up to which the chance of a rank sum is counted exactly; beyond, a normal distribution is assumed
 
 
 def spread(times: Sequence[float]) -> float | None:
-    """Standard deviation over mean of the steps; None of fewer than two, or where time did not pass."""
+    """Return standard deviation over mean of the steps; None for fewer than two, or if time did not pass."""
     mean = _mean(times)
     return None if mean is None else statistics.stdev(times) / mean
 
 
 def is_noisy(times: Sequence[float]) -> bool | None:
-    """pyperf's test of a benchmark's values: their standard deviation, and the shortest and the longest of them."""
+    """Apply pyperf's test of a benchmark's values: standard deviation, shortest and longest."""
     mean, deviation = _mean(times), spread(times)
     if mean is None or deviation is None:
         return None
@@ -43,10 +41,10 @@ def is_noisy(times: Sequence[float]) -> bool | None:
 
 
 def is_drifting(times: Sequence[float]) -> bool | None:
-    """Whether steps get faster (warm-up went on) or slower, by a test of ranks, and by enough to move the mean.
+    """Return whether steps get faster (warm-up went on) or slower, by a test of ranks and by enough to change the mean.
 
-    Mann (1945) and Kendall's test at `FALSE_ALARM`, two-sided, and Sen's (1968) slope over all steps of at least twice
-    `MOVES`: so much off at one end is half of it in the mean. None of fewer than `FEWEST_OF_A_DRIFT` steps.
+    The test is Mann's (1945) and Kendall's at `FALSE_ALARM`, two-sided. Sen's (1968) slope over all steps must reach
+    twice `MOVES`, which is half as much in the mean. None for fewer than `FEWEST_OF_A_DRIFT` steps.
     """
     if len(times) < FEWEST_OF_A_DRIFT or _mean(times) is None:
         return None
@@ -55,8 +53,8 @@ def is_drifting(times: Sequence[float]) -> bool | None:
 
 
 def _fewer(times: Sequence[float]) -> Sequence[float]:
-    """At most `MOST` values: means of runs of equally many steps, which are as good as steps for a test of order. Pairs
-    of all steps of a long training would take hours and all memory."""
+    """Return at most `MOST` values: means of runs of equally many steps, which are as good as steps for a test of
+    order. Pairs of all steps of a long training would take hours and all memory."""
     each = -(-len(times) // MOST)
     if each == 1:
         return times
@@ -64,7 +62,7 @@ def _fewer(times: Sequence[float]) -> Sequence[float]:
 
 
 def p_value(times: Sequence[float]) -> float:
-    """How likely steps in random order rise or fall at least as steadily; ties count for neither, which is cautious."""
+    """Return the chance that random order rises or falls at least as steadily; cautious, ties count for neither."""
     score = abs(sum((after > before) - (after < before) for before, after in combinations(times, 2)))
     n = len(times)
     if n <= EXACT:
@@ -75,16 +73,16 @@ def p_value(times: Sequence[float]) -> float:
 
 
 def drift(times: Sequence[float]) -> float:
-    """How much longer the last step is than the first along Sen's slope (the median over pairs), over the median."""
+    """Return the change from first to last step by Sen's slope (median over pairs), over the median step."""
     slopes = [(times[j] - times[i]) / (j - i) for i, j in combinations(range(len(times)), 2)]
     return statistics.median(slopes) * (len(times) - 1) / statistics.median(times)
 
 
 def outlying_end(times: Sequence[float]) -> bool | None:
-    """Whether the first or the last step is not like the others, and moves the mean by at least `MOVES`.
+    """Return whether the first or last step is not like the others, and changes the mean by at least `MOVES`.
 
-    Off their median by more than `ODD` times their median absolute deviation (as a standard deviation). None of fewer
-    than `FEWEST` steps.
+    It must be off their median by more than `ODD` times their median absolute deviation (as a standard deviation). None
+    for fewer than `FEWEST` steps.
     """
     if len(times) < FEWEST or _mean(times) is None:
         return None
@@ -106,7 +104,7 @@ def _mean(times: Sequence[float]) -> float | None:
 
 @cache
 def _orders(n: int) -> list[float]:
-    """The share of all orders of n different values that have 0, 1, 2, ... pairs the wrong way round (Kendall 1938)."""
+    """Return the share of all orders of n different values that have 0, 1, 2, ... inverted pairs (Kendall 1938)."""
     shares = [1.0]
     for length in range(2, n + 1):
         longer = [0.0] * (len(shares) + length - 1)
