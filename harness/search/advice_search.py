@@ -1,6 +1,6 @@
-"""Which changes to take together: a search over predictions, the front of memory against time, what to recommend. Pure.
+"""Search for memory-saving changes to combine: predictions, the front of memory against time, a recommendation. Pure.
 
-Not covered: what the changes are (memory_savings.py), how they are predicted and shown (advice.py).
+In: single changes, and a function that predicts combinations of them. Out: `Advice`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 
 from vramsweep.harness.search.memory_savings import LEVELS, SAME, MemorySaving
 
-MOST = 32  # combinations that are predicted, unless the user asks for more
-WAVE = 8  # of them at a time, before it is looked again which is best
+MOST = 32  # combinations that are predicted at most, unless the user asks for more
+WAVE = 8  # combinations predicted at a time, before the best is determined again
 
 
 @dataclass(frozen=True)
 class Option:
-    """Some remedies together, and what is predicted of them: bytes reserved, seconds a token; None where not known.
+    """Some changes together and their prediction: bytes reserved, seconds a token; None if not known.
 
-    `reason` says why it is not known, or that it was the host's memory that ran out. `full`: memory ran out, however
-    little of the card's it would need without a limit. `least`: what is reserved where the CPU does not run ahead;
-    `beside`: the bytes of each GPU that may be needed besides, which no prediction holds.
-    `work` orders by time what has no times: the FLOPs of a token, then its kernel launches.
+    `reason` says why it is not known, or that the host's memory ran out. `full`: memory ran out, however little of the
+    GPU's it would need without a limit. `least`: bytes reserved if the CPU does not run ahead. `beside`: bytes of each
+    GPU that may be needed besides, which no prediction includes. `work` orders options without times: FLOPs a token,
+    then kernel launches a token.
     """
 
     remedies: tuple[MemorySaving, ...]
@@ -39,19 +39,19 @@ class Option:
 
     @property
     def level(self) -> int:
-        """How much of the result changes, at most."""
+        """Largest level of the changes: how much of the result changes, at most."""
         return max((one.level for one in self.remedies), default=SAME)
 
     def fits(self, limit: int) -> bool:
-        """Whether it is known to fit."""
+        """Return whether the option is known to fit in `limit` bytes."""
         return self.need is not None and not self.full and self.need <= limit
 
     def fits_well(self, limit: int) -> bool:
-        """Whether it fits with one percent of the limit to spare, and with what may be needed besides."""
+        """Return whether it fits with one percent of the limit, or what may be needed besides if more, to spare."""
         return self.fits(limit - max(limit // 100, self.beside))
 
     def beyond(self, limit: int) -> int | None:
-        """The need, where it says whether this fits."""
+        """Return the need, if it tells whether the option fits; else None."""
         return self.need if self.fits(limit) or (self.need or 0) > limit else None
 
 
@@ -61,8 +61,8 @@ Guess = Callable[[tuple[MemorySaving, ...]], Option]
 
 @dataclass(frozen=True)
 class Advice:
-    """`singles` are each remedy alone, `tried` all options, `space` how many combinations there are; `on_gpus` are
-    options of more GPUs, or of dividing the work among them, which count only where no other fits."""
+    """The result of a search. `singles` are each change alone, `tried` all options; `space` counts combinations.
+    `on_gpus` are options of more GPUs, or of dividing the work among them, which count only if no other fits."""
 
     base: Option
     singles: tuple[Option, ...]
@@ -73,12 +73,12 @@ class Advice:
 
     @property
     def front(self) -> list[Option]:
-        """Of what fits: no other needs less memory and is faster as well; the fastest first. Repeats count once."""
+        """Fitting options that no other beats in both memory and time, the fastest first. Repeats count once."""
         return front([one for one in self.tried if one.fits(self.limit)])
 
     @property
     def recommended(self) -> Option | None:
-        """The fastest of those that fit and change least of the result; None where nothing fits.
+        """Fastest of the options that fit and change the result least; None if nothing fits.
 
         Those that fit well come before those that only just fit.
         """
@@ -87,24 +87,24 @@ class Advice:
 
     @property
     def fitting_gpus(self) -> list[Option]:
-        """Of the options of more GPUs those that fit, the fewest GPUs first."""
+        """Options of more GPUs that fit, the fewest GPUs first."""
         return [one for one in self.on_gpus if one.fits(self.limit)]
 
     @property
     def nearest(self) -> Option | None:
-        """What needs least, whether or not it fits."""
+        """Option that needs least memory, whether or not it fits."""
         known = [one for one in (*self.tried, *self.on_gpus) if one.need is not None]
         return min(known, key=_size, default=None)
 
     @property
     def smallest_same(self) -> tuple[MemorySaving, ...]:
-        """The changes of what needs least with the same result."""
+        """Changes of the option that needs least memory with the same result."""
         known = [one for one in self.tried if one.need is not None and one.level == SAME]
         return min(known, key=_size).remedies if known else ()
 
     @property
     def least(self) -> list[Option]:
-        """The run as it is, and what needs least in each level, the two least: candidates for the furthest."""
+        """Unchanged run, and the two options of each level that need least memory: candidates for the furthest."""
         found = [self.base]
         for level in range(len(LEVELS)):
             own = [one for one in self.tried if one.level <= level and one.need is not None]
@@ -115,12 +115,12 @@ class Advice:
 def search(
     remedies: Sequence[MemorySaving], predict: Predict, limit: int, most: int = MOST, smallest: bool = False
 ) -> Advice:
-    """Predict the run as it is, each remedy alone, and then combinations of those that are known, `most` at most.
+    """Predict the unchanged run, each change alone, and at most `most` combinations of changes whose need is known.
 
-    Where there are no more than that, all of them, so that what is recommended is on the front of all. Else first those
-    that the effects of single remedies, multiplied, promise to be the fastest that fit, in every level, and the
-    smallest of levels in which nothing fits yet (`smallest`: of all); then what differs in one remedy from the best so
-    far: a peak that is gone leaves another one, for which remedies help that alone did nothing, or harm.
+    If there are no more, predict all, so that the recommendation is on the front of all. Else predict first, in each
+    level, those that the multiplied effects of single changes promise to be the fastest that fit. In levels in which
+    nothing fits yet (`smallest`: in all), the smallest come too. Then predict what differs in one change from the best
+    so far. Once a peak is gone another remains, for which changes help that alone did nothing, or harm.
     """
     [base] = predict([()])
     if base.need is None and not base.full:
@@ -141,7 +141,7 @@ def search(
         idle = {one.remedies[0] for one in known if (one.need, one.seconds, one.work) == before}
         busy = [taken for taken in combinations if not idle.intersection(taken)]
         levels = [] if smallest else [one.level for one in (base, *known) if one.fits(limit)]
-        fitting = min(levels, default=len(LEVELS))  # beyond all levels where nothing is known to fit
+        fitting = min(levels, default=len(LEVELS))  # above all levels if nothing is known to fit
         look(_promising(busy, guess, fitting, limit)[: most - most // 2])
         left = most // 2
         while near := _near(list(tried.values()), combinations, guess, limit, smallest)[: min(left, WAVE)]:
@@ -151,7 +151,7 @@ def search(
 
 
 def front(options: Sequence[Option]) -> list[Option]:
-    """Those that no other beats in both memory and time, the fastest first; of equal ones the one with least change."""
+    """Return the options that no other beats in memory and time, the fastest first; of equal ones the least change."""
     found: list[Option] = []
     least = math.inf
     for one in sorted(options, key=lambda one: (_time(one), one.need or 0, one.level, len(one.remedies))):
@@ -162,7 +162,7 @@ def front(options: Sequence[Option]) -> list[Option]:
 
 
 def _combinations(singles: Sequence[Option]) -> Iterator[tuple[MemorySaving, ...]]:
-    """One of each group at most, no two for the same setting."""
+    """Yield combinations with at most one change of each group, and no two changes of the same setting."""
     groups: dict[str, list[MemorySaving]] = defaultdict(list)
     for one in singles:
         groups[one.remedies[0].group].append(one.remedies[0])
@@ -174,7 +174,7 @@ def _combinations(singles: Sequence[Option]) -> Iterator[tuple[MemorySaving, ...
 
 
 def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
-    """What some remedies together may do: their effects alone, multiplied."""
+    """Return a function that guesses what several changes do together: their effects alone, multiplied."""
     of = {one.remedies[0].words: one for one in singles}
 
     def ratio(one: float | None, before: float | None) -> float | None:
@@ -195,8 +195,8 @@ def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
 def _promising(
     combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, fitting: int, limit: int
 ) -> list[tuple[MemorySaving, ...]]:
-    """The same, what is worth predicting first: in turns, of each level, the fastest that may fit, and the smallest
-    where something fits only from a higher level on."""
+    """Return the combinations worth predicting first. Levels take turns: each gives the fastest that may fit, and below
+    the level `fitting`, from which on something fits, also the smallest."""
     guesses = [guess(taken) for taken in combinations]
     queues: list[list[Option]] = []
     for level in sorted({one.level for one in guesses}):
@@ -212,8 +212,8 @@ def _promising(
 def _near(
     tried: Sequence[Option], combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, limit: int, smallest: bool
 ) -> list[tuple[MemorySaving, ...]]:
-    """What was not tried and has one remedy more, fewer or another than the best so far of each level: the fastest that
-    fits, and the smallest where nothing does (`smallest`: anyway). Of each the most promising first."""
+    """Return untried combinations that differ in one group from the best of each level, the most promising first. The
+    best is the fastest that fits, and the smallest if nothing fits (`smallest`: anyway)."""
     known = [one for one in tried if one.need is not None]
     done = {one.remedies for one in tried}
     fast: list[Option] = []
@@ -234,12 +234,12 @@ def _near(
 
 
 def _order_key(one: Option) -> tuple[Any, ...]:
-    """The fastest first."""
+    """Return a sort key: the fastest first."""
     return _time(one), len(one.remedies), one.need or 0
 
 
 def _size(one: Option) -> tuple[Any, ...]:
-    """The smallest first."""
+    """Return a sort key: the smallest first."""
     return one.need or 0, len(one.remedies)
 
 

@@ -1,16 +1,16 @@
-"""The largest of a list of values that fits, in few trials: which value to try next, or what the edge is.
+"""Bisection: the search for the largest of a list of values that fits, in few trials. Pure.
 
-A search starts where the edge is predicted and goes outward in doubling strides until it has a value that fits and one
-that does not, then halves what is between. It never strides so far or so little that halving could not end in time:
+The search starts at the predicted value and goes outward in doubling strides, until one value fits and one does not.
+Then it halves the interval. It never strides so far or so little that halving could not end in time:
 
     prediction                              trials at most, of n values
     right                                   2, with a margin of 1
-    one or two values beside the edge       4, with a margin of 1
+    one or two values off                   4, with a margin of 1
     none                                    floor(log2 n) + 1
     wrong                                   ceil(log2 n) + 3
 
-What fits is not always monotone (fragmentation, alignment). A search then ends at one of several edges, and says of
-those trials that it knows which of them contradict it. Pure: what comes of a value is for others to find out.
+Fitting is not always monotonic (fragmentation, alignment). A search then ends at one of several limits, and says which
+of the trials that it knows contradict it. `Bisection` asks for values, and others find out what comes of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FULL: tuple[Kind, ...] = ("full", "inferred", "beyond")  # what does not fit
 
 @dataclass(frozen=True)
 class Probe:
-    """What came of a value: it fits; memory is full; not tried, as what needs no less did not fit (inferred); there is
-    no such trial (beyond), as where a model has no more positions; or no answer (failed)."""
+    """The result of a value: it fits, memory is full, or no answer (failed). Not tried: a trial that needs no more did
+    not fit (inferred), or there is no such trial (beyond), as when a model has no more positions."""
 
     kind: Kind
     reason: str | None = None
@@ -37,10 +37,10 @@ class Probe:
 
 @dataclass(frozen=True)
 class Edge:
-    """The largest value that fits, None where none is known to, and the next one of the list, which does not.
+    """The largest value that fits, None if none is known to, and the next one of the list, which does not fit.
 
-    `bound` is what came of the latter; None where the list ends. `unknown` says why the search could not go on; then
-    the edge is between the two. `either_way`: from the first to the second of these values some fit and some did not.
+    `bound` is the result of the latter; None if the list ends. `unknown` says why the search could not go on; then the
+    limit is between the two. `either_way`: from the first to the second of these values, some fit and some did not.
     """
 
     largest: int | None
@@ -51,17 +51,17 @@ class Edge:
 
     @property
     def confirmed(self) -> bool:
-        """Whether trials of both sides have shown it."""
+        """Return whether trials on both sides have shown the limit."""
         shown = self.bound is not None and self.bound.kind == "full"
         return shown and self.unknown is None and self.either_way is None
 
 
 @dataclass
 class Bisection:
-    """The search along `values`, which go up; `known` is what came of those that were tried.
+    """The search along ascending `values`; `known` holds the results of those that were tried.
 
-    `predicted` is the largest number that is predicted to fit, of the list or not (0: none fits), and `margin` the
-    first stride beside it, in values of the list.
+    `predicted` is the largest number that is predicted to fit, of the list or not (0: none fits). `margin` is the first
+    stride next to it, in values of the list.
     """
 
     values: Sequence[int]
@@ -70,16 +70,16 @@ class Bisection:
     known: dict[int, Probe] = field(default_factory=dict)
 
     def ask(self) -> list[int]:
-        """Return the value to try next; none where the edge is known, or what came of that value says nothing."""
+        """Return the value to try next; none if the search has ended, or that value's result says nothing."""
         value = self._between()
         return [] if value is None or value in self.known else [value]
 
     def tell(self, answers: Mapping[int, Probe]) -> None:
-        """Learn what came of values."""
+        """Learn the results of values."""
         self.known.update(answers)
 
     def found(self) -> Edge:
-        """Return the edge, as far as it is known."""
+        """Return the largest value that fits and the next one, as far as they are known."""
         bracket, value = self._bracket(*FULL), self._between()
         reason = self.known[value].reason if value in self.known else None
         unknown = None if value is None else reason or f"{value} has no answer"
@@ -87,13 +87,13 @@ class Bisection:
         return Edge(bracket.largest, bracket.above, bound, unknown, self._bracket("full").either_way)
 
     def _bracket(self, *kinds: Kind) -> Bracket:
-        """The bracket of what fits and what is of these kinds."""
+        """Return the bracket between values that fit and values of these kinds."""
         values = sorted(self.known)
         fitting = [value for value in values if self.known[value].kind == "fits"]
         return find_bracket(fitting, [value for value in values if self.known[value].kind in kinds])
 
     def _between(self) -> int | None:
-        """The next value between the largest that fits and the next that does not; None where there is none."""
+        """Return the next value between the largest that fits and the next that does not; None if there is none."""
         values, bracket = self.values, self._bracket(*FULL)
         low = -1 if bracket.largest is None else bisect_left(values, bracket.largest)
         high = len(values) if bracket.above is None else bisect_left(values, bracket.above)
@@ -107,7 +107,7 @@ class Bisection:
 
 
 def most_trials(values: int, predicted: bool) -> int:
-    """How many trials a search of so many values takes at most: see above."""
+    """Return how many trials a search of so many values takes at most, by the module's table."""
     return _count_left(values) if predicted else values.bit_length()
 
 
@@ -116,8 +116,8 @@ def _count_left(values: int) -> int:
 
 
 def _wish(low: int, high: int, bounded: tuple[bool, bool], start: int | None, margin: int) -> int:
-    """The next number between `low`, which fits (or is none), and `high`, which does not: strides of margin,
-    2 margin, 4 margin, ... from the start, until it is bounded on both sides by what was tried."""
+    """Return the next number between `low`, which fits (or is none), and `high`, which does not. Strides from the start
+    are margin, 2 margin, 4 margin, ... until trials bound it on both sides; then take the middle."""
     middle = (low + high) // 2
     if start is None or all(bounded):
         return middle
@@ -128,7 +128,7 @@ def _wish(low: int, high: int, bounded: tuple[bool, bool], start: int | None, ma
 
 
 def _within(number: int, low: int, high: int, left: int) -> int:
-    """The number, or the nearest to it from which halving still ends in the trials left, this one among them."""
+    """Return the number, or the nearest from which halving still ends in the trials left, this one included."""
     reach = 1 << max(left - 1, 0)
     least, most = max(high - reach, low + 1), min(low + reach, high - 1)
     return min(max(number, least), most) if least <= most else (low + high) // 2

@@ -1,7 +1,7 @@
-"""What is known of what fits in memory, and what follows from it for other points. Pure.
+"""Knowledge of what fits in memory, and what follows from it for other points. Pure.
 
-Kernels pad lengths that `PADDED_TO` does not divide, so a length that it divides may need less than a shorter one that
-it does not divide. Apart from that, more tokens of either axis never make do with less.
+Kernels pad lengths that `PADDED_TO` does not divide. So a length that it divides may need less than a shorter one that
+it does not divide. Apart from that, more tokens of either axis never need less.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 PADDED_TO = 8  # lengths that it divides need no padding
-Numbers = Any  # a whole number, or an array of them; of numpy, without which the command line starts
+Numbers = Any  # a whole number, or a numpy array of them; the command line starts without numpy
 Truth = Any  # a bool, or an array of them
 
 
 def needs_no_less(length: Numbers, batch: Numbers, than_length: Numbers, than_batch: Numbers) -> Truth:
-    """Whether a point certainly needs no less memory than another one; of arrays, for each of them."""
+    """Return whether a point certainly needs no less memory than another one; elementwise for arrays."""
     padded_alike = (than_length % PADDED_TO == 0) | (length % PADDED_TO != 0)
     return (batch >= than_batch) & ((length == than_length) | ((length > than_length) & padded_alike))
 
@@ -32,19 +32,19 @@ class TriedPoint:
     trial_id: str = ""
 
     def decides(self, length: Numbers, batch: Numbers) -> Truth:
-        """Whether another point fits as this one does, or does not as this one does not; of arrays, for each."""
+        """Return whether another point is sure to fit, or not to fit, just as this one; elementwise for arrays."""
         own = self.length, self.batch
         return needs_no_less(*own, length, batch) if self.fits else needs_no_less(length, batch, *own)
 
 
 class FitKnowledge:
-    """Points that were tried, to be asked about others: a point's own trial counts most, then one that fits."""
+    """Tried points, which decide whether others fit: a point's own trial counts most, then one that fits."""
 
     def __init__(self, points: Iterable[TriedPoint] = ()) -> None:
         self.points = list(points)
 
     def decide(self, length: int, batch: int, without: str = "") -> TriedPoint | None:
-        """Return the tried point that decides whether this one fits, the first of equals; None where none does.
+        """Return the tried point that decides whether this one fits, the first of equals; None if none does.
 
         `without` leaves out the trial with this id.
         """
@@ -52,7 +52,7 @@ class FitKnowledge:
         return min(deciding, key=lambda one: ((one.length, one.batch) != (length, batch), not one.fits), default=None)
 
     def decide_all(self, lengths: Numbers, batches: Numbers) -> list[bool | None]:
-        """Return for each point of two arrays whether it fits, by the same order; None where nothing decides it."""
+        """Return for each point of two arrays whether it fits, decided as in `decide`; None if nothing decides."""
         fits, order = lengths.astype(object), sorted(self.points, key=lambda one: one.fits)
         fits[:] = None
         for one in order:
@@ -64,10 +64,10 @@ class FitKnowledge:
 
 @dataclass(frozen=True)
 class Bracket:
-    """Where what fits ends along one axis; None where there is no such value.
+    """The limit of what fits along one axis; a field is None if there is no such value.
 
-    `below` is the last that fits below `smallest`, the first that does not; `above` is the first that does not fit
-    above `largest`, the last that does. Where fitting is monotonic, both pairs are the same.
+    `below` is the last that fits below `smallest`, the first that does not fit. `above` is the first that does not fit
+    above `largest`, the last that fits. If fitting is monotonic, both pairs are the same.
     """
 
     below: int | None
@@ -77,12 +77,12 @@ class Bracket:
 
     @property
     def proven(self) -> int | None:
-        """The largest value that fits, where nothing smaller, nor a trial of the same, does not."""
+        """Largest value that fits, if no smaller value and no other trial of it does not fit."""
         return self.largest if self.largest == self.below else None
 
     @property
     def either_way(self) -> tuple[int, int] | None:
-        """The first value that does not fit and the last that does, where that one is larger."""
+        """First value that does not fit and last that fits, if the latter is larger."""
         first, last = self.smallest, self.largest
         return None if first is None or last is None or last <= first else (first, last)
 

@@ -1,23 +1,22 @@
-"""Which of many points fit, for several settings and cards at once, without replaying each of them.
+"""Survey: the search for which of many points fit, for several settings and GPUs at once, with few replays. Pure.
 
-What fits is not monotone: reserved jumps from one length to the next, and some alignment classes take more. But what a
-run asks for at least (its floor) is known of every point of a symbolic trace, and no setting makes do with less, so
-beyond a card's limit nothing fits. For each setting, the room that some points need is found by replays with room to
-spare, also of some that need somewhat more than any card has: else the measures close to its edge would be of those
-alone that fit. For each card, more and more points are then tried at its limit, until it is known which is the first
-that does not fit, and which the last that does. Passed over on the way are those that fit by a margin: what such a
-point needs is taken to be its floor, times what the nearest points on both sides whose need was found need per byte of
-theirs; the margin is twice the most that any of these nearby needs more than both its neighbours, and 1 % at least.
-Close to the limit not many in a row are passed over. The ends found so are looked at before they are believed, with all
-of a stretch below the first that does not fit: one in 64 may need more, and no sample have been one of them. What fits
-in some room is taken to fit in more, and what does not, not in less.
+Fitting is not monotonic: reserved jumps from one length to the next, and some alignment classes take more. But a
+symbolic trace gives each point's floor, what a run requests at least. No setting needs less, so a point whose floor
+exceeds a GPU's limit does not fit.
 
-Where the floor is not known without tracing, it is taken to be that of the neighbours, and the margin is twice the most
-that any point was off a straight line between its neighbours.
+- For each setting, replays with memory to spare find what some points need. Some of these need somewhat more than any
+  GPU has. Else all measures near its limit would come from points that fit.
+- For each GPU, more and more points are tried at its limit, until the first that does not fit and the last that fits
+  are known.
+- Points that fit by a margin are skipped. Such a point's need is estimated as floor x (need / floor of the nearest
+  measured points on both sides). The margin is twice the most that any of these nearby needs more than both its
+  neighbours, and at least 1 %. Close to the limit not many in a row are skipped.
+- The ends are tried before they are believed, with a whole stretch below the first that does not fit. One point in 64
+  may need more and be in no sample.
 
-A point whose look is without an answer is not asked about again, nor judged.
-
-Pure: what one point needs is for others to find out.
+What fits in some limit is taken to fit in a larger one, and what does not fit, not to fit in a smaller one. A floor
+that is not known without tracing is taken from the neighbours. Then the margin is twice the most that any point was off
+a straight line between its neighbours. A point without an answer is neither tried again nor estimated.
 """
 
 from __future__ import annotations
@@ -32,24 +31,24 @@ import numpy.typing as npt
 
 from vramsweep.harness.search.fit_knowledge import find_bracket
 
-SAMPLES = 48  # points of the first look
-FEW = 6  # in a row, all are looked at; of more, first the middle one closely: what needs more is rarely alone
-MANY = 24  # undecided points that are looked at at a time, at least, where there are as many
-REACH = 1.25  # of the largest limit: that far beyond it needs are found, as measures for what may fit
-NEARBY = 8  # points on each side whose raggedness makes the margin
+SAMPLES = 48  # points of the first round
+FEW = 6  # in a row, all are tried; of more, first the middle one closely, because what needs more is rarely alone
+MANY = 24  # undecided points that are tried at a time, at least, if there are as many
+REACH = 1.25  # of the largest limit: up to here needs are found, as measures for what may fit
+NEARBY = 8  # points on each side whose scatter makes the margin
 LEAST_MARGIN = 0.01
-NARROW = 0.05  # of the limit: where points are judged to fit by less than this,
-DENSE = 16  # no more than these in a row are judged
-STRETCH = 64  # points right below the first that does not fit that are looked at, all of them
+NARROW = 0.05  # of the limit: of points estimated to fit by less than this,
+DENSE = 16  # no more than these in a row are estimated
+STRETCH = 64  # points right below the first that does not fit, all of which are tried
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class RequiredBytes:
-    """The room that a point needs, in bytes: not less than `least`, and not more than `enough` (infinite: not known).
+    """The memory that a point needs, in bytes: at least `least`, and at most `enough` (infinite: not known).
 
-    `floor` is what it asks for at one time, under any setting; `close`: `enough` was searched for.
+    `floor` is what it requests at one time, under any setting; `close`: `enough` was searched for.
     """
 
     floor: float
@@ -58,12 +57,12 @@ class RequiredBytes:
     close: bool
 
 
-Asked = Mapping[int, Mapping[str, Collection[int]]]  # by point and setting the rooms to try; none: find what it needs
+Asked = Mapping[int, Mapping[str, Collection[int]]]  # by point and setting, limits to try; none: find what it needs
 
 
 @dataclass(frozen=True)
 class Card:
-    """A question: the edge under a setting, by its name, with a limit in bytes."""
+    """A question: what fits under a setting, given by its name, with a limit in bytes."""
 
     setting: str
     limit: int
@@ -71,12 +70,11 @@ class Card:
 
 @dataclass(frozen=True)
 class Edge:
-    """Of one question: up to which point (number) all fit, and the last that fits at all.
+    """The answer to one question: up to which point (number) all fit, and the last that fits at all.
 
-    None where the first does not fit, or none does. `looked_at` is how many points were under the setting, `unanswered`
-    how many more were asked for in vain (both edges leave them out), `margin` the least by which others were judged
-    (None: none was), `complete` whether both ends were reached: looks are bounded, and some points may be unknown. The
-    edges are those of what is known, else.
+    Each is None if there is no such point. `looked_at` is how many points were tried under the setting. `unanswered` is
+    how many more had no answer; both ends leave them out. `margin` is the least margin of an estimate (None: no
+    estimate). `complete`: both ends were reached. Tries are bounded, so else the ends are those of what is known.
     """
 
     all_up_to: int | None
@@ -89,7 +87,7 @@ class Edge:
 
 @dataclass(frozen=True)
 class _Estimate:
-    """Bytes that each point needs at least and at most, and the margins in these (NaN: it is known, not judged)."""
+    """Bytes that each point needs at least and at most, and the margins in these (NaN: it is known, not estimated)."""
 
     least: Floats
     most: Floats
@@ -98,7 +96,7 @@ class _Estimate:
 
 
 class _Setting:
-    """What is known of each point under a setting: floors (NaN where not known), and the room needed, from and to."""
+    """Knowledge of each point under a setting: floors (NaN: not known), and the bytes needed, at least and at most."""
 
     def __init__(self, floors: Sequence[float | None]) -> None:
         self.floors = np.array([np.nan if floor is None else floor for floor in floors], dtype=np.float64)
@@ -107,7 +105,7 @@ class _Setting:
         self.looked, self.close, self.missed = np.zeros((3, len(floors)), dtype=np.bool_)
 
     def tell(self, number: int, need: RequiredBytes | None) -> None:
-        """Take what evaluate tells of a point that it was asked about."""
+        """Take the answer about a point that was asked for; None if there is no answer."""
         self.looked[number] |= need is not None
         self.missed[number] = need is None
         if need is not None:
@@ -117,7 +115,7 @@ class _Setting:
             self.close[number] |= need.close and math.isfinite(need.enough)
 
     def judged(self, every: bool) -> _Estimate:
-        """What each point needs, judged by its neighbours where that is not known; with `every`, nothing is judged."""
+        """Return what each point needs, estimated by its neighbours if not known; with `every`, nothing is."""
         nothing = np.full(len(self.least), np.nan)
         if every:
             return _Estimate(np.where(np.isnan(self.least), 0, self.least), self.enough, nothing, nothing)
@@ -132,14 +130,14 @@ class _Setting:
         )
 
     def first(self, limit: float) -> list[int]:
-        """The points to look at first, of those that may need no more than the limit, or not much more."""
+        """Return the points to try first, of those whose floor is not known or at most `REACH` times the limit."""
         points = len(self.floors)
-        step = max(1, points // SAMPLES) | 1  # odd: so all alignments have their turn
+        step = max(1, points // SAMPLES) | 1  # odd, so that all alignments have their turn
         chosen = sorted({*range(0, points, step), points - 1})
         return [number for number in chosen if not self.floors[number] > REACH * limit]
 
     def _lowest(self) -> Floats:
-        """What both neighbours ask for, less a margin, or nothing: where the floor is not known."""
+        """Estimate floors: the lower of both neighbours' floors, less a margin; 0 if one of these is not known."""
         order = np.flatnonzero(~np.isnan(self.floors))
         low, high = _sides(order, self.floors[order], len(self.floors))
         lowest = np.minimum(low, high) * (1 - max(LEAST_MARGIN, self._bend_of_floors()))
@@ -150,7 +148,7 @@ class _Setting:
         return _curvature(order, self.floors[order])
 
     def _most(self) -> Floats:
-        """What each point needs, judged by the nearest on both sides; infinite where one of these is not known."""
+        """Estimate each point's need from the nearest on both sides; infinite if one of these is not known."""
         order = np.flatnonzero(self.close)
         enough = self.enough[order]
         ratio = np.maximum(*_sides(order, enough / np.maximum(self.floors[order], 1), len(self.floors)))
@@ -159,7 +157,7 @@ class _Setting:
         return np.where(np.isnan(most), np.inf, most)
 
     def _margins(self) -> Floats:
-        """The share by which each point may need more than judged."""
+        """Return the share by which each point may need more than estimated."""
         order = np.flatnonzero(self.close)
         enough, points = self.enough[order], len(self.floors)
         bend = _curvature(order, enough) if np.isnan(self.floors).any() else 0.0
@@ -175,10 +173,10 @@ class _Setting:
 
 @dataclass
 class Survey:
-    """The search for the edge of each question, by name. `floors` are those of each setting, in bytes: of each point
-    what it asks for at least, None where that is not known, infinite where it cannot fit.
+    """The search for the answer to each question, by name. `floors` are those of each setting, in bytes: what each
+    point requests at least, None if not known, infinite if it cannot fit.
 
-    With `every`, nothing is judged. `most` looks, at a point under a setting, are the last; each counts it down.
+    With `every`, nothing is estimated. `most` bounds the tries (a point under a setting is one) and is counted down.
     """
 
     floors: Mapping[str, Sequence[float | None]]
@@ -196,11 +194,11 @@ class Survey:
             self.tell({})
 
     def ask(self) -> Asked:
-        """Return the points to look at next, and for each setting the rooms to try; none once the edges are known."""
+        """Return the points to try next, and for each setting the limits to try; none once the ends are known."""
         return self._wanted
 
     def tell(self, answers: Mapping[int, Mapping[str, RequiredBytes]]) -> None:
-        """Learn what the points need that were asked for; what is missing has no answer."""
+        """Learn the needs of the points that were asked for; a missing point has no answer."""
         asked, settings = self._wanted, self._settings
         self._wanted, closely = defaultdict(lambda: defaultdict(set)), set()
         self.most -= sum(map(len, asked.values()))
@@ -218,12 +216,12 @@ class Survey:
             self._wanted[number][setting_name].clear()
 
     def found(self) -> dict[str, Edge]:
-        """Return the edge of each question, by name; to be asked for once the survey was told something."""
+        """Return the answer to each question, by name; call it only after `tell`."""
         return {name: view.edge(self.every) for name, view in self._views.items()}
 
 
 class _View:
-    """A setting as one card sees it: what fits and what does not, as far as that is known."""
+    """A setting at one GPU's limit: what fits and what does not, as far as that is known."""
 
     def __init__(self, setting: _Setting, judged: _Estimate, limit: int) -> None:
         self._setting, self._judged = setting, judged
@@ -238,12 +236,13 @@ class _View:
         self._narrowly = self.within & (judged.most * (1 + NARROW) > limit) & ~np.isnan(judged.most_margins)
 
     def wanted(self, every: bool) -> list[tuple[int, bool]]:
-        """The points to look at next, and whether to find closely what they need: those that may move an end; where
-        there are none, those at the ends that are judged, not known, to fit."""
+        """Return the points to try next, and whether to find closely what they need. These may move an end; if there
+        are none, they are points at the ends that are only estimated to fit."""
         return list(self._open(every)) or list(self._supposed_at_the_ends())
 
     def _supposed_at_the_ends(self) -> Iterator[tuple[int, bool]]:
-        """The last that fits, and the stretch below the first that does not, or below the end what fits narrowly."""
+        """Yield points only estimated to fit: the last, and the stretch below the first that does not fit. If all fit,
+        yield of the stretch below the end only what fits narrowly."""
         if self.last >= 0 and self._supposed[self.last]:
             yield self.last, True
         start, points = max(0, self.first - STRETCH), len(self.within)
@@ -265,12 +264,12 @@ class _View:
                 yield int(run[len(run) // 2]), True
 
     def _runs(self, numbers: Ints) -> Iterator[Ints]:
-        """The points, divided by those whose need is known closely."""
+        """Yield the points, divided by those whose need is known closely."""
         before = np.searchsorted(np.flatnonzero(self._setting.close), numbers)
         yield from (numbers[before == one] for one in np.unique(before))
 
     def edge(self, every: bool) -> Edge:
-        """What is known of it, complete where nothing is wanted any more."""
+        """Return the answer as far as it is known; complete if nothing is wanted any more and no answer is missing."""
         ends = find_bracket(np.flatnonzero(self.within), np.flatnonzero(~(self.within | self._missed)))
         judged = self._judged
         margins = np.concatenate((judged.most_margins[self.within], judged.least_margins[self.beyond]))
@@ -280,21 +279,21 @@ class _View:
 
 
 def _spread(numbers: Ints) -> list[int]:
-    """Some of the numbers, evenly; all, where they are few."""
+    """Return some of the numbers, evenly; all, if they are few."""
     count = max(MANY, len(numbers) // 8)
     chosen = numbers if len(numbers) <= count else numbers[np.linspace(0, len(numbers) - 1, count).round().astype(int)]
     return [int(n) for n in chosen]
 
 
 def _sides(order: Ints, values: Floats, points: int) -> tuple[Floats, Floats]:
-    """For each point, the values of the nearest in `order` at or before it and at or after it; NaN where none is."""
+    """Return for each point the values of the nearest in `order` at or before it and at or after it; NaN if none."""
     padded = np.concatenate(([np.nan], values, [np.nan]))
     numbers = np.arange(points)
     return padded[np.searchsorted(order, numbers, side="right")], padded[np.searchsorted(order, numbers) + 1]
 
 
 def _curvature(order: Ints, values: Floats) -> float:
-    """Twice the most that any of the values is off a straight line between its neighbours, as a share of it."""
+    """Return twice the most that a value is off a straight line between its neighbours, as a share of the value."""
     kept = np.isfinite(values)
     order, values = order[kept], values[kept]
     straight = values[:-2] + (values[2:] - values[:-2]) * (order[1:-1] - order[:-2]) / (order[2:] - order[:-2])

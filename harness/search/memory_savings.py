@@ -1,7 +1,7 @@
-"""Changes of a trial that may make it fit: what each sets, and what of the training's result it changes.
+"""Changes of a trial that may make it fit: what each sets, and how it alters the training's result.
 
-A new remedy is an entry in `REMEDIES`. Not covered: whether one helps, which a prediction tells (advice.py); which of
-them a trial can have, which the rules of settings and techniques tell (trial.py).
+A new change is an entry in `REMEDIES`. A prediction tells whether one helps (questions/advice.py). The rules of
+settings and techniques tell which of them a trial can have (spec/trial.py).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# What may change of the result, from what nobody would notice to another training.
+# How much of the result may change, from nothing noticeable to another training.
 SAME, ROUNDING, PRECISION, METHOD = range(4)
 GPU_COUNTS = (2, 4, 8)
-ACCEPTED = ("same", "rounding", "precision", "method")  # the same as words of a command
+ACCEPTED = ("same", "rounding", "precision", "method")  # the same levels as words of a command
 LEVELS = ("the same result", "the same but for rounding", "less precision", "another training")
 
 
 @dataclass(frozen=True)
 class MemorySaving:
-    """A change, as it is typed. Of those of one `group` a trial can have one.
+    """A change, as it is typed. A trial can have one of each `group`.
 
-    `change` are values of the resolved trial, of which `level` says how much and `result` what they change in the
-    result; "" where it is nothing. On cards below `capability` it is left out, with the reason `instead`; where `where`
-    is not so of the resolved trial it changes nothing that is there.
+    `change` are values of the resolved trial. `level` says how much of the result they change, and `result` what; "" if
+    nothing. On GPUs below `capability` it is left out, with the reason `instead`. It is also left out if `where` is
+    false of the resolved trial, in which it would change nothing.
     """
 
     words: str
@@ -43,7 +43,7 @@ def _axis(group: str, value: Any, level: int, result: str = "", **more: Any) -> 
 
 
 def _is(axis: str, *values: Any) -> Callable[[Mapping[str, Any]], bool]:
-    """Whether a resolved trial has one of these values."""
+    """Return a test of whether a resolved trial has one of these values."""
     return lambda resolved: resolved[axis] in values
 
 
@@ -68,7 +68,7 @@ REMEDIES: tuple[MemorySaving, ...] = (
     _axis("activation_offload", True, SAME),
     MemorySaving("allocator=expandable", "allocator",
                  {"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, SAME,
-                 where=lambda resolved: not resolved["allocator"]["conf"]),  # else its settings would be lost
+                 where=lambda resolved: not resolved["allocator"]["conf"]),  # else the trial's own would be lost
     _axis("offload_optimizer", True, SAME, where=_is("sharding", "zero1", "zero2", "zero3")),
     _axis("offload_param", True, SAME, where=_is("sharding", "zero3", "fsdp1", "fsdp2")),
     _axis("optimizer", "paged_adamw_8bit", SAME, where=_is("optimizer", "adamw_bnb_8bit")),
@@ -98,23 +98,23 @@ REMEDIES: tuple[MemorySaving, ...] = (
 
 
 def applicable(resolved: Mapping[str, Any]) -> list[MemorySaving]:
-    """The remedies that change something of this resolved trial, smaller batches of the same sum among them."""
+    """Return the changes that alter this resolved trial, including smaller batches of the same sum."""
     fixed = [one for one in REMEDIES if any(not _has(resolved, key, value) for key, value in one.change.items())]
     able = (one for one in fixed if one.where(resolved))
     return [*_batches(resolved), *(_without_cache(one) if resolved["use_cache"] == "on" else one for one in able)]
 
 
 def divide_among_gpus(resolved: Mapping[str, Any], way: str) -> list[MemorySaving]:
-    """The trial with `way` of sharding on as many GPUs as it has, unless it has that, and on more; the fewest first.
+    """Return changes to `way` of sharding on as many GPUs as the trial has and on more, the fewest first.
 
-    A step's samples stay what they are where the GPUs can share them; else each GPU has as many as one had.
+    A step's samples stay if the GPUs can share them; else each has as many as one had. Its own layout is left out.
     """
     ranks, batch, passes = (int(resolved[key]) for key in ("world_size", "micro_batch", "grad_accum"))
     found = []
     for count in dict.fromkeys((ranks, *GPU_COUNTS)):
         if count < 2 or count % ranks or (count, way) == (ranks, resolved["sharding"]):
             continue
-        fewer = math.gcd(passes, count // ranks)  # passes first, then samples
+        fewer = math.gcd(passes, count // ranks)  # divide passes first, then samples
         rest = count // ranks // fewer
         same = batch % rest == 0
         shared = {"micro_batch": batch // rest, "grad_accum": passes // fewer} if same else {}
@@ -126,14 +126,14 @@ def divide_among_gpus(resolved: Mapping[str, Any], way: str) -> list[MemorySavin
 
 
 def too_old(one: MemorySaving, capability: tuple[int, int]) -> str | None:
-    """Why a card of this compute capability is too old for the remedy; None where it is not."""
+    """Return why a GPU of this compute capability is too old for the change; None if it is not."""
     if one.capability is None or capability >= one.capability:
         return None
     return f"{one.instead}, and the GPU has {capability[0]}.{capability[1]}"
 
 
 def apply_changes(resolved: Mapping[str, Any], remedies: Iterable[MemorySaving]) -> dict[str, Any]:
-    """The resolved trial with these remedies."""
+    """Return the resolved trial with these changes."""
     found = dict(resolved)
     for one in remedies:
         found |= one.change
@@ -141,14 +141,14 @@ def apply_changes(resolved: Mapping[str, Any], remedies: Iterable[MemorySaving])
 
 
 def words(given: Sequence[str], remedies: Iterable[MemorySaving]) -> list[str]:
-    """The words of a command with those of remedies, which take the place of words for the same settings."""
+    """Return a command's words with those of the changes, which replace words for the same settings."""
     more = [word for one in remedies for word in one.words.split()]
     keys = {word.partition("=")[0] for word in more}
     return [*(word for word in given if word.partition("=")[0] not in keys), *more]
 
 
 def _without_cache(one: MemorySaving) -> MemorySaving:
-    """Checkpointing goes with no cache: where the trial asks for one, that goes too."""
+    """Turn the cache off with checkpointing, which needs that, for a trial that asks for a cache."""
     if one.group != "checkpointing":
         return one
     return replace(one, words=f"{one.words} use_cache=off", change={**one.change, "use_cache": "off"})
@@ -160,7 +160,7 @@ def _has(resolved: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _batches(resolved: Mapping[str, Any]) -> list[MemorySaving]:
-    """The same samples a step in more passes: half, a quarter and one at a time."""
+    """Return changes to the same samples a step in more passes: half, a quarter and one at a time."""
     batch, passes = int(resolved["micro_batch"]), int(resolved["grad_accum"])
     sizes = [size for size in (batch // 2, batch // 4, 1) if 1 <= size < batch and batch % size == 0]
     changes = ({"micro_batch": size, "grad_accum": passes * batch // size} for size in dict.fromkeys(sizes))

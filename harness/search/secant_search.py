@@ -1,8 +1,8 @@
-"""How far a run gets along an axis before it does not fit: a bracket, then secants, on a grid of rounded values. Pure.
+"""Secant search for how far a run gets along an axis before it does not fit, on a grid of rounded values. Pure.
 
-What is predicted is bytes needed at a value; nothing is assumed of its course but that what is too much stays so. Found
-is a value that fits, with the next of the grid that does not. Not covered: the edge of every single length, which jumps
-(runners/worker/largest_server.py).
+In: predicted bytes at a value. A bracket comes first, then secants. The only assumption is that once a value does not
+fit, no larger value fits. Out: a value that fits, of which the next on the grid does not.
+runners/worker/largest_server.py searches every single length, whose need jumps.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from vramsweep.harness.search.fit_knowledge import Bracket, find_bracket
 
 FINE = 32  # values of the grid between a power of two and the next: 3 % apart, at most
-LEAST, MOST = 1.25, 4  # a step beyond all that is known is so many times that, or a part of it
-Need = int | None  # bytes; None where nothing is known, which counts as too much
+LEAST, MOST = 1.25, 4  # a step outside all known values multiplies or divides by at least and at most this
+Need = int | None  # bytes; None if not known, which counts as too much
 
 
 @dataclass
@@ -27,7 +27,7 @@ class SecantSearch:
     needs: dict[int, Need] = field(default_factory=dict)
 
     def ask(self) -> list[int]:
-        """Return the value to predict next; none where the edge is known."""
+        """Return the value to predict next; none once the largest is known."""
         if not self.needs:
             return [self.start]
         bracket = self._bracket()
@@ -46,11 +46,11 @@ class SecantSearch:
         return [min(max(grid_floor(wanted), first), last)]
 
     def tell(self, answers: Mapping[int, Need]) -> None:
-        """Learn what is needed at values."""
+        """Learn the bytes needed at values."""
         self.needs.update(answers)
 
     def found(self) -> int | None:
-        """Return the largest value that is known to fit; None where none is."""
+        """Return the largest value that is known to fit; None if there is none."""
         return self._bracket().largest
 
     def _bracket(self) -> Bracket:
@@ -59,7 +59,7 @@ class SecantSearch:
         return find_bracket(fitting, [value for value in values if value not in fitting])
 
     def _secant(self, below: int | None, above: int | None) -> int | None:
-        """Where the line through both ends, or the two nearest known values, meets the limit."""
+        """Return where the line through both ends, or the two nearest known values, meets the limit."""
         known = {value: need for value, need in self.needs.items() if need is not None}
         ends = [value for value in (below, above) if value in known]
         near = sorted(known, key=lambda value: (value not in ends, abs(known[value] - self.limit)))[:2]
@@ -70,18 +70,18 @@ class SecantSearch:
 
 
 def grid_floor(value: int) -> int:
-    """The value of the grid at or below."""
+    """Return the value of the grid at or below."""
     step = _step(value)
     return max(1, value // step * step)
 
 
 def grid_next(value: int) -> int:
-    """The next value of the grid."""
+    """Return the next value of the grid."""
     return (value // _step(value) + 1) * _step(value)
 
 
 def back(value: int) -> int:
-    """The value of the grid before; 0 before the first."""
+    """Return the value of the grid before; 0 before the first."""
     return 0 if value <= 1 else grid_floor(value - 1)
 
 

@@ -1,4 +1,4 @@
-"""What every search has in common, and the loop that carries out several of them at once. Pure.
+"""The interface that every search has, and the loop that carries out several searches at once. Pure.
 
 Points are whole numbers: values along an axis, or positions in a list.
 """
@@ -14,13 +14,13 @@ Result = TypeVar("Result", covariant=True)
 
 
 class Strategy(Protocol[Question, Answer, Result]):
-    """A search that says which points to try next, and learns what came of them."""
+    """A search that asks for points to try next, and learns their results."""
 
     def ask(self) -> Question:
         """Return the points to try next; none once the search is over."""
 
     def tell(self, answers: Mapping[int, Answer]) -> None:
-        """Learn what came of the points that were asked for; what is missing has no answer."""
+        """Learn the results of the points that were asked for; a missing point has no answer."""
 
     def found(self) -> Result:
         """Return what the search has found so far."""
@@ -33,8 +33,8 @@ def drive(
 ) -> bool:
     """Ask all open searches, evaluate all their points in one call, tell each, until none asks for more.
 
-    `evaluate` takes and returns points by the search's number. Where it returns nothing at all, nothing more can be
-    tried: then the searches are told so, and it is the last round. Returns whether all searches are over.
+    `evaluate` takes and returns points by the search's number. If it returns nothing at all, nothing more can be tried.
+    Then the searches are told so, and it is the last round. Returns whether all searches are over.
     """
     while asked := {number: points for number, one in enumerate(strategies) if (points := one.ask())}:
         answers = evaluate(asked)
