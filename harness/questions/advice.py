@@ -1,7 +1,7 @@
 """Advice on a trial: predictions of changes that save memory, alone and together, and how far each gets.
 
-Every figure is a prediction of its own, a row of the folder's sweep. Not covered: the changes (memory_savings.py), how
-combinations are chosen (advice_search.py), what is printed (harness/verbs/advise.py).
+In: a trial, and where to predict. Out: `Advice` and reached limits. Every figure is its own prediction, a row of the
+folder's sweep.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from vramsweep.harness.spec.shardings import WHOLE
 from vramsweep.harness.sweep import plan, run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings
 
-MOST_POSITIONS = 1 << 17  # of a model that does not say how many it has
-SECONDS = ("calibrated_step_s", "estimated_step_s")  # times that are compared are of one kind: the run's as it is
+MOST_POSITIONS = 1 << 17  # for a model that does not say how many it has
+SECONDS = ("calibrated_step_s", "estimated_step_s")  # compared times are of one kind, that of the unchanged run
 
 
 @dataclass(frozen=True)
 class ReachedLimit:
-    """How far some remedies together get along a goal's axis; None where nothing fits or nothing is known."""
+    """Largest value of the goal's axis that an option reaches; None if nothing fits or nothing is known."""
 
     option: Option
     value: int | None
 
 
 class AdviceRequest:
-    """What advice is asked about: a trial, the axis of the goal, and where variants are predicted."""
+    """A request for advice: a trial, the axis of the goal, and where variants are predicted."""
 
     def __init__(
         self,
@@ -58,29 +58,29 @@ class AdviceRequest:
 
     @property
     def start(self) -> int:
-        """The value of the goal's axis that the trial has."""
+        """Value of the goal's axis in the trial."""
         return int(self.base.resolved[self.axis or "seq_len"])
 
     @property
     def most(self) -> int:
-        """The largest value of the goal's axis that is looked at."""
+        """Largest value of the goal's axis that is tried."""
         positions = self.trial.model.max_positions or MOST_POSITIONS
         return max(self.start, positions if self.axis == "seq_len" else MOST_BATCH)
 
     def at(self, value: int) -> None:
-        """From now on the trial has this value of the goal's axis."""
+        """Give the trial this value of the goal's axis from now on."""
         self.base = self.planned((), value)
         assert self.base.trial is not None
         self.trial = self.base.trial
 
     def planned(self, remedies: Sequence[MemorySaving], value: int | None = None) -> Planned:
-        """The trial with these remedies; without a trial where they do not go together."""
+        """Plan the trial with these changes; without a trial if they do not go together."""
         more = {} if value is None or self.axis is None else {self.axis: value}
         [[found]] = plan.expand_trials([apply_changes(self.base.resolved | more, remedies)], 1)
         return found
 
     def predict(self, taken: Sequence[tuple[MemorySaving, ...]], values: Sequence[int] | None = None) -> list[Option]:
-        """What is predicted of each of these, at its value of the goal's axis; each is a row of the folder's sweep."""
+        """Predict each set of changes, at its value of the goal's axis; each is a row of the folder's sweep."""
         points = [None] * len(taken) if values is None else values
         planned = [self.planned(remedies, value) for remedies, value in zip(taken, points, strict=True)]
         todo = list({item.trial_id: item for item in planned if item.trial is not None}.values())
@@ -97,7 +97,7 @@ class AdviceRequest:
         return [option(*one, self.seconds) for one in zip(taken, planned, found, strict=True)]
 
     def reach(self, options: Sequence[Option]) -> list[ReachedLimit]:
-        """How far each of these gets along the goal's axis."""
+        """Return how far each option gets along the goal's axis."""
 
         def needs(asked: Mapping[int, list[int]]) -> dict[int, dict[int, int | None]]:
             taken = [options[number].remedies for number in asked]
@@ -114,10 +114,10 @@ class AdviceRequest:
 
 
 def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice, list[ReachedLimit]]:
-    """Advice, with what changes at most `level` of the result; for a goal along an axis also how far each gets.
+    """Return advice on changes up to `level` of the result; for a goal along an axis also how far each gets.
 
-    What saves memory where a run ends is looked for there: that far, and more, is what the options are compared at.
-    Several GPUs are looked at where the run does not fit; for a goal along an axis, where nothing gets anywhere.
+    For such a goal, options are compared beyond where the unchanged run ends, because memory must be saved there.
+    Several GPUs are tried if the run does not fit; for a goal along an axis, if no option gets anywhere.
     """
     axis = asked.axis
     if axis is not None:
@@ -143,10 +143,9 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
 
 
 def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Option]:
-    """What does not fit, divided among ever more GPUs until it fits well: at last with what saves most at the same
-    result.
+    """Predict the trial divided among ever more GPUs until it fits well; last, with what saves most at the same result.
 
-    Where the trial names several GPUs, these come first.
+    If the trial names several GPUs, these come first.
     """
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
@@ -165,7 +164,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
 
 
 def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
-    """What a row says of these remedies, with the times of this column; `row` is None where there is none."""
+    """Return what a row says of these changes, with times from column `seconds`; `row` is None if there is none."""
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
     need, tokens = find_need(row), item.trial.tokens_per_step()
@@ -180,7 +179,7 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:
-    """What gets furthest of what changes rounding at most, else of what changes least; of equals what changes least."""
+    """Return what gets furthest with rounding changed at most, else with least change; of equals, least change."""
     known = [one for one in reached if one.value is not None]
     least = min((max(ROUNDING, one.option.level) for one in known), default=ROUNDING)
     known = [one for one in known if one.option.level <= least]

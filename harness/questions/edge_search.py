@@ -1,8 +1,7 @@
-"""The edge of memory of many configurations: what is known of each before its first trial, its search, the table.
+"""Search for the largest value that fits, of many configurations: predictions beforehand, the searches, the table.
 
-The trials are a sweep's own, with the whole protocol: a sweeper asks for them round by round (hydra_plugins). Not
-covered: which value is tried next (bisection.py), where an edge is predicted (largest_prediction.py), what rows of any
-sweep say of an edge (`vramsweep frontier`).
+The trials are a sweep's own, with the whole protocol; a sweeper (hydra_plugins) asks for them round by round.
+`vramsweep frontier` tells what the rows of any sweep say of this limit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
 
 NOT_STARTED = Probe("failed", "not started, as the budget has no time for it")
-MARGIN = 0.01  # of the predicted edge of a measured run: the first stride beside it. A simulated run's is exact
+MARGIN = 0.01  # of a measured run's predicted value: the first stride next to it. A simulated run's is exact
 
 
 @dataclass(frozen=True)
@@ -39,8 +38,8 @@ class SearchPlan:
     """A configuration before its first trial.
 
     `values` are those along the axis up to the first that is no trial, for the reason in `beyond`; None: all are
-    trials. `predicted` is the largest that is predicted to fit, 0 where none is, and None where nothing is predicted,
-    for the reason in `remark`. `every` is the one up to which all are predicted to fit. `margin` is in values.
+    trials. `predicted` is the largest that is predicted to fit: 0 if none is, None if nothing is predicted, for the
+    reason in `remark`. Up to `every`, all are predicted to fit. `margin` is in values.
     """
 
     label: str
@@ -54,7 +53,7 @@ class SearchPlan:
 
 @dataclass
 class Search:
-    """A configuration's bisection, which rows answer, and the trials that showed what came of its values."""
+    """A configuration's bisection, which rows answer, and the trials that showed the results of its values."""
 
     ahead: SearchPlan
     trial_ids: dict[int, str] = field(default_factory=dict)
@@ -65,26 +64,26 @@ class Search:
         self.bisection = Bisection(ahead.values, ahead.predicted, ahead.margin, beyond)
 
     def ask(self) -> list[int]:
-        """Return the value to try next; none where the edge is known."""
+        """Return the value to try next; none once the largest is known."""
         return self.bisection.ask()
 
     def tell(self, answers: Mapping[int, Row]) -> None:
-        """Learn from terminal rows of trials, by value; what was asked for and is missing was not run."""
+        """Learn from terminal rows of trials, by value; a value that was asked for and is missing was not run."""
         self.bisection.tell({value: probe_result(answers.get(value)) for value in self.ask()})
         self.trial_ids |= {value: row["trial_id"] for value, row in answers.items()}
 
     def found(self) -> Edge:
-        """Return the edge, as far as it is known."""
+        """Return the largest value that fits and the next one, as far as they are known."""
         return self.bisection.found()
 
     def trials(self) -> int:
-        """How many trials there were; those that could not run, were not started or were skipped are none."""
+        """Count the trials, without those that could not run, were not started or were skipped."""
         known = self.bisection.known.values()
         return sum(one.kind in ("fits", "full", "failed") and one != NOT_STARTED for one in known)
 
 
 def probe_result(row: Row | None) -> Probe:
-    """What a trial's row says about its value."""
+    """Return what a trial's row says about its value."""
     if row is None:
         return NOT_STARTED
     kind, reason = row["outcome"], row["reason"]
@@ -101,7 +100,7 @@ def probe_result(row: Row | None) -> Probe:
 
 
 def check_settings(settings: Settings) -> None:
-    """Raise UserError for settings that a search makes no sense with."""
+    """Raise UserError for settings with which a search makes no sense."""
     if settings.objective is not None:
         raise UserError("objective= is for sweepers that optimise; sweep=frontier looks for the edge of memory: null")
     if settings.repeats != 1:
@@ -111,9 +110,9 @@ def check_settings(settings: Settings) -> None:
 def prepare_searches(
     session: Session, configs: Sequence[Mapping[str, Any]], axis: str, values: Sequence[int]
 ) -> list[SearchPlan]:
-    """Return what is known of each configuration before its first trial, for a sweeper that looks for edges.
+    """Return what is known of each configuration before its first trial, for a sweeper that searches the largest value.
 
-    Edges are predicted where the trials are to run; a plan says what would be tried without. Raises UserError.
+    Values are predicted only if the trials are to run; a plan says what would be tried without. Raises UserError.
     """
     _, settings = session.first_trials(configs)
     check_settings(settings)
@@ -124,7 +123,7 @@ def prepare_searches(
 
 
 def report_searches(session: Session, searches: Sequence[Search], axis: str) -> None:
-    """Show the edges that a sweeper has found, or note what it would try."""
+    """Show the largest values that a sweeper has found, or note what it would try."""
     settings = session.settings
     if settings is not None and settings.action == "run":
         session.status = max(session.status, show(searches, axis, settings.output == "json"))
@@ -140,16 +139,16 @@ def plan_search(
     folder: Path,
     launcher: Launcher | None,
 ) -> list[SearchPlan]:
-    """Each resolved configuration before its first trial, its edge predicted where a launcher is given.
+    """Return each resolved configuration before its first trial, its largest value predicted if a launcher is given.
 
-    Raises UserError where the folder cannot be written.
+    If a prediction fails, `remark` says why.
     """
 
     def at(config: Mapping[str, Any], value: int) -> Planned:
         return plan.expand_trials([{**config, axis: value}], 1)[0][0]
 
     def count(config: Mapping[str, Any]) -> int:
-        """How many values there are before the first that is no trial."""
+        """Return how many values there are before the first that is no trial."""
         return bisect_left(values, True, lo=1, key=lambda value: at(config, value).trial is None)
 
     found: list[SearchPlan] = []
@@ -181,7 +180,7 @@ def plan_search(
 
 
 def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: float) -> SearchPlan:
-    """Add what `largest_prediction.predict_edges` answers to a plan; `margin` is a share of the value."""
+    """Add the answer of `largest_prediction.predict_edges` to a plan; `margin` is a share of the value."""
     if answer["reason"] is not None or (answer["unanswered"] and not answer["looked_at"]):
         return replace(before, remark=answer["reason"] or "nothing could be traced")
     most = answer["largest"] or 0
@@ -190,7 +189,7 @@ def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: flo
 
 
 def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str | None]:
-    """The trial on the card that its edge is predicted for, or why there is none: `predict` names another one."""
+    """Return the trial on the GPU to predict for (another one if `predict` names it), or why there is none."""
     assert item.trial is not None
     if settings.predict is False:
         return None, "predict=false"
@@ -209,7 +208,7 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
 
 
 def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
-    """Print what was found; the exit status: 1 where an edge is not known."""
+    """Print what was found; return the exit status: 1 if a largest value is not known."""
     edges = [(one, one.found()) for one in searches if not one.ask()]
     status = int(len(edges) < len(searches) or any(edge.unknown for _, edge in edges))
     if as_json:
@@ -229,7 +228,7 @@ def show(searches: Sequence[Search], axis: str, as_json: bool) -> int:
 
 
 def remarks(known: SearchPlan, edge: Edge) -> list[str]:
-    """Why an edge is not confirmed, and why it was not predicted, in sentences."""
+    """Return sentences on why a largest value is not confirmed, and why it was not predicted."""
     lines = []
     if edge.unknown:
         lines.append(f"the search could not go on: {edge.unknown}")
@@ -246,7 +245,7 @@ def remarks(known: SearchPlan, edge: Edge) -> list[str]:
 
 
 def announced(searches: Sequence[Search], axis: str) -> str:
-    """What a search is going to do, in a line, for a sweep that is only planned."""
+    """Return a line on what a search is going to do, for a sweep that is only planned."""
     most = sum(most_trials(len(one.ahead.values), one.ahead.predicted is not None) for one in searches)
     plural = "s" * (len(searches) != 1)
     return f"the edge of {axis} of {len(searches)} configuration{plural}: at most {most} trials, which depend on these"
@@ -288,7 +287,7 @@ def _plain(one: Search, edge: Edge, axis: str) -> dict[str, Any]:
 
 
 def _labels(items: Sequence[Planned], axis: str) -> list[str]:
-    """A text for each configuration; those that would have the same one have what tells them apart."""
+    """Return a text for each configuration; to equal texts, add what tells them apart."""
     texts, named = [largest_prediction.label(item, axis) for item in items], Labels(items, but=(axis,))
     return [
         text if texts.count(text) == 1 else f"{text} · {named(item)}" for text, item in zip(texts, items, strict=True)

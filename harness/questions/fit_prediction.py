@@ -1,7 +1,6 @@
-"""Whether the largest trial of each configuration is predicted to fit the GPU, before any is run.
+"""Predictions of whether the largest trial of each configuration fits the GPU, before any is run.
 
-Predictions are made as any other (run_trials.py), in a folder that is thrown away. Not covered: what is said of them
-(harness/verbs/plan_preview.py), a configuration's largest length (largest_prediction.py).
+Predictions are made as any other (run_trials.py), in a folder that is deleted afterwards.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ from vramsweep.harness.sweep.plan import Planned, Settings
 
 PREDICTIONS = 8  # configurations whose largest trial is predicted, the largest first
 PREDICTION_S = 180.0  # for all of them together; a trace takes 1 to 30 s
-CARD = "h100-80gb"  # the card to predict for where the machine has none, as device=simulated does
+CARD = "h100-80gb"  # the GPU to predict for if the machine has none, as device=simulated does
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration's largest trial is predicted to reserve on `card` at most, in bytes; `least_bytes`: where
-    the CPU does not run ahead of the GPU, if it fits.
+    """Upper bound of what a configuration's largest trial is predicted to reserve on `card`, in bytes. `least_bytes` is
+    the lower bound, if it fits: the CPU does not run ahead of the GPU.
 
-    `fits` is None where it could not be predicted, and `reason` says why.
+    `fits` is None if it could not be predicted, and `reason` says why.
     """
 
     trial_id: str
@@ -53,9 +52,9 @@ class Prediction:
 
 
 def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
-    """Of each configuration on a GPU (all but length, batch, seed and repeat) the one with most tokens, largest first.
+    """Return the trial with most tokens of each configuration on a GPU, the largest first.
 
-    Large is by parameters, then by tokens of a micro-batch.
+    A configuration is all but length, batch, seed and repeat. Size is by parameters, then by tokens of a micro-batch.
     """
 
     def size(p: Planned) -> tuple[int, int, int]:
@@ -76,7 +75,7 @@ def largest_trials(todo: Sequence[Planned]) -> list[Planned]:
 def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[Planned]) -> list[Prediction]:
     """Predict the first `PREDICTIONS` of the trials for this machine's GPU.
 
-    Each is named by what tells it apart `among` the sweep's trials, its length and batch too where they vary.
+    Each is named by what tells it apart `among` the sweep's trials, including length and batch if they vary.
     """
     if not largest:
         return []
@@ -96,8 +95,8 @@ def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[
 
 
 def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Row]:
-    """Predict trials in a folder that is thrown away, within `PREDICTION_S` in all and without a word; their rows by
-    id, as many as there was time for. Raises KeyboardInterrupt and UserError."""
+    """Predict trials silently in a folder that is deleted afterwards, within `PREDICTION_S` in all. Return their rows
+    by id, as many as there was time for. Raises KeyboardInterrupt and UserError."""
     alone = replace(
         settings, report=False, shard=None, skip_dominated=False, budget=None, max_cost=None, others=False,
         timeout_s=PREDICTION_S / 2, retries=0, breaker=0, answer=None,
@@ -115,13 +114,13 @@ def predicted_rows(asked: Sequence[Planned], settings: Settings) -> dict[str, Ro
 
 
 def simulate(trial: trials.Trial, card: gpu_lookup.Gpu) -> trials.Trial:
-    """Return the trial that predicts another one for a card. Raises InvalidTrial where that cannot be predicted."""
+    """Return the trial that predicts another one for a GPU. Raises InvalidTrial if that cannot be predicted."""
     over = {"device": {"name": "simulated", "gpu": card.name}, "record": False, "weights": "random"}
     return trial_parser.parse(trial.model_dump(mode="json") | over)
 
 
 def predictable(item: Planned, card: gpu_lookup.Gpu) -> Planned:
-    """Turn a trial into its prediction for a card, under the same id; into a reason where it cannot be predicted."""
+    """Turn a trial into its prediction for a GPU, under the same id; into a reason if it cannot be predicted."""
     assert item.trial is not None
     try:
         trial = simulate(item.trial, card)
@@ -131,7 +130,7 @@ def predictable(item: Planned, card: gpu_lookup.Gpu) -> Planned:
 
 
 def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
-    """What a predicted row says of a trial; None where there was no time for it."""
+    """Return what a predicted row says of a trial; `row` is None if there was no time for it."""
     if item.trial is None:
         return Prediction(item.trial_id, label, card, reason=item.reason)
     kind = Outcome.TIMEOUT if row is None else row["outcome"]
@@ -145,7 +144,7 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
 
 
 def find_need(row: Row) -> int | None:
-    """Return what a predicted run reserves of a GPU at most, in bytes, if need be without a limit; None: not known."""
+    """Return the most that a predicted run reserves, in bytes, if need be without a limit; None: not known."""
     if row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM):
         return row.get("unlimited_peak_reserved_bytes")
     low = row.get("peak_reserved_bytes") if row["outcome"] == Outcome.OK else None
@@ -153,7 +152,7 @@ def find_need(row: Row) -> int | None:
 
 
 def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
-    """Return the card to predict for: the named one, this machine's, or `CARD`; None and why if our table lacks it."""
+    """Return the GPU to predict for: the named one, this machine's, or `CARD`; None and why if our table lacks it."""
     if isinstance(settings.predict, str):
         return gpu_lookup.gpu_named(settings.predict), ""
     if not (cards := machine.visible_gpus(os.environ)):

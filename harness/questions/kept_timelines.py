@@ -1,7 +1,7 @@
 """Timelines of predicted steps, of one trial or of a sweep's rows.
 
-What is made for a sweep's trial is kept next to its traces, in `timelines/`, as long as its row is the same. Not
-covered: what a timeline is (runners/predict/memory_timeline.py), its figure (analysis/figures).
+The timeline of a sweep's trial is kept next to its traces, in `timelines/`, as long as its row is the same.
+runners/predict/memory_timeline.py makes timelines, analysis/figures draws them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 
-Record = dict[str, Any]  # trial_id; about: what it is of; timeline (runners.predict.memory_timeline.Timeline; bytes)
-FORMAT = 1  # of what is kept; raise it when a timeline's layout changes
+Record = dict[str, Any]  # trial_id; about: the trial; timeline (runners.predict.memory_timeline.Timeline; bytes)
+FORMAT = 1  # of kept timelines; raise it when their layout changes
 
 
 def trace_timeline(trial_id: str, trial: Trial) -> Record:
-    """Trace a trial and return its timeline. Raises UserError."""
+    """Trace a trial and return its timeline. Raises UserError, also if the step allocates nothing."""
     if (found := trace_query.of_trial("timeline", "timeline", trial_id, trial, None)) is None:
         raise UserError("the step allocates nothing, so it has no timeline")
     return {"trial_id": trial_id, "about": trace_query.describe_trial(trial), "timeline": found}
 
 
 def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record]:
-    """Return timelines of a sweep's trials, or of those that `trace_query.finished` takes where none is named.
+    """Return timelines of a sweep's trials, or of those that `trace_query.finished` takes if none is named.
 
-    A trial without a kept trace is left out, or with `trace` traced. Raises UserError.
+    A trial without a kept trace is left out, or traced with `trace`. Raises UserError.
     """
     own = [(row, trace_query.read_trial("timeline", row)) for row in trace_query.finished(folder, ids)]
     traces = kept_traces(folder)
@@ -73,11 +73,11 @@ def _read_kept(folder: Path, row: Row) -> dict[str, Any] | None:
 
 def _keep(folder: Path, row: Row, timeline: Mapping[str, Any]) -> None:
     place = _timeline_path(folder, row)
-    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of it
+    if file_names.is_inside(folder, str(place.relative_to(folder))) is None:  # a link leads out of the folder
         return
     try:
         place.parent.mkdir(exist_ok=True)
         with replaced(place) as aside:
             aside.write_text(json.dumps({"of": _mark(row), "timeline": timeline}))
     except OSError:
-        pass  # a folder that is only read; it is made again next time
+        pass  # the folder is read-only; the timeline is made again next time

@@ -1,7 +1,7 @@
-"""The largest length or batch that is predicted to fit, for every setting and card at once.
+"""The largest length or batch that is predicted to fit, for every setting and GPU at once.
 
-One attempt a template finds it out (runners/worker/largest_server.py). Nothing is journalled: an edge is no trial. Not
-covered: which trials, and what is printed (`vramsweep predict --largest AXIS`).
+One attempt per fork server finds it (runners/worker/largest_server.py). Nothing is journalled, because a largest value
+is no trial. `vramsweep predict --largest AXIS` chooses trials and prints.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vramsweep.harness.sweep.batch_prediction import FOLDER
 from vramsweep.harness.sweep.plan import Planned, Settings
 
 NAMED = ("model", "runner", "allocator", "simulated_gpu")
-MOST_BATCH = 4096  # where no range is given: of sequences on one card
+MOST_BATCH = 4096  # if no range is given: sequences on one GPU
 Answer = Mapping[str, Any]  # fit_survey.Edge, in the axis's own numbers; `reason`: why there is none
 NO_ANSWER: dict[str, Any] = dict.fromkeys(
     ("all_up_to", "largest", "looked_at", "unanswered", "margin", "complete", "of", "trace_basis", "reason",
@@ -42,8 +42,8 @@ def predict_edges(
     values: range | Sequence[int] | None,
     every: bool,
 ) -> list[tuple[Planned, Answer]]:
-    """The edge of each trial along the axis; why there is none is on stderr. Raises UserError where there is no edge
-    at all."""
+    """Return each trial's largest value along the axis; print to stderr why there is none. Raises UserError if there is
+    none at all."""
     answers: dict[str, Answer] = {}
     templates: dict[tuple[str, tuple[int, ...]], list[Planned]] = defaultdict(list)
     for item in planned:
@@ -62,7 +62,7 @@ def predict_edges(
             "every": every,
             "timeout_s": settings.timeout_s,
         }
-        longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each traced, and looked at, one after the other
+        longest = 2 * settings.timeout_s * len(allowed) * len(items)  # each is traced and tried, one after the other
         try:
             answers |= _attempted(spec, template, folder, launcher, axis, longest)
         except OSError as error:
@@ -81,7 +81,7 @@ def predict_edges(
 def _attempted(
     spec: dict[str, Any], name: str, folder: Path, launcher: Launcher, axis: str, longest: float
 ) -> dict[str, Answer]:
-    """What an attempt says of the trials of a template, by id. Raises UserError where it says nothing."""
+    """Return what an attempt says of the trials of a fork server, by id. Raises UserError if it says nothing."""
     root = own_files(folder) / "attempts" / FOLDER
     place = root / str(row_builder.count_attempts(root) + 1)
     environ = attempt_environment("", "simulated", os.environ)
@@ -100,7 +100,7 @@ def _attempted(
 
 
 def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tuple[str | None, Sequence[int]]:
-    """Why there is nothing to look at, and the values to look at: those asked for, or all that the model takes."""
+    """Return why there is nothing to try, and the values to try: those asked for, or all that the model takes."""
     if length_distribution.names_lengths(trial.data) or trial.runner.command is not None:
         what = f"data={trial.data}" if trial.runner.command is None else "a command"
         return f"{what} has no edge that a formula finds; predict its trials themselves: {axis}=512,1024,...", ()
@@ -114,7 +114,7 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tu
 
 
 def label(item: Planned, axis: str) -> str:
-    """A configuration without the axis; of one that is no trial, what of it is known by name."""
+    """Return a configuration without the axis; for one that is no trial, its known names."""
     trial = item.trial
     if trial is None:
         known = row_builder.axis_columns(item)

@@ -1,8 +1,7 @@
-"""Reference runs: what others measured and published, with the overrides that predict the same run, in YAML.
+"""Reference runs in YAML: what others measured and published, with the overrides that predict the same run.
 
-The format is described in benchmarks/published/README.md; what a file may say is checked here, and a mistake names file
-and line. Pure, apart from reading the file. Not covered: predicting the runs (reference_runs.py), how far off they are
-(analysis/compare/validation.py).
+benchmarks/published/README.md describes the format. This module checks a file, and a mistake names file and line. Pure,
+apart from reading the file. reference_runs.py predicts the runs, analysis/compare/validation.py compares them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ BYTES = {
     "bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "kB": 10**3, "MB": 10**6, "GB": 10**9,
 }  # fmt: skip
 SECONDS = {"s": 1.0, "ms": 1e-3}
-RATES = ("per card", "all")  # what a rate counts: one card's share, or all cards together
+RATES = ("per card", "all")  # what a rate counts: one GPU's share, or all GPUs together
 MEMORY = ("allocated", "active", "reserved", "device")
 UNITS = {
     **dict.fromkeys(MEMORY, (*BYTES, "percent")),
@@ -44,8 +43,8 @@ HERE = "{here}"  # in overrides: the folder of the file
 class Reading:
     """One number that was published. `value` is in bytes, seconds, or per second; for `outcome` there is `text`.
 
-    `phase` is None for the whole run. `unit` is as it was published, for rates what they count. `line` is where it
-    stands in the file.
+    `phase` is None for the whole run. `unit` is as published; for rates, what they count. `line` is its line in the
+    file.
     """
 
     quantity: str
@@ -59,9 +58,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class Run:
-    """One configuration that was measured. `overrides` are words of `vramsweep predict`; `cannot` says why there is no
-    point in predicting it. `versions` are those of packages that ran, by name; `context` is in bytes, None where the
-    source does not say it."""
+    """One configuration that was measured. `overrides` are words of `vramsweep predict`; `cannot` says why predicting
+    it is pointless. `versions` are those of packages that ran, by name. `context` is in bytes, None if the source does
+    not say it."""
 
     file: str
     line: int
@@ -78,13 +77,13 @@ class Run:
 
     @property
     def place(self) -> str:
-        """Where the run stands: file and line."""
+        """File and line of the run."""
         return f"{self.file}:{self.line}"
 
 
 def read(path: Path) -> tuple[list[Run], list[str]]:
-    """The runs of a file, and what is wrong with it; a wrong reading leaves the run's others. Raises UserError for a
-    file that holds no runs at all."""
+    """Return the runs of a file, and its mistakes; a wrong reading does not drop the run's others. Raises UserError for
+    a file that holds no runs at all."""
     try:
         root = yaml.load(bounded_reads.read_content(path, 1 << 24).decode(), Loader=_Loader)
     except OSError as error:
@@ -97,7 +96,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
         raise UserError(f"{path}{where}: {getattr(error, 'problem', None) or 'no YAML'}") from None
-    except (ValueError, OverflowError, RecursionError) as error:  # of PyYAML itself: a character that is none, depth
+    except (ValueError, OverflowError, RecursionError) as error:  # from PyYAML itself: an invalid character, depth
         raise UserError(f"{path} is no YAML that can be read: {error}") from None
     try:
         whole = _Node(root, str(path), 1)
@@ -122,7 +121,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
 
 
 class _Wrong(UserError):
-    """What is wrong, with file and line."""
+    """A mistake in the file, with file and line."""
 
 
 class _Marked(dict[Any, Any]):
@@ -132,23 +131,23 @@ class _Marked(dict[Any, Any]):
 
 
 class _Lines(list[Any]):
-    """A list that knows the lines of what it holds."""
+    """A list that knows the lines of its entries."""
 
     lines: Sequence[int] = ()
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values only; mappings and lists know their lines, dates and numbers are text as written, and a key that
-    stands twice is a mistake."""
+    """A loader of plain values. Mappings and lists know their lines, dates and numbers are text as written, and a
+    duplicate key is a mistake."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         try:
             return super().construct_object(node, deep)
-        except ValueError as error:  # of Python's own conversions, which know of no line
+        except ValueError as error:  # from Python's own conversions, which know no line
             raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Each merge of several mappings may multiply what there is."""
+        """Merge mappings, and limit their keys, because each merge of several may multiply them."""
         super().flatten_mapping(node)
         if len(node.value) > MOST:
             problem = f"more than {MOST:,} keys in a mapping"
@@ -156,7 +155,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> _Marked:
-    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # the others give way to these
+    own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]  # merged keys give way to these
     keys = [loader.construct_object(key, deep=True) for key in own]
     seen: set[Any] = set()
     for number, key in enumerate(keys):
@@ -178,7 +177,7 @@ def _sequence(loader: _Loader, node: yaml.SequenceNode) -> _Lines:
 
 
 def _written(loader: _Loader, node: yaml.ScalarNode) -> str:
-    """2.10 is another version than 2.1, and YAML takes 1:30 for 90 and 010 for 8."""
+    """Return a scalar as written, because 2.10 is not version 2.1, and YAML takes 1:30 for 90 and 010 for 8."""
     return str(node.value)
 
 
@@ -189,7 +188,7 @@ for _kind in ("timestamp", "float", "int"):
 
 
 class _Node:
-    """A mapping of the file, whose keys are asked for by kind. Raises _Wrong, with file and line."""
+    """A mapping of the file, whose keys are read by kind. Raises _Wrong, with file and line."""
 
     def __init__(self, values: Any, file: str, line: int) -> None:
         self.file, self.line = file, getattr(values, "line", line)
@@ -255,7 +254,7 @@ class _Node:
         raise self.wrong(f"{key} {_short(self.text(key))}: write a size above 0 with its unit, as 1343 MiB")
 
     def entries(self, key: str) -> list[tuple[Any, int]]:
-        """What the list holds, each with its line."""
+        """Return the entries of the list, each with its line."""
         value = self._values.get(key)
         if not isinstance(value, _Lines) or not value:
             raise self.wrong(f"{key} is missing, or no list")
@@ -263,8 +262,8 @@ class _Node:
 
 
 def _short(value: Any) -> str:
-    """A value on one line, its middle left out where it is long. Aliases of YAML make of a small file a list that never
-    ends when it is written out."""
+    """Return a value on one line, a long one without its middle. Mappings and lists are only named, because YAML's
+    aliases can make a small file endless when written out."""
     if isinstance(value, (Mapping, list)):
         return "a mapping" if isinstance(value, Mapping) else "a list"
     text = str(value)
@@ -276,13 +275,13 @@ def _key(word: str) -> str:
 
 
 def quoted(value: str) -> str:
-    """The value of an override that is to be taken as text, whatever stands in it."""
+    """Return an override's value quoted, so that it is taken as text, whatever stands in it."""
     return '"' + value.replace('"', '\\"') + '"'
 
 
 def _placed(word: str, here: str) -> str:
-    """The word with the file's folder in it, as text, since its name may hold anything; what is quoted or in brackets
-    already stays so."""
+    """Return the word with the file's folder in it, quoted because its name may hold anything. What is already quoted
+    or in brackets stays so."""
     key, _, value = word.partition("=")
     whole = value.replace(HERE, here)
     plain = HERE in value and (value.startswith(HERE) or value[0] not in "'\"[{")
@@ -290,7 +289,7 @@ def _placed(word: str, here: str) -> str:
 
 
 def _shared(whole: _Node) -> Run:
-    """What the file says of all its runs, as a run without a name and readings."""
+    """Return what the file says of all its runs, as a run without a name and readings."""
     whole.known("source", "title", "grade", "versions", "context", "overrides", "note", "runs")
     source = whole.text("source")
     return Run(
@@ -307,7 +306,7 @@ def _shared(whole: _Node) -> Run:
 
 
 def _run(entry: _Node, shared: Run) -> tuple[Run | None, list[str]]:
-    """The run with those of its readings that are right, None where none is, and what is wrong with the others."""
+    """Return the run with its right readings, None if there is none, and the mistakes of the others."""
     entry.known("name", "grade", "versions", "context", "overrides", "measured", "note", "cannot")
     if entry.given("grade") is None and not shared.grade:
         raise entry.wrong("grade is missing, here and for the file; allowed is A or B")
@@ -337,7 +336,7 @@ def _run(entry: _Node, shared: Run) -> tuple[Run | None, list[str]]:
 
 
 def later(words: Sequence[str]) -> tuple[str, ...]:
-    """Of words with the same key the last one, where the first stood."""
+    """Return the words, of those with the same key only the last one, where the first stood."""
     return tuple({_key(word): word for word in words}.values())
 
 

@@ -1,7 +1,7 @@
-"""What is predicted of reference runs (published_readings.py), next to what was published.
+"""Predictions of reference runs (published_readings.py), next to what was published.
 
-Every run is a simulated trial of one sweep, so an interrupted one goes on where it was. A run of versions that known
-differences tell from the installed ones is predicted twice, with and without them.
+Every run is a simulated trial of one sweep, so an interrupted sweep resumes. A run is predicted twice, with and without
+known differences, if they tell its versions from the installed ones.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from vramsweep.harness.sweep import run_trials
 from vramsweep.harness.sweep.plan import Planned, Settings, plan_trial
 
 PREDICTED = (Outcome.OK, Outcome.OOM, Outcome.HOST_OOM)
-SOME = 5  # runs beside which words of the command are tried that are no trial alone
-TOLD = 50  # runs that are planned from one line to the next
-UNTIMED = "no estimated times"  # how a row's note on it begins
-OTHER_TOOLS = "other-tools.json"  # beside the files of runs
-MOVING = 0.01  # share of the peak that activations must be for it to count as moving with batch and length
+SOME = 5  # runs with which words of the command are tried, if these alone are no trial
+TOLD = 50  # runs that are planned between two lines of progress
+UNTIMED = "no estimated times"  # beginning of a row's note on it
+OTHER_TOOLS = "other-tools.json"  # next to the files of runs
+MOVING = 0.01  # least share of activations in a peak that counts as depending on batch and length
 SPEED = ("world_size", "estimated_compute_s", "estimated_attention_s", "estimated_memory_s", "estimated_launch_s",
          "estimated_communication_s", "estimated_launches")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ReadingRequest:
-    """A run and what is to be predicted of it; `plain` is the same without known differences, None where there are
-    none. `reason` says why nothing is: what the file itself says, or what is wrong with its words."""
+    """A run and what is to be predicted of it. `plain` is the trial without known differences, None if there are none.
+    `reason` says why nothing is predicted: what the file says, or what is wrong with its words."""
 
     run: Run
     item: Planned | None = None
@@ -51,15 +51,15 @@ class ReadingRequest:
 
 
 class OtherTools(BaseModel, extra="forbid"):
-    """What other tools said that runs need, in bytes by the file's name, the run's and the tool's, None where a tool
-    had no answer; and where each tool is from. They were asked once: it is published data, like the runs."""
+    """Estimates of other tools of what runs need, in bytes by file name, run and tool (None: no answer), and each
+    tool's source. The tools were run once, so this is published data, like the runs."""
 
     sources: dict[str, str] = {}
     runs: dict[str, dict[str, dict[str, int | None]]] = {}
 
     @classmethod
     def beside(cls, files: Iterable[Path]) -> OtherTools:
-        """Read it in the folders of these files; empty where there is none. Raises UserError for another form."""
+        """Read estimates in the folders of these files; empty if there are none. Raises UserError for another form."""
         found = cls()
         for path in dict.fromkeys(file.parent / OTHER_TOOLS for file in files):
             try:
@@ -76,13 +76,13 @@ class OtherTools(BaseModel, extra="forbid"):
         return found
 
     def of(self, run: Run) -> dict[str, int | None] | None:
-        """What they said of one run."""
+        """Return the estimates for one run."""
         return self.runs.get(Path(run.file).name, {}).get(run.name)
 
 
 def read(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
-    """The runs of all files, and what is wrong with any; the other files count, each once. Raises UserError if no run
-    is left."""
+    """Return the runs of all files, each file once, and their mistakes; a bad file does not drop the others. Raises
+    UserError if no run is left."""
     runs: list[Run] = []
     mistakes: list[str] = []
     seen: set[Path] = set()
@@ -103,7 +103,7 @@ def read(files: Sequence[Path]) -> tuple[list[Run], list[str]]:
 
 
 def resolve(runs: Sequence[Run], words: Sequence[str]) -> tuple[list[ReadingRequest], Settings]:
-    """What is to be predicted of each run. Raises UserError for words of the command line that are mistaken."""
+    """Return what is to be predicted of each run. Raises UserError for mistaken words of the command line."""
     settings = _settings(runs, words)
     asked: list[ReadingRequest] = []
     for number, run in enumerate(runs):
@@ -121,8 +121,8 @@ def resolve(runs: Sequence[Run], words: Sequence[str]) -> tuple[list[ReadingRequ
 
 
 def _settings(runs: Sequence[Run], words: Sequence[str]) -> Settings:
-    """What the command line says of the sweep. Raises UserError where its words are mistaken, before that is said of
-    every run: alone and, as some need a run's, with those of some runs."""
+    """Return the sweep's settings by the command line. Raises UserError for mistaken words, before every run reports
+    them. The words are tried alone and with those of some runs, because some need a run's."""
     alone, settings = _tried(["device=simulated", *words])
     if alone is None and settings is not None:
         return settings
@@ -138,7 +138,7 @@ def _settings(runs: Sequence[Run], words: Sequence[str]) -> Settings:
 
 
 def _tried(words: Sequence[str]) -> tuple[str | None, Settings | None]:
-    """Why these words are no trial, and what they say of the sweep if anything."""
+    """Return why these words are no trial, and the sweep's settings in them, if any."""
     try:
         item, settings = _planned(words)
     except UserError as error:
@@ -147,7 +147,7 @@ def _tried(words: Sequence[str]) -> tuple[str | None, Settings | None]:
 
 
 def _words(run: Run, words: Sequence[str]) -> Sequence[str]:
-    """The run's words, with the versions that known differences are about, and those of the command line."""
+    """Return the run's words, with the versions that known differences are about, and those of the command line."""
     known = {one.package for one in version_differences.DIFFERENCES}
     versions = [
         f"+versions.{name}={published_readings.quoted(text)}" for name, text in run.versions.items() if name in known
@@ -156,7 +156,7 @@ def _words(run: Run, words: Sequence[str]) -> Sequence[str]:
 
 
 def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
-    """The one trial of these words. Raises UserError where they are none, or one that is not predicted."""
+    """Return the one trial of these words. Raises UserError if they are none, or one that is not predicted."""
     asked = compose.resolve(words)
     if len(asked.trials) != 1 or asked.settings is None:
         raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run is one")
@@ -167,7 +167,7 @@ def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
 
 
 def _plain(item: Planned) -> Planned | None:
-    """The same trial as the installed versions run it, where known differences say that this is another."""
+    """Return the trial as the installed versions run it, if known differences make that another one; else None."""
     assert item.trial is not None
     if not version_differences.find_differences(item.trial):
         return None
@@ -175,13 +175,13 @@ def _plain(item: Planned) -> Planned | None:
 
 
 def predict(asked: Sequence[ReadingRequest], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """The rows of all that is to be predicted, by trial id, and the status of the sweep that it is."""
+    """Predict all that is wanted; return the rows by trial id, and the status of the sweep."""
     wanted = {item.trial_id: item for one in asked for item in (one.item, one.plain) if item is not None}
     return run_trials.run(list(wanted.values()), settings, folder)
 
 
 def why(one: ReadingRequest, rows: Mapping[str, Row]) -> str | None:
-    """Why nothing is predicted of a run."""
+    """Return why nothing is predicted of a run."""
     if one.item is None:
         return one.reason
     if (row := rows.get(one.item.trial_id)) is None:
@@ -190,7 +190,7 @@ def why(one: ReadingRequest, rows: Mapping[str, Row]) -> str | None:
 
 
 def reasons(asked: Sequence[ReadingRequest], rows: Mapping[str, Row]) -> list[str]:
-    """Why runs are not predicted, what several of a file share once, with the place of the first."""
+    """Return why runs are not predicted, once for several runs of a file, with the place of the first."""
     found: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for one in asked:
         if (reason := why(one, rows)) is not None:
@@ -202,8 +202,8 @@ def reasons(asked: Sequence[ReadingRequest], rows: Mapping[str, Row]) -> list[st
 
 
 def lines(one: ReadingRequest, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
-    """Each reading of a run beside its predictions, in bytes and seconds a step; where there is none `reason` says why,
-    and `mistake` whether the run could not be predicted though its file does not say so."""
+    """Return each reading of a run next to its predictions, in bytes and seconds a step. If there is none, `reason`
+    says why. `mistake`: the run could not be predicted though its file does not say so."""
     row = rows.get(one.item.trial_id) if one.item is not None else None
     plain = rows.get(one.plain.trial_id) if one.plain is not None else None
     run, reason = one.run, why(one, rows)
@@ -238,13 +238,13 @@ def lines(one: ReadingRequest, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
 
 
 def peak_composition(row: Row | None) -> dict[str, Any]:
-    """Of a predicted peak: in which phase it is, what of it weights, buffers, gradients and optimizer state are, and
-    whether it moves with batch and length; null where nothing was predicted."""
+    """Return a predicted peak's phase, its bytes of states, and whether it depends on batch and length; null if nothing
+    was predicted. States are weights, buffers, gradients and optimizer state."""
     peaks = {phase: (row or {}).get(f"{phase}_peak_allocated_bytes") for phase in PHASES}
     known = {phase: peak for phase, peak in peaks.items() if peak is not None}
     if row is None or row["outcome"] != Outcome.OK or not known or row["peak_parameters_bytes"] is None:
         return {"peak_phase": None, "states_bytes": None, "moves": None}
-    # the later of two that are equal: what stays as it is from one phase to the next did not move
+    # the later of equal phases, because what stays from one phase to the next does not depend on batch and length
     phase = max(known, key=lambda name: (known[name], PHASES.index(name)))
     states = sum(row[f"peak_{part}_bytes"] for part in ("parameters", "buffers", "gradients", "optimizer_state"))
     share = row["peak_activations_bytes"] / row["peak_allocated_bytes"]
@@ -252,7 +252,7 @@ def peak_composition(row: Row | None) -> dict[str, Any]:
 
 
 def measured(reading: Reading, trial: Trial | None) -> float | None:
-    """In bytes, or seconds a step; None for an outcome, and where the step's tokens are not known."""
+    """Return the reading in bytes, or seconds a step; None for an outcome, or if the step's tokens are not known."""
     if reading.value is None or reading.quantity not in ("tokens/s", "samples/s"):
         return reading.value
     if trial is None:
@@ -263,9 +263,9 @@ def measured(reading: Reading, trial: Trial | None) -> float | None:
 
 
 def predicted(reading: Reading, run: Run, row: Row | None, most: bool) -> float | None:
-    """In bytes, or seconds a step as estimated; with `most` the upper bound, where there is another.
+    """Return the prediction in bytes, or estimated seconds a step; with `most` the upper bound, if there is another.
 
-    Where memory runs out, what is reserved is what it would be without a limit; nothing else is known there.
+    If memory runs out, reserved is what it would be without a limit; nothing else is known there.
     """
     column = None if row is None else _column(reading, str(row["outcome"]), most)
     value: float | None = None if row is None or column is None else row.get(column)
@@ -274,7 +274,7 @@ def predicted(reading: Reading, run: Run, row: Row | None, most: bool) -> float 
 
 
 def _column(reading: Reading, outcome: str, most: bool) -> str | None:
-    """The column of a row with this outcome that predicts the reading."""
+    """Return the column of a row with this outcome that predicts the reading; None if there is none."""
     counter = "reserved" if reading.quantity == "device" else reading.quantity
     if outcome == Outcome.OOM and counter == "reserved" and reading.phase is None and not most:
         return "unlimited_peak_reserved_bytes"
@@ -288,7 +288,7 @@ def _column(reading: Reading, outcome: str, most: bool) -> str | None:
 
 
 def unpredicted(reading: Reading, run: Run, row: Row | None) -> str | None:
-    """Why there is nothing to compare a reading with, of a run that is predicted."""
+    """Return why there is nothing to compare a reading with, of a run that is predicted."""
     if row is None or reading.quantity == "outcome" or predicted(reading, run, row, most=False) is not None:
         return None
     if row["outcome"] == Outcome.HOST_OOM:

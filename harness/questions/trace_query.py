@@ -1,10 +1,10 @@
-"""Questions about a predicted trial's trace, answered by an attempt of its own (runners/worker/query_server.py).
+"""Questions about a predicted trial's trace, answered by a separate attempt (runners/worker/query_server.py).
 
-A folder may be someone else's: nothing that its rows name (a target, a command, a model of a folder or a hub, data) is
-run, read or asked for because somebody looks at them; whoever names the same trial in words has chosen it.
+A folder may be someone else's. Its rows may name a target, a command, a model of a folder or a hub, or data. None of
+these is run, read or asked for only because somebody looks at the rows. Whoever names the same trial in words has
+chosen it.
 
-Not covered: what is asked (runners/predict/memory_timeline.py, explain.py), and what is shown of it (timeline.py,
-explain.py).
+runners/predict defines the questions (memory_timeline.py, explain.py); verbs show answers (timeline.py, explain.py).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from vramsweep.harness.spec import length_distribution, trial_parser
 from vramsweep.harness.spec.trial import Trial
 
 SECONDS = 1800.0
-MOST = 4  # timelines of a sweep whose trials nobody named
+MOST = 4  # timelines of a sweep if no trial is named
 Answer = dict[str, Any]
 
 
 def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
-    """The one predicted trial that these words name, and its id; None where they only ask for help. Raises UserError.
+    """Return the one predicted trial that these words name, and its id; None if they only ask for help.
 
-    device=simulated is understood where no other is named.
+    device=simulated is understood if no other device is named. Raises UserError.
     """
-    from vramsweep.harness.config import compose  # and Hydra, which no refusal needs
+    from vramsweep.harness.config import compose  # and Hydra, which a refusal does not need
 
     if not (planned := compose.resolve(spelled(words), verb).trials):
         return None
@@ -49,7 +49,7 @@ def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
 
 
 def simulated(verb: str, trial: Trial) -> None:
-    """Raises UserError for a trial that is measured."""
+    """Raise UserError for a trial that is measured."""
     if trial.device.name != "simulated":
         raise UserError(
             f"{verb} is of a predicted step: leave device={trial.device.name} out, gpu=NAME says which GPU; of "
@@ -58,18 +58,18 @@ def simulated(verb: str, trial: Trial) -> None:
 
 
 def name_a_trial(words: Sequence[str]) -> bool:
-    """Whether these are settings of a trial, not a sweep's folder."""
+    """Return whether these are settings of a trial, not a sweep's folder."""
     return "=" in words[0] or words[0].startswith("-")
 
 
 def spelled(words: Sequence[str]) -> list[str]:
-    """Spell out the words of a verb that only predicts: device=simulated is understood where no other is named."""
+    """Add device=simulated to the words of a verb that only predicts, if they name no device."""
     given = any(word.partition("=")[0] == "device" for word in words)
     return list(words) if given else ["device=simulated", *words]
 
 
 def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
-    """The rows of a sweep's trials of these ids; without any, what `chosen` takes of those that are predicted.
+    """Return the rows of a sweep's trials of these ids; without any, what `chosen` takes of those that are predicted.
 
     Raises UserError.
     """
@@ -85,8 +85,8 @@ def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:
-    """Of predicted rows, for each model and runner that with the largest peak that fits and the one that misses by
-    least."""
+    """Return, for each model and runner, the predicted row with the largest peak that fits and the one that does not
+    fit by least."""
     predicted = list(rows)
     found: list[Row] = []
     for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):
@@ -99,7 +99,7 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
 
 
 def read_trial(verb: str, row: Row) -> Trial:
-    """A row's trial. Raises UserError where it was not predicted."""
+    """Return a row's trial. Raises UserError if it was not predicted."""
     if not isinstance(row.get("trial"), dict):
         raise UserError(f"the row of trial {row['trial_id']} does not say what was asked; name the trial in words")
     try:
@@ -107,11 +107,11 @@ def read_trial(verb: str, row: Row) -> Trial:
     except ValidationError:
         found = trial_parser.parse(row["trial"])  # which says what is wrong
     simulated(verb, found)
-    return found if _outside(found) else trial_parser.parse(row["trial"])  # else its files would be read
+    return found if _outside(found) else trial_parser.parse(row["trial"])  # parsing would read its files
 
 
 def _outside(trial: Trial) -> str | None:
-    """What tracing the trial would run or read that is not ours; None where there is nothing."""
+    """Return what tracing the trial would run or read that is not ours; None if there is nothing."""
     if trial.model.trust_remote_code:
         return f"run the Python files of {trial.model.path}"
     data = length_distribution.lengths_file(trial.data) if length_distribution.names_lengths(trial.data) else trial.data
@@ -128,8 +128,8 @@ def _outside(trial: Trial) -> str | None:
 
 
 def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path | None) -> Answer | None:
-    """The answer about a row's trial, or without `traces` about the user's own. Raises UserError where a row's needs
-    what the row names, and no trace is kept."""
+    """Return the answer about a row's trial, or without `traces` about the user's own. Raises UserError if it needs
+    what a row names, and no trace is kept."""
     outside = None if traces is None else _outside(trial)
     [answer] = ask(question, [trial], traces, trace=outside is None)
     if answer is None and outside is not None:
@@ -141,7 +141,7 @@ def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path
 
 
 def describe_trial(trial: Trial) -> dict[str, Any]:
-    """What a reader of an answer wants to know of the trial."""
+    """Return what a reader of an answer wants to know of the trial."""
     return {
         "model": trial.model.name,
         "seq_len": trial.seq_len,
@@ -156,9 +156,9 @@ def describe_trial(trial: Trial) -> dict[str, Any]:
 
 
 def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool) -> list[Answer | None]:
-    """The answers, in order; None of a trial that allocates nothing, or whose trace is not in the folder `traces` while
-    `trace` is false; the trials are those of a folder's rows. Without one they are the user's own, traced for this
-    once. Raises UserError."""
+    """Return the answers, in order. An answer is None if the trial allocates nothing, or has no trace in the folder
+    `traces` and `trace` is false. With `traces` the trials are those of a folder's rows. Without, they are the user's
+    own, traced for this once. Raises UserError."""
     environ = attempt_environment("", "simulated", os.environ)
     with tempfile.TemporaryDirectory() as root, Launcher("cold", Path(root) / "templates") as launcher:
         spec = {
