@@ -1,4 +1,4 @@
-"""Rows to fits, comparisons, answers, figures, reports.
+"""The analysis: fits, comparisons, answers, figures and reports of rows.
 
 In: rows of any journal, or of other tools. Out: tables, figures, pages.
 It must not import the runners, nor change a row.

@@ -1,4 +1,4 @@
-"""The verbs that read rows: fits, figures, tables, a report. What each is for is in vramsweep/verbs.py."""
+"""The verbs that read rows: fits, figures, tables, a report. vramsweep/verbs.py says what each is for."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 
 IMAGES = ("png", "svg", "pdf")
-FIGURES = 12  # of fits, at most
+FIGURES = 12  # of fits that are drawn, at most
 
 
 def main(argv: list[str]) -> int:
-    """Run one verb; return 0, or what the verb says (compare). Raises UserError for what the user can mend."""
+    """Run one verb; return 0, or the verb's own status (compare). Raises UserError for what the user can fix."""
     arguments = parser(argv[0]).parse_args(argv[1:], argparse.Namespace(words=argv))
     return int(arguments.verb(arguments))
 
 
 def parser(name: str) -> Parser:
-    """The parser of one verb; nothing is run. Raises KeyError for another name."""
+    """Return the parser of one verb without running anything. Raises KeyError for another name."""
     return _parsers()[name]
 
 
@@ -147,7 +147,7 @@ def _input(parser: argparse.ArgumentParser) -> None:
 
 
 def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
-    """Which rows fits are of, and what figures draw of them."""
+    """Add the options that choose the rows of fits, and what figures draw of them."""
     parser.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x that fits use")
     parser.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x that fits use")
     if figures:
@@ -161,7 +161,7 @@ def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
 
 
 def _foreign(parser: argparse.ArgumentParser) -> None:
-    """What a foreign file does not say of itself."""
+    """Add the options that tell what an imported file does not say of itself."""
     parser.add_argument(
         "--columns",
         metavar="NAMES",
@@ -202,7 +202,7 @@ def _images(text: str) -> list[str]:
 
 
 def _sizes(text: str) -> list[float]:
-    """Sizes in GiB."""
+    """Return sizes in GiB."""
     return [units.gib(size, f"{size or text!r}") for size in text.split(",")]
 
 
@@ -269,7 +269,7 @@ def _fit(arguments: argparse.Namespace) -> int:
 
 
 def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> None:
-    """Draw fits, each to a file: the first to that which was named, the others to its name with _2, _3, ..."""
+    """Draw each fit to a file: the first to the named one, the others to its name with _2, _3, ..."""
     from vramsweep.analysis.figures import figure_table, files, memory
 
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout)
@@ -278,7 +278,7 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
         name: Path = arguments.figure
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
         _refuse_inputs(arguments, out)
-        if number > 1 and out.exists():  # nobody named it
+        if number > 1 and out.exists():  # the user did not name this file
             raise UserError(
                 f"{out} exists, and the figure of fit {number} would replace it; move it, or name a --metric"
             )
@@ -313,7 +313,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _index(place: Path, arguments: argparse.Namespace) -> int:
-    """A report of a folder with sweeps below it: which there are."""
+    """Write an index of the sweeps below a folder, and print it."""
     own = parser("report").parse_args([str(place)])
     others = {name for name, value in vars(arguments).items() if value != getattr(own, name, value)}
     if named := sorted(others - {"out", "json", "images"}):
@@ -357,7 +357,7 @@ def _paper(arguments: argparse.Namespace) -> int:
 
 
 def _place(arguments: argparse.Namespace) -> Path:
-    """Where a verb writes unless told: the results folder, or beside the first file."""
+    """Return where a verb writes by default: the results folder, or next to the first file."""
     return sweep_of(arguments.rows[0])
 
 

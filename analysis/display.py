@@ -1,7 +1,6 @@
-"""How results show themselves in a notebook: what the verb prints as text, a table and its sentences as HTML.
+"""Notebook views of results: what the verb prints as text, a table and its sentences as HTML.
 
-Whatever a name or a reason holds is text in both (display.html escapes it, terminal.py writes out what a terminal would
-act on). Not covered: making the results (notebook.py), the report's page (report/).
+Names and reasons are escaped in both, by display.html and by terminal.py. notebook.py makes the results.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.messages.units import format_gib
 
 MOST = 20  # lines of a table
-WIDE = 30  # columns: a frame of fewer was made by whoever looks at it
+WIDE = 30  # columns: the user made a frame of fewer
 UNKNOWN = "–"
 
 
@@ -52,7 +51,7 @@ def _template() -> jinja2.Template:
 def html(
     title: str, table: pd.DataFrame, sentences: Sequence[str] = (), whole: str = "", notes: Sequence[str] = ()
 ) -> str:
-    """A title, a table of text cells, sentences, and what is folded: the whole in words, and notes."""
+    """Return HTML of a title, a table of text cells, sentences, and what is folded: the whole in words, and notes."""
     if len(table) > MOST:
         sentences = [f"{MOST} of {len(table):,} lines.", *sentences]
     return _template().render(
@@ -67,17 +66,18 @@ def html(
 
 
 class Shown:
-    """Shows itself: `text` where there are only letters, `_repr_html_` in a notebook; `frame` is its data."""
+    """A result that shows itself: `text` if there are only letters, `_repr_html_` in a notebook; `frame` is its
+    data."""
 
     @property
     @abstractmethod
     def text(self) -> str:
-        """What the verb prints."""
+        """Text that the verb prints."""
 
     @property
     @abstractmethod
     def frame(self) -> pd.DataFrame:
-        """Its numbers as a frame, in the units of the columns."""
+        """Numbers as a frame, in the units of the columns."""
 
     @abstractmethod
     def _repr_html_(self) -> str: ...
@@ -91,12 +91,12 @@ class ShownFit(Fit):
 
     @property
     def equation(self) -> str:
-        """The chosen model, in the metric's unit."""
+        """Equation of the chosen model, in the metric's unit."""
         return fit_wording.equations(self, self.chosen)
 
     @property
     def r2(self) -> float:
-        """The share of the points' variance that the chosen model explains."""
+        """Share of the points' variance that the chosen model explains."""
         return self.chosen.r2
 
     def summary(self) -> str:
@@ -129,14 +129,15 @@ class Fits(Shown, tuple[ShownFit, ...]):
 
     @property
     def text(self) -> str:
-        """What the verb prints."""
+        """Text that the verb prints."""
         return "\n".join(
             ["\n\n".join(fit_wording.text(fit) for fit in self), *(f"note: {note}" for note in self.notes)]
         )
 
     @property
     def frame(self) -> pd.DataFrame:
-        """A row for each model of each fit: line, parabola and the chosen one; errors in the column's own unit."""
+        """Frame with a row for each model of each fit: line, parabola, the chosen one; errors in the column's own
+        unit."""
         return fit_wording.frame(self)
 
     def _repr_html_(self) -> str:
@@ -146,16 +147,17 @@ class Fits(Shown, tuple[ShownFit, ...]):
 
 
 class Limits(Shown, tuple[Limit, ...]):
-    """What fits, as `vramsweep frontier` prints it."""
+    """Limits of what fits, as `vramsweep frontier` prints them."""
 
     @property
     def text(self) -> str:
-        """What the verb prints."""
+        """Text that the verb prints."""
         return memory_frontier.text(self)
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line for each group and size; lengths in tokens, batches in samples, null where nothing is known."""
+        """Frame with a line for each group and size: lengths in tokens, batches in samples, null if nothing is
+        known."""
         found = pd.DataFrame([asdict(limit) for limit in self])
         whole = ("value", "low", "high", "largest_ok", "smallest_too_large", "multiples_of")
         return found.astype(dict.fromkeys(whole, "Int64"))
@@ -167,7 +169,7 @@ class Limits(Shown, tuple[Limit, ...]):
 
 @dataclass(frozen=True, repr=False)
 class Compared(Shown):
-    """The verdicts that `vramsweep compare` prints: `comparison` has the pairs of both `sides`, `along` what changes
+    """The verdicts that `vramsweep compare` prints: `comparison` has the pairs of both `sides`, `along` has the changes
     along an axis."""
 
     comparison: Comparison
@@ -176,17 +178,17 @@ class Compared(Shown):
 
     @property
     def worse(self) -> bool:
-        """Whether B needs more memory in any pair, or is slower over all."""
+        """Verdict that B needs more memory in any pair, or is slower over all."""
         return self.comparison.worse
 
     @property
     def text(self) -> str:
-        """What the verb prints."""
+        """Text that the verb prints."""
         return verdicts_text.text(self.comparison, self.along)
 
     @property
     def frame(self) -> pd.DataFrame:
-        """One line for each pair and quantity; medians in bytes, speed in tokens/s, `change` is B/A - 1."""
+        """Frame with a line for each pair and quantity: medians in bytes, speed in tokens/s; `change` is B/A - 1."""
         lines = []
         for pair in self.comparison.pairs:
             name = label(pair.settings)
@@ -199,7 +201,7 @@ class Compared(Shown):
         return pd.DataFrame(lines, columns=columns).astype(dict.fromkeys(("a", "b", "change"), "Float64"))
 
     def figure(self) -> Any:
-        """Both sets over each other, as a plotly Figure. Raises UserError where there is no axis to draw along."""
+        """Draw both sets over each other, as a plotly Figure. Raises UserError if there is no axis to draw along."""
         return titled(overlay.figure(self.comparison, self.along, self.sides))
 
     def _repr_html_(self) -> str:
@@ -213,23 +215,23 @@ class Compared(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Report(Shown):
-    """What was written, and where: `written.places` by name."""
+    """The files that were written: `written.places` by name."""
 
     written: Written
 
     @property
     def path(self) -> Path:
-        """The page itself."""
+        """Path of the page itself."""
         return self.written.places["report"]
 
     @property
     def text(self) -> str:
-        """What the verb prints."""
+        """Text that the verb prints."""
         return self.written.text()
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Name and place of all that was written."""
+        """Frame of name and place of all that was written."""
         return pd.DataFrame(
             [(name, str(path)) for name, path in self.written.places.items()], columns=["what", "where"]
         )
@@ -241,7 +243,7 @@ class Report(Shown):
 class Rows(pd.DataFrame):
     """Rows of trials: a DataFrame whose notebook view is what tells them apart, their peaks and their speed.
 
-    As filtered, sorted and grouped by pandas; a frame of few columns looks as pandas shows it.
+    Pandas filters, sorts and groups it as any other; a frame of few columns looks as pandas shows it.
     """
 
     @property
@@ -254,7 +256,7 @@ class Rows(pd.DataFrame):
         title, table = _summary(self)
         return escape_text(f"{title}\n{table.head(MOST).to_string(index=False)}")
 
-    def _repr_html_(self) -> str | None:  # pandas gives None where it is told to
+    def _repr_html_(self) -> str | None:  # pandas gives None if its options say so
         if not self._whole:
             return super()._repr_html_()  # type: ignore[misc, no-any-return]
         title, table = _summary(self)
@@ -270,7 +272,7 @@ _SHOWN = ("outcome", "device", "peak_allocated_bytes", "peak_reserved_bytes", "t
 
 
 def _summary(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
-    """What the rows are, in a line; and as text what varies, the outcome, peaks, speed and flags."""
+    """Return in a line what the rows are, and as text what varies, the outcome, peaks, speed and flags."""
     counts = ", ".join(f"{count:,} {outcome}" for outcome, count in rows["outcome"].value_counts().items())
     kinds = {"simulated": "predicted, not measured"}
     devices = [kinds.get(str(name), f"measured on {name}") for name in rows["device"].dropna().unique()]
@@ -298,5 +300,6 @@ def _gib(value: Any) -> str:
 
 
 def titled(figure: Figure) -> Any:
-    """The plot as a file has it, with title and source, but as wide as there is room; its caption in `layout.meta`."""
+    """Return the plot with title and source, as a file has it, but as wide as its page; `layout.meta` has its
+    caption."""
     return page(figure).update_layout(width=None, meta={"name": figure.name, "caption": figure.caption})

@@ -1,12 +1,12 @@
-"""What `import vramsweep` gives to a notebook: the objects that the verbs print, each of which shows itself.
+"""Functions of `import vramsweep` for notebooks: they return what the verbs print, as objects that show themselves.
 
     import vramsweep
     rows = vramsweep.load("results/gpt2-cpu")      # a tidy DataFrame: a row for each trial
     vramsweep.fit(rows[rows.seq_len >= 64], metric="peak_allocated_bytes")
     vramsweep.figure(rows, "memory_by_length")
 
-Rows are what `load` or `predict` gave, filtered by pandas or not, or a path that `load` takes. Everything raises
-UserError, in a line or two, for what its caller can mend.
+Rows are what `load` or `predict` gave, filtered by pandas or not, or a path that `load` takes. Every function raises
+UserError, in a line or two, for what its caller can fix.
 
 Not covered: sweeping, which takes hours and belongs in a terminal; how results look (display.py).
 """
@@ -49,12 +49,12 @@ def load(
     settings: Mapping[str, Any] | None = None,
     ranks: str = "worst",
 ) -> Rows:
-    """The rows of a results folder, a journal, a CSV or a Parquet file: one for each finished trial, typed, null where
-    unknown.
+    """Return the rows of a results folder, a journal, a CSV or a Parquet file: one for each finished trial, typed, null
+    if unknown.
 
-    `columns`, `mapping` and `settings` are for files of others, as `--columns`, `--mapping` and `--set` of the command
+    `columns`, `mapping` and `settings` are for imported files, as `--columns`, `--mapping` and `--set` of the command
     line; `ranks` is worst, min, mean or max. `frame.attrs` has "units" (of each column), "source" and "notes" (what was
-    left out or flagged); `units(frame)` is a table of the first. Memory is in bytes: `gib(frame)` is the same in GiB.
+    left out or flagged). `units(frame)` is a table of the first. Memory is in bytes; `gib(frame)` converts it to GiB.
 
     >>> rows = load("results/qwen0.5b-torch-cuda")
     >>> rows.groupby("micro_batch").peak_allocated_bytes.max()
@@ -68,15 +68,15 @@ def load(
 
 
 def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Rows:
-    """Predict memory on cards that need not be here, as `vramsweep predict` does, in a process of its own.
+    """Predict memory on GPUs that need not be here, as `vramsweep predict` does, in a process of its own.
 
     Settings are those of the command line; `gpu` stands for device.gpu. A list or a range is tried value by value, a
-    dict names settings inside a setting. With `folder` rows and traces stay there, and the same call returns at once.
+    dict names settings inside a setting. With `folder`, rows and traces stay there, and the same call returns at once.
 
     >>> predict(model="qwen0.5b", seq_len=[512, 1024], micro_batch=range(1, 5), gpu="h100-80gb")
     >>> predict(model="gpt2", seq_len=1024, device={"gpu": ["l4-24gb", "a100-40gb"]}, checkpointing=True)
 
-    Raises UserError for settings that are none, and where what predictions need is not installed.
+    Raises UserError for unknown settings, and if a package that predictions need is not installed.
     """
     if taken := settings.keys() & {"name", "results", "report"}:
         raise UserError(
@@ -88,7 +88,7 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
         own = {"results": str(kept.parent), "name": kept.name, "report": False}
         line = build_command("vramsweep", "predict", *words, *_words(own))
         done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
-        if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some have no answer, which their rows say
+        if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some trials have no answer; their rows say so
             told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]
             raise UserError("\n".join(told[-2:]).removeprefix("vramsweep: "))
         table = reading.load(kept)
@@ -106,8 +106,8 @@ def fit(
     stop: float | None = None,
     prediction: Given | None = None,
 ) -> Fits:
-    """How memory and step time depend on `axis` (seq_len, micro_batch or tokens): a fit for each metric and group of
-    equal settings, as `vramsweep fit` prints them.
+    """Fit memory and step time over `axis` (seq_len, micro_batch or tokens), as `vramsweep fit` does: a fit for each
+    metric and group of equal settings.
 
     `metric` is a column or several (default: all that the rows have); `start` and `stop` bound x; `prediction` are
     predicted rows of the same settings, whose shape is taken.
@@ -134,8 +134,8 @@ def fit(
 
 
 def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: str = "seq_len") -> Limits:
-    """The largest length for each batch (axis="seq_len") or batch for each length ("micro_batch") that fits in cards of
-    so many GiB (default: all sizes of listed cards): what rows prove, then what fits say.
+    """Return the maximum length for each batch (axis="seq_len"), or batch for each length ("micro_batch"), in GPUs of
+    so many GiB (default: all sizes of listed GPUs). Rows prove it first; fits tell the rest.
 
     >>> frontier(rows, gib=[24, 80])
     """
@@ -159,10 +159,11 @@ def compare(
     axis: str | None = None,
     tolerance: float = 0.005,
 ) -> Compared:
-    """Two sets of rows, paired by equal settings: the verdicts on memory and speed that `vramsweep compare` prints.
+    """Compare two sets of rows, paired by equal settings: the verdicts on memory and speed that `vramsweep compare`
+    prints.
 
-    With `by` one set against itself. Memory that differs by no more than the share `tolerance` is EQUAL; `names` are
-    what the sets are called; trends are along `axis`.
+    With `by`, one set is compared with itself. Memory that differs by no more than the share `tolerance` is EQUAL.
+    `names` are what the sets are called; trends are along `axis`.
 
     >>> compare(rows, by="allocator=default,expandable")
     >>> compare("results/before", "results/after").worse
@@ -191,11 +192,11 @@ def compare(
 
 
 def figure(rows: Given, name: str) -> Any:
-    """A figure of the report as a plotly Figure, by the name that its file has there; `layout.meta` has its caption.
+    """Return a figure of the report as a plotly Figure, by its file's name there; `layout.meta` has its caption.
 
     >>> figure(rows, "memory_by_length").update_layout(width=700)
 
-    Raises UserError that lists the figures which these rows allow, where there is none of that name.
+    Raises UserError, which lists the figures that these rows allow, if there is none of that name.
     """
     from vramsweep.analysis.report.content import collect
 
@@ -227,7 +228,7 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
 
 
 def gib(frame: pd.DataFrame) -> pd.DataFrame:
-    """The same rows with every `..._bytes` column of numbers as `..._gib`: 1 GiB is 1024³ bytes, null stays null.
+    """Return the rows with every `..._bytes` column of numbers as `..._gib`: 1 GiB is 1024³ bytes, null stays null.
 
     >>> gib(rows)[["seq_len", "peak_allocated_gib"]]
     """
@@ -240,7 +241,7 @@ def gib(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def units(frame: pd.DataFrame) -> pd.DataFrame:
-    """Unit and meaning of each column of `frame` that is known anywhere, as `vramsweep columns` lists them.
+    """Return unit and meaning of each column of `frame` with a known value, as `vramsweep columns` lists them.
 
     >>> units(rows).loc["peak_reserved_bytes"]
     """
@@ -259,7 +260,7 @@ def _source(frame: pd.DataFrame) -> str:
 
 
 def _table(rows: Given) -> Table:
-    """The rows as the analysis takes them. Raises UserError for a frame that has no rows of trials."""
+    """Return the rows as the analysis takes them. Raises UserError for a frame that has no rows of trials."""
     if not isinstance(rows, pd.DataFrame):
         return importers.open_rows(Path(rows))[0]
     if missing := {"trial_id", "outcome"} - set(rows.columns):
@@ -284,7 +285,7 @@ def _rows(table: Table, notes: Sequence[str] = ()) -> Rows:
 
 
 def _words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words of the command line."""
+    """Return settings as words of the command line."""
     found: list[str] = []
 
     def add(key: str, value: Any) -> None:

@@ -1,8 +1,8 @@
-"""Answers: what a sweep of a question ends in, a card for each part of the answer. A preset names its answer, and the
-sweep's plan keeps it.
+"""Answers to the question of a sweep: a card for each part of the answer. A preset names its answer, and the sweep's
+plan keeps it.
 
-A new one is an entry of `ANSWERS`, its name in harness/spec/runner_table.py, and in conf/sweep/ a preset with `answer:
-NAME`.
+To add one, add an entry to `ANSWERS`, its name to harness/spec/runner_table.py, and to conf/sweep/ a preset with
+`answer: NAME`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Answer:
-    """`make` gives the table, whose cells are text, and notes below it: pure, from rows alone. `verdict` is the column
-    of what each line comes to."""
+    """One kind of answer. `make` is pure: from rows it makes a table of text cells, and notes below it. `verdict` is
+    the column with each line's verdict."""
 
     name: str
     title: str
@@ -45,7 +45,7 @@ class Answered:
     verdict: str
 
     def text(self) -> str:
-        """For a terminal, in `WIDTH` columns: each line as a card, its cells wrapped below its verdict and heading."""
+        """Return text for a terminal, `WIDTH` columns wide: lines as cards, cells wrapped below verdict and heading."""
         shown = []
         for title, verdict, cells in self.cards():
             lines = [textwrap.fill(f"{verdict.upper()}: {title}", WIDTH)]
@@ -57,14 +57,14 @@ class Answered:
         return "\n".join([self.title, "", *shown, *(textwrap.fill(note, WIDTH) for note in self.notes)])
 
     def cards(self) -> Iterator[tuple[str, str, dict[str, str]]]:
-        """Each line as a heading, which is its first cell, its verdict, and the other cells by name."""
+        """Yield each line as a heading, which is its first cell, its verdict, and the other cells by name."""
         first = str(self.frame.columns[0])
         for row in self.frame.astype("string").to_dict("records"):
             cells = {str(name): str(cell) for name, cell in row.items()}
             yield cells.pop(first), cells.pop(self.verdict), cells
 
     def markdown(self) -> str:
-        """The title, the table and the notes."""
+        """Return the title, the table and the notes."""
         notes = (f"{markup.prose(note)}\n" for note in self.notes)
         return "\n".join([f"# {self.title}\n", markup.markdown(self.frame), *notes])
 
@@ -74,7 +74,7 @@ NAMES = tuple(answer.name for answer in ANSWERS)
 
 
 def answer_question(table: Table, name: str | None) -> Answered | None:
-    """The answer of this name, None where none is asked for. Raises UserError for a name that is not known."""
+    """Return the answer of this name, None without a name. Raises UserError for an unknown name."""
     if name is None:
         return None
     suggestions.check_listed(f"answer={name}", "answer", name, NAMES)
@@ -84,7 +84,7 @@ def answer_question(table: Table, name: str | None) -> Answered | None:
 
 
 def read_question(folder: Path) -> str | None:
-    """The answer that the sweep in this folder was run for; None for rows from elsewhere, and for an answer that has
-    gone."""
+    """Return the name of the answer that the sweep in this folder was run for. None for rows from elsewhere, and for an
+    answer that no longer exists."""
     name = next((one.get("answer") for one in reversed(plans(folder))), None)
     return name if name in NAMES else None

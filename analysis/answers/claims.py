@@ -1,8 +1,8 @@
-"""What guides claim about memory and time, held against rows: confirmed, refuted or not tested, with the numbers.
+"""Claims of guides about memory and time, tested on rows: confirmed, refuted or not tested, with the numbers.
 
-A claim is an entry of `CLAIMS`: what is compared gives one number for each comparison, and the claim holds in those
-whose number lies between two bounds. Rows of a GPU decide where there are any that can be compared, else predicted
-ones, which the card says. Rows in, cards out; conf/sweep/claims.yaml asks for rows of every claim.
+A claim is an entry of `CLAIMS`. Each comparison gives one number, and the claim holds if it lies between two bounds.
+Rows of a GPU decide if any can be compared; otherwise predicted ones do, and the card says so. Rows in, cards out;
+conf/sweep/claims.yaml asks for rows of every claim.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Numbers = Iterator[tuple[pd.DataFrame, str, float]]  # the rows that are compare
 
 @dataclass(frozen=True)
 class Claim:
-    """What is said, by whom, which rows test it, and what decides.
+    """A statement, its source, the rows that test it, and what decides.
 
-    `numbers` compares the rows that `about` chooses; the claim holds where the number, shown as `shown`, is within
-    `low` and `high`, for the reason `why`. It has to hold in all comparisons; with `own`, which says that something can
-    be done, in one of them, and only where the source's own configuration, the rows of `own`, was tried is it refuted.
+    `numbers` compares the rows that `about` chooses. The claim holds if the number, shown as `shown`, is within `low`
+    and `high`, for the reason `why`. It has to hold in all comparisons. With `own` it says that something can be done,
+    so one comparison suffices. It is then refuted only if the source's own configuration, the rows of `own`, was tried.
     """
 
     name: str
@@ -52,18 +52,18 @@ class Claim:
     own: Callable[[pd.DataFrame], pd.Series[bool]] | None = None
 
     def holds(self, number: float) -> bool:
-        """Whether the claim holds where this number was found."""
+        """Check whether the claim holds at this number."""
         return self.low <= number <= self.high
 
     def show(self, number: float) -> str:
-        """The number in words."""
+        """Return the number in words."""
         return "out of memory" if math.isinf(number) else self.shown.format(number)
 
 
 @dataclass(frozen=True)
 class Card:
-    """A claim's verdict, what was found, and what it rests on; `found` are where and the number, `reason` says why
-    it is not tested."""
+    """A claim's verdict. `found` is where and the number of each comparison, `basis` the GPUs of its rows; `reason`
+    says why the claim is not tested."""
 
     claim: Claim
     verdict: str
@@ -72,7 +72,7 @@ class Card:
     reason: str = ""
 
     def text(self, most: int = 4) -> str:
-        """The numbers in words, those that decide first."""
+        """Return the numbers in words, those that decide first."""
         if not self.found:
             return self.reason
         shown = [f"{self.claim.show(number)} ({where})" for where, number in self.found]
@@ -82,7 +82,7 @@ class Card:
 
 
 def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
-    """One line per claim, and what a reader should know."""
+    """Return one line per claim, and what a reader should know."""
     found = cards(table)
     lines = [
         {
@@ -100,7 +100,7 @@ def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
 
 
 def cards(table: Table) -> list[Card]:
-    """Every claim's card, in the order of `CLAIMS`."""
+    """Return every claim's card, in the order of `CLAIMS`."""
     return [_card(claim, kinds(table)) for claim in CLAIMS]
 
 
@@ -110,7 +110,7 @@ def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
     undecided: list[Card] = []
     for rows in kinds:
         chosen = rows.where(claim.about(rows.frame))
-        if claim.own and len(chosen.frame):  # what a GPU has tried is not predicted
+        if claim.own and len(chosen.frame):  # what a GPU has tried needs no prediction
             settings = trial_keys(chosen.frame)
             settled = set(settings[is_(chosen.frame, "outcome", "ok", "oom", "host_oom")])
             chosen = chosen.where(~settings.isin(tried))
@@ -149,12 +149,12 @@ def _any(frame: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
-    """One card, which holds all there is."""
+    """Select rows of one GPU, which holds all there is."""
     return is_(frame, "sharding", "none") & is_(frame, "world_size", 1)
 
 
 def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *columns: str) -> Numbers:
-    """The ratio at two of an axis's values, everything else the same, of the first of these columns that both have."""
+    """Yield the ratio at two of an axis's values, all else equal, of the first of these columns that both have."""
     for same in group_alike(rows.ok(), axis):
         where = label(same.iloc[0], axis)
         values = dict(same.groupby(axis)[list(columns)].median().iterrows())
@@ -166,7 +166,7 @@ def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *col
 
 
 def _saved(rows: Rows) -> Numbers:
-    """Percent of what the forward phase keeps for each sample that checkpointing takes away."""
+    """Yield the percentage of what the forward phase keeps for each sample that checkpointing takes away."""
     for same in group_alike(rows.ok(_FORWARD), "micro_batch", "checkpointing"):
         pivot = same.pivot_table(_FORWARD, "micro_batch", "checkpointing", "median")
         table = pivot.reindex(columns=["none", "full"]).dropna()
@@ -182,7 +182,7 @@ def _saved(rows: Rows) -> Numbers:
 def _ratios(
     axis: str, one: str, other: Sequence[str], shown: Callable[[float], float], *columns: str
 ) -> Callable[[Rows], Numbers]:
-    """Compare two of an axis's values as `_pairs` does, of a step's time without `columns`."""
+    """Return a comparison of two of an axis's values by `_pairs`; without `columns`, of a step's time."""
 
     def numbers(rows: Rows) -> Numbers:
         for same, where, ratio in _pairs(rows, axis, [one], other, *(columns or rows.seconds)):
@@ -196,7 +196,7 @@ def _change(ratio: float) -> float:
 
 
 def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
-    """Bytes a trained parameter at each value of an axis, everything else the same."""
+    """Yield the bytes per trained parameter at each value of an axis, all else equal."""
     for same in group_alike(rows.ok(column), axis):
         count = same["trainable_parameters"].fillna(same["parameters"]).max()
         values = same.groupby(axis, sort=True)[column].median()
@@ -217,8 +217,8 @@ def _accumulated(rows: Rows) -> Numbers:
 
 
 def _curves(frame: pd.DataFrame, axis: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
-    """Peaks at three values of an axis or more, everything else the same, that grow: what is flat is the optimizer's
-    or the model's, or rounding, whatever the value."""
+    """Yield peaks at three or more values of an axis, all else equal, if they grow. Flat ones are the optimizer's or
+    the model's, or rounding, whatever the value."""
     for same in group_alike(frame, axis):
         peaks = same.groupby(axis)[_PEAK].median().astype(float)
         if len(peaks) > 2 and peaks.max() - peaks.min() >= 0.01 * peaks.max() > 0:
@@ -226,7 +226,8 @@ def _curves(frame: pd.DataFrame, axis: str) -> Iterator[tuple[pd.DataFrame, str,
 
 
 def _off_the_line(rows: Rows) -> Numbers:
-    """How far, in percent of the whole growth, a peak is from the line between the smallest and the largest batch."""
+    """Yield the largest distance, in percent of the growth, of a peak from the line between smallest and largest
+    batch."""
     for same, where, peaks in _curves(rows.ok(_PEAK), "micro_batch"):
         line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
         off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / float(peaks.max() - peaks.min())
@@ -234,7 +235,8 @@ def _off_the_line(rows: Rows) -> Numbers:
 
 
 def _quadratic(rows: Rows) -> Numbers:
-    """Percent of the growth over the longest length that is quadratic, by a parabola through three lengths or more."""
+    """Yield the quadratic percentage of the growth to the longest length, by a parabola through three lengths or
+    more."""
     frame = rows.ok(_PEAK)
     steps = frame[[_FORWARD, "backward_peak_allocated_bytes"]].max(axis=1)
     others = frame[["optimizer_peak_allocated_bytes", "load_peak_allocated_bytes"]].max(axis=1)
@@ -246,7 +248,7 @@ def _quadratic(rows: Rows) -> Numbers:
 
 
 def _optimizer_step_gb(rows: Rows) -> Numbers:
-    """GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
+    """Yield the GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
     for same in group_alike(rows.ok("optimizer_peak_allocated_bytes")):
         yield (
             same,
@@ -256,7 +258,7 @@ def _optimizer_step_gb(rows: Rows) -> Numbers:
 
 
 def _reserved(rows: Rows) -> Numbers:
-    """GB reserved by a whole step, beside what was allocated once model and optimizer were there."""
+    """Yield the GB reserved by a whole step; the label says what was allocated once model and optimizer were there."""
     for same in group_alike(rows.ok("peak_reserved_bytes")):
         row = same.iloc[0]
         loaded = row["load_peak_allocated_bytes"]
@@ -266,8 +268,8 @@ def _reserved(rows: Rows) -> Numbers:
 
 
 def _of_the_card(rows: Rows) -> Numbers:
-    """Percent of a card's memory that is needed, more than all where memory ran out; where no one knows how much was,
-    infinite."""
+    """Yield the percentage of a GPU's memory that is needed, above 100 if memory ran out; infinite if the need is then
+    unknown."""
     frame = rows.frame
     full = is_(frame, "outcome", "oom")
     needed = frame["peak_reserved_bytes"].where(is_(frame, "outcome", "ok"))
@@ -283,7 +285,7 @@ def _of_the_card(rows: Rows) -> Numbers:
 
 
 def _room(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Bytes of each row's card: what the allocator may have, else all, else what is listed of a card of this name."""
+    """Return the bytes of each row's GPU: the allocator's limit, else all, else the listed size of its name."""
     listed = {name: gpu_lookup.find_gpu(str(name)) for name in frame["gpu_name"].dropna().unique()}
     sizes = {name: gpu.memory_gib * gpu_lookup.GIB for name, gpu in listed.items() if gpu is not None}
     known = frame["memory_limit_bytes"].fillna(frame["device_total_bytes"]).astype("Float64")
@@ -309,7 +311,7 @@ def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
     return whole & frame["world_size"].eq(8).fillna(False) & card
 
 
-# Of each claim of claims.json: the rows that it is about, what is compared, and the source's own configuration.
+# For each claim of claims.json: the rows that it is about, what is compared, and the source's own configuration.
 _HOW: dict[str, tuple[Any, ...]] = {
     "checkpointing-saves": (_any, _saved),
     "checkpointing-costs": (_any, _ratios("checkpointing", "none", ["full"], _change)),

@@ -1,6 +1,6 @@
-"""What other allocator settings would have done with the steps that a sweep recorded (`record=true`).
+"""Tables of what other allocator settings would have done with the steps that a sweep recorded (`record=true`).
 
-These are replays, not measurements: each table says so, and its first row is the replay under the recorded settings
+These are replays, not measurements, and each table says so. Its first row is the replay under the recorded settings,
 with the verdict whether it matched the recording.
 """
 
@@ -23,7 +23,7 @@ BEST = 8  # settings shown of those tried
 
 
 def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], list[str]]:
-    """(title, file name, frame of text cells) for each recording of the sweep, and notes on what could not be read."""
+    """Return (title, file name, frame of text cells) for each recording of the sweep, and notes on unreadable ones."""
     tables, notes, folder = [], [], Path(table.source)
     own = own_files(folder).relative_to(folder)
     recorded = table.frame[table.frame["recording"].notna()]

@@ -1,16 +1,15 @@
-"""How far real steps stay behind the roofline estimate: four efficiencies per card and precision, from measured rows.
+"""Calibration of the roofline estimate: four efficiencies per GPU and precision, fitted to measured rows.
 
-A measured step is taken to be a / e_compute + b / e_attention + c / e_memory + d / e_launch, where a, b, c and d are
-the estimate's compute, attention, memory and launch seconds of the same trial. The factors 1 / e are fitted by
-non-negative least squares on relative errors (every step counts the same, long or short), and judged by leaving out one
-configuration at a time. Precisions are apart, as tensor cores and other units reach different shares of their peaks.
+A measured step is modelled as a / e_compute + b / e_attention + c / e_memory + d / e_launch. Here a, b, c and d are the
+estimate's compute, attention, memory and launch seconds of the same trial. Non-negative least squares on relative
+errors fits the factors 1 / e, so every step counts the same, long or short. The fit is judged by leaving out one
+configuration at a time. Each precision is fitted alone, because tensor cores and other units reach different shares of
+their peaks.
 
-Rows of several ranks stay out of it: how far their communication overlaps is a question of its own.
+Rows of several ranks are left out, because how far their communication overlaps is a question of its own.
 
-The user's own card's rows, as `fitted_step_s`. What published speeds say of a card is another thing and in every
-simulated row (`calibrated_step_s`: harness/hardware/roofline_efficiency.py, speed.py).
-
-What comes out is an estimate still: it never enters a measured column, figure or fit.
+`fitted_step_s` comes from rows of the user's own GPU. `calibrated_step_s`, in every simulated row, comes from published
+speeds (harness/hardware/roofline_efficiency.py). Both are estimates: they never enter a measured column, figure or fit.
 """
 
 from __future__ import annotations
@@ -32,20 +31,21 @@ from vramsweep.analysis.model.curves import Array
 
 PARTS = ("compute", "attention", "memory", "launch")
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
-FEWEST = 5  # configurations: with one left out as many as there are factors
-NOISE = 0.01  # standard error of a measured step that is taken for granted, relative; repeats agree to about that
-WIDE = 0.5  # a factor whose 95 % interval reaches further than this share of it counts as unknown
+FEWEST = 5  # configurations: with one left out, as many as there are factors
+NOISE = 0.01  # least standard error assumed of a measured step, relative; repeats agree to about that
+WIDE = 0.5  # a factor counts as unknown if its margin is a larger share of it
 
-# Leaves of the resolved trial that a key holds already. The optimizer's is not one: fused AdamW is an AdamW too.
+# Leaves of the resolved trial that a key has already. The optimizer's is not one: fused AdamW is an AdamW too.
 _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"trial.model.name", "trial.runner.name"}
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """One card and precision. `factors` are 1 / efficiency of the `PARTS`, None of one that no pair has any of.
+    """The calibration of one GPU and precision. `factors` are 1 / efficiency of the `PARTS`, None if no pair has that
+    part.
 
-    `margins` are half the widths of their 95 % intervals, `range` is the estimated step seconds of the pairs. Errors
-    are relative, of configurations that were left out.
+    `margins` are half the widths of their 95 % intervals; `range` bounds the pairs' estimated step seconds. Errors are
+    relative, of configurations that were left out.
     """
 
     gpu: str
@@ -59,14 +59,14 @@ class Calibration:
     worst_error: float
 
     def efficiencies(self) -> list[tuple[float, float] | None]:
-        """Of the `PARTS`, with half the width of a 95 % interval; None where these pairs do not tell."""
+        """Return each part's efficiency and half the width of its 95 % interval; None if these pairs do not tell it."""
         return [
             (1 / factor, margin / factor**2) if factor and margin is not None and margin <= WIDE * factor else None
             for factor, margin in zip(self.factors, self.margins, strict=True)
         ]
 
     def remark(self) -> str:
-        """Which efficiencies are not known, and why; they only serve for steps like those of the pairs."""
+        """Say which efficiencies are not known, and why; their factors only serve for steps like those of the pairs."""
         reasons: dict[str, list[str]] = {}
         for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
             if efficiency is None:
@@ -76,21 +76,21 @@ class Calibration:
         return "; ".join(f"{', '.join(parts)} not identifiable ({why})" for why, parts in reasons.items())
 
     def text(self) -> str:
-        """What to say wherever one of its numbers is shown."""
+        """Return the words that accompany each of its numbers."""
         return (
             f"estimate, calibrated from {self.rows:,} measured rows on {self.gpu} ({self.precision}), "
             f"leave-one-out median error {100 * self.median_error:.1f} %"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data, with efficiencies; null where not known."""
+        """Return plain data with efficiencies, null if not known."""
         known = zip(PARTS, self.efficiencies(), strict=True)
         efficiencies = {f"{part}_efficiency": found[0] if found else None for part, found in known}
         return {**asdict(self), **efficiencies, "remark": self.remark()}
 
 
 def calibrate(table: Table) -> tuple[list[Calibration], list[str]]:
-    """A calibration for each card and precision with enough pairs, and why there is none for the others."""
+    """Return a calibration for each GPU and precision with enough pairs, and the reasons why others have none."""
     found = pairs(table)
     calibrations: list[Calibration] = []
     notes: list[str] = []
@@ -111,10 +111,10 @@ def calibrate(table: Table) -> tuple[list[Calibration], list[str]]:
 
 
 def pairs(table: Table) -> pd.DataFrame:
-    """Each estimate of a configuration that was measured on the same card, one line each.
+    """Return each estimate of a configuration that was measured on the same GPU, one line each.
 
-    `step_s` is the median of the measured rows, of which there are `rows`. Allocator settings, which an estimate does
-    not depend on, count as repeats.
+    `step_s` is the median of the measured rows, and `rows` is their number. Allocator settings count as repeats,
+    because an estimate does not depend on them.
     """
     both = pair(table, "step_median_s", "optimizer_effective", *SECONDS)
     known = both[["step_median_s_measured", *(f"{name}_predicted" for name in SECONDS)]].notna().all(axis=1)
@@ -127,7 +127,7 @@ def pairs(table: Table) -> pd.DataFrame:
 
 
 def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFrame:
-    """Every row with an estimate: the roofline's, and the calibrated one where there is a calibration for it.
+    """Return every row with an estimate: the roofline's, and the calibrated one if there is a calibration for it.
 
     `extrapolated`: its estimated step is shorter or longer than those of all pairs.
     """
@@ -146,7 +146,7 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
 
 
 def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
-    """Two tables as one, and what they cannot tell apart: settings that vary in only one of them."""
+    """Return two tables as one, and a note for each setting that varies in only one of them and is not looked at."""
     frames = [measured.frame, simulated.frame]
     lone = {str(name) for name in set(frames[0]) ^ set(frames[1]) if not str(name).startswith(EXTRAS_APART)}
     both = pd.concat([frame.drop(columns=[n for n in frame if n in lone]) for frame in frames], ignore_index=True)
@@ -179,25 +179,26 @@ def _calibration(gpu: str, precision: str, mine: pd.DataFrame) -> Calibration:
 
 
 def _of_parts(values: Array, known: Iterable[bool]) -> tuple[float | None, ...]:
-    """One of each of the `PARTS`, None of those that are not known."""
+    """Return one value for each of the `PARTS`, None for those that are not known."""
     each = iter(values)
     return tuple(float(next(each)) if one else None for one in known)
 
 
 def _seconds(parts: Array, factors: Array) -> Array:
-    """Seconds of a step from its parts; not a number where it has one that no factor is known of."""
+    """Return the seconds of a step from its parts; NaN if it has a part without a known factor."""
     return np.asarray(np.where(parts > 0, parts * factors, 0.0).sum(axis=1))
 
 
 def _fit(seconds: Array, step: Array) -> Array:
-    """The factors with the least sum of squared relative errors, none negative."""
+    """Return the non-negative factors with the least sum of squared relative errors."""
     return np.asarray(nnls(seconds / step[:, None], np.ones(len(step)))[0])
 
 
 def _margins(seconds: Array, step: Array, factors: Array) -> Array:
-    """Half the widths of 95 % intervals (Student's t).
+    """Return half the widths of the factors' 95 % intervals (Student's t).
 
-    By the singular values: parts that are small everywhere, or that grow and shrink together, get wide ones.
+    They come from the singular values: parts that are small everywhere, or that grow and shrink together, get wide
+    ones.
     """
     design = seconds / step[:, None]
     residuals = design @ factors - 1

@@ -1,6 +1,6 @@
-"""Where a difference changes along an axis: one change of level with its interval, and places where it steps or dips.
+"""Changes of a difference along an axis: one change of level with its interval, and positions where it steps or dips.
 
-Trends are of what moves steadily (trends.py); here is what happens at a place.
+Steady movement is a trend (trends.py); a change has a position on the axis.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from scipy import ndimage
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.steps import jumps
 
-FEWEST_SINGLE = 30  # pairs of single runs from which their own scatter tells what noise is
-FEWEST_ALIKE = 12  # values of the axis that tell how much neighbours are alike; fewer lie far apart as a rule
-FEWEST_SIDE = 8  # values of the axis on each side of a change, where their own scatter is the noise
-FEWEST_BESIDE = 2  # the same where the noise is known
-SURE = 12.0  # log likelihood that a change must add for each value that counts as its own: one place of thousands
-WITHIN = 3.68  # log likelihood below the best: 95 % of a place (Hansen 2000, table I: 7.35 of twice that)
-UNDONE = 0.5  # of a step's size: what may be left where the next one takes it back
-SMOOTH, BLOCK = 10, 10  # values that are smoothed over at least, and that are drawn together
+FEWEST_SINGLE = 30  # pairs of single runs, at least, whose own scatter tells the noise
+FEWEST_ALIKE = 12  # values of the axis, at least, that tell how alike neighbours are; fewer usually lie far apart
+FEWEST_SIDE = 8  # values of the axis on each side of a change, if their own scatter is the noise
+FEWEST_BESIDE = 2  # values of the axis on each side of a change, if the noise is known
+SURE = 12.0  # log likelihood that a change must add, neighbours discounted: it is one position of thousands
+WITHIN = 3.68  # log likelihood below the best: 95 % of a position (Hansen 2000, table I: 7.35 of twice that)
+UNDONE = 0.5  # share of a step's size that may be left after the next one takes it back
+SMOOTH, BLOCK = 10, 10  # least values to smooth over, and values that are drawn together
 CLEAR = 3.0  # standard errors by which the mean of a side differs from 0
 DRAWS, SEED = 400, 20_240_917
-SHORT = 0.1  # of the axis's values: a step that is taken back within so many is a dip or a bump
+SHORT = 0.1  # share of the axis's values: a step that is taken back within it is a dip or a bump
 
 
 @dataclass(frozen=True)
 class Level:
-    """From about `at` on (95 % between `low` and `high`; `exact`: between these two neighbours) B/A − 1 is another:
-    medians `before` and `after`, and of eight tenths of the pairs above it from `after_low` to `after_high`."""
+    """From about `at` on, B/A − 1 has another level. The 95 % interval of `at` is `low` to `high`; with `exact` these
+    are its two neighbours. `before` and `after` are medians; eight tenths of the pairs above lie from `after_low` to
+    `after_high`."""
 
     quantity: str
     settings: Mapping[str, Any]
@@ -48,7 +49,8 @@ class Level:
 
 @dataclass(frozen=True)
 class Place:
-    """At `start` the difference steps by `size`, in `unit` "bytes" or as a "ratio"; with `stop` it is back after it."""
+    """A position `start` where the difference steps by `size`, and `stop` where it is back, if it is. `unit` is
+    "bytes", or "ratio" for a step of ln(B/A)."""
 
     quantity: str
     settings: Mapping[str, Any]
@@ -61,11 +63,11 @@ class Place:
 def find_level(
     quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, errors: Array, least: float
 ) -> Level | None:
-    """Return the one place where ln(B/A), (n,) at x (n,), changes its level most; None where it does by less than
-    `least`, or not clearly.
+    """Return the one position where ln(B/A), (n,) at x (n,), changes its level most; None if unclear or less than
+    `least`.
 
-    Of two levels with normal noise, whose neighbours count as fewer than they are. `errors` (n,) are standard errors
-    from repeats, NaN where not known: they tell the noise of few values.
+    The model is two levels with normal noise, whose neighbours count as fewer than they are. `errors` (n,) are standard
+    errors from repeats, NaN if not known: they tell the noise of few values.
     """
     (x, y), (_, spreads) = once(x, logs), once(x, errors)
     n = len(x)
@@ -75,7 +77,7 @@ def find_level(
     k = np.arange(1, n)
     sums = np.cumsum(y)[:-1]
     apart = sums / k - (y.sum() - sums) / (n - k)
-    gain = k * (n - k) / n * apart**2  # of the sum of squares
+    gain = k * (n - k) / n * apart**2  # in the sum of squares
     side = FEWEST_SIDE if single else FEWEST_BESIDE
     inside = (k >= side) & (k <= n - side)
     best = int(np.argmax(np.where(inside, gain, -np.inf)))
@@ -91,11 +93,11 @@ def find_level(
 
 
 def find_crossing(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, least: float) -> Level | None:
-    """Return the one place from which on ln(B/A), (n,) at x (n,), has the other sign, however it gets there; None where
-    a side is not clear, or both are less than `least` apart.
+    """Return the one position from which on ln(B/A), (n,) at x (n,), has the other sign, however it gets there. None if
+    a side is not clear, the sides are less than `least` apart, or there are fewer than `FEWEST_SINGLE` values.
 
-    The split with most below 0 on one side and above it on the other; its interval is that of splits of what is smooth
-    with blocks of what is left (Künsch 1989).
+    The split has most below 0 on one side and most above it on the other. Its interval is that of splits of the
+    smoothed values plus resampled blocks of the rest (Künsch 1989).
     """
     x, y = once(x, logs)
     n = len(x)
@@ -117,14 +119,14 @@ def find_crossing(quantity: str, settings: Mapping[str, Any], x: Array, logs: Ar
 
 
 def _split(y: Array) -> int:
-    """How many values come before the place at which they get the other sign."""
+    """Return how many values come before the position at which they get the other sign."""
     sums = np.cumsum(y)
     return int(np.argmax(np.abs(2 * sums - sums[-1]))) + 1
 
 
 def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, differ: Any) -> Level | None:
-    """Return the place where a difference that repeats exactly begins, or ends, to be more than the tolerance
-    (`differ`, (n,)): once, with two values or more on each side. None where there is no such place."""
+    """Return the position where a difference that repeats exactly begins, or ends, to exceed the tolerance (`differ`,
+    (n,)). None unless that happens once, with two values or more on each side."""
     order = np.argsort(x, kind="stable")
     x, logs = x[order], logs[order]
     state = np.where(np.asarray(differ)[order], np.sign(logs), 0.0)
@@ -145,11 +147,11 @@ def _level(
 def find_places(
     quantity: str, settings: Mapping[str, Any], x: Array, difference: Array, values: Array, unit: str
 ) -> list[Place]:
-    """Return where a difference (n,) of `values` (n,) at x (n,) steps, a step that is taken back soon as one place."""
+    """Return where a difference (n,) of `values` (n,) at x (n,) steps; a step that is soon taken back is one place."""
     order = np.argsort(x, kind="stable")
     found = jumps(x[order], difference[order], values[order], most=8)
     different = np.unique(x)
-    pairs = []  # of neighbours that go back within a few values, those first that undo each other best
+    pairs = []  # neighbouring steps that go back within a few values; those that undo each other best come first
     for at, (one, after) in enumerate(pairwise(found)):
         near = np.sum((different >= one.x) & (different < after.x)) <= SHORT * len(different)
         left = abs(one.size + after.size) / max(abs(one.size), abs(after.size))
@@ -166,7 +168,7 @@ def find_places(
 
 
 def once(x: Array, y: Array) -> tuple[Array, Array]:
-    """The median of y at each x, sorted by x."""
+    """Return the distinct x in ascending order, and the median of y at each."""
     values, codes = np.unique(x, return_inverse=True)
     if len(values) == len(x):
         order = np.argsort(x)
@@ -175,10 +177,10 @@ def once(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def inflation(residuals: Array, parameters: int = 1) -> float:
-    """How many neighbours count as one: (1 + r) / (1 − r) of their autocorrelation r at lag 1, at least 1.
+    """Return how many neighbours count as one: (1 + r) / (1 − r) of their autocorrelation r at lag 1, at least 1.
 
-    That of a first-order autoregression (Bayley and Hammersley 1946), with r corrected for its bias in short series
-    (Marriott and Pope 1954) and for the parameters taken out. Fewer than `FEWEST_ALIKE` do not tell.
+    The formula is that of a first-order autoregression (Bayley and Hammersley 1946). r is corrected for its bias in
+    short series (Marriott and Pope 1954) and for the parameters taken out. Fewer than `FEWEST_ALIKE` residuals give 1.
     """
     n = len(residuals)
     centred = residuals - residuals.mean()

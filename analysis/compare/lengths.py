@@ -1,6 +1,6 @@
-"""Runs whose lengths vary (data=lengths:...): what their steps had, and what each allocator setting holds at the end.
+"""Runs with varying lengths (data=lengths:...): what their steps had, and what each allocator setting holds at the end.
 
-Not covered: the figure (analysis/figures/lengths.py). All sizes are in bytes.
+In: groups of rows. Out: sentences and a table. All sizes are in bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ COLUMNS = (
     *NEEDED, *STEPS, *DOCUMENTS, "allocator_conf", "outcome", "phase", "warmup_steps", "padding_fraction",
     "peak_allocated_bytes", "peak_reserved_bytes", "alloc_retries", "tokens_per_s", "memory_source", "trial_id",
 )  # fmt: skip
-SAME = 0.005  # a smaller share of reserved is no difference worth words
-_APART = ("allocator", "allocator_conf", "seed")  # what runs of one comparison may differ in
+SAME = 0.005  # a smaller relative difference of reserved counts as none
+_APART = ("allocator", "allocator_conf", "seed")  # settings that may differ between runs of one comparison
 _STEP = re.compile(r"step (\d+)(?:: (.*))?")
 
 
@@ -32,8 +32,7 @@ _STEP = re.compile(r"step (\d+)(?:: (.*))?")
 class Held:
     """One run: reserved at the end of each measured step, the most allocated in each.
 
-    `waste` is the share of peak reserved that was beyond the most that was ever allocated; `retries` is None where it
-    is not known.
+    `waste` is the share of peak reserved that was never allocated; `retries` is None if not known.
     """
 
     allocator: str
@@ -47,22 +46,21 @@ class Held:
 
 @dataclass(frozen=True)
 class Setting:
-    """The runs of one allocator setting, by seed, and where those that ran out of memory did, in words."""
+    """The runs of one allocator setting, by seed, and at which step those that ran out of memory did, in words."""
 
     name: str
     held: tuple[Held, ...]
     full: tuple[str, ...]
 
     def at(self, seed: int) -> Held | None:
-        """Its run on the lengths of a seed."""
+        """Return its run on the lengths of a seed, None if there is none."""
         return next((one for one in self.held if one.seed == seed), None)
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs that differ in the allocator's setting and the seed alone, the default first. `seq_len` is where samples
-    were cut, the largest there is; `label` what tells them from others; `rows` are all of them.
-    """
+    """Runs that differ in the allocator's setting and the seed alone, the default first. `seq_len` is the length at
+    which samples were cut, the largest there is. `label` tells these runs from others; `rows` are all of them."""
 
     label: str
     seq_len: int
@@ -71,21 +69,21 @@ class Runs:
 
     @property
     def where(self) -> str:
-        """What the runs are of, in words."""
+        """Name of the runs in a sentence: label, length at which samples were cut, seeds."""
         seeds = sorted({int(seed) for seed in self.rows["seed"].dropna()})
         of = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
         return " · ".join(filter(None, [self.label, f"samples of at most {self.seq_len:,} tokens", of]))
 
     def drawn(self) -> list[Held]:
-        """One run of each setting, all of the seed that most settings have."""
+        """Return one run of each setting, all of the seed that most settings have."""
         counts = pd.Series([held.seed for one in self.settings for held in one.held], dtype=int).value_counts()
         best = min(counts.index[counts == counts.max()], default=0)
         return [held for one in self.settings if (held := one.at(best)) is not None]
 
 
 def runs(groups: Sequence[Group]) -> list[Runs]:
-    """What there is to compare, one for each setting of everything but the allocator and the seed: of its longest
-    seq_len, of repeats the last."""
+    """Return the runs to compare, one `Runs` for each setting of everything but allocator and seed. Each has the rows
+    of its longest seq_len; the last of repeats counts."""
     left = [group for group in groups if group.varies]
     found = []
     while left:
@@ -135,8 +133,8 @@ def _read_held(name: str, row: pd.Series) -> Held:
 
 
 def _describe_moment(phase: str, warm: float) -> str:
-    """Where memory ran out. A row counts all steps from 0; here measured ones count from 1, as in the figure: before
-    them are those of the warm-up and the probe."""
+    """Say at which step memory ran out. A row counts all steps from 0; here measured ones count from 1, as in the
+    figure. The steps of warm-up and probe come before them."""
     if (step := _STEP.fullmatch(phase)) is None or pd.isna(warm):
         return phase
     number = int(step[1]) - int(warm)
@@ -145,7 +143,7 @@ def _describe_moment(phase: str, warm: float) -> str:
 
 
 def sentences(every: Sequence[Runs]) -> list[str]:
-    """What the settings hold in the end, each against the first; without that, what the steps had."""
+    """Return what each setting holds at the end, compared with the first; if none finished, what the steps had."""
     return [f"With lengths that vary ({one.where}), {text}." for one in every for text in _of(one)]
 
 
@@ -168,7 +166,7 @@ def _of(found: Runs) -> Iterator[str]:
 
 
 def _steps(rows: pd.DataFrame) -> str:
-    """Tokens, padding and documents of the steps."""
+    """Describe the tokens, padding and documents of the steps."""
     if (done := rows[rows["outcome"].eq("ok")].dropna(subset=["step_tokens"])).empty:
         return ""
     tokens = np.concatenate([np.array(one, dtype=float) for one in done["step_tokens"]])
@@ -195,7 +193,7 @@ def _share(value: float) -> str:
 
 
 def _alone(one: Setting) -> str:
-    """What the only setting holds, each of its seeds."""
+    """Describe what the only setting holds, over its seeds."""
     ends = _range([held.reserved[-1] for held in one.held], format_size)
     grown = [held.reserved[-1] - held.reserved[0] for held in one.held]
     most = max(grown, key=abs)
@@ -213,7 +211,7 @@ def _count(one: Setting) -> str:
 
 
 def _against(first: Setting, other: Setting) -> str:
-    """One setting against the first, over the seeds on which both have the same steps."""
+    """Compare one setting with the first, over the seeds on which both have the same steps."""
     if not (pairs := [(mine, its) for its in other.held if (mine := first.at(its.seed)) is not None]):
         return f"{other.name} and {first.name} have no seed in common, so they are not compared"
     if not (pairs := [pair for pair in pairs if len(pair[0].reserved) == len(pair[1].reserved)]):
@@ -251,7 +249,7 @@ def _in_words(change: float) -> str:
 
 
 def table(groups: Sequence[Group]) -> pd.DataFrame:
-    """One line for the runs of a group and seq_len whose lengths vary: what they had and what they took, as text."""
+    """Return a line for the varying runs of each group and seq_len: what they had and what they took, as text."""
     lines = []
     for group in groups:
         rows = group.take(*COLUMNS)

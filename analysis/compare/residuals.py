@@ -1,12 +1,12 @@
-"""Predicted against measured: simulated rows paired with measured rows of equal settings on the same card.
+"""Prediction errors: simulated rows paired with measured rows of equal settings on the same GPU.
 
 Both sides mean the same moments. Predicted phases are those of the last traced step, measured ones those of the probe
-step: both come after the step that creates the optimizer's state, so both are steady steps, and both start with the
-gradients freed. What the prediction does not have is the steps after its third: a measured run that has more of them
-may go on fragmenting, which shows in the reserved components only.
+step. Both steps come after the one that creates the optimizer's state, so both are steady. Both start with the
+gradients freed. The prediction lacks the steps after its third. A measured run with more of them may go on fragmenting,
+which shows in the reserved components only.
 
-Repeats of a measured trial count once, by their median; how far they lie apart is a column. The residual is predicted −
-measured, null where either is unknown.
+Repeats of a measured trial count once, by their median; a column says how far they lie apart. The residual is predicted
+minus measured, null if either is unknown.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ COMPONENTS = (
     *(f"{phase}_peak_{kind}_bytes" for kind in ("allocated", "reserved") for phase in PHASES),
 )
 VERSIONS = ("torch_version", "transformers_version")
-OUTCOME = "outcome"  # in the column `component`, where the two sides end differently
+OUTCOME = "outcome"  # in the column `component`, if either side ran out of memory
 
 
 def pair(table: Table, *columns: str) -> pd.DataFrame:
-    """Every measured CUDA row that has a prediction of equal settings for its card, one line each.
+    """Return every measured CUDA row that has a prediction of equal settings for its GPU, one line each.
 
-    Equal settings: all of `KEYS` and of the resolved trial, null equal to null. `configuration` numbers them, `gpu` is
-    the card's name in harness/hardware/gpu_lookup.py, `KEYS` stand as they are; `columns`, `outcome`, `trial_id` and
-    `allocator` come twice, with `_predicted` and `_measured` added. Only rows that ended ok or oom; of several
-    predictions the last.
+    Equal settings are all of `KEYS` and of the resolved trial, null equal to null; `configuration` numbers them. `gpu`
+    is the name in harness/hardware/gpu_lookup.py. `columns`, `outcome`, `trial_id` and `allocator` come twice, with
+    `_predicted` and `_measured` added; `KEYS` keep their names. Only rows that ended ok or oom count. Of several
+    predictions the last counts.
     """
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
     frame = table.frame
@@ -55,10 +55,10 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
 
 
 def residuals(table: Table) -> pd.DataFrame:
-    """One row per configuration and component, and one with component `outcome` where either side ran out of memory.
+    """Return a row per configuration and component, and one with component `outcome` if either side ran out of memory.
 
-    Bytes; `relative` is the residual over the measured value. `repeats` were measured, `spread_bytes` apart. `settings`
-    says in words what distinguishes the configurations.
+    Sizes are in bytes; `relative` is the residual over the measured value. `repeats` runs were measured, `spread_bytes`
+    apart. `settings` says in words what distinguishes the configurations.
     """
     pairs = pair(table, *COMPONENTS, *VERSIONS)
     ok = pairs["outcome_predicted"].eq("ok") & pairs["outcome_measured"].eq("ok")
@@ -81,7 +81,7 @@ def _settings(found: pd.DataFrame) -> pd.Series[Any]:
 
 
 def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Per configuration (the index) and component: both sides, how far apart."""
+    """Return both sides and how far they are apart, by configuration (the index) and component."""
     grouped = pairs.groupby("configuration")
     predicted, measured = (grouped[[f"{c}_{side}" for c in COMPONENTS]] for side in ("predicted", "measured"))
     wide = {
@@ -98,7 +98,7 @@ def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
-    """What all components of a configuration share, by configuration."""
+    """Return what all components of a configuration share, by configuration."""
     grouped = pairs.groupby("configuration")
     first = grouped.first()
     found = first[["gpu", *KEYS, "allocator_measured", "outcome_predicted", "outcome_measured", "trial_id_predicted"]]
@@ -116,12 +116,12 @@ def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
-    """2.13.0 of 2.13.0+cu128: which build it is does not matter."""
+    """Return 2.13.0 for 2.13.0+cu128, because the build does not matter."""
     return versions.astype("string").str.replace(r"\+.*", "", regex=True)
 
 
 def summary(found: pd.DataFrame) -> pd.DataFrame:
-    """One row per component with a known relative residual: how many configurations, medians, the worst and where.
+    """Return a row per component with a known relative residual: how many configurations, medians, the worst and where.
 
     `median` is of the relative residuals, `median_size` of their absolute values.
     """

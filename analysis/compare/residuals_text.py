@@ -1,4 +1,4 @@
-"""The residuals of predictions for people to read: sentences, tables of text cells, and what could not be compared."""
+"""Prediction errors for people to read: sentences, tables of text cells, and what could not be compared."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ MOST = 60  # configurations in a table
 
 
 def name_of(component: str) -> str:
-    """`forward_peak_allocated_bytes` as people read it: forward peak allocated."""
+    """Return `forward_peak_allocated_bytes` as people read it: forward peak allocated."""
     return component.removesuffix("_bytes").replace("_", " ")
 
 
 def percent(value: float) -> str:
-    """+1.23 %, with a true minus."""
+    """Return +1.23 % for 0.0123, with a true minus."""
     return f"{round(100 * value, 2) + 0.0:+.2f} %".replace("-", "−")
 
 
 def sentences(found: pd.DataFrame) -> list[str]:
-    """What `residuals` found, most important first; nothing where nothing was paired."""
+    """Return what `residuals` found, most important first; nothing if nothing was paired."""
     return [*_sizes(found), *_endings(found), *_versions(found), *_spread(found)]
 
 
@@ -82,7 +82,7 @@ def _spread(found: pd.DataFrame) -> list[str]:
 
 
 def not_compared(table: Table) -> list[str]:
-    """Where there are both predicted and measured rows: which measured ones have no counterpart, and why."""
+    """Say which measured rows have no prediction, and why; nothing unless there are predicted and measured rows."""
     frame = table.frame
     simulated, cuda = is_(frame, "device", "simulated"), is_(frame, "device", "cuda") & frame["foreign"].isna()
     if not (simulated.any() and cuda.any()):
@@ -103,7 +103,7 @@ def not_compared(table: Table) -> list[str]:
 
 
 def tables(found: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
-    """(title, file name, frame of text cells): per component, and per configuration, the worst first."""
+    """Return (title, file name, frame of text cells): per component, and per configuration, the worst first."""
     per_component = pd.DataFrame(
         {
             "component": name_of(str(line["component"])),
@@ -126,7 +126,7 @@ def tables(found: pd.DataFrame) -> list[tuple[str, str, pd.DataFrame]]:
 
 
 def _per_configuration(found: pd.DataFrame) -> pd.DataFrame:
-    """One line each: those that ended differently first, then by the larger of the two headline residuals."""
+    """Return a line each: those that ended differently first, then by the larger of the two headline residuals."""
     wanted = found[found["component"].isin([*HEADLINES, OUTCOME])]
     worst = (
         wanted.assign(size=wanted["relative"].abs(), differs=wanted["outcome_predicted"] != wanted["outcome_measured"])
@@ -140,7 +140,7 @@ def _per_configuration(found: pd.DataFrame) -> pd.DataFrame:
         first = mine.iloc[0]
         line = {"settings": str(first["settings"])}
         for name in HEADLINES:
-            values = mine.loc[name] if name in mine.index else first  # which then has none
+            values = mine.loc[name] if name in mine.index else first  # the outcome's line, which has no sizes
             sizes = {side: values[f"{side}_bytes"] for side in ("predicted", "measured")}
             for side, size in sizes.items():
                 line[f"{name_of(name)} {side}"] = "–" if pd.isna(size) else format_size(float(size))

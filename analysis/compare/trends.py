@@ -1,10 +1,10 @@
-"""What changes along an axis between two sides: how a difference grows, and where it changes (changes.py).
+"""Trends of a difference between two sides along an axis: how it grows, and where it changes (changes.py).
 
-Pairs that are alike in every setting but the axis make a line. A trend of a line is a straight one, and only claimed
-where its 95 % interval excludes 0 and it moves more than the tolerance over the measured range.
+Pairs that agree in every setting but the axis make a line. A trend is a straight line's slope. It is claimed only if
+its 95 % interval excludes 0 and it moves more than the tolerance over the measured range.
 
-Neighbours along a sweep may be alike (drifting clocks, an allocator's segments), so they count as fewer than they are:
-intervals are wider by the autocorrelation that the residuals show.
+Neighbours along a sweep may be alike (drifting clocks, an allocator's segments), so they count as fewer than they are.
+Intervals are wider by the autocorrelation that the residuals show.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from vramsweep.harness.messages.errors import UserError
 
 SPEED = "tokens_per_s"
 FEWEST = 5  # values of the axis: with 4 no order is rare enough for 95 % (Kendall's tau: 2 of 24)
-BLOCKS = 32  # neighbours are taken together to at most so many medians before a slope is looked for
+BLOCKS = 32  # medians of neighbours, at most, that a slope is found from
 
 
 @dataclass(frozen=True)
 class Trend:
-    """How the difference B − A moves along the axis, on one line of pairs.
+    """The slope of the difference B − A along the axis, on one line of pairs.
 
-    `quantity` is a column of memory, with `unit` "bytes" for B − A or "ratio" for B/A − 1, or tokens_per_s with
-    "log_ratio", the natural logarithm of B/A. `slope` is in that unit per token (of the micro-batch: per sample), with
-    its 95 % interval. `at_start` and `at_stop` are medians of the pairs around the axis's values `start` and `stop`.
-    `claimed`: the interval excludes 0, the line moves more than the tolerance over the measured range, and from
-    `at_start` to `at_stop` the difference moves the same way.
+    `quantity` is a column of memory, or tokens_per_s. The `unit` of memory is "bytes" for B − A or "ratio" for B/A − 1;
+    of speed it is "log_ratio", the natural logarithm of B/A. `slope` is in that unit per token (of the micro-batch: per
+    sample), with its 95 % interval. `at_start` and `at_stop` are medians of the pairs around the axis's values `start`
+    and `stop`. `claimed`: the interval excludes 0, the line moves more than the tolerance over the measured range, and
+    from `at_start` to `at_stop` it moves the same way.
     """
 
     quantity: str
@@ -55,7 +55,7 @@ class Trend:
 
 @dataclass(frozen=True)
 class Along:
-    """What changes along one axis, the longest line of pairs first. `axis` is None where no axis varies."""
+    """Changes along one axis, the longest line of pairs first. `axis` is None if no axis varies."""
 
     axis: str | None
     trends: tuple[Trend, ...] = ()
@@ -63,14 +63,14 @@ class Along:
     places: tuple[Place, ...] = ()
 
     def ratios(self, trend: Trend) -> tuple[float, float]:
-        """B/A − 1 at both ends of a trend of memory."""
+        """Return B/A − 1 at both ends of a trend of memory."""
         line = (trend.quantity, "ratio", trend.settings)
         same = next(t for t in self.trends if (t.quantity, t.unit, t.settings) == line)
         return same.at_start, same.at_stop
 
 
 def along(comparison: Comparison, axis: str | None = None) -> Along:
-    """Trends and changes along `axis`: one of `FREE`, or that of length and batch with more values.
+    """Return trends and changes along `axis`: one of `FREE`, by default length or batch, whichever has more values.
 
     Raises UserError for an axis that the pairs do not vary in.
     """
@@ -100,13 +100,13 @@ def along(comparison: Comparison, axis: str | None = None) -> Along:
 
 
 def position(pair: Pair | Single, axis: str) -> float:
-    """Where a pair lies along the axis; NaN where that is not known."""
+    """Return the position of a pair along the axis; NaN if it is not known."""
     length, batch = (np.nan if v is None else float(v) for v in (pair.seq_len, pair.micro_batch))
     return {"seq_len": length, "micro_batch": batch, "tokens": length * batch}[axis]
 
 
 def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
-    """The axis asked for, else that of length and batch which has more values, None where neither varies.
+    """Return the given axis, else length or batch, whichever has more values; None if neither varies.
 
     Raises UserError for one that does not vary or is not known.
     """
@@ -123,7 +123,8 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
 
 
 def lines(pairs: Sequence[Pair], axis: str) -> list[tuple[dict[str, Any], list[Pair]]]:
-    """Pairs that are alike in every setting but the axis, sorted along it, with what is alike; the longest first."""
+    """Return lines of pairs, sorted, that agree in every setting but the axis, with what they share; the longest
+    first."""
     found: dict[str, tuple[dict[str, Any], list[Pair]]] = {}
     for pair in pairs:
         if not np.isnan(position(pair, axis)):
@@ -135,7 +136,7 @@ def lines(pairs: Sequence[Pair], axis: str) -> list[tuple[dict[str, Any], list[P
 
 
 def memory_trends(metric: str, settings: Mapping[str, Any], sizes: Array, tolerance: float) -> list[Trend]:
-    """Of B − A in bytes, and of B/A − 1. `sizes`: axis, A, B in bytes, shape (n, 3)."""
+    """Return the trends of B − A in bytes and of B/A − 1. `sizes` (n, 3): axis, A, B in bytes."""
     if not len(sizes):
         return []
     x, a, b = sizes.T
@@ -148,17 +149,17 @@ def memory_trends(metric: str, settings: Mapping[str, Any], sizes: Array, tolera
 
 
 def _trend(quantity: str, unit: str, settings: Mapping[str, Any], x: Array, y: Array, least: float) -> Trend | None:
-    """Theil and Sen's slope (Sen 1968) of the medians of blocks of neighbours.
+    """Return Theil and Sen's slope (Sen 1968) of the medians of blocks of neighbours.
 
-    Its interval is the one by Kendall's tau, with the variance of tau larger by what the autocorrelation beside a
-    parabola makes of it. None with fewer than `FEWEST` values of the axis.
+    Its interval is by Kendall's tau. The variance of tau is larger by the autocorrelation of the residuals from a
+    parabola. None with fewer than `FEWEST` values of the axis.
     """
     pairs = len(x)
     x, y = _blocks(*once(x, y))
     if len(x) < FEWEST:
         return None
     slope = float(stats.theilslopes(y, x)[0])
-    curve = np.polyfit(x - x.mean(), y, 2)  # as being no straight line is no noise
+    curve = np.polyfit(x - x.mean(), y, 2)  # because curvature is no noise
     wider = np.sqrt(inflation(y - np.polyval(curve, x - x.mean()), 2))
     level = 2 * stats.norm.sf(stats.norm.ppf(0.975) * wider)
     low, high = stats.theilslopes(y, x, level)[2:]
@@ -169,7 +170,7 @@ def _trend(quantity: str, unit: str, settings: Mapping[str, Any], x: Array, y: A
 
 
 def _blocks(x: Array, y: Array) -> tuple[Array, Array]:
-    """Medians of at most `BLOCKS` runs of neighbours."""
+    """Return the medians of at most `BLOCKS` runs of neighbours."""
     if len(x) <= BLOCKS:
         return x, y
     both = zip(np.array_split(x, BLOCKS), np.array_split(y, BLOCKS), strict=True)

@@ -1,9 +1,9 @@
-"""How far predictions are from what others published: the readings of `vramsweep validate` as errors and tables.
+"""Errors of predictions against published measurements: the readings of `vramsweep validate`, as errors and tables.
 
-Quantities are never pooled: allocated, active, reserved and device are different counters. Runs whose peak is the
-optimizer's, or weights and gradients alone, stand apart from those whose peak moves with batch and length: the first
-are right for anybody who can count bytes. Errors are predicted / measured - 1; `share` is the same difference as a
-share of what was measured above weights, buffers, gradients and optimizer state.
+Quantities are never pooled, because allocated, active, reserved and device are different counters. Runs whose peak is
+the optimizer's, or weights and gradients alone, stand apart: anybody who can count bytes predicts them. The peak of the
+other runs depends on batch and length. Errors are predicted / measured - 1; `share` is the same difference as a share
+of what was measured above weights, buffers, gradients and optimizer state.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from vramsweep.harness.messages.errors import UserError
 MEMORY = ("allocated", "active", "reserved", "device")
 SPEED = ("step", "tokens/s", "samples/s")
 MISS = 0.03  # errors above this are listed one by one
-NEAR = 0.001  # beyond a bound by no more is between the bounds too
+NEAR = 0.001  # an error beyond a bound by no more counts as between the bounds
 GIB = 1 << 30
-MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: the optimizer's, loading, gradients
-FULL = "does not fit"  # memory that was measured, of a run that is predicted to run out
+MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: peaks of the optimizer, loading, gradients
+FULL = "does not fit"  # measured memory of a run that is predicted to run out
 OUTCOMES = {
     "fitted, and predicted to": ("ok", "ok"), "ran out, and predicted to": ("oom", "oom"),
     "fitted, predicted to run out": ("ok", "oom"), "ran out, predicted to fit": ("oom", "ok"),
@@ -37,8 +37,8 @@ RUN = ["place", "run"]  # file and line, and the name, which is unique in its fi
 
 @dataclass(frozen=True)
 class Validation:
-    """The readings, one line each, with errors; what made them; what was wrong with the files; other tools and where
-    they are from."""
+    """Readings with errors, one line each; what made them; what was wrong with the files; other tools and their
+    sources."""
 
     readings: pd.DataFrame
     made: Mapping[str, str | None]
@@ -61,8 +61,9 @@ def load(path: Path) -> Validation:
 
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
-    """The readings with `kind` (which counter, of which phase), `moving`, `error` of each prediction, `between` (null
-    without two bounds of memory), and `again`: the same trial, counter and value stood in its source before."""
+    """Return the readings with `kind` (counter and phase), `moving`, `share`, the `error` of each prediction, `between`
+    (null without two bounds of memory) and `again`. `again`: the same trial, counter and value stood in its source
+    before."""
     found = frame.copy()
     whole = found["phase"].isna()
     found["kind"] = found["quantity"].where(whole, found["quantity"] + ", " + found["phase"].astype(str) + " phase")
@@ -73,7 +74,7 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
     memory = found["quantity"].isin(MEMORY)
     context = found["context_bytes"].where(found["quantity"].eq("device"), 0)
     above = numbers["measured"] - numbers["states_bytes"] - context
-    own = memory & (whole | found["phase"].eq(found["peak_phase"]))  # of other phases it is not known what they hold
+    own = memory & (whole | found["phase"].eq(found["peak_phase"]))  # the states held in other phases are not known
     found["share"] = ((numbers["predicted"] - numbers["measured"]) / above).where(own & (above > 0))
     found["moving"] = found["moves"].where(whole, found["phase"].isin(["forward", "backward"])).astype("boolean")
     bounded = memory & found["most_error"].notna() & found["most_error"].ne(found["error"])
@@ -86,11 +87,11 @@ def errors(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Errors of the predicted readings, a line for each value of `by`: how many, median, 90th percentile, worst.
+    """Return errors of the predicted readings, a line for each value of `by`: how many, median, 90th percentile, worst.
 
-    `median` is of the signed errors, `typical` and `p90` are of their sizes; `share` and `share_p90` of the sizes of
-    the share above the states, null where it is not known. Of `bounded` readings an upper bound is predicted too;
-    `between` are those that lie between the two.
+    `median` is of the signed errors, `typical` and `p90` are of their sizes. `share` and `share_p90` are of the sizes
+    of the share above the states, null if not known. `bounded` readings have a predicted upper bound too; `between` are
+    those that lie between the two.
     """
     lines = []
     known = found[found["error"].notna()]
@@ -109,13 +110,13 @@ def summary(found: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def of_class(found: pd.DataFrame) -> pd.DataFrame:
-    """The readings with `class`: whether the peak moves or does not fit, in words; empty for speed, which has none."""
+    """Return the readings with `class`, in words: whether the peak moves or does not fit. It is empty for speed."""
     named = found["moving"].map({True: MOVES, False: FIXED}).mask(found["outcome"].ne("ok"), FULL)
     return found.assign(**{"class": named.where(found["quantity"].isin(MEMORY), "")})
 
 
 def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """`summary` as text for people."""
+    """Return `summary` as text for people."""
     if (lines := summary(of_class(found), ["kind", "class", *by])).empty:
         return lines
     order = {kind: number for number, kind in enumerate([*MEMORY, "step time"])}
@@ -141,7 +142,7 @@ def of_summary(found: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def other_tools_errors(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.DataFrame:
-    """What other tools say of the same runs, and our errors of just those readings; by counter, memory only."""
+    """Return other tools' errors on the same runs, and ours on just those readings; by counter, memory only."""
     lines = []
     memory = found[found["error"].notna() & found["quantity"].isin(MEMORY) & found["others"].notna()]
     for (kind, moving), mine in of_class(memory).groupby(["kind", "class"], sort=False):
@@ -167,12 +168,12 @@ def other_tools_errors(found: pd.DataFrame, sources: Mapping[str, str]) -> pd.Da
 
 
 def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
-    """What fitted and what did not, published and predicted, by source."""
+    """Return what fitted and what did not, published and predicted, by source."""
     runs = found.drop_duplicates(RUN).copy()
     spoken = found[found["quantity"].eq("outcome")].drop_duplicates(RUN).set_index(RUN)["measured_outcome"]
     runs["was"] = [spoken.get((place, run), "ok") for place, run in zip(runs["place"], runs["run"], strict=True)]
     runs = runs[runs["outcome"].isin(["ok", "oom", "host_oom"])]
-    runs = runs.drop_duplicates(["title", "trial_id", "was"])  # two runs that are one trial are told apart by nothing
+    runs = runs.drop_duplicates(["title", "trial_id", "was"])  # two runs of one trial cannot be told apart
     runs["is"] = runs["outcome"].replace("host_oom", "oom")
     lines = []
     for title, mine in runs.groupby("title", sort=False):
@@ -183,7 +184,7 @@ def of_outcomes(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
-    """Memory that was missed by more than `least`, and what is known of why."""
+    """Return the readings of memory with an error above `least`, and the known reasons."""
     missed = found[found["quantity"].isin(MEMORY) & (found["error"].abs() > least)]
     return pd.DataFrame(
         {
@@ -201,7 +202,7 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
 
 
 def _bounded(line: pd.Series[Any]) -> str:
-    """What the bounds say of a miss, or the limit."""
+    """Say whether a wrong reading lies between the bounds, or that it would exceed the limit."""
     if line["outcome"] != "ok":
         return "predicted to run out; this is what it would reserve without a limit"
     if pd.isna(line["between"]):
@@ -210,7 +211,7 @@ def _bounded(line: pd.Series[Any]) -> str:
 
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:
-    """Every reading that was predicted."""
+    """Return every reading that was predicted, as text."""
     return pd.DataFrame(
         {
             "source": line["title"],
@@ -241,12 +242,12 @@ def gib(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A signed share in percent, three digits at least."""
+    """Return a signed share in percent, three digits at least."""
     return "–" if value is None or pd.isna(value) else f"{100 * value:+.{_digits(value)}f} %"
 
 
 def size(value: float | None) -> str:
-    """The same without a sign."""
+    """Return a share in percent without a sign, three digits at least."""
     return "–" if value is None or pd.isna(value) else f"{100 * abs(value):.{_digits(value)}f} %"
 
 

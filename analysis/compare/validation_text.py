@@ -1,4 +1,4 @@
-"""What `vramsweep validate` prints: the short tables, every reading where they are few, and how much was left out.
+"""The output of `vramsweep validate`: short tables, every reading if they are few, and how much was left out.
 
 benchmarks/validation_page.py writes all tables as a page.
 """
@@ -13,12 +13,12 @@ from vramsweep.analysis.compare import validation
 from vramsweep.analysis.compare.validation import RUN, Validation
 from vramsweep.harness.messages.console import Console, make_table
 
-MOST = 8  # reasons
+MOST = 8  # reasons that are printed
 FEW = 20  # readings that are shown one by one
 
 
 def format_validation(made: Validation) -> str:
-    """Return it as text; commands of a terminal that names hold are escaped."""
+    """Return the tables as text; terminal commands in names are escaped."""
     stream = StringIO()
     console = Console(file=stream, width=max(Console().width, 120))
     found = made.readings[~made.readings["again"]]

@@ -1,7 +1,7 @@
-"""Two sets of rows against each other: paired by equal settings, memory within a tolerance, speed by an interval.
+"""Comparison of two sets of rows: paired by equal settings, memory within a tolerance, speed by an interval.
 
-An axis that is constant in each set but not the same in both (allocator, runner, ...) is what is compared; all others
-must be equal for two rows to make a pair, but where foreign rows come from. Every verdict is about B as seen from A,
+An axis that is constant in each set but differs between them (allocator, runner, ...) is what is compared. All others
+must be equal for two rows to make a pair, except the source of imported rows. Every verdict is about B as seen from A,
 with its reason.
 """
 
@@ -26,7 +26,7 @@ from vramsweep.harness.messages.errors import UserError
 TOLERANCE = 0.005  # of memory, relative: less than what two runs of one setting on two machines differ by
 BLOCK = 2 * MIB  # the allocator reserves in steps of it (kSmallBuffer, kRoundLarge in c10/cuda/CUDACachingAllocator)
 MARGIN = 0.01  # of speed, relative
-ALMOST = 0.95  # share of the pairs that a verdict over all of them holds for
+ALMOST = 0.95  # least share of the pairs that has the verdict over all of them
 DRAWS = 4999
 SEED = 20_240_917
 _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
@@ -34,9 +34,9 @@ _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 @dataclass(frozen=True)
 class Memory:
-    """EQUAL, SMALLER, LARGER or AMBIGUOUS; `a` and `b` are medians in bytes, null where it ran out of memory.
+    """EQUAL, SMALLER, LARGER or AMBIGUOUS; `a` and `b` are medians in bytes, null if memory ran out.
 
-    `apart`: how many bytes any run of one side is at most from any of the other; 0 where all are the same.
+    `apart` is the most bytes between any run of one side and any of the other; 0 if all are the same.
     """
 
     metric: str
@@ -78,9 +78,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class Single:
-    """A combination that only one set (`side`, "a" or "b") has: medians of memory in bytes, tokens/s.
+    """A combination that only one set (`side`, "a" or "b") has: median bytes of memory, geometric mean of tokens/s.
 
-    `memory` is empty where it ran out of it.
+    `memory` is empty if it ran out.
     """
 
     side: str
@@ -103,10 +103,10 @@ class Extreme:
 
 @dataclass(frozen=True)
 class OverAll:
-    """The verdict on one quantity over all pairs; `change` is the geometric mean of B/A, less 1.
+    """The verdict on one quantity over all pairs; `change` is the geometric mean of B/A, minus 1.
 
-    `counts` are the pairs of each verdict, `apart` the most of any pair (bytes), `least` and `most` the pairs of the
-    smallest and largest B/A.
+    `counts` are the pairs of each verdict, `apart` is the most of any pair (bytes), `least` and `most` are the pairs of
+    the smallest and largest B/A.
     """
 
     metric: str
@@ -135,28 +135,28 @@ class Comparison:
 
     @property
     def only_a(self) -> int:
-        """Combinations that only A has."""
+        """Number of combinations that only A has."""
         return sum(one.side == "a" for one in self.unpaired)
 
     @property
     def only_b(self) -> int:
-        """Combinations that only B has."""
+        """Number of combinations that only B has."""
         return sum(one.side == "b" for one in self.unpaired)
 
     @property
     def worse(self) -> bool:
-        """Whether B needs more memory in any pair or is slower over all: what a CI job should fail on."""
+        """Verdict for a CI job, which should fail if B needs more memory in any pair or is slower over all."""
         larger = any(m.verdict == "LARGER" for pair in self.pairs for m in pair.memory)
         return larger or self.speed.verdict == "SLOWER"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return plain data."""
         return {**asdict(self), "only_a": self.only_a, "only_b": self.only_b, "worse": self.worse}
 
 
 @dataclass(frozen=True)
 class _Side:
-    """What one set has of one combination: values of its finished runs, and whether a run ran out of memory."""
+    """One set's part of a combination: values of its finished runs, and whether a run ran out of memory."""
 
     memory: Mapping[str, Array]
     logs: Array  # of tokens/s
@@ -181,8 +181,8 @@ class _Cell:
 def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: float = TOLERANCE) -> Comparison:
     """Pair and judge. Memory that differs by at most `tolerance` of A's (reserved: or a block of 2 MiB) is EQUAL.
 
-    With tolerance 0 a byte makes a difference. Raises UserError when nothing can be paired, or measured rows stand
-    against predicted ones.
+    With tolerance 0, one byte makes a difference. Raises UserError if nothing can be paired, or if measured rows would
+    be compared with predicted ones.
     """
     cells, differs = _cells(a, b, names)
     pool, freedom = _run_noise(cells)
@@ -208,12 +208,12 @@ def compare(a: Table, b: Table, names: tuple[str, str] = ("A", "B"), tolerance: 
 
 
 def allowed(metric: str, a: float, tolerance: float) -> float:
-    """Bytes by which B may differ from A's `a` and still count as EQUAL."""
+    """Return the bytes by which B may differ from A's `a` and still count as EQUAL."""
     return max(tolerance * a, BLOCK if metric == "peak_reserved_bytes" and tolerance > 0 else 0)
 
 
 def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dict[str, tuple[str, str]]]:
-    """Every combination of settings with what either set has of it, in order, and what differs between the sets."""
+    """Return every combination of settings with each set's part of it, in order, and what differs between the sets."""
     both = pd.concat([a.frame[_needed(a)].assign(_set="a"), b.frame[_needed(b)].assign(_set="b")], ignore_index=True)
     both = both[both["outcome"].isin(["ok", "oom"])].reset_index(drop=True)
     predicted = [set((rows["device"] == "simulated").fillna(False)) for _, rows in both.groupby("_set")]
@@ -246,7 +246,7 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
 
 
 def _apart(filled: pd.DataFrame) -> list[str]:
-    """The columns that vary, without those that only say again what one before them says."""
+    """Return the columns that vary, without those that only repeat one before them."""
     found: dict[bytes | str, str] = {}
     for key in map(str, filled.columns[filled.nunique() > 1]):
         same = key if key in ("seq_len", "micro_batch") else pd.factorize(filled[key])[0].tobytes()
@@ -259,7 +259,7 @@ def _needed(table: Table) -> list[str]:
 
 
 def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
-    """From positions of rows to what they hold."""
+    """Return a function from positions of rows to what they hold."""
     ok, oom = (both["outcome"].eq(outcome).to_numpy(bool) for outcome in ("ok", "oom"))
     memory = {name: both[name].to_numpy(float, na_value=np.nan) for name in _EXACT}
     speeds = both["tokens_per_s"].to_numpy(float, na_value=np.nan)
@@ -276,7 +276,7 @@ def _reader(both: pd.DataFrame) -> Callable[[Any], _Side]:
 
 
 def _axes(both: pd.DataFrame, names: Iterable[str]) -> tuple[dict[str, tuple[str, str]], list[str]]:
-    """What is compared (constant in each set, different between them), and the axes that must be equal."""
+    """Return what is compared (constant in each set, different between them), and the axes that must be equal."""
     differs: dict[str, tuple[str, str]] = {}
     equal = []
     for name in names:
@@ -304,7 +304,7 @@ def _memory_of_pair(pair: Pair, metric: str) -> Memory | None:
 
 
 def _memory_metrics(a: _Side, b: _Side) -> list[str]:
-    """Counters that both sides know and that repeat exactly: the resident set of a CPU process does not."""
+    """Return the counters that both sides know and that repeat exactly; the resident set of a CPU process does not."""
     return [
         name
         for name in _EXACT
@@ -345,13 +345,13 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
 
 
 def _change(a: float, b: float) -> str:
-    """`3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
+    """Return `3.20 GiB to 3.10 GiB (-0.10 GiB, -3.12 %)`."""
     share, apart = format_difference.size(b / a - 1 if a else 0.0), format_difference.in_bytes(b - a)[0]
     return f"{' to '.join(format_difference.in_bytes(a, b, signed=False))} ({apart}, {share})"
 
 
 def _memory_over_all(metric: str, pairs: Sequence[Pair]) -> OverAll:
-    """The verdict of nearly all pairs; where A or B ran out of memory in some, of all that are not EQUAL."""
+    """Return the verdict of nearly all pairs; else, or if memory ran out in some, that of all that are not EQUAL."""
     mine = [(pair, m) for pair in pairs if (m := _memory_of_pair(pair, metric)) is not None]
     counts = _counts([m.verdict for _, m in mine], ("EQUAL", "SMALLER", "LARGER", "AMBIGUOUS"))
     most = max(counts, key=lambda verdict: counts[verdict])
@@ -371,14 +371,14 @@ def _counts(verdicts: Sequence[str], order: Sequence[str]) -> dict[str, int]:
 
 
 def _logs(changes: Sequence[float]) -> Array:
-    """ln(B/A) of each B/A - 1, finite also where that rounds to -1."""
+    """Return ln(B/A) of each B/A - 1, finite even if that rounds to -1."""
     return np.log1p(np.maximum(changes, -1 + np.finfo(float).epsneg))
 
 
 def _over_all(
     metric: str, verdict: str, counts: Mapping[str, int], pairs: int, changes: Sequence[tuple[float, float, Pair]]
 ) -> OverAll:
-    """With sizes: the geometric mean of B/A, and the pairs of the smallest and the largest."""
+    """Return the verdict with sizes: the geometric mean of B/A, and the pairs of the smallest and the largest."""
     reason = ", ".join(f"{v.lower()} in {n:,}" for v, n in counts.items()) + f" of {pairs:,} pair{'s' * (pairs != 1)}"
     if not changes:
         return OverAll(metric, verdict, reason, counts)
@@ -392,7 +392,7 @@ def _over_all(
 
 
 def _speeds(pairs: Sequence[Pair]) -> OverAll | None:
-    """How many pairs have which verdict on speed, with sizes; None where no pair knows its speed."""
+    """Return how many pairs have which verdict on speed, with sizes; None if no pair knows its speed."""
     changes = [(p.speed.b / p.speed.a - 1, p.speed.b - p.speed.a, p) for p in pairs if p.speed.a and p.speed.b]
     if not changes:
         return None
@@ -401,7 +401,7 @@ def _speeds(pairs: Sequence[Pair]) -> OverAll | None:
 
 
 def _run_noise(cells: Sequence[_Cell]) -> tuple[Array, int]:
-    """How much log tokens/s of repeats deviate from their mean, over all settings, and the degrees of freedom."""
+    """Return deviations of repeats' log tokens/s from their mean, over all settings, and the degrees of freedom."""
     found: list[Array] = [np.empty(0)]
     freedom = 0
     for cell in cells:
@@ -415,7 +415,7 @@ def _run_noise(cells: Sequence[_Cell]) -> tuple[Array, int]:
 def _speed(
     a: _Side, b: _Side, pool: Array, freedom: int, random: np.random.Generator
 ) -> tuple[Speed, Array | float | None]:
-    """The verdict of one pair, and its bootstrap draws of log(B/A): run-to-run noise is drawn from all repeats."""
+    """Return the verdict of one pair, and its bootstrap draws of log(B/A), with run-to-run noise from all repeats."""
     known: dict[str, Any] = {n: float(np.exp(s.logs.mean())) for n, s in (("a", a), ("b", b)) if len(s.logs)}
     if len(known) < 2:
         return Speed("AMBIGUOUS", _no_speed(a, b), **known), None
@@ -439,7 +439,7 @@ def _no_speed(a: _Side, b: _Side) -> str:
 
 @lru_cache(maxsize=64)
 def _student(freedom: int) -> float:
-    """How much wider an interval must be when the spread itself comes from few runs."""
+    """Return how much wider an interval must be because the spread itself comes from few runs."""
     return float(stats.t.ppf(0.975, freedom) / stats.norm.ppf(0.975))
 
 
@@ -456,7 +456,7 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
 
 
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:
-    """The geometric mean over pairs: from run-to-run noise if there were repeats, else from the spread over pairs."""
+    """Judge the geometric mean over pairs: by run-to-run noise if there were repeats, else by the spread over pairs."""
     centres = _logs([s.change for s in speeds if s.change is not None])
     if not (n := len(centres)):
         return Speed("AMBIGUOUS", "no speed measured on both sides")

@@ -1,4 +1,4 @@
-"""A comparison in words: verdicts over all pairs first, what changes along the axis, then the pairs."""
+"""A comparison in words: verdicts over all pairs first, then changes along the axis, then the pairs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from vramsweep.analysis.compare.verdicts import MARGIN, Comparison, OverAll, Pai
 from vramsweep.analysis.data.groups import label
 from vramsweep.analysis.data.metrics import METRICS
 
-MOST = 12  # pairs, and lines of pairs, that are shown unless all are asked for
+MOST = 12  # pairs, and sentences of a quantity, that are shown at most; --all shows every pair
 UNITS = {"seq_len": "token", "micro_batch": "sample", "tokens": "token"}
 TITLES = {"seq_len": "sequence length", "micro_batch": "micro-batch", "tokens": "tokens per micro-batch"}
 
 
 def text(comparison: Comparison, along: Along, every: bool = False) -> str:
-    """For a terminal: what differs, the verdicts over all, trends and changes, and pairs: 12, or every one."""
+    """Return text for a terminal: what differs, verdicts over all, trends and changes, and pairs: 12, or every one."""
     c = comparison
     lines = [f"A {c.a}", f"B {c.b}"]
     lines += [f"  {name}: {a} in A, {b} in B" for name, (a, b) in c.differs.items()]
@@ -54,7 +54,7 @@ def _range(pairs: Sequence[Pair], axis: str | None) -> str:
 
 
 def over_all(one: OverAll, tolerance: float) -> str:
-    """`SMALLER: smaller in 4 of 4 pairs; geometric mean -5.2 %; from ... to ...`."""
+    """Return `SMALLER: smaller in 4 of 4 pairs; geometric mean -5.2 %; from ... to ...`."""
     exact = one.verdict != "EQUAL" or one.apart == 0
     within = "" if exact else f" within {100 * tolerance:g} %"
     if not exact and one.metric == "peak_reserved_bytes":
@@ -63,7 +63,7 @@ def over_all(one: OverAll, tolerance: float) -> str:
 
 
 def _reach(one: OverAll) -> str:
-    """The sizes of the smallest and the largest B/A, and where they are."""
+    """Return the sizes of the smallest and the largest B/A, and where they are."""
     if one.least is None or one.most is None or one.least.settings == one.most.settings:
         return ""
     ends = (one.least, one.most)
@@ -81,7 +81,7 @@ def _reach(one: OverAll) -> str:
 
 
 def sentences(along: Along, quantity: str, most: int = MOST) -> list[str]:
-    """What is claimed of one quantity (a column of memory, or tokens_per_s): trends, then changes."""
+    """Return the claims on one quantity (a column of memory, or tokens_per_s): trends, then changes."""
     said = [
         _trend(trend, along) + _settings(trend.settings)
         for trend in along.trends
@@ -120,7 +120,7 @@ def _trend(trend: Trend, along: Along) -> str:
 
 
 def _level(one: Level, along: Along) -> str:
-    """`the same up to about 200 tokens (95 % interval 170 to 231), from there 2.1 % to 6.4 % faster`."""
+    """Return `the same up to about 200 tokens (95 % interval 170 to 231), from there 2.1 % to 6.4 % faster`."""
     speed = one.quantity == SPEED
     ends = sorted(abs(end) for end in (one.after_low, one.after_high))
     show = format_difference.speed if speed else format_difference.size
@@ -135,12 +135,12 @@ def _level(one: Level, along: Along) -> str:
 
 
 def place_of(one: Level, along: Along) -> str:
-    """Return the place of a change, `200 tokens`."""
+    """Return the position of a change, `200 tokens`."""
     return _describe_places(one.at, UNITS[str(along.axis)])
 
 
 def _place(one: Place, along: Along) -> str:
-    """`it drops by 983.0 MiB at 722 tokens`, `13.0 % less from 797 to 838 tokens, and back`."""
+    """Return `B over A drops by 983.0 MiB at 722 tokens`, or `... dips by 13.0 % from 797 to 838 tokens, and back`."""
     unit = UNITS[str(along.axis)]
     if one.unit == "bytes":
         size = format_difference.in_bytes(abs(one.size), signed=False)[0]
@@ -157,6 +157,6 @@ def _describe_places(x: float, unit: str) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, and all of those before the point."""
+    """Format a value with three digits, and all of those before the point."""
     digits = max(0, 2 - int(np.floor(np.log10(abs(value))))) if value else 0
     return f"{round(value, digits):,.{digits}f}".removesuffix("." + "0" * digits)
