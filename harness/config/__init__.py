@@ -1,5 +1,5 @@
 """Hydra in and out: words to resolved configurations, and a trial back to words.
 
-In: overrides and YAML. Out: plain values of trials, words that repeat a trial, what can be set.
+In: overrides and YAML. Out: plain values of trials, words that repeat a trial, the list of settings.
 It must not run anything.
 """

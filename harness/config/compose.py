@@ -1,9 +1,7 @@
-"""From the words of a command line to the configurations of its trials, by Hydra: presets, cases, sweepers.
+"""Composition by Hydra: from the words of a command line to the configurations of its trials; presets, cases, sweepers.
 
-Hydra calls back what it is given, a `HydraTask`: with all configurations at once (through hydra_plugins/vramsweep),
-which are only collected, or batch by batch where a sweeper looks at what came out, which the sweep's session answers.
-Not covered: the words themselves (overrides.py), a configuration's plain values (resolve_config.py), what is done with
-the trials.
+Hydra calls a `HydraTask`, either once with all configurations (through hydra_plugins/vramsweep), or batch by batch.
+All at once are only collected. Batches come from a sweeper that looks at results; the sweep's session answers them.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Answer, Session
 
-DEVICE = "vramsweep.device"  # what conf/config.yaml refers to
+DEVICE = "vramsweep.device"  # the resolver that conf/config.yaml refers to
 
 
 class HydraTask:
-    """Takes the configurations of one command line from Hydra. `session` answers those that come in batches.
+    """The task that Hydra calls with the configurations of one command line; `session` answers those in batches.
 
-    `configs` are those that came at once, of a preset's cases where `of_cases` is true; `mistake` ended Hydra.
+    `configs` are those that came at once; `of_cases`: they are a preset's; `mistake` is the error that ended Hydra.
     """
 
     def __init__(self, session: Session) -> None:
@@ -51,9 +49,9 @@ class HydraTask:
         self.take([(config, {})])
 
     def take(self, jobs: Sequence[Job], whole: bool = True) -> list[Answer]:
-        """Collect all configurations of the command; answer them now where they are one batch of several (not `whole`).
+        """Collect the command's `whole` configurations, or let the session answer one batch; return the answers.
 
-        A UserError ends Hydra with status 2, because Hydra would bury it in a traceback; `compose` raises it again.
+        A UserError becomes SystemExit(2), because Hydra would bury it in a traceback. `compose` raises it again.
         """
         try:
             configs = self.plain_values(jobs)
@@ -77,13 +75,13 @@ class HydraTask:
             return resolve_config.plain_values(jobs)
 
     def detect(self) -> str:
-        """Return the device that `auto` stands for here, and remember that it was asked for."""
+        """Return the device that `auto` stands for on this machine; record in the session that `auto` was used."""
         self.session.detected = detect()
         return self.session.detected
 
 
 def _look_at_models(configs: Sequence[Mapping[str, Any]]) -> None:
-    """Fill in the positions that config.json files name. Raise UserError for a model that no trial here could read."""
+    """Set missing `max_positions` from config.json. Raises UserError for a missing model, except on a cluster."""
     here = [one for one in configs if (one.get("cluster") or {}).get("name", "none") == "none"]
     for path in {one["model"].get("path"): None for one in here if isinstance(one["model"], Mapping)}:
         if path and (missing := _describe_missing_model(str(path))):
@@ -94,16 +92,16 @@ def _look_at_models(configs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def read_positions(path: str, given: Mapping[str, Any]) -> int | None:
-    """Return how many positions a model's config.json has, or `given` in its place; None where none is at hand."""
+    """Return the number of positions in a model's config.json, where keys of `given` win; None if it is unknown."""
     file = hub_models.find_config(path)
     config = {**((file and plain_json.read_object(file)) or {}), **given}
-    found = config.get("max_position_embeddings", config.get("n_positions"))  # as GPT-2 and its like call it
+    found = config.get("max_position_embeddings", config.get("n_positions"))  # n_positions: as in GPT-2
     return found if type(found) is int and found > 0 else None
 
 
 @cache
 def _describe_missing_model(path: str) -> str | None:
-    """Say what to do about a model that is no folder with config.json, nor in the hub, which is asked; else None."""
+    """Return a message if `path` is neither a folder with config.json nor in the hub, which is queried; else None."""
     with Activity(f"looking for {path}"):
         why = hub_models.find_problem(path)
     if why is None:
@@ -126,9 +124,9 @@ OmegaConf.register_new_resolver(DEVICE, detect, replace=True)
 
 
 def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> list[dict[str, Any]]:
-    """Return the configurations of a command line; none where the words only ask for help, or came in batches.
+    """Return the configurations of a command line; none if the words only ask for help, or if they came in batches.
 
-    The session has answered those batches. Raises UserError for a mistake, and what the session's answer raises.
+    The session has answered such batches. Raises UserError for a mistake, and whatever the session's answer raises.
     """
     args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:
@@ -157,7 +155,7 @@ def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> li
         task.of_cases = bool(cases)
         for case in cases:
             _compose_case(args, parser, case, options, task)
-    except SystemExit as end:  # how Hydra ends after --help, and a task after a mistake
+    except SystemExit as end:  # Hydra ends so after --help, and a task after a mistake
         if task.mistake is not None:
             raise task.mistake from None
         if end.code:
@@ -168,9 +166,9 @@ def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> li
 
 
 def resolve(argv: Sequence[str], verb: str = "sweep", action: str = "resolve", suffix: str | None = None) -> Session:
-    """Return the trials that a command line names, none of which is run, with their settings and their folder.
+    """Return a session with the trials that a command line names, their settings and their folder; run none of them.
 
-    The session has none where the words only ask for help. `suffix` ends the folder's name. Raises UserError.
+    It has no trials if the words only ask for help. `suffix` ends the folder's name. Raises UserError.
     """
     session = Session(argv, suffix, verb=verb)
     if configs := compose(argv, verb, action, session):
@@ -179,9 +177,10 @@ def resolve(argv: Sequence[str], verb: str = "sweep", action: str = "resolve", s
 
 
 def _preset(args: argparse.Namespace) -> list[str]:
-    """The overrides without `device=auto`, which is the default, and with `sweep=auto` made the device's own preset.
+    """Return the overrides without `device=auto`, the default, and with `sweep=auto` replaced by the device's preset.
 
-    The default gives way to a file of the user's that chooses a device; an override would not.
+    A user's file can choose another device than the default, but not than an override. Raises UserError for
+    `sweep=auto` with several devices.
     """
     words = [word for word in args.overrides if word != "device=auto"]
     if "sweep=auto" not in words:
@@ -198,10 +197,10 @@ def _preset(args: argparse.Namespace) -> list[str]:
 
 
 def _cases(args: argparse.Namespace, session: Session) -> tuple[list[str], dict[str, str]]:
-    """The cases of the preset that these words name, each a line of words, and the options that the preset chooses;
-    none where it has none, or none is named. The session has its name then.
+    """Return the cases of the preset that these words name, each a line of words, and the options that it chooses.
 
-    Raises UserError where they are something else.
+    Both are empty if no preset is named. If the preset has cases, the session gets its name. Raises UserError for cases
+    that are no list of lines, for several presets, and for `cases=` next to a preset's own.
     """
     if not (named := [word for word in args.overrides if word.startswith("sweep=")]):
         return [], {}
@@ -224,9 +223,9 @@ def _cases(args: argparse.Namespace, session: Session) -> tuple[list[str], dict[
 def _compose_case(
     args: argparse.Namespace, parser: argparse.ArgumentParser, case: str, options: Mapping[str, str], task: HydraTask
 ) -> None:
-    """Let Hydra expand one case, as with -m, into the task. The command line's own words win over the case's.
+    """Let Hydra expand one case, as with -m, into the task. The command line's words win over the case's.
 
-    Raises UserError for a mistake, which names the case unless it is about the command line's words.
+    Raises UserError for a mistake. The message names the case unless it is about the command line's words.
     """
     own = args.overrides
     one = argparse.Namespace(**(vars(args) | {"multirun": True, "run": False}))
@@ -244,8 +243,11 @@ def _compose_case(
 
 
 def _remaining_words(case: Sequence[str], own: Sequence[str], options: Mapping[str, str]) -> list[str]:
-    """The words of a case that the command line's own leave: not those for the same settings, nor what lies below an
-    option (device.gpu) where another one of its group is chosen; `options` are the preset's, a case may choose."""
+    """Return the words of a case that the command line's `own` words do not override.
+
+    An own word overrides the same setting. An own option also overrides words below the option that it replaces
+    (device.gpu). `options` are the preset's choices by group; a case may choose others.
+    """
     said = dict(map(_setting, own))
     options = {**options, **dict(map(_setting, case))}
     gone = {f"{key}." for key, value in said.items() if options.get(key) != value}

@@ -1,7 +1,6 @@
-"""The files of conf/ as text: which settings they have, with defaults and comments, and the options of each group.
+"""The files of conf/ read as text: their settings with defaults and comments, and the options of each group.
 
-Light, so that a mistyped name is refused before anything heavy is imported. Not covered: what a setting can be, and
-what its column says of it (settings_reference.py).
+It imports nothing heavy, so that a mistyped name is refused before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from functools import cache
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-AUTO = ("device", "sweep")  # groups of which "auto" is an option too: what this machine has
-TITLES = {  # sections of conf/config.yaml by how their comment begins
+AUTO = ("device", "sweep")  # groups with a further option "auto": what this machine has
+TITLES = {  # of the sections of conf/config.yaml, by the beginning of their comment
     "the trial": "The trial",
     "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
     "the sweep": "The sweep: nothing here changes what is measured",
@@ -27,7 +26,7 @@ _OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")
 
 @dataclass(frozen=True)
 class Written:
-    """One setting of a file: its whole key, its default as it is written, its comment, and the section it is in."""
+    """One setting of a file: its full key, its default as written, its comment and its section."""
 
     key: str
     default: str
@@ -37,7 +36,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Option:
-    """One GROUP=NAME, a file of conf/GROUP or an entry that needs none; `line` is the first sentence of `meaning`."""
+    """One GROUP=NAME: a file of conf/GROUP, or an entry without one. `line` is the first sentence of `meaning`."""
 
     name: str
     line: str
@@ -46,13 +45,13 @@ class Option:
 
 @cache
 def chosen_options() -> dict[str, str]:
-    """Return the option that conf/config.yaml chooses of each group."""
+    """Return the option that conf/config.yaml chooses, by group."""
     return dict(re.findall(r"^  - (\w+): (\S+)", (CONF / "config.yaml").read_text(), re.MULTILINE))
 
 
 @cache
 def written_defaults() -> dict[str, str]:
-    """Return the key of every setting that a file of conf/ has, those of groups in full, with a default of it."""
+    """Return a default of every setting by full key: those of conf/config.yaml, and the commented ones of groups."""
     own = {one.key: one.default for one in read_settings(CONF / "config.yaml") if one.section in TITLES.values()}
     below = (read_settings(file, name) for name in chosen_options() for file in (CONF / name).glob("*.yaml"))
     return own | {one.key: one.default for found in below for one in found if "." in one.key and one.comment}
@@ -60,19 +59,19 @@ def written_defaults() -> dict[str, str]:
 
 @cache
 def whole_numbers() -> frozenset[str]:
-    """Return the settings of a trial that are whole numbers: by their defaults, and as no unit is in their names."""
+    """Return the trial settings that are whole numbers: their default is one, and their name has no unit (_gib)."""
     sweeps = {one.key for one in read_settings(CONF / "config.yaml") if one.section == TITLES["the sweep"]}
     whole = {key for key, default in written_defaults().items() if default.isdigit() and not key.endswith("_gib")}
     return frozenset(whole - sweeps)
 
 
 def file_names(group: str) -> list[str]:
-    """Return the options of a group that are files."""
+    """Return the names of a group's options that are files."""
     return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
 
 
 def read_option(file: Path) -> Option:
-    """Return what the first lines of an option's file say."""
+    """Return the option that the first lines of its file describe."""
     head = itertools.takewhile(lambda line: line.startswith("#"), file.read_text().splitlines())
     meaning = " ".join(line.lstrip("# ") for line in head if not line.startswith("# @package"))
     first = re.sub(r": `[^`]*`$", "", meaning.partition(". ")[0].rstrip("."))
@@ -81,14 +80,14 @@ def read_option(file: Path) -> Option:
 
 @cache
 def hub_ids() -> dict[str, str]:
-    """Return the built-in model of each hub id (in lower case), which the heads of conf/model/*.yaml name."""
+    """Return the built-in model by hub id (lower case); the first lines of conf/model/*.yaml name the ids."""
     models = map(read_option, sorted((CONF / "model").glob("*.yaml")))
     named = ((one.name, found[1].split(", ")) for one in models if (found := _OF_HUB.search(one.meaning)))
     return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
 
 
 def read_settings(file: Path, prefix: str = "") -> list[Written]:
-    """Return the settings of a file, with their comments; those of a node below theirs."""
+    """Return the settings of a file with their comments. Keys begin with `prefix`, unless the file is of _global_."""
     whole = "# @package _global_" in file.read_text()
     found: list[Written] = []
     node, section = "", ""
@@ -96,7 +95,7 @@ def read_settings(file: Path, prefix: str = "") -> list[Written]:
         if line.startswith("# "):
             section = next((title for begin, title in TITLES.items() if line[2:].startswith(begin)), section)
             continue
-        if line.lstrip().startswith("# ") and found:  # goes on with the comment above
+        if line.lstrip().startswith("# ") and found:  # continues the comment above
             last = found.pop()
             found.append(dataclasses.replace(last, comment=f"{last.comment} {line.strip()[2:]}".strip()))
             continue

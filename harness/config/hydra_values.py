@@ -1,4 +1,4 @@
-"""Values in Hydra's grammar for overrides: written, and told apart at their commas."""
+"""Values in Hydra's grammar for overrides: writing a value, and splitting values at their commas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE = re.compile(rf"{QUOTED.pattern}|\([^()]*\)|\[[^\[\]]*\]|\{{[^{{}}]*\}}")
 
 
 def value(of: Any) -> str:
-    """A value in Hydra's grammar for overrides: quoted wherever it could be read as something else."""
+    """Return a value in Hydra's override grammar, quoted if ambiguous. Raises UserError for a key it cannot express."""
     if of is None or isinstance(of, bool):
         return "null" if of is None else str(of).lower()
     if isinstance(of, (int, float)):
@@ -31,12 +31,12 @@ def value(of: Any) -> str:
     text = str(of)
     if _PLAIN.fullmatch(text) and text.lower() not in ("null", "true", "false", "nan", "inf"):
         return text
-    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # else an interpolation
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)  # otherwise it would be an interpolation
     return "'" + re.sub(r"(\\*)('|$)", lambda m: m[1] * 2 + ("\\'" if m[2] else ""), text) + "'"
 
 
 def split_values(text: str) -> Iterator[str]:
-    """Yield what stands between the commas; not those in quotes or brackets."""
+    """Yield the texts between the commas; commas in quotes or brackets do not separate."""
     masked, changed = text, 1
     while changed:
         masked, changed = _WHOLE.subn(lambda match: "-" * len(match[0]), masked)

@@ -1,7 +1,6 @@
-"""Names as people type them, and what each can be, from conf/ and the tables: light, as a mistyped word is refused
-before anything heavy is imported.
+"""Names as people type them, and the values that each can have, from conf/ and the tables.
 
-Not covered: flags, ranges and models (typed_words.py), which values go together (trial_rules.py).
+It imports nothing heavy, so that a mistyped word is refused before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -19,33 +18,33 @@ from vramsweep.harness.spec import runner_table, shardings
 from vramsweep.harness.spec.techniques import catalog
 
 _WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("known_words.json").read_text("utf-8"))
-# What other tools call a setting, or one value of it, and what it is here: accepted, and said.
+# Our words by other tools' names of a setting, or of one value of it. Such names are accepted, and the user is told.
 ALIASES = {name: ours for ours, names in _WORDS["names of other tools"].items() for name in names.split()}
-# What is no setting, and where it is found; or left out, as neither memory nor speed of a step depends on it.
+# Names that are no settings: ignored, because memory and speed of a step do not depend on them, or found ELSEWHERE.
 LEFT_OUT = frozenset(_WORDS["no settings"].pop("left out").split())
 ELSEWHERE = {name: said for said, names in _WORDS["no settings"].items() for name in names.split()}
 
 
 @cache
 def setting_names() -> set[str]:
-    """Return every setting and group of conf/."""
+    """Return the names of all settings and groups of conf/."""
     return conf_files.written_defaults().keys() | set(conf_files.chosen_options())
 
 
 @cache
 def all_names() -> set[str]:
-    """Return every name that is understood, those of other tools included."""
+    """Return every name that is understood, including those of other tools."""
     return setting_names() | {name.partition("=")[0] for name in ALIASES} | LEFT_OUT
 
 
 def find_name(typed: str) -> str | None:
-    """Return the name that is meant, in any case and with dashes; None for no such."""
+    """Return the name that is meant, whatever its case and with - for _; None if there is none."""
     plain = typed.replace("-", "_")
     return next((name for name in (typed, plain, plain.casefold()) if name in all_names()), None)
 
 
 def find_model(typed: str) -> str | None:
-    """Return the one built-in model of this name, or that the hub calls so, whatever its case, dashes and dots."""
+    """Return the one built-in model with this name, ours or the hub's, in any case, dashes and dots; else None."""
     of_hub = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
     names = {name: name for name in conf_files.file_names("model")} | of_hub
     parts, *each = ([*re.findall(r"\d+(?:\.\d+)?b|\d+|[a-z]+", one.casefold())] for one in (typed, *names))
@@ -55,7 +54,7 @@ def find_model(typed: str) -> str | None:
 
 @cache
 def list_options(key: str) -> tuple[str, ...]:
-    """Return what a group or a setting can be, where files of conf/ or a table say it; else nothing."""
+    """Return the values of a group or setting that files of conf/ or a table list; otherwise an empty tuple."""
     if key == "device.gpu":
         return tuple(gpu.name for gpu in gpu_lookup.GPUS)
     files = conf_files.file_names(key) if key in conf_files.chosen_options() else []
@@ -65,11 +64,11 @@ def list_options(key: str) -> tuple[str, ...]:
 
 
 def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str]) -> str:
-    """Say what was probably meant by a name that is no setting; `flags` are the verb's own, by their names."""
+    """Return `said` with a guess at what an unknown name means; `flags` are the verb's own, by their names."""
     name = typed.replace("-", "_").casefold()
     if name in ELSEWHERE:
         return f"{said}; {ELSEWHERE[name]}"
-    others = sorted(all_names() - LEFT_OUT - setting_names())  # short words: the guess must begin as what was typed
+    others = sorted(all_names() - LEFT_OUT - setting_names())  # short words: guess only with the same first letter
     near = str(
         suggestions.find_closest(name, [*flags, *sorted(setting_names()), *(o for o in others if o[0] == name[:1])])
     )

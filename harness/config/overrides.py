@@ -1,7 +1,7 @@
-"""The words of a command line, between the user and Hydra: read, in today's names, refused where Hydra would take them
-otherwise than they are meant, and its errors in words that say what is allowed.
+"""The words of a command line, between the user and Hydra.
 
-Not covered: what is made of them (compose.py), what is said to a mistyped word (suggestions.py).
+In: words as typed. Out: words with today's names. Words that Hydra would take otherwise than meant are refused. Hydra's
+errors become messages that say what is allowed.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
 
 
 def today(override: str) -> str:
-    """An override by a name of version 0.1 (`runner.zero_stage=1,2`) in today's words; sizes and times as bare numbers
-    of the unit that their key is called after (device.memory_gib=24GiB); others as they are. Raises UserError."""
+    """Return an override of version 0.1 (`runner.zero_stage=1`) in today's words; others unchanged. Raises UserError.
+
+    A size or time (device.memory_gib=24GiB) becomes a bare number in the unit that its key names.
+    """
     key, _, value = override.partition("=")
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]
@@ -73,7 +75,7 @@ def today(override: str) -> str:
         return "optimizer=" + ",".join(migrations.OPTIMIZERS.get(v.strip(), v) for v in value.split(","))
     if key.startswith("runner.") and key.removeprefix("runner.") in migrations.MOVED:
         return override.removeprefix("runner.")
-    if any(f"{key.lstrip('+')}.".startswith(f"{place}.") for place in suggestions.OPEN):  # names and values of others
+    if any(f"{key.lstrip('+')}.".startswith(f"{place}.") for place in suggestions.OPEN):  # keys and values not ours
         return override
     named = [units.in_its_unit(key.lstrip("+"), one.strip()) for one in value.split(",")]
     return f"{key}={','.join(named)}" if named != [one.strip() for one in value.split(",")] else override
@@ -84,7 +86,7 @@ def _refuse(parser: argparse.ArgumentParser, message: str) -> NoReturn:
 
 
 def loader(args: argparse.Namespace) -> ConfigLoaderImpl:
-    """What Hydra itself will read: conf/ and the user's --config-dir before it."""
+    """Return a loader of what Hydra itself will read: the user's --config-dir, then conf/ or --config-path."""
     path = create_automatic_config_search_path(None, None, args.config_path or str(CONF))
     if args.config_dir is not None:
         own = f"file://{Path(args.config_dir).resolve()}"
@@ -93,7 +95,7 @@ def loader(args: argparse.Namespace) -> ConfigLoaderImpl:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise UserError for what Hydra would take, but not as it was meant, or would not take and not say why."""
+    """Raise UserError for secrets, and for words that Hydra would misread or refuse without a reason."""
     if said := redaction.secrets_problem(args.overrides):
         raise UserError(said)
     if args.config_dir is not None:
@@ -124,13 +126,13 @@ def check(args: argparse.Namespace) -> None:
 
 
 def several_trials(words: Sequence[str]) -> bool:
-    """Whether the words are a sweep's, as with -m: a setting has several values, or a preset says them."""
+    """Return whether the words name a sweep, as with -m: a setting has several values, or a preset is named."""
     parsed = _parsed(words)
     return any(one.is_sweep_override() or (one.key_or_group == "sweep" and _plain(one) != "none") for one in parsed)
 
 
 def _plain(override: Override | None) -> str | None:
-    """What the word says, quoted or not."""
+    """Return the word's value if it is a text, quoted or not; else None."""
     value = None if override is None else override.value()
     return value if isinstance(value, str) else None
 
@@ -140,13 +142,13 @@ def _allowed(group: str, options: Sequence[str]) -> list[str]:
 
 
 def _depth(override: str) -> int:
-    """Count how many brackets and braces of an override are open at once, those in quotes left out."""
+    """Return the largest number of brackets and braces open at once in an override, not counting those in quotes."""
     bare = re.sub(r"""(["'])(?:\\.|(?!\1)[^\\])*\1""", "", override)
     return max(itertools.accumulate((char in "[{(") - (char in "]})") for char in bare), default=0)
 
 
 def _parsed(overrides: Sequence[str]) -> list[Override]:
-    most = yaml_guard.DEEPEST  # which is less than Hydra and OmegaConf can, as deep as the caller's stack may be
+    most = yaml_guard.DEEPEST  # fewer than Hydra and OmegaConf can read, however deep the caller's stack is
     if any(_depth(one) > most for one in overrides):
         raise UserError(f"a setting is nested too deep: more than {most} lists and objects in one another")
     try:
@@ -171,7 +173,7 @@ def variable(name: str, value: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(overrides: Sequence[str]) -> Iterator[None]:
-    """Turn what Hydra raises in the block into a UserError; with HYDRA_FULL_ERROR=1 it stays as it is."""
+    """Turn Hydra's errors in the block into a UserError; with HYDRA_FULL_ERROR=1 leave them as they are."""
     if os.environ.get(FULL_ERROR) == "1":
         yield
         return
@@ -191,11 +193,11 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
 
 
 def _explanation(error: Exception, overrides: Sequence[str]) -> str:
-    """What was wrong, what is allowed and what to type, for one of Hydra's errors about these overrides."""
+    """Return a message for a Hydra error about these overrides: what was wrong, what is allowed, what to type."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__
     lines = [line.strip() for line in f"{error}\n{cause}".splitlines() if line.strip()]
     text = next(iter(lines), repr(error))
-    if text.startswith(("Error merging override", "Error in call to target")):  # why is said by what it was raised from
+    if text.startswith(("Error merging override", "Error in call to target")):  # the reason is in the cause
         return f"{text.rstrip(':')}: {next(iter(str(cause).strip().splitlines()), repr(cause))}"
     if isinstance(error, OverrideParseException):
         values = {key: list(known_words.list_options(key)) for key in ("sharding", "optimizer")}
@@ -219,18 +221,18 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     return text
 
 
-for _group, _name in settings_reference.unwritten():  # on import, as Hydra imports our plugin whenever it composes
+for _group, _name in settings_reference.unwritten():  # on import, because Hydra imports our plugin whenever it composes
     _node = {_group: _name if _group == "precision" else RunnerAxis(name=_name).model_dump()}
     ConfigStore.instance().store(_name, _node, group=_group, package="_global_", provider="vramsweep")
 
 
 def options() -> dict[str, list[str]]:
-    """The options of each of our config groups."""
+    """Return the options of each of our config groups."""
     return {group.name: sorted(one.name for one in group.options) for group in settings_reference.groups()}
 
 
 def keys() -> list[str]:
-    """Every setting of the default configuration by its full key, those of each group's default option included."""
+    """Return the full keys of all settings of the default configuration, including each group's default option."""
     path = create_automatic_config_search_path(None, None, str(CONF))
     config = ConfigLoaderImpl(path).load_configuration("config", [], RunMode.RUN)
 

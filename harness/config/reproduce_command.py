@@ -1,6 +1,6 @@
 """The command that runs a trial again: the way back from a resolved trial to Hydra's command line.
 
-What conf/ says already is left out, so the command is short and gives the same trial with the conf/ beside it.
+The command leaves out what conf/ says already, so it is short. It gives the same trial with the conf/ next to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.spec import trial_identity
 
-# Each config group, and the option to start from where the trial's own name is none of the group's options.
+# Each config group, and the option to start from if the trial's own name is not among the group's options.
 _GROUPS = {
     "model": "hub", "allocator": "custom", "runner": "torch", "precision": "bf16", "device": "cuda",
     "protocol": "quick",
@@ -29,9 +29,9 @@ _DERIVED = ("repeat", "fingerprints")
 
 
 def command(resolved: Mapping[str, Any], trial_id: str) -> str:
-    """`python -m vramsweep sweep ...` for a resolved trial, with a comment if that alone will not give its id again.
+    """Return `python -m vramsweep sweep ...` for a resolved trial; a comment says if that alone will not give its id.
 
-    Raises UserError where Hydra's grammar cannot say it.
+    Raises UserError if the trial lacks a group, or if Hydra's grammar cannot express it.
     """
     resolved = migrations.upgrade_layout(resolved)
     if missing := _GROUPS.keys() - resolved.keys():
@@ -60,7 +60,7 @@ def _option(group: str, wanted: Any) -> str:
 
 @cache
 def _composed(options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
-    """What Hydra composes from these options, missing values and interpolations as their text."""
+    """Return what Hydra composes from these options, with missing values and interpolations as text."""
     found = _read(CONF / "config.yaml")
     for group, option in options:
         file = CONF / group / f"{option}.yaml"
@@ -70,13 +70,13 @@ def _composed(options: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    node = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # as Hydra's reader says it; a test compares
+    node = yaml.safe_load(file.read_text(encoding="utf-8")) or {}  # reads as Hydra's reader does; a test compares them
     assert isinstance(node, dict)
     return {str(key): value for key, value in node.items()}
 
 
 def _changes(key: str, given: Any, wanted: Any, known: bool) -> Iterator[str]:
-    """The overrides that make the node `key`, now `given` if it is `known`, into what is wanted."""
+    """Yield the overrides that turn the node `key`, `given` if it is `known`, into `wanted`. Raises UserError."""
     if known and type(given) is type(wanted) and given == wanted:
         return
     if not known and key.startswith("model.") and trial_identity.ID_DEFAULTS.get(tuple(key.split(".")), key) is wanted:

@@ -1,7 +1,4 @@
-"""From Hydra's configurations to plain values, and what conf/ refers to in them.
-
-Not covered: how they are composed (hydra_plugins/vramsweep), what they say (plan.py, trial.py).
-"""
+"""Hydra's configurations turned into plain values, and the resolvers that conf/ refers to."""
 
 from __future__ import annotations
 
@@ -23,17 +20,17 @@ from vramsweep.harness.spec import command_template, deepspeed_config
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
 
-Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several may share, and values to set in it
+Job = tuple[DictConfig, dict[str, int]]  # a configuration, which several jobs may share, and values to set in it
 
 
 def plain_values(jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """Each job's plain values. Raises UserError for one that is missing and for a key that is not ours."""
+    """Return each job's plain values. Raises UserError for a missing value and for a key that is not ours."""
     resolved = {id(config): _resolved(config) for config in {id(config): config for config, _ in jobs}.values()}
     return [resolved[id(config)] | values for config, values in jobs]
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    """The configuration's plain values. Raises UserError for a value that is missing and for a key that is not ours."""
+    """Return the configuration's plain values. Raises UserError for a missing value, an unknown key and a secret."""
     try:
         values = OmegaConf.to_container(config, resolve=True, throw_on_missing=True)
     except MissingMandatoryValue as error:
@@ -61,20 +58,20 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
 
 
 def _target(target: str | None) -> str:
-    """`path/to/file.py:build` as a model's name: file.build. Where none is given another rule says so."""
+    """Return the model name file.build of `path/to/file.py:build`; a missing target is refused by another rule."""
     path, _, function = (target or "").rpartition(":")
     return f"{Path(path).stem}.{function}" if path else "target"
 
 
 def _from_deepspeed(axis: str, otherwise: Any, *, _root_: Any) -> Any:
-    """What the trial's ds_config says of an axis that is left alone; a file that is no such has nothing to say here."""
+    """Return the ds_config's value of an axis that is left alone, or `otherwise` without a readable one."""
     with contextlib.suppress(UserError):
         if path := _root_.get("ds_config"):
             return deepspeed_config.axes(deepspeed_config.read(str(path)), _root_.world_size).get(axis, otherwise)
     return otherwise
 
 
-# registered on import, as Hydra imports our plugin whenever it composes
+# registered on import, because Hydra imports our plugin whenever it composes
 OmegaConf.register_new_resolver("vramsweep.said", _from_deepspeed, replace=True)
 OmegaConf.register_new_resolver("vramsweep.target", _target, replace=True)
 OmegaConf.register_new_resolver("vramsweep.program", lambda of: command_template.program(of or ""), replace=True)

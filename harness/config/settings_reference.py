@@ -1,11 +1,8 @@
-"""What can be set, read from conf/: every setting with its default, what it means and what it can be, the options of
-each group, the presets. Help texts and the documentation are made from it, so there is no second list.
+"""The reference of settings, read from conf/: defaults, meanings and values of settings, options of groups, presets.
 
-A comment behind a value, and below it further in, says what the setting means; the first lines of a file what the
-option is; a comment of its own among the settings of conf/config.yaml begins a section. Techniques and cards are
-described in their own tables.
-
-Not covered: which values go together (trial.py), how words are read (overrides.py).
+Help texts and the documentation are made from it, so there is no second list. A comment behind a value, continued below
+it with more indent, is the setting's meaning. The first lines of a file describe the option. A comment of its own among
+the settings of conf/config.yaml begins a section. Techniques and GPUs are described in their own tables.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ OWN = "a hub id (ORG/NAME), or a folder with config.json"
 
 @dataclass(frozen=True)
 class Setting:
-    """One KEY=VALUE: its whole key, default as it is written, meaning, what it can be (empty: no list), its section."""
+    """One KEY=VALUE: its full key, default as written, meaning, possible values (empty: no list) and section."""
 
     key: str
     default: str
@@ -48,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """A group: its options, and the settings below it, as the option says them that describes them."""
+    """A group: its options, and the settings below it as the option describes them that describes most."""
 
     name: str
     options: tuple[Option, ...]
@@ -57,13 +54,13 @@ class Group:
 
 @cache
 def settings() -> tuple[Setting, ...]:
-    """The settings of conf/config.yaml that are no group's, in its order."""
+    """Return the settings of conf/config.yaml that belong to no group, in its order."""
     return tuple(one for one in _read(CONF / "config.yaml") if one.section in TITLES.values())
 
 
 @cache
 def unwritten() -> dict[tuple[str, str], str]:
-    """Options that are entries of a table and have no file, as all that one would say is the name; their meanings."""
+    """Return meanings by (group, name) of table entries that need no file, because it would only repeat the name."""
     entries: dict[str, Any] = {"runner": runner_table.RUNNERS, "precision": catalog.entries("precision")}
     found = {(group, one.name): one.meaning for group, table in entries.items() for one in table}
     return {(group, name): one for (group, name), one in found.items() if not (CONF / group / f"{name}.yaml").exists()}
@@ -71,32 +68,32 @@ def unwritten() -> dict[tuple[str, str], str]:
 
 @cache
 def groups() -> tuple[Group, ...]:
-    """The groups of conf/, in the order in which conf/config.yaml chooses of them."""
+    """Return the groups of conf/, in the order in which conf/config.yaml chooses from them."""
     return tuple(map(_group, chosen_options()))
 
 
 def every() -> tuple[Setting, ...]:
-    """All settings, those of groups too."""
+    """Return all settings, including those of groups."""
     return (*settings(), *(one for group in groups() for one in group.settings))
 
 
 def defaults() -> dict[str, str]:
-    """Every key that can be given as KEY=VALUE, with its default as it is written."""
+    """Return the default, as written, of every key that can be given as KEY=VALUE."""
     return {one.key: one.default for one in every()}
 
 
 def option(group: str, name: str) -> Option:
-    """One option of a group. Raises KeyError where there is none."""
+    """Return one option of a group. Raises KeyError if there is none."""
     return {one.name: one for of in groups() if of.name == group for one in of.options}[name]
 
 
 def of_option(group: str, name: str) -> dict[str, str]:
-    """What one option says of the settings below its group, as it is written, by their whole keys."""
+    """Return the values, as written, that one option gives to the settings below its group, by full key."""
     return {one.key: one.default for one in _read(CONF / group / f"{name}.yaml", group)}
 
 
 def values(key: str) -> tuple[str, ...]:
-    """What a setting can be, where that is a list; empty where it is a number or a text."""
+    """Return the possible values of a setting; empty if it is a number or a text."""
     if key in ("device.link", "device.interconnect"):
         return tuple(interconnects.link_names(key == "device.interconnect"))
     if named := known_words.list_options(key):
@@ -108,7 +105,7 @@ def values(key: str) -> tuple[str, ...]:
 
 
 def _kind(model: Any, path: list[str]) -> Any:
-    """The type of a field, by its path below a model; None where there is none."""
+    """Return the type of a field, by its path below a model; None if there is no such field."""
     field = model.model_fields.get(path[0]) if isinstance(model, type) and issubclass(model, BaseModel) else None
     if field is None or len(path) == 1:
         return None if field is None else field.annotation
@@ -119,14 +116,14 @@ def _group(name: str) -> Group:
     files = sorted((CONF / name).glob("*.yaml"))
     read = [[one for one in _read(file, name) if one.key.startswith(f"{name}.") and one.meaning] for file in files]
     found: dict[str, Setting] = {}
-    for own in sorted(read, key=len, reverse=True):  # the file that says most of its settings says what they are
+    for own in sorted(read, key=len, reverse=True):  # the file that describes most settings wins
         found = {one.key: one for one in own} | found
     more = (Option(option, meaning, meaning) for (group, option), meaning in unwritten().items() if group == name)
     return Group(name, (*map(read_option, files), *more), tuple(found.values()))
 
 
 def _read(file: Path, prefix: str = "") -> list[Setting]:
-    """The settings of a file with what they can be, and what a column of that name says where the file says nothing."""
+    """Return the settings of a file with their possible values; without a comment, with the meaning of their column."""
     columns = schema.BY_NAME
     return [
         Setting(one.key, one.default, one.comment or (columns[one.key].meaning if one.key in columns else ""),
@@ -136,7 +133,7 @@ def _read(file: Path, prefix: str = "") -> list[Setting]:
 
 
 def text() -> str:
-    """Settings, groups, presets and cards for a help text, of 100 columns."""
+    """Return settings, groups, presets and GPUs as a help text of 100 columns."""
     parts = ["Settings are KEY=VALUE, KEY=A,B or KEY=1..8 (every one), also --key VALUE; options are GROUP=NAME."]
     for title in TITLES.values():
         own = [_setting(one) for one in settings() if one.section == title]
@@ -161,7 +158,7 @@ def text() -> str:
 
 
 def commonest() -> str:
-    """The settings that are set most, each in a line: for a help text that fits a screen."""
+    """Return the settings that are set most, one a line, for a help text that fits a screen."""
     told = {one.key: one for one in every()}
     of = {group.name: tuple(one.name for one in group.options) for group in groups()}
     lines = ["The commonest settings, each with its default, and what it can be:"]

@@ -1,7 +1,7 @@
-"""Words as people type them, in the words of conf/: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B,
-seq_len=1..4096. Whatever is no setting is refused, before Hydra or anything else that is heavy is imported.
+"""Words as people type them, turned into the words of conf/.
 
-Not covered: Hydra's own grammar (overrides.py), which values go together (trial_rules.py).
+Examples: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B, seq_len=1..4096. A word that is no setting is
+refused before Hydra, or anything else that is heavy, is imported.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _SPAN = re.compile(r"(-?\d+)\.\.(-?\d+)(?:(?::|\.\.)(-?\d+))?")
 _FUNCTION = re.compile(r"range\((-?\d+),(-?\d+)(?:,(-?\d+))?\)")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*", re.ASCII)
 _HUB = re.compile(r"(?:https?://)?(?:huggingface|hf)\.co/([^/?#]+(?:/[^/?#]+)?)(?:/\w+/main(?:/.*)?)?/?(?:[?#].*)?")
-_THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024; 16,384 may be one
+_THOUSANDS = re.compile(r"(?<!\d)\d{1,3}(?:,\d{3})*,0\d\d(?:,\d{3})*(?!\d)")  # no list has 024, but 16,384 may be one
 _GPUS = re.compile(r"[\w.*:, -]*(?<!\d)[A-Za-z]\d[\w.*:, -]*|\d+[xX]\w+")  # gpus=8xh100, 4,h100
-_STAGE = re.compile(r"(?:deepspeed[-_ ])?(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])", re.IGNORECASE)  # as tools call ZeRO's
+_STAGE = re.compile(r"(?:deepspeed[-_ ])?(?:zero)?[-_ ]?(?:stage)?[-_ ]?([0-3])", re.IGNORECASE)  # ZeRO's, in tools
 _SWITCH = {"1": "true", "on": "true", "yes": "true", "0": "false", "no": "false", "off": "false"}
-_OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where settings of the user's are
+_OWN_FILES = ("-cd", "--config-dir", "-cp", "--config-path", "hydra.searchpath")  # where a user's own settings are
 
 
 @dataclass(frozen=True)
 class Line:
-    """A command line: the verb's own options, what its command calls a setting, and the settings that were typed.
+    """A command line: the verb's own options, the names in its command (`own`), and the settings that were typed.
 
-    `closed`: no files of the user's own add a setting or an option.
+    `closed`: no files of the user add a setting or an option.
     """
 
     parser: argparse.ArgumentParser
@@ -52,10 +52,10 @@ class Line:
 def understand(
     verb: str, typed: Sequence[str], parser: argparse.ArgumentParser, closed: bool = True
 ) -> tuple[list[str], list[str]]:
-    """Return the words of a verb in today's words, and what to say of those that are read otherwise than typed.
+    """Return a verb's words in today's names, and remarks on those that are read otherwise than typed.
 
-    The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Raises UserError for
-    what is no setting, no option of a group and no GPU; unless `closed`, files of the user's may add the first two.
+    The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Unless `closed`, own
+    files may add settings and options. Raises UserError for an unknown setting, option of a group or GPU.
     """
     at = typed.index("--") if "--" in typed else len(typed)
     if verb == "run" and at == len(typed):  # the verb itself says what is missing
@@ -83,7 +83,7 @@ def understand(
 
 
 def refuse_bare_model(typed: Sequence[str]) -> None:
-    """Raise UserError where a word is the bare name of a model, no setting gives one, and no file or folder has it."""
+    """Raise UserError for the bare name of a model, unless a setting gives one or a file or folder has that name."""
     given = any(re.match(r"[-+]*(base[_-])?model([_-]\w+)*(=|$)", word, re.IGNORECASE) for word in typed)
     for before, word in zip(["=", *typed], typed, strict=False):
         named = word.casefold() in conf_files.hub_ids() or known_words.find_model(word)
@@ -92,7 +92,7 @@ def refuse_bare_model(typed: Sequence[str]) -> None:
 
 
 def _refuse_apart(typed: Sequence[str]) -> None:
-    """Raise UserError where a setting stands apart from its value: `model gpt2`, `seq_len=128, 256`, `model = gpt2`."""
+    """Raise UserError for a setting apart from its value: `model gpt2`, `seq_len=128, 256`, `model = gpt2`."""
     for at, (before, word) in enumerate(zip(["", *typed], typed, strict=False)):
         after = [*itertools.takewhile(lambda one: not _FLAG.match(one) and not _SETTING.match(one), typed[at + 1 :])]
         whole = word
@@ -115,14 +115,14 @@ def _refuse_apart(typed: Sequence[str]) -> None:
 
 
 def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
-    """Return the settings without those that agree with one by another name. Raises UserError where two do not."""
+    """Return the settings without those that agree with one by another name. Raises UserError if two differ."""
     kept = []
     for at, (word, now) in enumerate(read):
         name, key = word.partition("=")[0], now[0].partition("=")[0]
         others = {one for _, also in read for one in also if one != now[0] and one.startswith(f"{key}=")}
         on, off = str(ALIASES.get(f"{name}=true")), name != key and ALIASES.get(f"{name}=false") == now[0]
         again = any(one != word and also == now for one, also in read[:at])
-        again |= on == now[0] and any(one.startswith(f"{on}_") for one in others)  # bf16=true beside bf16_pure
+        again |= on == now[0] and any(one.startswith(f"{on}_") for one in others)  # bf16=true next to bf16_pure
         if not again and not (off and others and not any(one.startswith(on) for one in others)):
             kept.append((word, now))
     given = [(one.partition("=")[0], one, word) for word, now in kept for one in now]
@@ -136,7 +136,7 @@ def _leave_out(read: Sequence[tuple[str, list[str]]]) -> list[tuple[str, list[st
 
 
 def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]:
-    """Yield each word, and whether it is a setting: `--seq-len 512` is seq_len=512. Raises UserError."""
+    """Yield each word, and whether it is a setting: `--seq-len 512` becomes seq_len=512. Raises UserError."""
     options, rest = line.parser._option_string_actions, list(typed)
     while rest:
         word = rest.pop(0)
@@ -162,21 +162,21 @@ def _spell_flags(typed: Sequence[str], line: Line) -> Iterator[tuple[str, bool]]
 
 
 def _name(typed: str, line: Line) -> str | None:
-    """Return the setting of this name: the command's own, one of the open dictionaries, or one that is known."""
+    """Return the setting's name if it is the command's own, in an open dictionary, or known; else None."""
     if typed in line.own or any(f"{typed}.".startswith(f"{place}.") for place in (*suggestions.OPEN, "hydra")):
         return typed
     return known_words.find_name(typed)
 
 
 def _unknown(typed: str, said: str, line: Line) -> str:
-    """Say what was probably meant by a name that is no setting and no option: never one of Hydra's options."""
+    """Return a message with a guess at what an unknown setting or option means; it never suggests Hydra's options."""
     flags = [flag for flag in line.parser._option_string_actions if flag not in FLAGS or flag in ("--json", "--all")]
     own = {flag.lstrip("-").replace("-", "_"): flag for flag in flags}
     return known_words.describe_unknown(typed, said, line.parser.prog, own)
 
 
 def _read(word: str, line: Line) -> list[str]:
-    """Return a setting in today's words. Raises UserError for one that there is not, or that is given twice."""
+    """Return a setting in today's words. Raises UserError for an unknown setting and for unreadable values."""
     typed, _, text = word.partition("=")
     name = _name(typed, line)
     if name is None and line.closed and re.fullmatch(r"\w[\w-]*", typed):
@@ -202,7 +202,7 @@ def _read(word: str, line: Line) -> list[str]:
 
 
 def _value(word: str, key: str, item: str, line: Line) -> str:
-    """Return KEY=VALUE of one value, the key another where the value decides. Raises UserError, which names `word`."""
+    """Return KEY=VALUE of one value; some values change the key. Raises UserError, which names `word`."""
     if alias := ALIASES.get(f"{key}={item.casefold()}") or ALIASES.get(f"{key}={_SWITCH.get(item.casefold())}"):
         return alias
     if item.isdigit() and word.partition("=")[0].endswith("strategy"):
@@ -224,7 +224,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
         return f"{key}={found or item}"
     if key in whole_numbers():
         _refuse_number(word, key, item)
-    if plain:  # these refuse a unit that there is not
+    if plain:  # these raise for an unknown unit
         units.parse_seconds(item, f"{key}={item}") if key == "budget" else units.in_its_unit(key, item)
     names = known_words.list_options(key)
     same = item if item in names else next((name for name in names if name.casefold() == item.casefold()), None)
@@ -235,7 +235,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
 
 
 def _refuse_number(word: str, key: str, item: str) -> None:
-    """Raise UserError for a range or a number as other tools write it: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
+    """Raise UserError for a range or number in other tools' spelling: 1-1024, 64:128, 2k, 1e3, [1,2], 1;2."""
     if re.fullmatch(r"\d+[-:]\d+(:\d+)?", item):
         spelled = re.sub("[-:]", "..", item, count=1)
         raise UserError(f"{word}: a range is FIRST..LAST or FIRST..LAST:STEP; write {spelled}")
@@ -250,12 +250,12 @@ def _refuse_number(word: str, key: str, item: str) -> None:
 
 
 def _model(word: str, item: str, line: Line) -> str:
-    """Return model=NAME, or model.path=PATH of a folder, a config.json or a model of the hub. Raises UserError."""
+    """Return model=NAME, or model.path=PATH for a folder, a config.json or a model of the hub. Raises UserError."""
     item = found[1] if (found := _HUB.fullmatch(item)) else item
     if re.match(r"\w+://", item) or re.match(r"(spaces|datasets)/", item):
         raise UserError(f"{word}: write model=ORG/NAME for the main branch of a model of the hub; else model=./FOLDER")
     item = item if item.startswith((".", "/")) else item.rstrip("/")
-    files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # which only a hub's model has
+    files = re.compile(r"weights=(?!random$)|data=(?!synthetic$|['\"]?lengths:)")  # only a hub's model has these
     built_in = None if any(map(files.match, line.settings)) else conf_files.hub_ids().get(item.casefold())
     folder = Path(item).parent if item.endswith("config.json") else Path(item)
     if (folder / "config.json").is_file() and item not in known_words.list_options("model"):
@@ -266,7 +266,7 @@ def _model(word: str, item: str, line: Line) -> str:
 
 
 def _notes(word: str, now: str) -> Iterator[str]:
-    """Yield what to say of a setting that is read otherwise than it was typed; gpu= and device.gpu= are one."""
+    """Yield remarks on a setting that is read otherwise than typed; gpu= and device.gpu= count as the same."""
     key, _, text = word.partition("=")
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):,.2f} GiB"
@@ -281,7 +281,7 @@ def _notes(word: str, now: str) -> Iterator[str]:
 
 
 def spell_range(word: str) -> str:
-    """Return a word with ranges in Hydra's spelling; others as they are. Raises UserError for a range that is none."""
+    """Return a word with ranges in Hydra's spelling; others unchanged. Raises UserError for an invalid range."""
     key, _, text = word.partition("=")
     items, whole = [item.strip() for item in split_values(text)], key in whole_numbers()
     spans = [item for item in items if _SPAN.fullmatch(item) or (whole and (".." in item or _FUNCTION.fullmatch(item)))]
