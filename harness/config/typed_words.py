@@ -54,8 +54,8 @@ def understand(
 ) -> tuple[list[str], list[str]]:
     """Return a verb's words in today's names, and remarks on those that are read otherwise than typed.
 
-    The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Unless `closed`, own
-    files may add settings and options. Raises UserError for an unknown setting, option of a group or GPU.
+    The verb's own options (of `parser`), Hydra's and the command behind `--` stay as they are. Unless `closed`, the
+    user's files may add settings and options. Raises UserError for an unknown setting, option of a group or GPU.
     """
     at = typed.index("--") if "--" in typed else len(typed)
     if verb == "run" and at == len(typed):  # the verb itself says what is missing

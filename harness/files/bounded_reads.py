@@ -1,7 +1,7 @@
-"""Files of a results folder, which anybody may have made: read if they are regular, written whole.
+"""Files of a results folder, which anybody may have made: read only if they are regular, written whole.
 
-A pipe would be waited for, and a device has no end. A link is followed where `links` is true, to a regular file alone.
-Not covered: what a file says, and files that the user names for something else.
+Reading a pipe would wait, and a device has no end. A link is followed only if `links` is true, and only to a regular
+file. It is not for files that the user names for other purposes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-LIMIT = 1 << 28  # bytes of a file that is read whole: a plan of some million trials
-GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened for us by a shell, as by <(...): may be a pipe
+LIMIT = 1 << 28  # most bytes of a file that is read whole: a plan of some million trials
+GIVEN = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")  # opened for us by a shell, as with <(...); may be a pipe
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 _NO_LINKS: int = getattr(os, "O_NOFOLLOW", 0)
 FULL = {
@@ -27,7 +27,7 @@ FULL = {
 
 
 def open_descriptor(path: Path, flags: int, links: bool = False) -> int:
-    """Open a regular file without waiting; `flags` are os.open's. Raises OSError for anything else."""
+    """Open a regular file without waiting; `flags` are those of os.open. Raises OSError for any other kind of file."""
     found = os.open(path, flags | _FLAGS | (0 if links else _NO_LINKS), 0o644)
     kind = os.fstat(found).st_mode
     if stat.S_ISFIFO(kind) and str(path).startswith(GIVEN):
@@ -39,7 +39,7 @@ def open_descriptor(path: Path, flags: int, links: bool = False) -> int:
 
 
 def open_regular(path: Path, limit: int | None = None, links: bool = True) -> BinaryIO:
-    """Open a file to read. Raises OSError for what is no regular file, or has more than `limit` bytes."""
+    """Open a file to read. Raises OSError if it is not regular, or has more than `limit` bytes."""
     file = os.fdopen(open_descriptor(path, os.O_RDONLY, links), "rb")
     size = os.fstat(file.fileno()).st_size
     if limit is not None and size > limit:
@@ -49,30 +49,30 @@ def open_regular(path: Path, limit: int | None = None, links: bool = True) -> Bi
 
 
 def read_content(path: Path, limit: int = LIMIT, links: bool = True) -> bytes:
-    """Read the whole of a file, opened as by `open_regular`."""
+    """Read the whole of a file. Raises OSError as `open_regular` does."""
     with open_regular(path, limit, links) as file:
         return file.read(limit) or b""
 
 
 def read_tail(path: Path, size: int) -> bytes:
-    """Read the last `size` bytes of a file that a worker left, or all of it. Raises OSError, for a link too."""
+    """Read the last `size` bytes of a file that a worker left, or all of it. Raises OSError, also for a link."""
     with open_regular(path, links=False) as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - size))
         return file.read(size)
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to write at its end, made if it is not there. Raises OSError for a link and what is not regular."""
+    """Open a file to write at its end; create it if missing. Raises OSError for a link and for a file not regular."""
     return os.fdopen(open_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
 
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Yield a path beside `path` to write to, which takes its place when the block ends: readers meet a whole one.
+    """Yield a path next to `path` to write to. It replaces `path` when the block ends, so readers find a whole file.
 
-    A failure leaves what was there. Raises OSError, which names `path`.
+    A failure leaves the old file. Raises OSError, which names `path`.
     """
-    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # which nobody could lay a link at before
+    aside = path.with_name(f"{path.name}.{secrets.token_hex(4)}")  # random, so that nobody can have put a link there
     try:
         if path.exists() and not os.access(path, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
@@ -86,5 +86,5 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def error_reason(error: OSError) -> str:
-    """Say in words why a file could not be read or written."""
+    """Return in words why a file could not be read or written."""
     return FULL.get(error.errno or 0) or error.strerror or str(error)

@@ -1,7 +1,7 @@
-"""Names that become files and folders: what a sweep may be called, and a file's name of anything at all.
+"""Names that become files and folders: which names a sweep may have, and a safe file name for any text.
 
-A name never leads out of the folder that it is made in. Not covered: places, which are the user's to choose
-(results=DIR, --out), and links in them.
+A name never leads out of the folder that it is made in. Not checked are folders that the user chooses (results=DIR,
+--out), and links in them.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from vramsweep.harness.messages.terminal import escape_text
 
-LONGEST = 200  # bytes; a file system takes 255, and names grow: .lock, .csv, a number
+LONGEST = 200  # bytes; a file system takes 255, but names grow by .lock, .csv or a number
 
-CACHE = "VRAMSWEEP_CACHE"  # variable: the folder of what is kept for a user, for all sweeps; empty: none is
+CACHE = "VRAMSWEEP_CACHE"  # variable: the user's cache folder for all sweeps; empty: no cache
 
 
 def name_problem(name: str) -> str | None:
-    """Why nothing can be called so; None for a name that is one."""
+    """Return why a name is not allowed; None if it is."""
     if not name.strip():
         return "it is empty"
     if "/" in name:
@@ -31,15 +31,15 @@ def name_problem(name: str) -> str | None:
 
 
 def make_safe(text: str) -> str:
-    """A file's name of any text, its own where it is one; others that differ in what no name may have get the same."""
+    """Return a file name for any text, unchanged if it is safe. Texts that differ only in unsafe signs share a name."""
     kept = "".join(sign if sign.isprintable() and sign != "/" and escape_text(sign) == sign else "_" for sign in text)
     bare = kept.lstrip(".")
     whole = "_" * (len(kept) - len(bare)) + bare if bare.strip() else f"_{'_' * len(kept)}"
-    return whole.encode()[:LONGEST].decode(errors="ignore")  # as far as there is room: of characters, not bytes
+    return whole.encode()[:LONGEST].decode(errors="ignore")  # cut at bytes, but between characters
 
 
 def is_inside(folder: Path, name: str) -> Path | None:
-    """The file of that relative name in a folder; None where it would be elsewhere, by links too."""
+    """Return the path of a relative name in a folder; None if it leads out of the folder, also by a link."""
     place = folder / name
     try:
         there = place.resolve().is_relative_to(folder.resolve()) and not Path(name).is_absolute()

@@ -1,6 +1,4 @@
-"""Whether there is what a verb is to read rows from: asked before anything is imported that reads them, which takes
-seconds. Not covered: what a file says.
-"""
+"""The check that a verb's source of rows exists, made before the import of what reads rows, which takes seconds."""
 
 from __future__ import annotations
 
@@ -17,10 +15,10 @@ _NAME_ONE = "name a folder under results/, as `vramsweep status` lists them"
 
 
 def refuse_missing(words: Sequence[str], foreign: bool, several: bool = False) -> None:
-    """Raise UserError where the first of a verb's words names no file or folder; `foreign`: it may be another tool's,
-    `several`: a folder with sweeps below it.
+    """Raise UserError if the first of a verb's words names nothing to read rows from.
 
-    What begins with a dash, or is a setting, is left to whoever knows the verb.
+    `foreign`: it may be another tool's file; `several`: it may be a folder with sweeps below it. A word that begins
+    with a dash, or is a setting, is left to the verb.
     """
     if not words or words[0].startswith("-") or "=" in words[0]:
         return
@@ -42,7 +40,7 @@ def refuse_missing(words: Sequence[str], foreign: bool, several: bool = False) -
 
 
 def describe_missing(place: Path) -> str:
-    """Say that no sweep lies there: what sweeps lie below it, the newest first, or what to name instead."""
+    """Return a message that `place` is no sweep. It lists the sweeps below, the newest first, or says what to name."""
     if not place.exists():
         return f"there is no file or folder {place}; {_NAME_ONE}{suggestions.did_you_mean_path(place)}"
     if not (names := [str(folder.relative_to(place)) for folder in find_sweeps(place)]):

@@ -1,8 +1,9 @@
-"""What a verb writes: a file that a user named, or a folder that is the verb's own.
+"""The output of a verb: a file that a user named, or a folder that is the verb's own.
 
-`LIST` in a folder names what a verb made there (`INDEX_LIST` what an index is), each file with its SHA-256. Only what
-is on it, and still as it was made, is replaced or deleted; and as a folder may be somebody else's, with its list, only
-what the verb makes (`MAKES`). Nothing is written through a link. Not covered: what others write into it meanwhile.
+`LIST` in a folder names the files that a verb made there, each with its SHA-256 (`INDEX_LIST`: those of an index). Only
+files on the list that are unchanged are replaced or deleted. They must also be among those that the verb makes
+(`MAKES`), because a folder, with its list, may come from somebody else. Nothing is written through a link. There is no
+protection against others who write into the folder at the same time.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from vramsweep.harness.messages.errors import UserError
 
 LIST = ".vramsweep.json"
 INDEX_LIST = ".vramsweep-index.json"
-DRAFT = ".vramsweep-"  # what the name of a folder begins with in which everything is made first
-MOST = 16 << 20  # bytes of a list
+DRAFT = ".vramsweep-"  # beginning of the name of the folder in which everything is made first
+MOST = 16 << 20  # most bytes of a list
 MAKES = {
     "report": (
         *("README.txt", "rows.csv", "report.html", "figures/*"),
@@ -36,11 +37,11 @@ MAKES = {
         *("SHA256SUMS", "reproduce.py", "README.md", "example.tex", "results.tex"),
     ),
 }
-Made = dict[str, list[str]]  # of each file's relative name the digests that it may have
+Made = dict[str, list[str]]  # the digests that a file may have, by its relative name
 
 
 def write(path: Path, what: str | Callable[[Path], object]) -> None:
-    """Write a text, or what a function writes, to a file that the user named; make its folder. Raises UserError."""
+    """Write a text, or let a function write, to a file that the user named; make its folder. Raises UserError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as place:
@@ -50,20 +51,19 @@ def write(path: Path, what: str | Callable[[Path], object]) -> None:
 
 
 def refuse_input(out: Path, source: Path) -> None:
-    """Raise UserError where the file to write is the one that is read."""
+    """Raise UserError if the file to write is the one that is read."""
     if out.resolve() == source.resolve():
         raise UserError(f"{out} is the file that is read, and would be lost; name another one to write")
 
 
 @contextlib.contextmanager
 def into_folder(folder: Path, verb: str, beside: bool = False, source: str = "") -> Iterator[tuple[Path, list[str]]]:
-    """Yield an empty folder, whose files take the place of those that the verb made in `folder` before, and a list that
-    is filled with remarks at the end.
+    """Yield an empty draft folder, and a list that is filled with remarks at the end.
 
-    A folder that holds anything must have the verb's list, unless the files go `beside` others, as in a sweep's folder.
-    What is called `source` there is what was read: it stays as it is.
-    A file that stands in the way and is not on the list, or was edited, is kept under another name, as one that an
-    earlier version left. Raises UserError, and OSError with names in `folder`.
+    At the end its files replace those that the verb made in `folder` before. A folder that is not empty must have the
+    verb's list, unless the files go next to others (`beside`), as in a sweep's folder. The file `source` there was
+    read, and stays as it is. A file in the way that was edited, or is not on the list (left by an earlier version), is
+    kept under another name. Raises UserError, and OSError with names in `folder`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not beside:
@@ -92,7 +92,7 @@ def _refuse(folder: Path, verb: str) -> None:
 
 
 def _listed(folder: Path, verb: str) -> Made | None:
-    """Read what is on the verb's list, of what it can have made; None where there is no list of the verb's."""
+    """Read the verb's list, without files that the verb never makes; None if there is no list of this verb."""
     place = folder / _list(verb)
     try:
         if place.is_symlink() or not place.is_file() or place.stat().st_size > MOST:
@@ -106,7 +106,7 @@ def _listed(folder: Path, verb: str) -> Made | None:
 
 
 def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
-    """Move what was made into the folder, and delete what was not made again; remarks on what was kept."""
+    """Move the draft into the folder, delete old files that were not made again, and return remarks on kept files."""
     made = {file.relative_to(draft).as_posix(): [_digest(file)] for file in sorted(draft.rglob("*")) if file.is_file()}
     before, kept = _listed(folder, verb) or {}, list[Path]()
     made |= {source: before[source]} if source in before else {}
@@ -134,7 +134,7 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
         place = folder / name
         if place.is_file() and _digest(place) in before[name]:
             place.unlink()
-            with contextlib.suppress(OSError):  # others are in it
+            with contextlib.suppress(OSError):  # other files are in it
                 place.parent.rmdir()
     _write_list(folder, verb, made)
     more = f", and {len(kept) - 1} more *.kept," * (len(kept) > 1)

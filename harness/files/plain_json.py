@@ -1,8 +1,7 @@
-"""JSON files that a user wrote, refused where a library behind would fail by a number or by depth; files and lines that
-another process left, of which only whole objects count.
+"""JSON of users, refused if a number or the depth would make a library fail; whole JSON objects of other processes.
 
-Python's own reader takes any whole number, which fits neither a float nor a tensor, and nesting until its stack ends,
-which a copy of the same value overruns. Not covered: what a file means.
+Python's own reader takes any whole number, even one that fits neither a float nor a tensor. It also takes nesting until
+its stack ends, and a copy of the same value then overruns the stack.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any
 from vramsweep.harness.files.bounded_reads import read_content
 
 DEEPEST = 50  # lists and objects in one another
-MOST = 10**36  # of a file's whole numbers; for "no limit" transformers writes int(1e30)
+MOST = 10**36  # bound of whole numbers; for "no limit" transformers writes int(1e30)
 
 
 def read(text: str | bytes, **options: Any) -> Any:
-    """The value. Raises ValueError, which says in one line what is not allowed."""
+    """Return the value of a JSON text. Raises ValueError, which says in one line what is not allowed."""
     try:
         found = json.loads(text, **options)
     except RecursionError:
@@ -32,14 +31,14 @@ def read(text: str | bytes, **options: Any) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Read the object in a file; None where the file cannot be read, or holds something else."""
+    """Return the object in a file; None if the file cannot be read, or holds something else."""
     with contextlib.suppress(OSError):
         return _parse_object(read_content(path))
     return None
 
 
 def read_objects(text: bytes) -> Iterator[dict[str, Any]]:
-    """Read the objects of a text, one a line; a line that holds something else is left out."""
+    """Return an iterator over the objects of a text, one a line; lines that hold something else are left out."""
     return (found for line in text.splitlines() if (found := _parse_object(line)) is not None)
 
 
@@ -51,7 +50,7 @@ def _parse_object(text: bytes) -> dict[str, Any] | None:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether all numbers in a value of dicts, lists and tuples are finite."""
+    """Return whether all numbers in a value of dicts, lists and tuples are finite."""
     if isinstance(value, float):
         return math.isfinite(value)
     nested = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
@@ -59,7 +58,7 @@ def is_finite(value: Any) -> bool:
 
 
 def json_problem(value: Any, most: int = MOST) -> str | None:
-    """Why libraries could not take a value of dicts and lists; None where they can."""
+    """Return why libraries cannot take a value of dicts and lists; None if they can."""
     level, deep = [("", value)], 0
     while level:
         if deep > DEEPEST:

@@ -1,9 +1,9 @@
-"""Secrets in names, texts and plain data: is there one, what is it called, the text without it. Pure functions.
+"""Secrets in names, texts and plain data: finding them, naming them, masking them. Pure functions.
 
-What is typed, recorded or told by an error is written into the results, which are published. A secret is known by the
-name it is given, by the form that services give theirs, by its place in an address, or, where the environment has it
-under such a name, by itself. Not covered: one that has none of these, and what a worker or a script writes of its own
-accord (its logs, its own files). Every search takes time in proportion to the text.
+The results are published, and contain what users type, what is recorded and what errors say. A secret is recognised by
+its name, by the form that a service gives it, or by its place in an address. It is also recognised by its value, if the
+environment has it under such a name. Other secrets are not found, nor is what a worker or a script writes itself (logs,
+its own files) searched. Every search takes time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any, Literal
 
-SHORTEST = 8  # letters of a secret that is looked for by itself: a shorter one would be found in anything
-WINDOW = 128  # letters by which a value is judged, and a name: else many long ones would take for ever
+SHORTEST = 8  # letters of a secret that is searched by its value; a shorter one would occur in any text
+WINDOW = 128  # letters by which a value or a name is judged; otherwise many long ones would take too long
 WRITTEN = "***"
 HUB = "hf_..."
-# What a name says of its value: secret whatever it looks like; unless it is a number; where it looks random.
+# What a name says of its value: always a secret; a secret unless it is a number; a secret if it looks random.
 Kind = Literal["password", "token", "key"]
 
 
@@ -26,7 +26,7 @@ def _any(names: str) -> str:
     return f"(?:{'|'.join(names.split())})"
 
 
-# Names of secrets, in words joined by _. Whose tokens and keys are secret:
+# Names of secrets, in words joined by _: first the owners whose tokens and keys are secret
 _OWNERS = _any(
     r"api access auth oauth bearer secret private hub hf huggingface git\w* personal wandb swanlab openai anthropic "
     "aws azure gcp google comet neptune ngc kaggle databricks admin root account storage deploy security vault sas"
@@ -44,7 +44,7 @@ _ALONE = re.compile("token|auth|bearer|pat|pass|pw|creds?|jwt|cookies?")
 _MAYBE = re.compile(
     rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pats?|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
 )
-# and what makes them harmless
+# and words that make a name harmless
 _ABOUT = re.compile(
     r"(?:^|_)(?:"
     + _any("files? paths? dir folder ids? types? names? len length size count num method mode env var url uri endpoint "
@@ -68,7 +68,7 @@ _QUOTED = re.compile(
     r"""[\[(]{0,2}(?:(?P<quote>\\+["']|'"'"')(?P<other>(?:(?!(?P=quote))[^\n])*)|"(?P<double>(?:[^"\\\n]|\\.)*)|"""
     r"""'(?P<single>(?:[^'\\\n]|\\.)*))"""
 )
-# What brackets hold, over quoted text and three more levels of them; to the line's end where they do not close.
+# The content of brackets, with quoted text and three more levels inside; to the line's end if they do not close.
 _PASSED = r"""(?:"(?:[^"\\]|\\.)*+"|'(?:[^'\\]|\\.)*+'|[^\[\](){}"'\\]|\\.)"""
 _NESTED = reduce(lambda inner, _: rf"(?:{_PASSED}|[\[({{]{inner}*+[\])}}])", range(3), _PASSED)
 _INSIDE = re.compile(rf"[\[({{](?P<value>{_NESTED}*+)[\])}}]|[\[({{](?P<rest>[^\n]*)", re.DOTALL)
@@ -79,7 +79,7 @@ _PLAIN = re.compile(r"""[\[(]{0,2}(?P<value>(?:[^\s"']|["'](?![\s,;:)}\]\\]|$))+
 _IN_QUERY = re.compile(r"""(?P<value>[^&\s"'<>]+)""")
 _TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
 _UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
-# Values that are none: empty, masked, said elsewhere, a switch's, how one signs in, or a word of a sentence.
+# Values that are no secrets: empty, masked, given elsewhere, a switch's, a way to sign in, or a word of a sentence.
 _NONE = re.compile(
     r"\{?[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
         "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
@@ -93,7 +93,7 @@ _PLACE = re.compile(
     r"(?:~|\.{0,2})/(?![A-Za-z0-9/+=]{39}$).*|[\w./~-]+\.(?:json|ya?ml|toml|txt|pem|key|crt|env|ini|cfg|py)", re.DOTALL
 )
 
-# The forms of secrets that need no name, and what to call them.
+# The forms of secrets that are found without a name, and their kinds.
 _LINES = Path(__file__).with_name("secret_forms.tsv").read_text("utf-8").splitlines()[1:]
 _FORM = {kind: re.compile(form, re.DOTALL) for kind, form in (line.split("\t") for line in _LINES)}
 _ANYONE = re.compile(r"://[^/\s]*@|\b[\w.-]{1,64}:[^\s:@/]{3,64}@\w")
@@ -104,7 +104,7 @@ _UUID = re.compile(r"(?:GPU-|MIG-)?[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}",
 
 @lru_cache(maxsize=4096)
 def secret_kind(name: str) -> Kind | None:
-    """What the name of a setting, a field or a variable says of its value; None where it says nothing."""
+    """Return the kind of secret that a setting, field or variable of this name holds; None if its name says nothing."""
     parts = ["_".join(_WORD.findall(part)).lower() for part in name[-WINDOW:].rpartition(".")[::2]]
     own, words = (_ENDING.sub("", one) for one in (parts[1], "_".join(filter(None, parts))))
     if "/" in name or _ABOUT.search(words):
@@ -113,11 +113,11 @@ def secret_kind(name: str) -> Kind | None:
         return "password" if last and last["password"] else "token"
     if not _MAYBE.search(words):
         return None
-    return "token" if name.isupper() and "_" in words else "key"  # capitals: a variable's
+    return "token" if name.isupper() and "_" in words else "key"  # in capitals: an environment variable
 
 
 def is_secret(value: Any, name: str, of: Kind | None) -> bool:
-    """Whether this is a secret, under a name of that kind; not where it only says what would stand there."""
+    """Return whether a value is a secret, under a name of kind `of`; a placeholder or a path is none."""
     text = str(value).rstrip(_CLOSING)
     if of is None or not isinstance(value, (str, int, float)) or _NONE.fullmatch(text) or _PLACE.fullmatch(text):
         return False
@@ -132,7 +132,7 @@ def _random(run: re.Pattern[str], text: str) -> bool:
 
 
 def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
-    """Where secrets are: begin, end, and its name or what its form is called."""
+    """Yield begin and end of each secret in a text, and its name or that of its form."""
     at = 0
     while pair := _PAIR.search(text, at):
         at, name = pair.end(), (pair["switch"] or pair["name"])[-WINDOW:]
@@ -151,7 +151,7 @@ def _secrets(text: str) -> Iterator[tuple[int, int, str]]:
 
 
 def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, re.Pattern[str], int]:
-    """How the value of a pair is read, and from where; by its surroundings its kind may be another."""
+    """Return a value's kind, the pattern that reads it, and where it begins. Its surroundings may change the kind."""
     begin, at = pair.span()
     opened, gap = text[max(0, begin - 1) : begin], text[max(pair.end("switch"), pair.end("name")) : at]
     if opened and opened in "?&":
@@ -169,9 +169,9 @@ def _value(text: str, pair: re.Match[str], name: str, of: Kind) -> tuple[Kind, r
     return lone, (_TO_LINE_END if "ookie" in name else _PLAIN), scheme.end() if scheme else at
 
 
-@lru_cache(maxsize=1024)  # the texts of a sweep's trials are nearly all the same ones
+@lru_cache(maxsize=1024)  # nearly all trials of a sweep have the same texts
 def secret_problem(text: str) -> str | None:
-    """What to say where a text holds a password or the like: all that is typed is written down."""
+    """Return a message if a text holds a password or the like, because all that is typed is recorded; else None."""
     return next((_said(name) for _, _, name in _secrets(text)), None)
 
 
@@ -184,12 +184,12 @@ def _said(name: str) -> str:
 
 
 def suspicious(text: str) -> bool:
-    """Whether a variable's value may hold a secret, whatever the variable is called; a card's uuid is none."""
+    """Return whether a variable's value may hold a secret, whatever the variable's name; a GPU's uuid is none."""
     return bool(_ANYONE.search(text) or secret_problem(text) or _random(_LONG_RUN, _UUID.sub("", text)))
 
 
 def mask_text(text: str, known: Collection[str] = ()) -> str:
-    """The text with the secrets in it, and those that are `known`, written as ***."""
+    """Return the text with its secrets, and those in `known`, replaced by ***."""
     for secret in known:
         text = text.replace(secret, WRITTEN)
     parts, at = [], 0
@@ -201,7 +201,7 @@ def mask_text(text: str, known: Collection[str] = ()) -> str:
 
 
 def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str = "", of: Kind | None = None) -> Any:
-    """Plain data with each of its leaves changed, which is told the leaf, its name and that name's kind."""
+    """Return plain data with each leaf replaced by `change(leaf, its name, the name's kind)`."""
     if isinstance(value, Mapping):
         inherited = of if of != "key" else None
         return {key: _each(inner, change, str(key), secret_kind(str(key)) or inherited) for key, inner in value.items()}
@@ -215,7 +215,7 @@ def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str 
 
 
 def redact(value: Any, known: Collection[str] = ()) -> Any:
-    """The same for all texts in plain data, and of what a dictionary has under a secret's name."""
+    """Return plain data with secrets in all its texts, those in `known`, and values under a secret's name as ***."""
 
     def clean(leaf: Any, name: str, of: Kind | None) -> Any:
         return WRITTEN if is_secret(leaf, name, of) else mask_text(leaf, known) if isinstance(leaf, str) else leaf
@@ -224,7 +224,7 @@ def redact(value: Any, known: Collection[str] = ()) -> Any:
 
 
 def secrets_problem(value: Any) -> str | None:
-    """What to say of plain data that holds one, as `secret_problem` of a text; None where there is none."""
+    """Return the message of `secret_problem` for the first secret in plain data; None if there is none."""
     every: list[str | None] = []
     _each(
         value,
@@ -234,5 +234,5 @@ def secrets_problem(value: Any) -> str | None:
 
 
 def contains_secret(value: Any, known: Collection[str]) -> bool:
-    """Whether plain data holds one of the `known` secrets."""
+    """Return whether plain data holds one of the `known` secrets."""
     return bool(redact(value, known) != redact(value))

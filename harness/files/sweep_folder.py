@@ -1,6 +1,7 @@
-"""A sweep's folder: report.html, rows.csv, figures/ and README.txt for a person, and `trials` with what is the tool's
-own: journals, plans, logs, recordings, traces. Not covered: what these files say; a sweep that version 0.1 began, that
-is called `trials` and has no report yet, which is taken for the tool's own.
+"""A sweep's folder: report.html, rows.csv, figures/ and README.txt for people, and `trials` with the tool's own files.
+
+Its own files are journals, plans, logs, recordings and traces. Known limit: a sweep of version 0.1 that is named
+`trials` and has no report yet is taken for such a folder of own files.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from vramsweep.harness.files import file_names
 from vramsweep.harness.messages.errors import UserError
 
 OWN = "trials"
-CLUSTER = "cluster"  # among its own: submitit's scripts and pickles, the jobs' logs, and `JOBS`
-JOBS = "jobs.json"  # which shard each job that was ever submitted runs
+CLUSTER = "cluster"  # among the own files: submitit's scripts and pickles, the jobs' logs, and `JOBS`
+JOBS = "jobs.json"  # the shard of each job that was ever submitted
 
 
 def own_files(folder: Path) -> Path:
-    """Find where a sweep's own files lie: in `trials`, or in the folder itself where an earlier version began it."""
+    """Return the folder of a sweep's own files: `trials`, or the folder itself if an earlier version began it."""
     return folder if any(_marks(folder)) and not any(_marks(folder / OWN)) else folder / OWN
 
 
 def kept_traces(folder: Path) -> Path:
-    """Return the folder of a sweep's traces. Raises UserError where a link would lead what is written out of it."""
+    """Return the folder of a sweep's traces. Raises UserError if a link leads out of the sweep's folder."""
     traces = own_files(folder) / "traces"
     if file_names.is_inside(folder, str(traces.relative_to(folder))) is None:
         raise UserError(f"{traces} leads out of {folder} by a link; remove the link, or name the trial in words")
@@ -31,14 +32,14 @@ def kept_traces(folder: Path) -> Path:
 
 
 def sweep_of(place: Path) -> Path:
-    """Find the sweep's folder of a file in it, or of the folder itself or that of its own files."""
+    """Return the sweep's folder, given a file in it, the folder itself or that of its own files."""
     folder = place if place.is_dir() else place.parent
     of_trials = folder.name == OWN and any(_marks(folder)) and not (folder / "report.html").exists()
     return folder.parent if of_trials else folder
 
 
 def find_sweeps(place: Path, levels: int = 2) -> list[Path]:
-    """The folders of sweeps below a folder, so many levels down, the one that was written last first."""
+    """Return the folders of sweeps at most `levels` below a folder, the one that was written last first."""
     newest: dict[Path, float] = {}
     for level in range(1, levels + 2):
         for mark in _marks(place, "*/" * level):
@@ -50,6 +51,6 @@ def find_sweeps(place: Path, levels: int = 2) -> list[Path]:
 
 
 def _marks(place: Path, below: str = "") -> Iterator[Path]:
-    """What only a sweep's own folder has, in a folder or those `below` it."""
+    """Yield the files that only a sweep's own folder has, in a folder or in those `below` it."""
     for pattern in ("journal*.jsonl", f"{CLUSTER}/{JOBS}"):
         yield from place.glob(below + pattern)

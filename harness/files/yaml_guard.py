@@ -1,7 +1,7 @@
-"""YAML files of somebody's --config-dir, looked at before OmegaConf reads them: it copies what an alias stands for, so
-a file of a few lines can stand for more than any memory holds.
+"""A check of YAML files in somebody's --config-dir, before OmegaConf reads them.
 
-Not covered: what the files say (Hydra), tags of Python objects (its loader knows none, see `yaml_problem`).
+OmegaConf copies what an alias stands for, so a file of a few lines can need more memory than there is. Tags of Python
+objects are not checked, because Hydra's loader knows none (see `yaml_problem`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ import yaml
 
 from vramsweep.harness.messages.errors import UserError
 
-MOST = 100_000  # values of a file, its aliases written out
+MOST = 100_000  # values of a file, with its aliases expanded
 DEEPEST = 50  # lists and mappings in one another
 
 
 def check(folder: Path) -> None:
-    """Raises UserError, with the file, for one that stands for more than `MOST` values or none at all."""
+    """Raise UserError, which names the file, for one of over `MOST` values, nested too deep, or unreadable as YAML."""
     try:
         found = sorted([*folder.rglob("*.yaml"), *folder.rglob("*.yml")])
     except OSError as error:
@@ -31,16 +31,16 @@ def check(folder: Path) -> None:
 
 
 def yaml_problem(error: yaml.YAMLError) -> str:
-    """What is wrong with a file, and where."""
+    """Return what is wrong with a file, and where."""
     mark = getattr(error, "problem_mark", None)
     what = getattr(error, "problem", None) or str(error).splitlines()[0]
     return f"{what[:200]}" if mark is None else f"{mark.name}:{mark.line + 1}: {what[:200]}"
 
 
 def _size(file: Path) -> int:
-    """How many values it stands for, or something above `MOST`; 0 where it is no YAML, which Hydra will say."""
+    """Return the number of values, aliases expanded, or `MOST` + 1 beyond a limit; 0 if invalid, which Hydra reports."""
     whole, anchors = 0, dict[str | None, int]()
-    began: list[tuple[str | None, int]] = []  # of each open list and mapping its anchor, and the count before it
+    began: list[tuple[str | None, int]] = []  # the anchor of each open list and mapping, and the count before it
     try:
         with file.open("rb") as stream:
             for event in yaml.parse(stream, Loader=yaml.SafeLoader):
