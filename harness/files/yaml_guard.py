@@ -38,7 +38,7 @@ def yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _size(file: Path) -> int:
-    """Return the number of values, aliases expanded, or `MOST` + 1 beyond a limit; 0 if invalid, which Hydra reports."""
+    """Return a count of values, aliases expanded, or `MOST` + 1 beyond a limit; 0 if invalid, which Hydra reports."""
     whole, anchors = 0, dict[str | None, int]()
     began: list[tuple[str | None, int]] = []  # the anchor of each open list and mapping, and the count before it
     try:

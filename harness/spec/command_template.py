@@ -1,13 +1,11 @@
-"""The command of runner=script: what its placeholders stand for, what it becomes for one trial, what is wrong with it.
+"""The command of runner=script: its placeholders, its words for one trial, and its problems.
 
     python train.py --max_len {seq_len} --bs {micro_batch} {precision:bf16=--bf16:fp32=} --lr {lr} --out {output_dir}
 
-A placeholder is a setting of the trial, one of `GIVEN`, or a name of the user's own (runner.options). With cases,
-each after a colon, it stands for another text: that of the setting's value. Other braces are text; {{seq_len}} is
-{seq_len}.
+A placeholder is a setting of the trial, one of `GIVEN`, or a name of the user's own (runner.options). With cases, each
+after a colon, it stands for the text of the setting's value. Other braces are text; {{seq_len}} is {seq_len}.
 
-Pure, but for looking whether files are there. Not covered: running it (runners/scripts/launch_command.py), what is seen
-of it (runners/scripts/observer.py), the verb (run.py).
+Pure, except for checks that files exist.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 _PLACEHOLDER = re.compile(r"\{\{(?P<text>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)(?::(?P<cases>[^{}]*))?\}", re.ASCII)
-OUTPUT = "output"  # of an attempt's folder: what {output_dir} stands for
-# What is not a setting, but known once a trial starts.
+OUTPUT = "output"  # the subfolder of an attempt's folder that {output_dir} stands for
+# Names that are no settings, but are known once a trial starts.
 GIVEN = {
     "steps": "how many optimizer steps are looked at",
     "output_dir": "a folder of the attempt, for what the script writes",
 }
-# Settings of a trial that a command can be told, at the values that say nothing: conf/runner/script.yaml has them too.
+# Settings that a command can be given, with the values that mean nothing was given; also in conf/runner/script.yaml.
 UNSAID: dict[str, Any] = {
     **dict.fromkeys(("seq_len", "micro_batch"), 1),
     **{name: ID_DEFAULTS[(name,)] for name in ("grad_accum", "sharding", "offload_optimizer", "offload_param")},
@@ -46,39 +44,39 @@ UNSAID: dict[str, Any] = {
     "precision": "fp32",
     **{name: ID_DEFAULTS[(name,)] for name in ("weights", "data", "seed")},
 }
-# Those that a trial has whether or not the command is told.
+# Settings that a trial has whether or not the command is given them.
 TOLD = ("world_size", "repeat")
-NODES = ("allocator", "device")  # by their names
-# Files that count by their contents, and those that begin with #!: what decides how a script trains. Its data are not
-# read for that, and what it writes (a log, a checkpoint) would make every run of it another trial.
+NODES = ("allocator", "device")  # given by their names
+# Suffixes of files whose content is part of the id, next to files that begin with #!: they decide how a script trains.
+# Its data are not read for that. Files that it writes (a log, a checkpoint) would make every run another trial.
 DECISIVE = (".py", ".sh", ".yaml", ".yml", ".json", ".toml", ".cfg", ".ini")
-LARGEST = 1 << 20  # bytes of such a file; a larger one is data
-STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")  # what runs a Python file here
+LARGEST = 1 << 20  # most bytes of such a file; a larger one is data
+STARTERS = re.compile(r"python[\d.]*|torchrun|accelerate|deepspeed")  # programs that run a Python file
 
 
 @dataclass(frozen=True)
 class Placeholder:
-    """One place of a command; `cases` are texts by value, None where the value itself is meant."""
+    """One placeholder of a command; `cases` are texts by value, None if the value itself is meant."""
 
     name: str
     cases: Sequence[tuple[str, str]] | None
 
 
 def placeholders(command: str) -> list[Placeholder]:
-    """The placeholders of a command, in order."""
+    """Return the placeholders of a command, in order."""
     return [_read(match) for match in _PLACEHOLDER.finditer(command) if match["name"]]
 
 
 def placeholder_names(command: str) -> set[str]:
-    """What a command is told."""
+    """Return the names of a command's placeholders."""
     return {one.name for one in placeholders(command)}
 
 
 def command_words(trial: Trial, output_dir: str) -> list[str]:
-    """The command of a trial, word by word; one that a placeholder leaves empty is left out.
+    """Return a trial's command, word by word. A word that is a placeholder with cases gives its text's words, or none.
 
-    Raises ValueError for a command that is no such, and for a placeholder that the trial does not tell:
-    `command_problems` says it in words.
+    Raises ValueError for a command that cannot be read, and for a placeholder that the trial does not give;
+    `command_problems` explains both in words.
     """
     values = _values(trial) | {"steps": trial.steps() + 1, "output_dir": output_dir}
     found: list[str] = []
@@ -93,7 +91,7 @@ def command_words(trial: Trial, output_dir: str) -> list[str]:
 
 
 def command_files(trial: Trial) -> list[Path]:
-    """The programs and settings that a trial's command names, as words or as --option=FILE."""
+    """Return the files of programs and settings that a trial's command names, as words or as --option=FILE."""
     try:
         every = command_words(trial, "")
     except ValueError:
@@ -110,7 +108,7 @@ def _decides(place: Path) -> bool:
 
 
 def program(command: str) -> str:
-    """What a command is called: its script or module, else its program."""
+    """Return a command's name: its script or module, else its program."""
     try:
         every = shlex.split(command)
     except ValueError:
@@ -122,12 +120,12 @@ def program(command: str) -> str:
 
 
 def unseen_settings(trial: Trial) -> set[str]:
-    """The settings that the trial has a value of, but the command is not told: unknown, whatever that value."""
+    """Return the settings that the command is not given. They are unknown, whatever values the trial has."""
     return set(UNSAID) - placeholder_names(str(trial.runner.command))
 
 
 def command_problems(trial: Trial) -> Iterator[str]:
-    """What is wrong with a trial's command, each with the way out."""
+    """Yield the problems of a trial's command, each with the way out."""
     command = trial.runner.command
     if not command or not command.strip():
         yield "runner=script needs a command: vramsweep run seq_len=512,1024 -- python train.py --max_len {seq_len}"
@@ -175,7 +173,7 @@ def command_problems(trial: Trial) -> Iterator[str]:
 
 
 def _file(words: Sequence[str]) -> str | None:
-    """The Python file that the command runs, as far as the words themselves say it."""
+    """Return the Python file that the command runs, as far as its words show it; else None."""
     if not words or not STARTERS.fullmatch(Path(words[0]).name) or {"-m", "-c"} & set(words):
         return None
     for before, word in pairwise(words):
@@ -185,7 +183,7 @@ def _file(words: Sequence[str]) -> str | None:
 
 
 def _twice(one: Placeholder) -> str | None:
-    """A value for which a placeholder has two texts."""
+    """Return a value for which a placeholder has two texts; else None."""
     told = [value for value, _ in one.cases or ()]
     return next((value for value in told if told.count(value) > 1), None)
 
@@ -218,5 +216,5 @@ def _text(match: re.Match[str], values: Mapping[str, Any]) -> str:
 
 
 def _spelt(value: Any) -> str:
-    """A value as a command line has it."""
+    """Return a value as a command line has it."""
     return "" if value is None else catalog.text(value)

@@ -1,6 +1,6 @@
-"""A user's ds_config.json: what it says, where it contradicts a trial's axes, and what axes left alone take from it.
+"""A user's ds_config.json: its values, contradictions to a trial's axes, and values for axes that are left alone.
 
-What a file leaves out, or leaves to the Trainer ("auto"), comes from the axes; what it says must be what they say.
+Values that a file leaves out, or leaves to the Trainer ("auto"), come from the axes. All others must agree with them.
 Whether DeepSpeed knows a file's other keys is checked where DeepSpeed is (runners/shardings/zero_config.py).
 """
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 AUTO = "auto"
-MOST = 1 << 24  # bytes of a file
+MOST = 1 << 24  # most bytes of a file
 STAGE = "zero_optimization.stage"
 MICRO, ACCUM, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
-BF16, FP16 = ("bf16.enabled", "bfloat16.enabled"), ("fp16.enabled",)  # each by its names of today and before
+BF16, FP16 = ("bf16.enabled", "bfloat16.enabled"), ("fp16.enabled",)  # by today's names and former ones
 OFFLOADS = {axis: f"zero_optimization.{axis}.device" for axis in ("offload_optimizer", "offload_param")}
 OFFLOADED_ONCE = {
     "offload_optimizer": "zero_optimization.cpu_offload",
     "offload_param": "zero_optimization.cpu_offload_param",
 }
-# Mixed precisions of DeepSpeed's that no value of the axis stands for
+# DeepSpeed's mixed precisions that no value of the axis precision means
 OTHERS = ("amp.enabled", "torch_autocast.enabled")
 
-# What DeepSpeed or the Trainer takes a key of
+# Keys whose values DeepSpeed or the Trainer reads as objects
 OBJECTS = (*(key.rpartition(".")[0] for key in (*BF16, *FP16, *OFFLOADS.values())), "optimizer", "scheduler")
 
-# By which ranks would divide more than the batch
+# Keys by which ranks would divide more than the batch
 PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
 
@@ -44,7 +44,7 @@ def _stage(trial: Trial) -> int | None:
     return int(asked) if asked.isdigit() else None
 
 
-# Every key that an axis says: which one, and the value that it asks for (None: what no ds_config can give).
+# Every key that an axis sets: the axis, and the value that it requires (None: one that no ds_config can give).
 OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
     STAGE: ("sharding", _stage),
     OFFLOADS["offload_optimizer"]: ("offload_optimizer", lambda trial: "cpu" if trial.offload_optimizer else "none"),
@@ -61,7 +61,7 @@ OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
 
 
 def read(path: str) -> dict[str, Any]:
-    """The file's object. Raises UserError for one that is not there or holds something else."""
+    """Return the file's object. Raises UserError if it is missing, unreadable or holds something else."""
     try:
         found = plain_json.read(bounded_reads.read_content(Path(path), MOST).decode(), object_pairs_hook=_once)
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def read(path: str) -> dict[str, Any]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for a key that is there twice, as DeepSpeed does for a file."""
+    """Return a JSON object from its pairs. Raises ValueError for a repeated key, as DeepSpeed does for a file."""
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
@@ -85,7 +85,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def stated_values(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None where it is not there or left to the axes."""
+    """Return the value of a dotted key; None if it is missing or left to the axes."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -93,7 +93,7 @@ def stated_values(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _no_object(config: Mapping[str, Any], key: str) -> str | None:
-    """What is there in the place of an object, as JSON; None where one is, or nothing."""
+    """Return, as JSON, the value that stands in place of an object; None if it is an object or missing."""
     before, _, last = key.rpartition(".")
     node = stated_values(config, before) if before else config
     found = node.get(last, {}) if isinstance(node, Mapping) else {}
@@ -101,11 +101,11 @@ def _no_object(config: Mapping[str, Any], key: str) -> str | None:
 
 
 def axes(config: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
-    """What the file says of the axes, by axis; without those that it leaves out or says wrongly."""
+    """Return the file's values of the axes, by axis, without those that it leaves out or has wrong."""
     micro, accum, batch = (stated_values(config, key) for key in (MICRO, ACCUM, BATCH))
     whole = isinstance(micro, int) and isinstance(batch, int) and isinstance(world_size, int)
     if accum is None and whole and micro * world_size > 0:
-        accum = batch // (micro * world_size) or None  # as DeepSpeed works it out
+        accum = batch // (micro * world_size) or None  # as DeepSpeed computes it
     found = {
         "micro_batch": micro,
         "grad_accum": accum,
@@ -118,9 +118,9 @@ def axes(config: Mapping[str, Any], world_size: int = 1) -> dict[str, Any]:
 
 
 def adam(config: Mapping[str, Any]) -> str | None:
-    """What the axis calls the file's Adam (deepspeed/runtime/engine.py: get_optimizer_configuration).
+    """Return the axis's name of the file's Adam (deepspeed/runtime/engine.py: get_optimizer_configuration).
 
-    None where the file has no optimizer, and for another one, which the axis lacks.
+    None if the file has no optimizer, or another one, which the axis lacks.
     """
     if str(stated_values(config, "optimizer.type")).lower() not in ("adam", "adamw"):
         return None
@@ -142,7 +142,7 @@ def _precision(config: Mapping[str, Any]) -> str | None:
 
 
 def contradictions(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
-    """What of the file is not what the trial's axes say, or cannot be had: messages that name both."""
+    """Yield messages on values of the file that contradict the trial's axes (naming both), or are not supported."""
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping) or "stage" not in zero:
         yield (

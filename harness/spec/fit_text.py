@@ -1,7 +1,4 @@
-"""Whether a trial fits, in words: the same in every verb that answers it. Pure text from sizes in bytes.
-
-Not covered: a trial as a line of progress (trial_label.py).
-"""
+"""Sentences on whether a trial fits, used by every verb that answers it. Pure text from sizes in bytes."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
 AHEAD = "the further the CPU runs ahead of the GPU, the more"
-ADAPTED = ("bf16", "fp16")  # precisions whose weights are fp32, where those of an adapter's model often are not
-NEAR = 0.01  # of the limit: what leaves less fits only just
+ADAPTED = ("bf16", "fp16")  # precisions with fp32 weights; often an adapter's model has others
+NEAR = 0.01  # share of the limit; a trial that leaves less only just fits
 COMMUNICATION_GIB = 2
 NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
@@ -23,7 +20,7 @@ COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.h
 def describe_run(trial: Trial, without: str = "") -> str:
     """Return the trial as people ask about it: model, GPUs and sharding, batch per GPU, length, what is not default.
 
-    `without` is a setting that is asked for, seq_len or micro_batch.
+    `without` is the setting to leave out because it is the question, seq_len or micro_batch.
     """
     name, *parts = describe_trial(trial).split(" · ")
     gpus = f"{trial.world_size} x {trial.device.card.name}" if trial.device.name == "simulated" else ""
@@ -45,19 +42,19 @@ def describe_run(trial: Trial, without: str = "") -> str:
 
 
 def bound_reserved(low: int, most: int | None) -> int:
-    """Return the most that a run that fits may reserve: `most` of a row where it has one, and never below the peak."""
+    """Return the upper bound of what a run that fits reserves: a row's `most` if it has one, never below the peak."""
     return max(low, most or 0)
 
 
 def describe_range(low: int, high: int) -> str:
-    """Return two sizes as a range in GiB, one number where both read the same."""
+    """Return two sizes as a range in GiB; one number if both read the same."""
     return " to ".join(dict.fromkeys(map(format_gib, (low, high))))
 
 
 def describe_fit(low: int | None, high: int, limit: int) -> str:
-    """Say of a peak that fits how much of the limit it takes and what is free; `high` is its upper bound, if not `low`.
+    """Return a sentence on a peak that fits: its share of the limit, and what is free. `high` is its upper bound.
 
-    A bound ends at the limit, so a peak that may rise as far as that is not known to fit.
+    Upper bounds end at the limit, so a peak whose bound reaches the limit is not known to fit.
     """
     low = high if low is None else low
     of = f"peak reserved {describe_range(low, high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
@@ -70,7 +67,7 @@ def describe_fit(low: int | None, high: int, limit: int) -> str:
 
 
 def describe_misfit(need: int | None, limit: int) -> str:
-    """Say of a run that does not fit what is missing."""
+    """Return a sentence on what a run that does not fit is missing; `need` None: unknown."""
     most = format_gib(limit)
     if need is None:
         return f"does not fit into {most} GiB; how much it needs is unknown"
@@ -81,7 +78,7 @@ def describe_misfit(need: int | None, limit: int) -> str:
 
 
 def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
-    """Yield what the peak of a predicted trial does not include; `free` bytes are known to be left beside it."""
+    """Yield what the peak of a predicted trial does not include; `free` bytes are known to be left next to it."""
     if beside := communication_bytes(trial):
         yield NO_ROOM if free is not None and 0 <= free < beside else COMMUNICATION
     if trial.optimizer.startswith("paged_"):
@@ -89,12 +86,12 @@ def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
 
 
 def communication_bytes(trial: Trial) -> int:
-    """Return what a GPU may need for NCCL's buffers beside its peak and its headroom, in bytes."""
+    """Return the bytes that a GPU may need for NCCL's buffers, next to its peak and its headroom."""
     return COMMUNICATION_GIB << 30 if trial.world_size > 1 and trial.device.headroom_gib < COMMUNICATION_GIB else 0
 
 
 def describe_limit(trials: Sequence[Trial]) -> str:
-    """Say what the limit of a GPU is, in these predictions."""
+    """Return a sentence on what the limit of a GPU is in these predictions."""
     unknown = any(reported_bytes(trial.device.card) is None for trial in trials)
     less = f"{SHORTFALL:.0%}, as what it reports is not known, and ".replace("%", " %") * unknown
     most = max((trial.device.headroom_gib for trial in trials), default=0.0)

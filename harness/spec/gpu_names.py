@@ -1,4 +1,4 @@
-"""A GPU's name as it is typed: which listed GPU it is, or what to type instead. Text from the table of GPUs."""
+"""GPU names as people type them: the listed GPU that is meant, or what to type instead. Text from the table of GPUs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu
 from vramsweep.harness.messages import suggestions
 
 _COUNTED = re.compile(r"(?P<n>\d+)\s*[x*,:\s]\s*(?P<name>.+)|(?P<other>.+?)\s*[x*,:]\s*(?P<m>\d+)", re.IGNORECASE)
-_SXM = {f"sxm{version}" for version in ("", *range(2, 7))}  # on a board with NVLink: ours say only PCIe and NVL
+_SXM = {f"sxm{version}" for version in ("", *range(2, 7))}  # boards with NVLink; our names say only PCIe and NVL
 
 
 def find_name(typed: str) -> str | None:
-    """Return the listed name that is meant: it, or the driver's whole name, in any case; None where there is none.
+    """Return the listed name that is meant by it or by the driver's whole name, in any case; None if there is none.
 
-    Part of a name is none, because a GPU that is added to the table later could have it too.
+    Part of a name does not count, because a GPU that is added to the table later could have it too.
     """
     return next((gpu.name for gpu in GPUS if _plain(typed) in (gpu.name, *map(_plain, gpu.devices))), None)
 
 
 def unknown_gpu(said: str, typed: str) -> str:
-    """`gpu=8xh100`: what to write, which names begin so, or which is near; `said` is the word as it was typed."""
+    """Return what to write for `gpu=8xh100`, which names begin so, or which is near; `said`: as typed."""
     if (found := _COUNTED.fullmatch(typed)) and (like := _like(found["name"] or found["other"])):
         others = f" (or {', '.join(gpu.name for gpu in like[1:])})" if like[1:] else ""
         ranks = f"world_size={found['n'] or found['m']} sharding=fsdp2"
@@ -34,8 +34,10 @@ def unknown_gpu(said: str, typed: str) -> str:
 
 
 def _like(typed: str) -> list[Gpu]:
-    """Return the GPUs that may be meant, the plainest and smallest first: their names begin with the first word, or RTX
-    and it, and hold the other words."""
+    """Return the GPUs that may be meant, the plainest and smallest first.
+
+    Their names begin with the first word, or with RTX and it, and contain the other words.
+    """
     first, *words = _plain(typed).replace("rtx-", "rtx").split("-")
     named = ((gpu, set(gpu.name.split("-"))) for gpu in GPUS if gpu.name.split("-")[0] in (first, f"rtx{first}"))
     found = [gpu for gpu, parts in named if {*words} <= parts | (set() if parts & {"pcie", "nvl"} else _SXM)]

@@ -1,14 +1,12 @@
-"""Samples whose lengths vary: what `data=lengths:...` says, the lengths drawn from it, the shapes of the batches.
+"""Samples of varying lengths: the meaning of `data=lengths:...`, lengths drawn from it, shapes of the batches.
 
     lengths:lognormal(MEDIAN,SIGMA)   tokens; two thirds lie between MEDIAN / e^SIGMA and MEDIAN * e^SIGMA
     lengths:FILE                      a list (JSON, or a length a line) or a histogram (a line is `length,count`)
 
-Every sample's length is drawn by itself, from the trial's seed alone: all allocators, runners and machines train on the
-same lengths, and a longer run only draws more of them. A sample longer than seq_len is cut to it. A file that is no
-longer the one of the trial's fingerprint is refused: its lengths would be another trial's.
-
-Pure, but for reading the file. Not covered: the samples' tokens (runners/model/build.py), predictions
-(runners/symbolic/varying_lengths.py).
+Every sample's length is drawn independently, from the trial's seed alone. So all allocators, runners and machines train
+on the same lengths, and a longer run only draws more of them. A sample longer than seq_len is cut to it. A file that
+differs from the trial's fingerprint is refused, because its lengths would be another trial's. Pure, except for reading
+the file.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 PREFIX = "lengths:"
-LONGEST = 1 << 24  # tokens; what is drawn is cut to it before seq_len
-MOST = 10**15  # samples of a histogram: fewer than a float counts one by one
-LONGEST_OF_BATCH, FULL = "longest", "max"  # of padding_to; all else is a multiple
+LONGEST = 1 << 24  # tokens; lengths are cut to it, and then to seq_len
+MOST = 10**15  # most samples of a histogram, which a float still counts exactly
+LONGEST_OF_BATCH, FULL = "longest", "max"  # values of padding_to; any other is a multiple
 WAYS = f"write {PREFIX}lognormal(MEDIAN,SIGMA), or {PREFIX}FILE"
 CHANGED = "{} has changed since the sweep was planned; run the sweep again"
 FORMS = "a JSON list, a length a line, or lines of length,count"
@@ -48,7 +46,7 @@ _COUNTS = re.compile(r"count|freq|number|samples|^n$", re.IGNORECASE)  # in a co
 
 
 class LengthsError(UserError):
-    """The text after `lengths:`, or the file that it names, says no lengths."""
+    """An error because the text after `lengths:`, or the file that it names, gives no lengths."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Lognormal:
     sigma: float
 
     def at(self, share: float) -> int:
-        """The length that this share (between 0 and 1) of all samples stays below."""
+        """Return the length, in tokens, that this share (between 0 and 1) of all samples stays below."""
         exponent = self.sigma * NormalDist().inv_cdf(share) if self.sigma else 0.0
         return max(1, round(min(self.median * math.exp(min(exponent, 700.0)), LONGEST)))
 
@@ -72,7 +70,7 @@ class Listed:
     until: tuple[int, ...]
 
     def at(self, share: float) -> int:
-        """As Lognormal's."""
+        """Return the length, in tokens, that this share (between 0 and 1) of all samples stays below."""
         return self.lengths[bisect_right(self.until, share * self.until[-1])]
 
 
@@ -81,7 +79,7 @@ Source = Lognormal | Listed
 
 @dataclass(frozen=True)
 class Batch:
-    """A micro-batch of one rank: so many samples of `width` tokens each, of which `kept` in all are not padding."""
+    """A micro-batch of one rank: `samples` of `width` tokens each, of which `kept` in all are not padding."""
 
     samples: int
     width: int
@@ -89,28 +87,28 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Tokens, padding counted."""
+        """Tokens of the batch, padding counted."""
         return self.samples * self.width
 
     @property
     def padded(self) -> bool:
-        """Whether any of its tokens is padding."""
+        """Return whether any of the batch's tokens is padding."""
         return self.kept < self.tokens
 
 
 def names_lengths(data: str) -> bool:
-    """Whether this value of `data` gives lengths."""
+    """Return whether this value of `data` gives lengths."""
     return data.startswith(PREFIX)
 
 
 def lengths_file(data: str) -> Path | None:
-    """The file that it names, if it does."""
+    """Return the file of lengths that a value of `data` names; None if it names none."""
     text = data.removeprefix(PREFIX)
     return None if not names_lengths(data) or not text or text.startswith("lognormal(") else Path(text)
 
 
 def is_file(place: Path) -> bool:
-    """Whether there is such a file; also of a name at which pathlib raises, as one that is too long."""
+    """Return whether a file exists; False also for a name at which pathlib raises, such as one that is too long."""
     try:
         return place.is_file()
     except OSError:
@@ -118,7 +116,7 @@ def is_file(place: Path) -> bool:
 
 
 def source(data: str, fingerprint: str | None = None) -> Source:
-    """What lengths are drawn from. Raises LengthsError, or EnvironmentFault for a file with another fingerprint."""
+    """Return the source of lengths. Raises LengthsError, or EnvironmentFault for a file with another fingerprint."""
     text = data.removeprefix(PREFIX)
     if (place := lengths_file(data)) is None:
         return _lognormal(data, text)
@@ -149,7 +147,7 @@ def _lognormal(data: str, text: str) -> Lognormal:
 
 @lru_cache(maxsize=8)
 def _listed(place: Path, size: int, changed_ns: int) -> tuple[Listed, str]:
-    """The lengths of a file, and its SHA-256; read once, as long as it stays as large and as old."""
+    """Return a file's lengths and its SHA-256. It is read again only if its size or time of change differs."""
     try:
         content = bounded_reads.read_content(place)
         text = content.decode("utf-8-sig").strip()
@@ -207,14 +205,14 @@ def _short(text: str) -> str:
 
 
 def drawn(what: Source, seed: int, most: int) -> Iterator[int]:
-    """Lengths without end, cut to `most`; of one seed always the same."""
+    """Yield lengths without end, cut to `most` tokens; one seed always gives the same lengths."""
     draw = random.Random(seed)
     while True:
         yield min(what.at(max(draw.random(), 2.0**-54)), most)
 
 
 def packed(lengths: Iterable[int], seq_len: int) -> Iterator[tuple[int, ...]]:
-    """Documents joined and cut at seq_len: the lengths of the documents, or what is left of them, in each sample."""
+    """Join documents and cut them at seq_len; yield the lengths of the documents, or their parts, in each sample."""
     row: list[int] = []
     room = seq_len
     for length in lengths:
@@ -229,9 +227,9 @@ def packed(lengths: Iterable[int], seq_len: int) -> Iterator[tuple[int, ...]]:
 
 
 def documents(trial: Trial, count: int) -> list[tuple[int, ...]]:
-    """The lengths of the documents in each of the first `count` samples; without packing a sample is one of them.
+    """Return the lengths of the documents in each of the first `count` samples; without packing, one document each.
 
-    Raises EnvironmentFault where they are drawn from a file that is no longer what it was.
+    Raises EnvironmentFault if they are drawn from a file that has changed.
     """
     what = source(trial.data, trial.fingerprints.get(str(lengths_file(trial.data))))
     lengths = drawn(what, trial.seed, trial.seq_len)
@@ -240,14 +238,14 @@ def documents(trial: Trial, count: int) -> list[tuple[int, ...]]:
 
 
 def width(longest: int, padding_to: str, seq_len: int) -> int:
-    """The tokens that each sample of a batch is padded to, where its longest has `longest`."""
+    """Return the tokens that each sample of a batch is padded to, if its longest has `longest`."""
     if padding_to == LONGEST_OF_BATCH:
         return longest
     return seq_len if padding_to == FULL else -(-longest // int(padding_to)) * int(padding_to)
 
 
 def batches(trial: Trial, steps: int) -> list[list[Batch]]:
-    """The micro-batches of each of the first steps: pass by pass, and of each pass one a rank."""
+    """Return the micro-batches of each of the first steps: pass by pass, and in each pass one a rank."""
     size, each = trial.micro_batch, trial.samples_per_step()
     lengths = [sum(one) for one in documents(trial, steps * each)]
 
@@ -259,23 +257,23 @@ def batches(trial: Trial, steps: int) -> list[list[Batch]]:
 
 
 def of_rank(step: Sequence[Batch], rank: int, world_size: int) -> Sequence[Batch]:
-    """A rank's micro-batches of a step, in order."""
+    """Return a rank's micro-batches of a step, in order."""
     return step[rank::world_size]
 
 
 def protocol_steps(trial: Trial) -> int:
-    """Warm-up, probe and measured steps."""
+    """Return the number of warm-up, probe and measured steps."""
     return trial.protocol.warmup_steps + 1 + trial.protocol.measured_steps
 
 
 def tokens_per_step(trial: Trial) -> float:
-    """Tokens that a step sees over all ranks, padding counted, by a few of its first steps."""
+    """Return the tokens that a step sees over all ranks, padding counted: the mean of the first 16 steps."""
     some = batches(trial, 16)
     return sum(batch.tokens for step in some for batch in step) / len(some)
 
 
 def length_columns(trial: Trial) -> dict[str, Any]:
-    """The row's columns on the samples of the measured steps, of all ranks."""
+    """Return the row's columns on the samples of the measured steps, of all ranks."""
     steps, each = protocol_steps(trial), trial.samples_per_step()
     measured = [b for step in batches(trial, steps)[-trial.protocol.measured_steps :] for b in step]
     lengths = [n for one in documents(trial, steps * each)[-trial.protocol.measured_steps * each :] for n in one]
@@ -288,17 +286,17 @@ def length_columns(trial: Trial) -> dict[str, Any]:
 
 
 def has_varying_lengths(trial: Trial) -> bool:
-    """Whether the shapes of its batches vary; packed samples are all full."""
+    """Return whether the shapes of the trial's batches vary; packed samples are all full."""
     return names_lengths(trial.data) and trial.packing == "none"
 
 
 def one_length_settings(padded: bool) -> dict[str, str]:
-    """Settings of a trial all of whose batches are seq_len wide: with padding in each, or with none."""
+    """Return settings that make every batch of a trial seq_len wide: with padding in each (`padded`), or with none."""
     return {"data": f"{PREFIX}lognormal({1 if padded else LONGEST},0)", "padding_to": FULL}
 
 
 def lengths_problem(trial: Trial) -> Iterator[str]:
-    """Yield what speaks against the trial's data, its padding or its packing."""
+    """Yield reasons against the trial's data, its padding or its packing."""
     if not names_lengths(trial.data):
         if trial.padding_to != LONGEST_OF_BATCH and trial.runner.name not in runner_table.STARTING:
             yield (
@@ -352,5 +350,5 @@ def _predicted(trial: Trial) -> Iterator[str]:
 
 
 def padded_tokens(padding: float, length: int) -> int:
-    """How many of a synthetic sample's tokens are padding."""
+    """Return how many of a synthetic sample's tokens are padding."""
     return round(padding * length)

@@ -1,7 +1,4 @@
-"""What a runner cannot do with a way of sharding, an optimizer or an option, each with the way out.
-
-Not covered: what the tables of runners and ways of sharding say themselves (runner_table.py).
-"""
+"""Rules on what a runner cannot do with a sharding, an optimizer or an option, each with the way out."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def _fsdp(trial: Trial) -> Iterator[str]:
-    """What the plain loop cannot do with FSDP."""
+    """Yield what the plain loop cannot do with FSDP."""
     if trial.sharding not in FSDP:
         return
     if trial.precision == "fp16":
@@ -35,7 +32,7 @@ def _fsdp(trial: Trial) -> Iterator[str]:
 
 
 def _one_dtype(trial: Trial) -> Iterator[str]:
-    """FSDP1 makes one flat parameter of a block's weights, which torch refuses where they differ in dtype."""
+    """Refuse weights of two dtypes: FSDP1 makes one flat parameter of a block's weights, for which torch needs one."""
     if trial.sharding == "fsdp1" and trial.adapter != "none" and trial.precision == "bf16_pure":
         yield (
             "sharding=fsdp1 flattens weights of one dtype only, and adapters are fp32 beside bf16 weights; use "
@@ -44,7 +41,7 @@ def _one_dtype(trial: Trial) -> Iterator[str]:
 
 
 def _fsdp_trainer(trial: Trial) -> Iterator[str]:
-    """What cannot be done with FSDP under the Trainer."""
+    """Yield what cannot be done with FSDP under the Trainer."""
     if trial.sharding in FSDP and trial.precision == "fp16" and trial.device.name == "simulated":
         yield f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
     yield from _one_dtype(trial)
@@ -61,7 +58,10 @@ def _trainer_arguments(trial: Trial) -> Iterator[str]:
 
 
 def fsdp_offload(trial: Trial) -> Iterator[str]:
-    """With offload_param parameters, gradients and optimizer state are in host memory; gathered weights are not."""
+    """Yield what FSDP cannot offload.
+
+    With offload_param, parameters, gradients and optimizer state are in host memory, but gathered weights are not.
+    """
     if trial.offload_optimizer:
         yield f"sharding={trial.sharding} moves optimizer state with the parameters; give offload_param=true alone"
     if trial.offload_param and trial.sharding == "fsdp1" and trial.device.name == "simulated":
@@ -69,7 +69,7 @@ def fsdp_offload(trial: Trial) -> Iterator[str]:
 
 
 def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
-    """Say what of the user's DeepSpeed configuration contradicts the axes, or cannot be had; `runners` take one."""
+    """Yield what in the user's DeepSpeed configuration contradicts the axes or cannot be had; `runners` take one."""
     if trial.ds_config is None:
         return
     if trial.runner.name not in runners.split(" or "):
@@ -92,7 +92,7 @@ def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
 
 
 def zero_init(trial: Trial) -> Iterator[str]:
-    """Say where zero_init=false has no meaning."""
+    """Refuse zero_init=false where it has no meaning."""
     if not trial.zero_init and trial.sharding != "zero3":
         yield (
             f"zero_init=false changes nothing with sharding={trial.sharding}: zero.Init divides weights, as zero3 does"
@@ -100,7 +100,7 @@ def zero_init(trial: Trial) -> Iterator[str]:
 
 
 def zero_precision(trial: Trial) -> Iterator[str]:
-    """Say which precisions DeepSpeed does not have."""
+    """Refuse the precisions that DeepSpeed does not have."""
     if trial.sharding not in ZERO:
         return
     if trial.precision == "bf16_pure":
@@ -110,7 +110,7 @@ def zero_precision(trial: Trial) -> Iterator[str]:
 
 
 def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
-    """The axis has DeepSpeed's Adam; its other optimizers are options, which have kernels of their own."""
+    """Check the option `optimizer`: DeepSpeed's Adam belongs to the axis; the others, with own kernels, are options."""
     if (asked := trial.runner.options.get("optimizer")) is None:
         return
     kind = str(asked.get("type") if isinstance(asked, Mapping) else asked)
@@ -130,7 +130,7 @@ def _untraced(kind: Any) -> str:
     )
 
 
-# Optimizers of TrainingArguments that the axis lacks and that are torch's own code, so that they can be traced.
+# Optimizers of TrainingArguments that the axis lacks. They can be traced, because they are torch's own code.
 _TRACED = ("adagrad", "rmsprop")
 
 
@@ -152,7 +152,7 @@ def _trainer_optimizer(trial: Trial) -> Iterator[str]:
 
 
 def _trainer_optim_args(trial: Trial) -> Iterator[str]:
-    """TrainingArguments' optim_args reach only what TrainingArguments make."""
+    """Refuse optim_args for optimizers that TrainingArguments do not make, because they would not reach them."""
     if "optim_args" not in trial.runner.options or "optim" in trial.runner.options:
         return
     entry = catalog.technique("optimizer", trial.optimizer)
@@ -165,7 +165,7 @@ def _trainer_optim_args(trial: Trial) -> Iterator[str]:
 
 
 def _static_graph(trial: Trial, option: str = "static_graph") -> Iterator[str]:
-    """Refuse what torch 2.13's reducer fails in, a pass that does not average (reducer.cpp: expect_autograd_hooks_)."""
+    """Refuse a pass that does not average: torch 2.13's reducer fails in it (reducer.cpp: expect_autograd_hooks_)."""
     if trial.runner.options.get(option) is True and trial.no_sync and trial.grad_accum > 1:
         way = "use no_sync=false or grad_accum=1" if option == "static_graph" else "use grad_accum=1"
         yield f"runner.options.{option} fails in torch unless every accumulated pass averages; {way}"

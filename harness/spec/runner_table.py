@@ -1,8 +1,8 @@
-"""Who drives the training loop: an entry for each runner, with all that the harness must know of it.
+"""The table of runners, which drive the training loop: an entry each, with all that the harness must know of it.
 
 A new runner is a module under runners/ and an entry in `RUNNERS`, which is its option `runner=` too
-(harness/config/overrides.py). Trials are checked against this table and that of ways of sharding (shardings.py),
-workers import what they name. Not covered: what a runner cannot do with a setting (runner_rules.py).
+(harness/config/overrides.py). Trials are checked against this table and that of shardings (shardings.py). Workers
+import the modules that the tables name.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from vramsweep.harness.spec.techniques.catalog import Technique
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
-# What a sweep can end in, made by an entry of the same name in analysis/answers/answer_table.py; then those of earlier
-# versions, which plans and presets may still name.
+# Answers that a sweep can end in, each made by the entry of its name in analysis/answers/answer_table.py; then those of
+# earlier versions, which plans and presets may still name.
 ANSWERS = ("claims",)
 FORMER_ANSWERS = ("fit-24gb", "forum-gpt2", "composition", "seqlen-zero3")
 
@@ -34,21 +34,21 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Runner:
-    """Who drives the loop.
+    """A runner, which drives the training loop.
 
     `module` has `run(trial, device, meter, folder)`; `preload` is what its first step would otherwise import.
-    `measurement` is raised when what it measures changes: old rows then no longer count as finished. `shardings` are
-    those it supports, beside those that name it. `owned` maps an option (dotted) to the axis that says the same, which
-    it therefore must not contradict; `options` are the only ones it takes (None: its library's). `rules` say what it
-    cannot do, each with the way out. `starts`: the training is a process that it starts, so the module's function is
-    `run(trial, folder)`, and what the axes mean is that process's business; `traced` is the module that runs it where
-    it is simulated. `targets`: the training code is the user's function, runner.target.
+    `measurement` is raised when what it measures changes, because old rows then no longer count as finished.
+    `shardings` are those it supports, next to those that name it. `owned` maps an option (dotted) to the axis that sets
+    the same; such an option is refused. `options` are the only ones it takes (None: its library's). `rules` yield what
+    it cannot do, each with the way out. `starts`: it starts a process that trains. Then the module's function is
+    `run(trial, folder)`, the process decides what the axes mean, and `traced` is the module that runs a simulation.
+    `targets`: the training code is the user's function, runner.target.
 
     `monotonic`: more length or batch is known never to need less memory. `jobs`: it can run protocol=job.
-    `loader_workers` is the option that says how many processes load data. `host_bytes` is the anonymous memory of a
+    `loader_workers` is the option for the number of processes that load data. `host_bytes` is the anonymous memory of a
     process after its imports (`vramsweep.runners.worker.worker.preload`), by benchmarks/host_check.py: torch
-    2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11. What a CUDA build and its context
-    take on the host is not in it: no card was at hand to measure it.
+    2.13.0+cpu, transformers 5.23.0, accelerate 1.15.0, deepspeed 0.19.8, Python 3.11. It excludes what a CUDA build and
+    its context take on the host, because no GPU was at hand to measure it.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Runner:
 
     @property
     def user_code(self) -> bool:
-        """Whether the training code is the user's, which applies itself what it wants."""
+        """Return whether the training code is the user's, which applies techniques itself."""
         return self.starts or self.targets
 
 
@@ -81,19 +81,19 @@ _MODELS = (
     ".worker.run_rank",
     ".worker.batch_server",
 )
-# The Trainer's arguments by the axis that says the same; of a node that holds several, the first of them counts.
+# The Trainer's arguments by the axis that sets the same; of a node with several such arguments, the first counts.
 _TRAINER_AXES = json.loads(Path(__file__).with_name("trainer_arguments.json").read_text("utf-8"))
 
 
-SIMULATED = "simulated"  # the template of predictions
-_TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # another names its runners itself
+SIMULATED = "simulated"  # the fork server of predictions
+_TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # other shardings name their runners
 # fmt: off
 RUNNERS = (
     Runner("torch", "the plain loop: forward, backward, optimizer step", module=".loops.torch_loop",
            preload=(".loops.torch_loop", *_MODELS), shardings=_TORCH, rules=runner_rules.TORCH, monotonic=True),
     Runner("trainer", "Hugging Face Trainer with its defaults; options are TrainingArguments",
            module=".loops.hf_trainer", shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, host_bytes=294 * MIB,
-           # accelerate imports deepspeed, where it is installed, to unwrap any model
+           # accelerate imports deepspeed, if it is installed, to unwrap any model
            preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
            owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names}, options=None,
            rules=runner_rules.TRAINER),
@@ -117,51 +117,51 @@ _SHARDINGS = {sharding.name: sharding for sharding in SHARDINGS}
 
 
 def runner(name: str) -> Runner:
-    """The entry of this runner. Raises KeyError for a name that is not there."""
+    """Return the entry of a runner. Raises KeyError for an unknown name."""
     return _RUNNERS[name]
 
 
 def module(trial: Trial) -> str:
-    """The module that runs a trial, measured or traced."""
+    """Return the module that runs a trial, measured or traced."""
     entry = _RUNNERS[trial.runner.name]
     return entry.traced if entry.traced and trial.device.name == "simulated" else entry.module
 
 
 def sharding(name: str) -> Sharding:
-    """The entry of this way of sharding. Raises KeyError for a name that is not there."""
+    """Return the entry of a sharding. Raises KeyError for an unknown name."""
     return _SHARDINGS[name]
 
 
 def shardings_of(entry: Runner) -> tuple[str, ...]:
-    """The ways of sharding that go with a runner: those that it names, then those that name it."""
+    """Return the shardings that go with a runner: those that it names, then those that name it."""
     return (*entry.shardings, *(s.name for s in SHARDINGS if entry.name in s.runners and s.name not in entry.shardings))
 
 
 def technique_runners(entry: Technique) -> tuple[str, ...]:
-    """The runners that go with a technique, of those whose training code is ours."""
+    """Return the runners that go with a technique, among those whose training code is ours."""
     return tuple(r.name for r in RUNNERS if not r.user_code and r.name in (entry.runners or (r.name,)))
 
 
 def fork_server_name(trial: Trial) -> str:
-    """Name the template that a trial's worker is forked from.
+    """Return the name of the fork server that a trial's worker is forked from.
 
-    A template has imported what its trials import. That of predictions imports nothing until a trace has to be made.
+    It has imported what its trials import. The fork server of predictions imports nothing until a trace must be made.
     """
-    ours = trial.runner.name not in STARTING  # others start a script, which imports libraries in its own order
+    ours = trial.runner.name not in STARTING  # the others start a script, which imports in its own order
     return SIMULATED if ours and trial.device.name == "simulated" else imports_name(trial)
 
 
 def imports_name(trial: Trial) -> str:
-    """Name what a trial imports: its runner, then "+" and each sharding or technique that imports more than that."""
+    """Return the name of a trial's imports: its runner, then "+" and each sharding or technique that imports more."""
     entry = _RUNNERS[trial.runner.name]
     mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
-    more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # shardings that import the same
+    more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # the first with the same imports
     techniques = () if entry.user_code else catalog.techniques_to_preload(trial)
     return "+".join((trial.runner.name, *more, *map(str, techniques)))
 
 
 def preload(name: str) -> tuple[str, ...]:
-    """The modules that go by this name."""
+    """Return the modules that a name of imports stands for."""
     if name == SIMULATED:
         return (".predict.make_trace", *_MODELS)
     runner_name, *parts = name.split("+")
@@ -173,7 +173,7 @@ def preload(name: str) -> tuple[str, ...]:
 
 
 def markdown_table() -> str:
-    """The runners and ways of sharding as tables for the documentation."""
+    """Return the runners and shardings as Markdown tables for the documentation."""
     lines = ["**runners**", "", "| runner | who drives the loop | sharding |", "|---|---|---|"]
     lines += [f"| `{r.name}` | {r.meaning} | {', '.join(f'`{name}`' for name in shardings_of(r))} |" for r in RUNNERS]
     lines += ["", "**sharding**", "", "| sharding | how ranks divide the work |", "|---|---|"]
@@ -181,7 +181,7 @@ def markdown_table() -> str:
 
 
 def runner_rules_of(trial: Trial) -> Iterator[str]:
-    """What the tables say against a trial, reason by reason."""
+    """Yield what the tables say against a trial, reason by reason."""
     if (entry := _RUNNERS.get(trial.runner.name)) is None:
         yield suggestions.no_such_value(f"runner {trial.runner.name}", "runner", trial.runner.name, _RUNNERS)
         return
@@ -201,12 +201,12 @@ def runner_rules_of(trial: Trial) -> Iterator[str]:
 
 
 def _runners_of(*names: str) -> str:
-    """The runners that go with any of these ways of sharding, in words."""
+    """Return, in words, the runners that go with any of these shardings."""
     return " or ".join(r.name for r in RUNNERS if set(names) & set(shardings_of(r)))
 
 
 def _offload(trial: Trial, entry: Runner) -> Iterator[str]:
-    """Why optimizer state or parameters cannot be moved to host memory under this sharding."""
+    """Yield why optimizer state or parameters cannot be moved to host memory under this sharding."""
     if trial.sharding in FSDP:
         yield from runner_rules.fsdp_offload(trial)
     for axis in ("offload_param", "offload_optimizer"):
@@ -235,7 +235,7 @@ def _divides(value: Any, trial: Trial) -> bool:
     return isinstance(value, bool) or (isinstance(value, int) and value > 0 and trial.world_size % value == 0)
 
 
-# What options must be: in words, and whether a value is
+# What an option's value must be, in words, and the check of a value
 _KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
     **dict.fromkeys(
         ("bucket_cap_mb", "ddp_bucket_cap_mb"),
@@ -257,7 +257,7 @@ def _options(trial: Trial, entry: Runner) -> Iterator[str]:
     for option, value in flatten_options(trial.runner.options):
         if option in ("fsdp_config", "accelerator_config") and isinstance(value, str) and entry.name == "trainer":
             yield f"runner.options.{option} is a file; give its keys: +runner.options.{option}.KEY=VALUE"
-        whole = not isinstance(value, Mapping)  # it would take the place of a node in which an axis has its say
+        whole = not isinstance(value, Mapping)  # it would replace a node that has a key of an axis
         axis = next((a for o, a in entry.owned.items() if option == o or (whole and o.startswith(f"{option}."))), None)
         if axis is not None:
             yield f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
@@ -270,13 +270,13 @@ def _options(trial: Trial, entry: Runner) -> Iterator[str]:
             yield f"runner.options.{unknown[0]}: runner={entry.name} {takes}{where}"
     for option, value in () if entry.user_code else trial.runner.options.items():
         words, fits = _KINDS.get(option, ("", lambda value, trial: True))
-        left = value is None and entry.options is None  # to the library
+        left = value is None and entry.options is None  # left to the library
         if not left and not fits(value, trial):
             yield f"runner.options.{option} is {value}; it must be {words}"
 
 
 def flatten_options(options: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of nested options as a dotted name, with its value; the inner nodes too."""
+    """Yield every key of nested options as a dotted name, with its value; inner nodes too."""
     for key, value in options.items():
         yield f"{before}{key}", value
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""How ranks divide the work: an entry for each way, with all that the harness must know of it.
+"""The table of shardings, by which ranks divide the work: an entry each, with all that the harness must know of it.
 
-A new way of sharding is an entry in `SHARDINGS` and a module; the tuples below it follow.
+A new sharding is an entry in `SHARDINGS` and a module; the tuples below the table follow from it.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sharding:
-    """How ranks divide a model's weights, gradients and optimizer state.
+    """A sharding: a way in which ranks divide a model's weights, gradients and optimizer state.
 
-    `module` is what does it (runners/shardings/interface.py says which functions it has), `library` what wraps the
-    model, whose rules hold: ddp, fsdp or deepspeed; `stage` is ZeRO's, `preload` what a template imports for it,
-    `options` arguments of what wraps the model, which runner=torch passes on, `arguments` TrainingArguments that reach
-    it alone (transformers 5.23, Trainer._build_accelerator_args). `runners` support it beside those whose own entries
-    name it (runner_table.py). `measurement` is raised when what is measured under it changes: old rows no longer count
-    then.
+    `module` does it (runners/shardings/interface.py says which functions it has). `library` wraps the model, and its
+    rules hold: ddp, fsdp or deepspeed. `stage` is ZeRO's. `preload` is what a fork server imports for it. `options` are
+    arguments of the wrapper, which runner=torch passes on. `arguments` are TrainingArguments that reach it alone
+    (transformers 5.23, Trainer._build_accelerator_args). `runners` support it, next to those whose own entries name it
+    (runner_table.py). `measurement` is raised when what is measured under it changes, because old rows no longer count.
 
     `simulated`: it can be predicted. `whole`: each rank has its own copy of the weights. `readable`: a weight can be
     read outside its own layer. `offloads` are the axes by which it moves state to host memory.
@@ -40,7 +39,7 @@ class Sharding:
 
 
 _PLACE = ".shardings"
-# the last two are pulled in by DeepSpeed's first initialise
+# DeepSpeed's first initialise imports the last two
 _ZERO_PRELOAD = (f"{_PLACE}.zero_config", "deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.module_inject")
 # fmt: off
 SHARDINGS = (

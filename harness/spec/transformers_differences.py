@@ -1,7 +1,4 @@
-"""Known differences of earlier versions of transformers: which of a model's tensors its code made, kept or copied then.
-
-Not covered: other packages, and which differences a trial meets (version_differences.py).
-"""
+"""Known differences of earlier versions of transformers: tensors of a model that their code made, kept or copied."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ When = Callable[["Trial"], bool]
 class Difference:
     """One known difference of an earlier version of a package.
 
-    `versions` is the range of `package` that it holds for, `source` where upstream's code is, in that version and the
-    one that ended it. `place` is the module of runners/trace/version_patches and the function in it, whose replacements
-    are there while a run is traced; `when` says which trials meet that code at all.
+    `versions` is the range of `package` that it holds for. `source` is where upstream's code is, in that version and in
+    the one that ended it. `place` is the module of runners/trace/version_patches and the function in it, whose
+    replacements are active while a run is traced. `when` says which trials meet that code at all.
     """
 
     name: str
@@ -39,21 +36,21 @@ class Difference:
 
 
 def uses_sdpa(trial: Trial) -> bool:
-    """Whether a trial takes torch's attention, whichever kernel of it is asked for."""
+    """Return whether a trial uses torch's attention, whichever of its kernels is chosen."""
     return trial.attention.startswith("sdpa")
 
 
 def model_type(trial: Trial) -> str | None:
-    """Of the architecture that we ship or that a local directory describes; None where a hub would have to be asked."""
+    """Return the type of a model that we ship or that a local directory describes; None if only a hub knows it."""
     found = trial.model.model_type
     if found is None and trial.model.path is not None:
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description in it
             found = plain_json.read((Path(trial.model.path) / "config.json").read_bytes()).get("model_type")
     return found
 
 
 def _cache(trial: Trial) -> bool:
-    """Versions before 5.0 leave it on where the Trainer runs."""
+    """Return whether the cache is on; versions before 5.0 leave it on under the Trainer."""
     return trial.use_cache == "on" or (trial.use_cache == "default" and trial.runner.name == "trainer")
 
 
@@ -70,7 +67,7 @@ def _with_loss(trial: Trial) -> bool:
 
 
 def _maskless(trial: Trial) -> bool:
-    """The Trainer gives a padding mask or a cache."""
+    """Return whether attention gets no mask; the Trainer gives a padding mask or a cache."""
     masked = trial.padding != 0 or trial.runner.name == "trainer" or _kept_cache(trial)
     return trial.attention != "flash_attention_2" and not masked
 
@@ -78,7 +75,7 @@ def _maskless(trial: Trial) -> bool:
 LIKE_LLAMA = ("llama", "qwen2", "mistral", "mixtral", "gemma", "gemma2", "phi", "phi3")
 """Models whose code in transformers follows Llama's."""
 
-# What an entry asks of a trial beside its model.
+# Conditions of an entry on a trial, next to its model.
 _WHEN: dict[str, When] = {
     "": lambda trial: True,
     "sdpa": uses_sdpa,
@@ -93,7 +90,7 @@ _WHEN: dict[str, When] = {
 
 
 def _read(line: str) -> Difference:
-    """Return the difference of a line of transformers_differences.tsv; it holds for any model where it names none."""
+    """Return the difference in a line of transformers_differences.tsv; if it names no model, it holds for any."""
     name, versions, named, condition, place, source, meaning = line.split("\t")
     models, when = named.replace("like_llama", " ".join(LIKE_LLAMA)).split(), _WHEN[condition]
     module, function = place.split(".")

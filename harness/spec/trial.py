@@ -1,12 +1,9 @@
-"""Trial: one combination of axes plus protocol plus repeat index, and its id.
+"""The Trial: one combination of axes plus protocol plus repeat index.
 
-A trial is plain data. It holds everything that can change what is measured and nothing else: how often an attempt
-is retried, its deadline and whether it runs cold or warm belong to the sweep (run_trials.py), not here. Its id is a
-hash of what changes the measurement: names and settings left at their defaults do not enter it.
-
-Not covered here: building a model (runners/model/build.py), the allocator's options (allocator/config.py), which
-combinations are valid (trial_rules.py, runner_table.py, techniques/), on which machine it was measured
-(schema.system_of).
+A trial is plain data. It holds everything that can change what is measured, and nothing else. Retries, the deadline,
+and whether an attempt runs cold or warm belong to the sweep (run_trials.py); the machine belongs to the row
+(schema.system_of). A trial's id is a hash of what changes the measurement: names, and settings left at their defaults,
+do not enter it.
 """
 
 from __future__ import annotations
@@ -22,11 +19,11 @@ from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.gpu_lookup import GPUS, Capability, Gpu
 from vramsweep.harness.messages.errors import UserError
 
-MOST = 1 << 20  # what counts something may be at most: beyond it, sizes overflow and loops have no end
+MOST = 1 << 20  # upper limit of counts: beyond it, sizes overflow and loops have no end
 
 
 class InvalidTrial(UserError):
-    """The combination cannot run; the text says why and what would."""
+    """An error: the combination cannot run. The text says why, and what would run."""
 
 
 class _Frozen(BaseModel):
@@ -34,9 +31,9 @@ class _Frozen(BaseModel):
 
 
 class ModelAxis(_Frozen):
-    """Which model: an architecture we ship (`model_type` and `config`), or `path`, a local directory or hub id.
+    """The model: an architecture we ship (`model_type` and `config`), or `path`, a local directory or hub id.
 
-    `trust_remote_code`: what `path` brings as Python files may run; else it does not.
+    `trust_remote_code`: Python files that `path` brings may run; otherwise they do not.
     """
 
     name: str
@@ -49,17 +46,17 @@ class ModelAxis(_Frozen):
 
 
 class AllocatorAxis(_Frozen):
-    """A name for figures and the text of PYTORCH_CUDA_ALLOC_CONF, canonical, "" for torch's defaults."""
+    """The allocator: a name for figures, and the canonical PYTORCH_CUDA_ALLOC_CONF ("" for torch's defaults)."""
 
     name: str
     conf: str = ""
 
 
 class RunnerAxis(_Frozen):
-    """Who drives the loop (runner_table.RUNNERS), and what it is told beside the axes.
+    """The runner, which drives the loop (runner_table.RUNNERS), and what it is given next to the axes.
 
     `options` overrides TrainingArguments (trainer), the ds config (deepspeed) or arguments of what divides the model
-    (torch; Sharding.options); those that an axis says are rejected. `target` is the custom runner's
+    (torch; Sharding.options). Options that an axis sets are rejected. `target` is the custom runner's
     path/to/file.py:function. `command` is the script runner's, with placeholders (command_template.py); `stop` ends it
     once the protocol's steps are over.
     """
@@ -72,12 +69,12 @@ class RunnerAxis(_Frozen):
 
 
 class DeviceAxis(_Frozen):
-    """Where it runs. `gpu` names the card whose memory and generation are simulated (harness/hardware/gpu_lookup.py).
+    """The device. `gpu` names the GPU whose memory and generation are simulated (harness/hardware/gpu_lookup.py).
 
-    The others say what else of a machine is simulated: how many cards a node has, what links them (`link`) and what
-    links nodes (`interconnect`), by name, and a node's memory in GiB; None is what the card usually comes with, or
-    unknown. A card that is not listed is one like it with `memory_gib` (nominal) and, where that is another generation,
-    of a compute `capability` ("8.6"); of any card `headroom_gib` may be left free.
+    The other fields describe the simulated machine: the GPUs of a node, their links (`link`) and the links of nodes
+    (`interconnect`), by name, and a node's memory in GiB. None is what the GPU usually comes with, or unknown. A GPU
+    that is not listed is a similar one with `memory_gib` (nominal) and, for another generation, a compute `capability`
+    ("8.6"). Of any GPU `headroom_gib` may be left free.
     """
 
     name: Literal["cuda", "cpu", "simulated"]
@@ -105,7 +102,7 @@ class DeviceAxis(_Frozen):
 
     @property
     def card(self) -> Gpu:
-        """The card that is simulated. Raises KeyError where `gpu` is not listed."""
+        """Return the GPU that is simulated. Raises KeyError if `gpu` is not listed."""
         return gpu_lookup.resolve_gpu(self.gpu, self.memory_gib, self.capability, self.headroom_gib)
 
 
@@ -114,9 +111,9 @@ def _dotted(capability: Capability) -> str:
 
 
 class ProtocolAxis(_Frozen):
-    """How many steps: `warmup_steps`, then one untimed probe step, then `measured_steps`.
+    """The numbers of steps: `warmup_steps`, then one untimed probe step, then `measured_steps`.
 
-    `job`: the whole of it instead, to its end, with the peak of each part (schema.py: PARTS).
+    `job`: instead of steps, the whole job runs to its end, with the peak of each part (schema.py: PARTS).
     """
 
     name: str
@@ -128,11 +125,11 @@ class ProtocolAxis(_Frozen):
 class Trial(_Frozen):
     """One combination of axes, fully resolved. `fingerprints` maps each local file it names to its SHA-256.
 
-    What the techniques among the axes mean, from `precision` to `use_cache`, is in techniques.AXES.
+    The techniques among the axes, from `precision` to `use_cache`, are described in techniques.AXES.
 
     `record` adds one untimed step whose allocator events are kept, for `replay`. `ds_config` is the path of a DeepSpeed
-    configuration; `zero_init` makes the model under `zero.Init`, divided from the start (ZeRO 3). `versions` are those
-    of packages that a simulated run is to be like, where they differ from what is installed.
+    configuration. `zero_init` makes the model under `zero.Init`, divided from the start (ZeRO 3). `versions` are the
+    versions of packages that a simulated run is predicted for, if they differ from the installed ones.
     """
 
     model: ModelAxis
@@ -186,27 +183,27 @@ class Trial(_Frozen):
         return str(value) if type(value) is int else value
 
     def memory_limit(self) -> int:
-        """What the allocator may have of the simulated card, in bytes: as much of it as its setting allows a process.
+        """Return the bytes that the allocator may use of the simulated GPU: the share that its setting allows.
 
-        Raises KeyError where the card is not listed.
+        Raises KeyError if the GPU is not listed.
         """
         share = allocator_config.parse(self.allocator.conf).per_process_memory_fraction
         return int(gpu_lookup.memory_limit(self.device.card) * share)
 
     def allocator_variable(self) -> str:
-        """PYTORCH_CUDA_ALLOC_CONF of the trial's worker. A simulated allocator is not torch's: "" whatever it is."""
+        """Return PYTORCH_CUDA_ALLOC_CONF of the trial's worker; "" if simulated, as that allocator is not torch's."""
         return "" if self.device.name == "simulated" else self.allocator.conf
 
     def tokens_per_step(self) -> int:
-        """Tokens that one optimizer step sees over all ranks, padding counted."""
+        """Return the tokens that one optimizer step sees over all ranks, padding counted."""
         return self.samples_per_step() * self.seq_len
 
     def samples_per_step(self) -> int:
-        """Sequences that one optimizer step sees over all ranks."""
+        """Return the sequences that one optimizer step sees over all ranks."""
         return self.micro_batch * self.grad_accum * self.world_size
 
     def steps(self) -> int:
-        """All steps of an attempt: warm-up, probe, measured, the one whose FLOPs are counted, the recorded one.
+        """Return the steps of an attempt: warm-up, probe, measured, one whose FLOPs are counted, the recorded one.
 
         A simulated run has the first step, which creates the optimizer's state, and two more.
         """

@@ -17,39 +17,39 @@ ID_VERSION = 2
 SIMULATION = 14  # raise it when what a simulated run predicts changes
 
 
-# What ids of version 2 leave out: each setting at the value that rows had before it was one. Frozen: a default that
-# changes in conf/ does not change a line of id_defaults.json, and a new axis adds one. Techniques bring theirs along.
+# Ids of version 2 leave out a setting whose value is the one that rows had before the setting existed. These values are
+# frozen: a new default in conf/ changes no line of id_defaults.json, and a new axis adds one. Techniques bring theirs.
 _OWN: dict[str, Any] = json.loads(Path(__file__).with_name("id_defaults.json").read_text("utf-8"))
 ID_DEFAULTS: dict[tuple[str, ...], Any] = {tuple(name.split(".")): value for name, value in _OWN.items()}
 ID_DEFAULTS |= {(name,): default for name, default in catalog.DEFAULTS.items()}
 
 
-# Names and remarks, which change nothing; a custom target may well choose its model by the name.
+# Names and remarks, which change no measurement; but a custom target may choose its model by the name.
 NAMES = (("allocator", "name"), ("protocol", "name"), ("model", "name"), ("model", "parameters"),
          ("model", "max_positions"), ("fingerprints",))  # fmt: skip
 
 
-# Where files are named: their contents stand for them.
+# Settings that name files: in ids the content of the files stands for the names.
 FILES = (("runner", "target"), ("model", "path"), ("data",), ("ds_config",))
 
 
-# What others read: there an empty node or a null says something.
+# Nodes that libraries read: there an empty node or a null has a meaning.
 VERBATIM = (("runner", "options"), ("model", "config"))
 
 
 def trial_id(resolved: Mapping[str, Any]) -> str:
-    """16 hex digits over the canonical JSON of `identity`."""
+    """Return 16 hex digits of the SHA-256 of the canonical JSON of `identity`."""
     text = json.dumps(identity(resolved), sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a resolved trial changes the measurement, and by which version of the program it is measured."""
+    """Return what of a resolved trial changes the measurement, and the version of the program that measures it."""
     prints = resolved.get("fingerprints")
     content = prints if isinstance(prints, Mapping) else {}
 
     def pruned(value: Any, at: tuple[str, ...]) -> Any:
-        """The value without names and defaults; None where nothing is left."""
+        """Return the value without names and defaults; None if nothing is left."""
         if at in VERBATIM:
             return value or None
         if isinstance(value, Mapping):
@@ -71,7 +71,7 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _content_digest(name: str, content: Mapping[str, Any]) -> Any:
-    """A file's digest, or those of the files in a folder, in place of its name; the name where it has none."""
+    """Return the digest of a file, or those of a folder's files, in place of its name; the name if there is none."""
     if (lengths_file := length_distribution.lengths_file(name)) is not None:
         return [length_distribution.PREFIX, content.get(str(lengths_file), str(lengths_file))]
     path, colon, function = name.rpartition(":")
@@ -93,6 +93,6 @@ def _measurement(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def node_name(resolved: Mapping[str, Any], axis: str) -> Any:
-    """Return the name of a resolved trial's model, runner, device and the like; None where there is none."""
+    """Return the name of a resolved trial's model, runner, device and the like; None if there is none."""
     value = resolved.get(axis)
     return value.get("name") if isinstance(value, Mapping) else None

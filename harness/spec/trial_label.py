@@ -39,7 +39,7 @@ def describe_trial(trial: Trial) -> str:
 
 
 def _describe_command(trial: Trial) -> str:
-    """Return what a script is called and what its command is given."""
+    """Return the name of a script, and what its command is given."""
     told = command_template.placeholder_names(str(trial.runner.command))
     parts = [trial.model.name]
     for name, words in (("seq_len", "seq"), ("micro_batch", "batch")):

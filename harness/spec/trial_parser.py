@@ -1,4 +1,4 @@
-"""Plain values to a valid Trial: types, canonical texts, fingerprints of files, and the rules of all tables."""
+"""The parser of plain values to a valid Trial: types, canonical texts, fingerprints of files, rules of all tables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 
 def parse(values: Mapping[str, Any]) -> Trial:
-    """A Trial from plain values, with the allocator text made canonical and named local files fingerprinted.
+    """Return a Trial from plain values, with the allocator text made canonical and named local files fingerprinted.
 
     Raises InvalidTrial if a value has the wrong type or range, or if the combination breaks a rule.
     """
@@ -50,7 +50,7 @@ def parse(values: Mapping[str, Any]) -> Trial:
     trial = trial.model_copy(update={"allocator": allocator, "fingerprints": _fingerprints(trial)})
     rules = (runner_table.runner_rules_of, *trial_rules.RULES)
     for reason in itertools.chain.from_iterable(rule(trial) for rule in rules):
-        raise InvalidTrial(reason)  # the first: what comes after it may not make sense
+        raise InvalidTrial(reason)  # only the first: later ones may not make sense
     return trial
 
 
@@ -68,10 +68,10 @@ def _fingerprint(path: Path | str) -> str:
 
 
 def require_unchanged_files(trial: Trial) -> None:
-    """Nothing, as long as the files that the trial names are those whose contents it is known by.
+    """Check that the trial's files still have the content that its id was computed from.
 
-    Raises EnvironmentFault otherwise: a row would tell of other contents than its id does. No InvalidTrial, which is
-    for good: with the file put back, the trial can run.
+    Raises EnvironmentFault otherwise, because a row would be of other content than its id. InvalidTrial would be
+    permanent, but the trial can run once the file is put back.
     """
     for path, fingerprint in trial.fingerprints.items():
         if not length_distribution.is_file(Path(path)) or _fingerprint(path) != fingerprint:
@@ -79,7 +79,7 @@ def require_unchanged_files(trial: Trial) -> None:
 
 
 def _named(trial: Trial) -> list[Path]:
-    """The files that a trial's settings name."""
+    """Return the files that a trial's settings name."""
     named = []
     if trial.runner.target:
         named.append(Path(trial.runner.target.rpartition(":")[0]))

@@ -1,7 +1,4 @@
-"""Which settings of a trial do not go together, and what would: a rule each, which says why a trial cannot run.
-
-Not covered: what each runner and way of sharding can do (runner_table.py), techniques (techniques/).
-"""
+"""Rules on settings of a trial that do not go together; each says why a trial cannot run, and what would run."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from vramsweep.harness.spec.techniques import catalog
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
-# What of a device is only said of one that is simulated.
+# Fields of a device that only a simulated one has.
 SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib", "memory_gib", "capability",
              "headroom_gib")  # fmt: skip
 
@@ -132,7 +129,7 @@ def _job(trial: Trial) -> Iterator[str]:
         yield f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
 
 
-# Each yields what speaks against a trial; the first reason of all is what is said.
+# Each yields reasons against a trial; the first reason of all is shown.
 RULES: tuple[Callable[[Trial], Iterator[str]], ...] = (
     _model, _device, _allocator, _runner, _job, length_distribution.lengths_problem, version_differences.rule,
 )  # fmt: skip

@@ -1,10 +1,9 @@
 """Known differences of earlier versions of packages, by which a simulated run is predicted as it really ran.
 
-A simulated run traces the code that is installed. `versions` names others: every entry whose range holds the version,
-and not the installed one, changes the trace as upstream's code of that version did. Each was found by reading that
-code and is cited; none is a setting. What is not listed here is predicted as the installed version does it.
-
-Not covered: how an entry changes the run (runners/trace/version_patches/).
+A simulated run traces the installed code, but `versions` may name other versions. An entry applies if its range
+contains the named version, but not the installed one. It then changes the trace as upstream's code of that version did
+(runners/trace/version_patches/). Each entry was found by reading that code and cites it; none is a setting. Behaviour
+that is not listed here is predicted as that of the installed version.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ DIFFERENCES = (
 
 
 def find_differences(trial: Trial) -> list[Difference]:
-    """The differences that the versions named by a simulated trial have from the installed ones."""
+    """Return the differences of the versions that a simulated trial names from the installed ones."""
     return [one for one in DIFFERENCES if one.when(trial) and _differs(one, trial.versions.get(one.package))]
 
 
 def installed_is(package_and_versions: tuple[str, str]) -> bool:
-    """Whether the installed version of a package is in a range."""
+    """Return whether the installed version of a package is in a range; False if none is installed."""
     package, versions = package_and_versions
     version = catalog.version(package)
     return version is not None and _within(versions, version)
@@ -88,7 +87,7 @@ def _differs(one: Difference, asked: str | None) -> bool:
 
 
 def rule(trial: Trial) -> Iterator[str]:
-    """Why the trial's `versions` cannot be heeded."""
+    """Yield why the trial's `versions` cannot be followed."""
     if not trial.versions:
         return
     known = sorted({one.package for one in DIFFERENCES})

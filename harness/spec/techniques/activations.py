@@ -1,4 +1,4 @@
-"""What becomes of activations between forward and backward: recomputed, offloaded, compiled."""
+"""Techniques for activations between forward and backward: recomputing, offloading, compiling."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _not_compiled(trial: Trial) -> Iterator[str]:
 
 
 def _recorded_first(trial: Trial) -> Iterator[str]:
-    """The first step runs without the graph, the second records it (torch/_inductor/cudagraph_trees.py)."""
+    """Require two warm-up steps: one without the graph, one that records it (torch/_inductor/cudagraph_trees.py)."""
     if trial.protocol.warmup_steps < 2:
         yield (
             f"compile={trial.compile} records its CUDA graphs in the second step, which is no warm-up step with "
@@ -26,7 +26,7 @@ def _recorded_first(trial: Trial) -> Iterator[str]:
 
 
 def _one_pass(trial: Trial) -> Iterator[str]:
-    """A gradient is an output of the graph, and each replay overwrites it (pytorch issue 169545)."""
+    """Refuse grad_accum > 1: a gradient is an output of the graph, which replays overwrite (pytorch issue 169545)."""
     if trial.grad_accum > 1:
         yield (
             f"compile={trial.compile} with grad_accum={trial.grad_accum}: the next pass of the CUDA graph overwrites "

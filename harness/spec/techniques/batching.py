@@ -1,4 +1,4 @@
-"""What samples look like: padding, packing; and the cache that training has no use for."""
+"""Techniques for the form of samples: padding, packing; and the cache, which training does not need."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _full(trial: Trial) -> Iterator[str]:
 
 
 def _uncached(trial: Trial) -> Iterator[str]:
-    """transformers looks for documents where there is no cache only (masking_utils._preprocess_mask_arguments)."""
+    """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
     cached = trial.runner.name == "trainer" and (numbers(version("transformers") or "5")) < (5,)
     if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
         yield "packing=documents: with a key-value cache transformers does not keep documents apart; use use_cache=off"

@@ -1,11 +1,8 @@
-"""Settings that trade memory, time or exactness: an axis each, and an entry for every value that an axis can take.
+"""The catalog of settings that trade memory, time or exactness: axes, and an entry for every value of an axis.
 
 A new technique is an entry in one of the tables here, a module under runners/techniques/ that applies it, and a test.
-A new axis is an entry in one too, a field of harness.spec.trial.Trial and a line in conf/config.yaml; its column, its
-place in figures and its default in ids follow. Trials are checked here, workers import what the entries name.
-
-Not covered: who drives the loop and how ranks divide the work (runner_table.py), the allocator (allocator/config.py),
-how the techniques are shown (wording.py).
+A new axis is also an entry in a table, a field of harness.spec.trial.Trial and a line in conf/config.yaml. Its column,
+its use in figures and its default in ids follow. Trials are checked here; workers import what the entries name.
 """
 
 from __future__ import annotations
@@ -35,40 +32,40 @@ DEFAULTS = {axis.name: axis.default for axis in AXES if axis.default is not None
 
 
 def values(axis: str) -> tuple[Any, ...]:
-    """The names of an axis's techniques; empty for one that takes a number or a text."""
+    """Return the names of an axis's techniques; empty for an axis that takes a number or a text."""
     return tuple(_BY_AXIS.get(axis, ()))
 
 
 def entries(axis: str) -> tuple[Technique, ...]:
-    """The entries of an axis; empty for one that takes a number or a text."""
+    """Return the entries of an axis; empty for an axis that takes a number or a text."""
     return tuple(_BY_AXIS.get(axis, {}).values())
 
 
 def technique(axis: str, name: Any) -> Technique:
-    """The entry of one value of an axis. Raises KeyError for one that is not there."""
+    """Return the entry of one value of an axis. Raises KeyError if there is none."""
     return _BY_AXIS[axis][name]
 
 
 def chosen_techniques(trial: Trial) -> tuple[Technique, ...]:
-    """The entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
+    """Return the entries of the trial's values, in the order of the axes; the user's own code applies them itself."""
     return tuple(entry for name, of in _BY_AXIS.items() if (entry := of.get(getattr(trial, name))) is not None)
 
 
 def changed_settings(trial: Trial) -> list[str]:
-    """What of a trial's techniques is not the default, as it is typed; precision is always given, so not among them."""
+    """Return the trial's techniques that are not the default, as typed; without precision, which is always given."""
     values = ((name, getattr(trial, name), default) for name, default in DEFAULTS.items())
     return [f"{name}={text(value)}" for name, value, default in values if value != default]
 
 
 def unproven_techniques(trial: Trial) -> list[str]:
-    """The techniques of a trial, beyond the defaults, that no card has been seen to run as predicted; none on a CPU."""
+    """Return the trial's techniques, except defaults, that no GPU was seen to run as predicted; none on a CPU."""
     if trial.device.name == "cpu":
         return []
     return [str(t) for t in chosen_techniques(trial) if t.proven is None and t.name != DEFAULTS.get(t.axis)]
 
 
 def technique_rules(trial: Trial, user_code: bool) -> Iterator[str]:
-    """What the tables say against a trial, reason by reason; `user_code` applies itself what it wants."""
+    """Yield the tables' reasons against a trial; `user_code` applies techniques itself, so only values are checked."""
     for axis in AXES:
         yield from _known(trial, axis, user_code)
     if user_code:
@@ -114,7 +111,7 @@ def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
 
 
 def techniques_to_preload(trial: Trial) -> tuple[Technique, ...]:
-    """The techniques for which a template had better import something before it forks the trial's worker."""
+    """Return the techniques whose modules a fork server should import before it forks the trial's worker."""
     if trial.device.name == "simulated":
         return ()
     return tuple(entry for entry in chosen_techniques(trial) if entry.preload)

@@ -1,4 +1,4 @@
-"""How layers compute: attention, fused kernels, the loss."""
+"""Techniques for the computation of layers: attention, fused kernels, the loss."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _half_precision(trial: Trial) -> Iterator[str]:
 
 
 def _maskless(trial: Trial) -> Iterator[str]:
-    if trial.device.name == "cpu":  # where the flash kernel takes masks
+    if trial.device.name == "cpu":  # its flash kernel takes masks
         return
     for given, asked in ((trial.padding > 0, "padding"), (trial.packing == "documents", "packing=documents")):
         if given:

@@ -1,4 +1,4 @@
-"""How weights are updated: the optimizer, and when ranks average gradients."""
+"""Techniques for the update of weights: the optimizer, and when ranks average gradients."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def _accumulating(trial: Trial) -> Iterator[str]:
         yield "no_sync=false changes nothing with grad_accum=1, after whose only pass gradients are averaged anyway"
 
 
-# Least versions: before, bitsandbytes had blocks of 2,048 elements, and torchao's optimizers were prototypes.
+# Least versions: before them, bitsandbytes had blocks of 2,048 elements, and torchao's optimizers were prototypes.
 AXES, TECHNIQUES = read_table("optimizers.json", _fused_under_deepspeed, _accumulating)

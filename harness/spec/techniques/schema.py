@@ -1,4 +1,4 @@
-"""What an axis, a technique and an optional package are."""
+"""The types of the tables here: an axis, a technique and an optional package; and the reader of the tables."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from vramsweep.harness.spec import shardings
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
-Rule = Callable[["Trial"], Iterator[str]]  # yields what speaks against the trial; the first reason is what is said
+Rule = Callable[["Trial"], Iterator[str]]  # yields reasons against the trial; the first one is shown
 
 
 @dataclass(frozen=True)
 class Axis:
     """A setting of a trial, a column of its row. `default` is what ids leave out, so it never changes.
 
-    `of` names the axis, and its values, to which this one belongs: elsewhere only the default is allowed.
+    `of` names another axis, and the values of it with which this one has a meaning; else only the default is allowed.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Package:
     least: str
 
     def missing(self) -> str | None:
-        """What is wrong with what is installed; None if it will do."""
+        """Return what is wrong with the installed version; None if it will do."""
         found = version(self.name)
         if found is not None and numbers(found) >= numbers(self.least):
             return None
@@ -47,7 +47,7 @@ class Package:
         return f"{self.name}, {have}: pip install '{self.name}>={self.least}'"
 
 
-# What `proven` says: within 0.2 % of the predicted peak allocated there, and of reserved within 1 % or as it says.
+# Meaning of `proven`: peak allocated was within 0.2 % of its prediction there, reserved within 1 % or as the page says.
 _PROVEN = {"H100": "H100, torch 2.11 (docs/h100.md)", "H200": "H200, torch 2.11 (docs/h200.md)"}
 
 
@@ -55,15 +55,15 @@ _PROVEN = {"H100": "H100, torch 2.11 (docs/h100.md)", "H200": "H200, torch 2.11 
 class Technique:
     """One value of an axis.
 
-    `module` applies it (runners/model/apply_techniques.py says how). `packages` are what measuring needs, `preload` the
-    modules that a template imports for it, `capability` the least CUDA compute capability, measured or simulated.
-    `runners` and `shardings` are those that it works with (None: all); a user's code applies what it wants itself.
-    `excludes` are values of other settings that do not go with it, each with the reason and the way out: (setting,
-    values, text). `optim` is its name in TrainingArguments.
+    `module` applies it (runners/model/apply_techniques.py says how). `packages` are what measuring needs. `preload` are
+    the modules that a fork server imports for it. `capability` is the least CUDA compute capability, measured or
+    simulated. `runners` and `shardings` are those that it works with (None: all); a user's code applies techniques
+    itself. `excludes` are values of other settings that do not go with it: (setting, values, text), where the text has
+    the reason and the way out. `optim` is its name in TrainingArguments.
 
     `checked` says how the tests check it: "cpu" (trains real steps there), "simulated" (the size of the predicted
-    effect), "gpu" (a test that needs a card). `proven` is on what card it was seen to behave as predicted, and where
-    that is recorded; None is shown as unproven. `source` is where its behaviour is documented.
+    effect), "gpu" (a test that needs a GPU). `proven` is the GPU on which it behaved as predicted, and the page that
+    records it; None is shown as unproven. `source` is where its behaviour is documented.
     """
 
     axis: str
@@ -87,10 +87,10 @@ class Technique:
 
 
 def read_table(name: str, *rules: Rule) -> tuple[tuple[Axis, ...], tuple[Technique, ...]]:
-    """Return the axes and the techniques of a JSON file of this folder, whose entries name rules as the functions are.
+    """Return the axes and the techniques of a JSON file of this folder; its entries name rules by their functions.
 
-    An exclusion that several techniques have is named there, and stands in `shared`; so a text is such a name. Where
-    names of ways of sharding are expected, a text is a constant of shardings.py.
+    An exclusion of several techniques stands in `shared`, and the techniques give its name, a text. Where names of
+    shardings are expected, a text names a constant of shardings.py.
     """
     read = json.loads(Path(__file__).with_name(name).read_text("utf-8"))
     kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
@@ -120,14 +120,14 @@ def _tuples(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """Return a value as it is typed on the command line."""
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @cache
 def version(package: str) -> str | None:
-    """The installed version of a package, None if it is not there."""
-    from importlib import metadata  # which takes as long as all else that a refusal needs
+    """Return the installed version of a package; None if it is not installed."""
+    from importlib import metadata  # it takes as long as all else that a refusal needs
 
     try:
         return metadata.version(package)
@@ -136,6 +136,6 @@ def version(package: str) -> str | None:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """A version's numbers, to compare it by."""
+    """Return a version's numbers, for comparisons."""
     parts = text.split("+")[0].split(".")
     return tuple(int(part) for part in parts if part.isdigit())

@@ -1,4 +1,4 @@
-"""What weights are: their precision and that of the arithmetic, quantisation, adapters."""
+"""Techniques for weights: their precision and that of the arithmetic, quantisation, adapters."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _fp8_tokens(trial: Trial) -> Iterator[str]:
         )
 
 
-# None of their packages is preloaded, but for fp8: peft imports bitsandbytes, whose import initialises CUDA
-# (cuda_specs.py: get_compute_capabilities), and no process that has can be forked. peft 0.18 is the first that imports
-# with transformers 5.
+# Only the package of fp8 is preloaded, because peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py:
+# get_compute_capabilities). A process that has initialised CUDA cannot be forked. peft 0.18 is the first version that
+# can be imported with transformers 5.
 AXES, TECHNIQUES = read_table("weights.json", _adapted, _checkpoint, _fp8_alone, _fp8_tokens)

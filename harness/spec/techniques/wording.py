@@ -1,4 +1,4 @@
-"""The techniques as sentences and plain values: for the documentation, the terminal and programs."""
+"""The techniques as sentences and plain values, for the documentation, the terminal and programs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vramsweep.harness.spec.techniques.catalog import DEFAULTS, Axis, Technique,
 
 
 def needs(entry: Technique) -> str:
-    """What measuring needs, in words."""
+    """Return in words what measuring an entry needs."""
     parts = [f"{package.name} >= {package.least}" for package in entry.packages]
     if entry.capability is not None:
         parts.append("compute capability " + ".".join(map(str, entry.capability)))
@@ -17,9 +17,9 @@ def needs(entry: Technique) -> str:
 
 
 def sentence(entry: Technique, whole: bool) -> str:
-    """What the terminal says of an entry: what it does, what it needs, how far it is proven.
+    """Return what the terminal says of an entry: what it does, what it needs, how far it is proven.
 
-    The whole of it is also where it does not go, with reasons, and what is missing here.
+    The `whole` text also says what it does not go with, with reasons, and what is not installed here.
     """
     parts = [entry.meaning]
     if needed := needs(entry):
@@ -37,7 +37,7 @@ def sentence(entry: Technique, whole: bool) -> str:
 
 
 def described(axis: Axis) -> dict[str, Any]:
-    """An axis and its entries as plain values."""
+    """Return an axis and its entries as plain values."""
     plain = ("name", "meaning", "capability", "shardings", "excludes", "checked", "proven", "source")
     return {
         "axis": axis.name,
