@@ -47,7 +47,7 @@ class Package:
         return f"{self.name}, {have}: pip install '{self.name}>={self.least}'"
 
 
-# Meaning of `proven`: peak allocated was within 0.2 % of its prediction there, reserved within 1 % or as the page says.
+# Meaning of `proven`: peak allocated was within 0.2 % of its prediction there, reserved within 1 % or as it says.
 _PROVEN = {"H100": "H100, torch 2.11 (docs/h100.md)", "H200": "H200, torch 2.11 (docs/h200.md)"}
 
 
