@@ -1,5 +1,5 @@
-"""What a rank is read with: the meter of steps, counters of memory, FLOPs, the hooks of torch.
+"""Measurement of one rank: the step meter, memory counters, FLOPs, and the hooks in torch.
 
 In: a step to run. Out: peaks in bytes, times in seconds, FLOPs.
-It must not know who drives the loop, nor predict.
+It must not know who drives the loop, and must not predict.
 """

@@ -1,4 +1,4 @@
-"""What torch.compile has done, as torch itself counts it. Needs nothing: a script's process has it from its start."""
+"""Counts of torch.compile's work, from torch itself. Needs only sys, so a script's process has it from its start."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import sys
 
 
 class Compiler:
-    """What torch.compile has done in this process since the instrument was made, whoever asked for it.
+    """Graphs and seconds of torch.compile in this process since this object was made, whoever called it.
 
-    Source: torch._dynamo.utils, `counters` and `calculate_time_spent`, which has the wall time of forward and backward
-    graphs, with whatever their caches on disk held.
+    Source: torch._dynamo.utils, `counters` and `calculate_time_spent`. The latter is the wall time of forward and
+    backward graphs, including those found in caches on disk.
     """
 
     def __init__(self, ours: bool = True) -> None:
-        """`ours`: nothing was compiled in this process that is not this trial's."""
+        """Start to count. `ours`: the process compiles for this trial only, so `compiled` ignores earlier graphs."""
         self._begun = self._so_far()
         self._ours = ours
 
@@ -25,13 +25,13 @@ class Compiler:
         return int(utils.counters["stats"]["unique_graphs"]), float(utils.calculate_time_spent()["total_wall_time"])
 
     def graphs(self) -> int:
-        """How many graphs were compiled."""
+        """Count the graphs compiled since this object was made."""
         return self._so_far()[0] - self._begun[0]
 
     def compiled(self) -> bool:
-        """Whether compiled code may run, which calls no operators of torch's."""
+        """Check whether compiled code may run. Such code calls no operators of torch."""
         return self._so_far()[0] > (self._begun[0] if self._ours else 0)
 
     def seconds(self) -> float | None:
-        """Seconds that compiling took; None where nothing was compiled."""
+        """Return the seconds that compiling took; None if nothing was compiled."""
         return self._so_far()[1] - self._begun[1] if self.graphs() else None

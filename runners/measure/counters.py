@@ -1,6 +1,6 @@
-"""What a rank is read with: the allocator's counters, the device's own view, a clock of marks, the autograd engine.
+"""Counters of one rank: allocator, host memory, NVML, a clock of marks, backward passes, skipped updates.
 
-Not covered: which step is read how (step_meter.py), the operators of a step (dispatch_modes.py).
+In: a device and this process. Out: bytes, seconds and counts, None where unknown.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
 
 
 class CudaMemory:
-    """PyTorch's allocator counters of one card, whichever is current; `shared` with a script that resets them, too.
+    """PyTorch's allocator counters of one GPU, current or not; `shared` with a script that also resets them.
 
-    The driver's allocator (cudaMallocAsync) fills three of them, and no others.
+    The driver's allocator (cudaMallocAsync) fills only three of them.
     """
 
     name = "cuda_allocator"
@@ -43,11 +43,11 @@ class CudaMemory:
         native = torch.cuda.get_allocator_backend() == "native"
         self.counters = COUNTERS if native else ("allocated", "active", "reserved")
         self.native = native
-        self.held: int | None = None  # what was allocated at the last call of `take`
+        self.held: int | None = None  # bytes allocated at the last call of `take`
         self.held_reserved: int | None = None
 
     def take(self) -> Peaks:
-        """The peaks since the last call; a counter that this backend does not fill is None."""
+        """Return the peaks since the last call, in bytes; None for a counter that this backend does not fill."""
         if self._shared is None:
             stats = torch.cuda.memory_stats_as_nested_dict(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -57,7 +57,7 @@ class CudaMemory:
         return {c: stats[f"{c}_bytes"]["all"]["peak"] if c in self.counters else None for c in COUNTERS}
 
     def summary(self) -> dict[str, Any]:
-        """Columns that are read once, at the end of the last measured step."""
+        """Return the columns that are read once, at the end of the last measured step."""
         stats = torch.cuda.memory_stats_as_nested_dict(self._device)
         reserved, allocated = (stats[f"{c}_bytes"]["all"]["current"] for c in ("reserved", "allocated"))
         return {
@@ -76,24 +76,24 @@ LOOK_S = 0.01
 
 
 class Process:
-    """This process's memory as the kernel counts it (/proc/self/status), in bytes; None where it does not tell.
+    """This process's memory as the kernel counts it (/proc/self/status), in bytes; None where it gives no count.
 
-    The kernel remembers the largest resident set, which mapped files and pages of others are part of; unknown where it
-    cannot be told to start anew (gVisor's). What cannot be given back, anonymous and shared memory, is looked at by a
-    thread from `watch` to `rest`, every `LOOK_S`; `peak` is the largest seen. One that has `begun` long ago keeps what
-    it has, and has no baseline.
+    The kernel keeps the largest resident set, which includes mapped files and pages of other processes. It is unknown
+    where the kernel cannot reset it (gVisor). From `watch` to `rest`, a thread reads every `LOOK_S` the memory that
+    cannot be given back, anonymous and shared; `peak` is the largest value. A process that has `begun` long ago is not
+    reset, and has no baseline.
     """
 
     def __init__(self, begun: bool = False) -> None:
         self._anew = True
         try:
             if not begun:
-                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew: it would remember the parent's peak
+                Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, which would keep the parent's peak
         except OSError:
             self._anew = False
-        self._status = os.open("/proc/self/status", os.O_RDONLY)  # read at every step, for the process's life
+        self._status = os.open("/proc/self/status", os.O_RDONLY)  # stays open, because it is read at every step
         self._done = threading.Event()
-        self._resident: int | None = None  # VmHWM when it was read
+        self._resident: int | None = None  # VmHWM at the last reading
         self.resident_baseline = None if begun else self.resident_peak()
         self.peak = self.held()
         self.baseline = None if begun else self.peak
@@ -104,10 +104,10 @@ class Process:
         return None if None in found else sum(int(match[1]) * 1024 for match in found if match)
 
     def resident_peak(self) -> int | None:
-        """VmHWM, since this object was made.
+        """Return VmHWM since this object was made, in bytes; None if the kernel could not reset it.
 
-        Where getrusage, which is never less, stands at what that was, it has not risen, and the file need not be read:
-        at every step that would be what a script notices most of us.
+        getrusage is never below VmHWM. If it equals the last VmHWM, that has not risen, and the file is not read.
+        Reading the file at every step would be our largest cost to a script.
         """
         if not self._anew:
             return None
@@ -117,30 +117,30 @@ class Process:
         return self._resident
 
     def held(self) -> int | None:
-        """What cannot be given back now."""
+        """Return the bytes that cannot be given back now: anonymous and shared memory."""
         return self._counted(b"RssAnon", b"RssShmem")
 
     def look(self) -> int | None:
-        """The largest amount seen that cannot be given back, the present one included."""
+        """Read the bytes that cannot be given back, and return the largest value so far."""
         now = self.held()
         self.peak = None if now is None or self.peak is None else max(self.peak, now)
         return self.peak
 
     def watch(self) -> None:
-        """Look again and again, until `rest` or until nobody needs this object."""
+        """Start a thread that looks again and again, until `rest` is called or this object is gone."""
         self._done.clear()
         threading.Thread(target=_look, args=(weakref.ref(self), self._done), daemon=True).start()
 
     def rest(self) -> None:
-        """Look no more."""
+        """Stop the thread, and look a last time."""
         self._done.set()
         self.look()
 
     def started(self) -> int | None:
-        """What the processes that this one has started have for themselves (data loader workers), and theirs."""
+        """Sum the private bytes of all descendants, such as data loader workers; None if they cannot be read."""
         try:
             return sum(_own_bytes(child.pid) for child in psutil.Process().children(recursive=True))
-        except (OSError, psutil.Error, StopIteration):  # the kernel does not tell, or does not let us look
+        except (OSError, psutil.Error, StopIteration):  # the kernel gives no count, or denies access
             return None
 
     def __del__(self) -> None:
@@ -160,7 +160,7 @@ def _own_bytes(pid: int) -> int:
     folder = Path(f"/proc/{pid}")
     try:
         lines = (folder / "smaps_rollup").read_text().splitlines()
-    except ProcessLookupError:  # it has ended, whether or not somebody has waited for it
+    except ProcessLookupError:  # it has ended, reaped or not
         return 0
     except FileNotFoundError:
         if folder.exists():  # kernels without that file
@@ -170,19 +170,19 @@ def _own_bytes(pid: int) -> int:
 
 
 def pinned_peak() -> int | None:
-    """The largest page-locked memory that torch's host allocator held, in bytes; None where it does not tell."""
+    """Return the peak of page-locked memory in torch's host allocator, in bytes; None if torch does not count it."""
     told = getattr(torch.cuda, "host_memory_stats", dict[str, int])()
-    return told.get("reserved_bytes.peak", told.get("allocated_bytes.peak"))  # its first name, and today's
+    return told.get("reserved_bytes.peak", told.get("allocated_bytes.peak"))  # its first name, and today's name
 
 
 class HostMemory:
-    """On CPU: reserved is the process's peak resident set; allocated is known only while a LiveBytes mode counts it."""
+    """Memory on a CPU. Reserved is the process's peak resident set; allocated is known only while `live` counts it."""
 
     name = "cpu_tensors_and_rss"
 
     def __init__(self, process: Process) -> None:
         self.live: LiveBytes | None = None
-        self.held: int | None = None  # of every step it would have to be counted, which slows them down
+        self.held: int | None = None  # not counted, because counting slows every step down
         self.held_reserved: int | None = None  # nothing is reserved
         self._process = process
 
@@ -201,7 +201,7 @@ Memory = CudaMemory | HostMemory  # a source of memory counters, in bytes
 
 
 class Nvml:
-    """The device's own view, through NVML; every value is None without a GPU or where the device does not give it."""
+    """The GPU as NVML sees it; every value is None without a GPU, or if the device does not report it."""
 
     def __init__(self, device: torch.device) -> None:
         self._handle: Any = None
@@ -214,38 +214,38 @@ class Nvml:
             self._handle, _ = machine.ask_nvml("nvmlDeviceGetHandleByUUID", cards[index].uuid)
 
     def read(self, query: str, *arguments: Any) -> Any:
-        """One of NVML's queries about the device, by its name: an old pynvml lacks some."""
+        """Return the answer to an NVML query about the device. Queries go by name because an old pynvml lacks some."""
         return None if self._handle is None else machine.ask_nvml(query, self._handle, *arguments)[0]
 
     def used(self) -> int | None:
-        """Bytes in use on the device, by anyone."""
+        """Return the bytes in use on the device, by any process."""
         info = self.read("nvmlDeviceGetMemoryInfo")
         return None if info is None else int(info.used)
 
     def energy_j(self) -> float | None:
-        """Energy since the driver loaded, in joules."""
+        """Return the energy since the driver loaded, in joules."""
         millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption")
         return None if millijoules is None else millijoules / 1000
 
     def throttle_reasons(self) -> set[str] | None:
-        """Names of the clock event reasons in force, being idle left out."""
+        """Return the names of the clock event reasons in force, except being idle."""
         bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # its name before driver 535
             bits = self.read("nvmlDeviceGetCurrentClocksThrottleReasons")
         return None if bits is None else {name for bit, name in _REASONS.items() if bits & bit}
 
     def processes(self) -> frozenset[int] | None:
-        """Ids of the compute processes on the device."""
+        """Return the ids of the compute processes on the device."""
         listed = self.read("nvmlDeviceGetComputeRunningProcesses")
         return None if listed is None else frozenset(process.pid for process in listed)
 
     def sm_clock_mhz(self) -> int | None:
-        """The SM clock at this moment."""
+        """Return the present SM clock in MHz."""
         clock = self.read("nvmlDeviceGetClockInfo", _SM)
         return None if clock is None else int(clock)
 
     def facts(self) -> dict[str, Any]:
-        """Columns about the device."""
+        """Return the columns about the device."""
         info = self.read("nvmlDeviceGetMemoryInfo")
         return {
             "gpu_name": self.read("nvmlDeviceGetName"),
@@ -273,14 +273,14 @@ _REASONS = {
 
 
 def ours(pids: Iterable[int], worker: int | None = None) -> set[int]:
-    """Those of the processes that belong to this attempt: to the worker's session, or started by one of it.
+    """Return the processes of this attempt: those in the worker's session, or with an ancestor in it.
 
-    The worker may be another process than this, one of its parents.
+    `worker` is the worker's pid, which may be a parent of this process; None means this process.
     """
     session = os.getsid(worker or 0)
     found = set()
     for pid in pids:
-        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or the number is not of this container
+        with contextlib.suppress(OSError, psutil.Error):  # it has ended, or the pid is not of this container
             family = (pid, *(parent.pid for parent in psutil.Process(pid).parents()))
             if any(os.getsid(one) == session for one in family):
                 found.add(pid)
@@ -288,11 +288,11 @@ def ours(pids: Iterable[int], worker: int | None = None) -> set[int]:
 
 
 def foreign(before: Collection[int] | None, after: Collection[int] | None, own: Collection[int]) -> list[int] | None:
-    """Compute processes on the device that are not ours, from what NVML lists before we touched it and at work.
+    """Return the compute processes on the device that are not ours, from NVML's lists before we touched it and at work.
 
-    A container hides our own number, and often the whole list: that tells nothing. A list without us in other numbers
-    has one new entry that is ours; those that were there before are not, and of several new ones none can be told
-    apart, so all are given. Without a new one we were there before, or are not listed: that tells nothing either.
+    A container hides our own pid, and often the whole list; a missing or empty list gives None. Without our pid in the
+    list, one new entry is ours, and entries from before are not. Several new ones cannot be told apart, so all are
+    returned. Without a new entry we were there before, or are not listed, which also gives None.
     """
     if after is None:
         return None
@@ -307,16 +307,16 @@ def foreign(before: Collection[int] | None, after: Collection[int] | None, own: 
 
 
 class Clock:
-    """Marks at step boundaries: CUDA events, which cost the device no wait, or the host's clock on CPU."""
+    """Marks at step boundaries: CUDA events, for which the device does not wait, or the host's clock on a CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._cuda = device, device.type == "cuda"
         self._marks: list[Any] = []
         self._began = 0.0
-        self.by_host: float | None = None  # seconds from the first mark to when the host knew of the last; on CUDA
+        self.by_host: float | None = None  # CUDA: seconds from the first mark until the host knew of the last
 
     def mark(self) -> None:
-        """A boundary is here."""
+        """Mark a boundary now."""
         if self._cuda:
             if not self._marks:
                 self._began = time.perf_counter()
@@ -327,7 +327,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def times(self) -> list[float]:
-        """Seconds between consecutive marks; waits for the last one."""
+        """Wait for the last mark, and return the seconds between consecutive marks."""
         if self._cuda and self._marks:
             self._marks[-1].synchronize()
             self.by_host = time.perf_counter() - self._began
@@ -338,7 +338,7 @@ class Clock:
 def backward_boundaries(
     entered: Callable[[], None], left: Callable[[], None]
 ) -> contextlib.AbstractContextManager[None]:
-    """Call `entered` before and `left` after each outermost backward pass that comes to its end."""
+    """Call `entered` before each outermost backward pass, and `left` after each that completes."""
 
     def ended(over: bool) -> None:
         if over:
@@ -349,10 +349,10 @@ def backward_boundaries(
 
 
 def scaler_skips(scaler: torch.amp.GradScaler, steps: int) -> Callable[[], int | None]:
-    """How many updates `scaler` has skipped since now; of `steps` that are to come. Waits for the device when called.
+    """Return a function that counts the updates that `scaler` skips from now on; it waits for the device when called.
 
-    Each skip multiplies the scale by the backoff factor. None where it may have grown meanwhile, after that many
-    updates in a row, or where it says nothing any more.
+    Each skip multiplies the scale by the backoff factor. The count is None if the scale has risen, is 0 or is not
+    finite. It is also None if the `steps` to come reach the growth interval, because the scale may grow then.
     """
     begun = scaler.state_dict()
     if not begun:  # it is not enabled

@@ -1,8 +1,8 @@
-"""Whether this process has started CUDA, asked of the driver library that is already loaded in it, if any.
+"""A check whether this process has started CUDA, through the driver library that it has already loaded, if any.
 
-A process that has called cuInit cannot be forked: CUDA does not work in the child. torch.cuda.is_initialized() tells
-only of torch; DeepSpeed before 0.19.4 makes a context while it is imported wherever triton is installed. The library
-is never loaded here: a process without it has not started CUDA.
+CUDA does not work in a child forked from a process that has called cuInit. torch.cuda.is_initialized() knows only about
+torch, but DeepSpeed before 0.19.4 makes a context on import if triton is installed. This module never loads the
+library, because a process without it has not started CUDA.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-SUCCESS, NOT_INITIALIZED = 0, 3  # of CUresult: any call before cuInit returns the second
+SUCCESS, NOT_INITIALIZED = 0, 3  # CUresult; any call before cuInit returns the second
 _LIBRARY = re.compile(r"\s(/\S*/libcuda\.so[.\d]*)(?: \(deleted\))?$", re.MULTILINE)
 
 
 def loaded(maps: str) -> str | None:
-    """The path of the driver library in the text of /proc/self/maps, None if it is not there."""
+    """Return the path of the driver library in the text of /proc/self/maps; None if it is not there."""
     found = _LIBRARY.search(maps)
     return found[1] if found else None
 
 
 def verdict(code: int, active: bool) -> str | None:
-    """Why workers forked from here could not use CUDA, from what cuDevicePrimaryCtxGetState answers; None if they can.
+    """Say why workers forked from this process could not use CUDA; None if they can.
 
-    `code` is its CUresult, `active` whether device 0 has a primary context.
+    `code` is the CUresult of cuDevicePrimaryCtxGetState, `active` says whether device 0 has a primary context.
     """
     if code == NOT_INITIALIZED:
         return None
@@ -36,7 +36,7 @@ def verdict(code: int, active: bool) -> str | None:
 
 
 def unclean(maps: Path = Path("/proc/self/maps")) -> str | None:
-    """Why workers forked from this process could not use CUDA, None if they can."""
+    """Ask the loaded driver library why workers forked from this process could not use CUDA; None if they can."""
     path = loaded(maps.read_text(errors="surrogateescape"))
     if path is None:
         return None

@@ -1,6 +1,6 @@
-"""What watches every operator of an untimed step: live tensor bytes, FLOPs, storages resized in place.
+"""Modes that watch every operator of an untimed step: live tensor bytes, FLOPs, attention kernels, resized storages.
 
-They slow a step down several times, so they never run in a measured one.
+They slow a step down several times, so they never run in a measured step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vramsweep.runners.measure.patches import patched
 
 @contextlib.contextmanager
 def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call `resized` with each storage whose size was changed in place, which goes through no operator."""
+    """Call `resized` with each storage whose size is changed in place, because no operator reports that."""
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -40,52 +40,52 @@ def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 
 def sharded(types: Iterable[type]) -> bool:
-    """Whether an operator was called on DTensors: a mode declines, and is called again for this rank's part."""
+    """Check whether an operator got DTensors. A mode declines those, and is called again for this rank's part."""
     return any(issubclass(kind, DTensor) for kind in types)
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
-    """Whether it holds host memory. A wrapper's storage is only said to have a size: what it wraps is there on its own;
-    a fake tensor's, such as the compiler keeps, has none."""
+    """Check whether a tensor holds host memory. A wrapper only claims a size, because the tensors it wraps hold the
+    memory. A fake tensor, such as the compiler keeps, has none."""
     hollow = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
     return tensor.device.type == "cpu" and tensor.layout is torch.strided and not hollow
 
 
-# Storages that only C++ code holds (a reducer's buckets), where the collector finds no tensor: who sees them made adds
-# them.
+# Storages that only C++ code holds (a reducer's buckets). The garbage collector finds no tensor for them, so the code
+# that sees them made adds them.
 HELD_BY_CODE: list[weakref.ref[torch.UntypedStorage]] = []
 
 
 def held_by_code() -> list[torch.UntypedStorage]:
-    """Those of `HELD_BY_CODE` that are alive."""
+    """Return those of `HELD_BY_CODE` that are alive."""
     return [storage for reference in HELD_BY_CODE if (storage := reference()) is not None]
 
 
 def storages_alive() -> list[torch.UntypedStorage]:
-    """The storages in host memory that exist at this moment."""
+    """Return the storages in host memory that exist at this moment."""
     return [tensor.untyped_storage() for tensor in tensors_alive() if _on_host(tensor)]
 
 
 def tensors_alive() -> list[torch.Tensor]:
-    """Every tensor that the garbage collector knows, so not those of before a `gc.freeze`."""
-    # type(), not isinstance(): a lazy module's __class__ may import on being asked
+    """Return every tensor that the garbage collector knows, which excludes those from before a `gc.freeze`."""
+    # type() instead of isinstance(), because reading a lazy module's __class__ may import it
     return [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
 
 
 def gradient(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a leaf, None for any other tensor and for one without."""
+    """Return the gradient of a leaf; None for a leaf without one and for any other tensor."""
     try:
         leaf = tensor.is_leaf
-    except RuntimeError:  # autograd does not answer for some views whose base was changed in place: they are no leaves
+    except RuntimeError:  # autograd raises for some views whose base was changed in place; they are no leaves
         return None
     return tensor.grad if leaf else None
 
 
 class Beneath:
-    """A mode that goes beneath those that are there, and is left from wherever it is.
+    """A mode that enters beneath all active modes, and leaves from any place in their stack.
 
-    A script's own modes (`with torch.device(...)`, a profiler) may begin before a step of ours and end amid it; torch
-    would take the one on top for theirs.
+    A script's own modes (`with torch.device(...)`, a profiler) may begin before a step of ours and end in the middle of
+    it. torch would then take the mode on top for theirs.
     """
 
     def __enter__(self) -> Any:
@@ -103,7 +103,7 @@ class Beneath:
             self._put_back(above)
 
     def _lifted(self, everything: bool = False) -> list[Any]:
-        """The modes above this one, or all, off the stack, the uppermost first."""
+        """Pop the modes above this one, or all modes, off the stack, and return them, uppermost first."""
         stack = list(_stacks(self)[0]())
         count = len(stack) if everything or self not in stack else len(stack) - 1 - stack.index(self)
         return [_stacks(self)[1]() for _ in range(count)]
@@ -114,16 +114,16 @@ class Beneath:
 
 
 def _stacks(mode: Any) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-    """How to look at, pop from and push on the stack of modes of this kind."""
+    """Return the functions that look at, pop from and push on the stack of modes of this kind."""
     if isinstance(mode, TorchFunctionMode):
         return overrides._get_current_function_mode_stack, overrides._pop_mode, overrides._push_mode
     return python_dispatch._get_current_dispatch_mode_stack, python_dispatch._pop_mode, python_dispatch._push_mode
 
 
 class LiveBytes(Beneath, TorchDispatchMode):
-    """Bytes of the tensor storages that are alive, each storage once, from those alive on entry onwards.
+    """Bytes of the live tensor storages in host memory, each storage once, including those alive on entry.
 
-    `others` are storages that count for nothing: constants of imported libraries. They must stay alive.
+    `others` are storages that are not counted, such as constants of imported libraries. They must stay alive.
     """
 
     def __init__(self, others: Iterable[torch.UntypedStorage] = ()) -> None:
@@ -160,7 +160,7 @@ class LiveBytes(Beneath, TorchDispatchMode):
         return out
 
     def take(self) -> int:
-        """The peak since the last call, in bytes."""
+        """Return the peak since the last call, in bytes."""
         peak, self.peak = self.peak, self.live
         return peak
 
@@ -200,17 +200,17 @@ def _attention_backward(
 
 
 def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Size]:
-    """Shapes of key and value with as many heads as the query's, which share them.
+    """Return the shapes of key and value with the query's number of heads, because heads of the query share theirs.
 
-    torch's own formulas take shared heads in 2.13 and raise in 2.11.
+    torch's own formulas accept shared heads in 2.13 and raise in 2.11.
     """
     keys, values = (torch.Size((t.shape[0], query.shape[1], *t.shape[2:])) for t in (key, value))
     return keys, values
 
 
 def _product(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """2 per element of `a` and column of `b`; stacks of matrices, as in a batched or a grouped product, included."""
-    grouped = a.dim() == 3 and b.dim() == 2  # whose groups divide the columns of `b`
+    """Count 2 FLOPs per element of `a` and column of `b`, also in stacks of matrices (batched or grouped products)."""
+    grouped = a.dim() == 3 and b.dim() == 2  # the groups divide the columns of `b`
     rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
     flops: int = 2 * rows * columns  # no int(): it may be symbolic
     return flops
@@ -223,7 +223,7 @@ for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which 
     _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
     _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
 for _names, _formula in (
-    # mm, bmm, addmm, baddbmm: torch's own raise where a dtype is given for the output (`addmm.dtype`)
+    # torch's own formulas of mm, bmm, addmm, baddbmm raise if a dtype is given for the output (`addmm.dtype`)
     (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _product),
     (
         ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
@@ -231,15 +231,15 @@ for _names, _formula in (
     ),
 ):
     _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}
-# By operator; what a user registers with torch.utils.flop_counter.register_flop_formula counts too.
+# By operator; formulas that a user registers with torch.utils.flop_counter.register_flop_formula count too.
 FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
 
 # Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping, bitsandbytes' unpacking and
-# optimizers. Those of aten and bitsandbytes that do are below.
+# optimizers. FORMULALESS has the operators of aten and bitsandbytes that do.
 PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
                          "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams",
                          "bitsandbytes"))  # fmt: skip
-# Operators that multiply matrices in a way for which nobody has a formula.
+# Operators that multiply matrices and for which nobody has a formula.
 FORMULALESS = frozenset((
     "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",
     "miopen_rnn_backward", "quantized_lstm", "quantized_gru", "_trilinear", "_foreach_mm", "_int_mm", "_scaled_mm_v2",
@@ -259,12 +259,12 @@ FORMULALESS = frozenset((
 class FlopCount(Beneath, TorchDispatchMode):
     """Floating-point operations of matrix products, convolutions and attention (2 per multiply-add).
 
-    Source of the formulas: torch.utils.flop_counter. An operator without one is decomposed if it can be; if not, it
-    counts nothing, and if it may multiply matrices its name is in `uncounted`. Attention is counted in full, causal or
-    not. A kernel that is launched past torch's operators (an extension called from an autograd.Function) is not seen.
+    Source of the formulas: torch.utils.flop_counter. An operator without a formula is decomposed if possible. If not,
+    it counts nothing, and its name is in `uncounted` if it may multiply matrices. Attention is counted in full, causal
+    or not. Kernels launched past torch's operators (an extension called from an autograd.Function) are not seen.
 
-    `repeated` are those of `total` that a backward pass spends on what the forward pass had computed: checkpointed
-    layers, and one of the five products in the backward pass of fused attention (the scores).
+    `repeated` is the part of `total` that a backward pass spends on results that the forward pass had computed. It has
+    checkpointed layers, and the scores: one of the five products in the backward pass of fused attention.
     """
 
     def __init__(self) -> None:
@@ -297,18 +297,18 @@ class FlopCount(Beneath, TorchDispatchMode):
 
 
 def _recomputes() -> bool:
-    """Whether a backward pass runs a forward pass again, whose gradients are on (torch.utils.checkpoint).
+    """Check whether a backward pass runs a forward pass again, whose gradients are on (torch.utils.checkpoint).
 
-    An autograd.Function's forward has them off, as formulas of gradients have; but forward-mode AD only the former.
+    An autograd.Function's forward has them off, like formulas of gradients, but it alone also has forward-mode AD off.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     return in_backward and (torch.is_grad_enabled() or not torch._C._is_fwd_grad_enabled())
 
 
 class SdpaKernels(Beneath, TorchFunctionMode):
-    """Which kernels `scaled_dot_product_attention` runs, in `seen`: flash, efficient, cudnn, math.
+    """Kernels that `scaled_dot_product_attention` runs, in `seen`: flash, efficient, cudnn, math.
 
-    The fused ones are operators of their own. The plain formula is none, so a call in which no fused one ran is math.
+    Fused kernels are operators of their own. The plain formula is not, so a call without a fused kernel is math.
     """
 
     def __init__(self) -> None:
@@ -325,7 +325,7 @@ class SdpaKernels(Beneath, TorchFunctionMode):
 
 
 class _Fused(TorchDispatchMode):
-    """The fused attention kernels among the operators."""
+    """Names of the fused attention kernels among the operators."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""The step in which FLOPs are counted, and what follows from them: MFU, HFU; and which attention kernels ran.
+"""The step that counts FLOPs and notes the attention kernels that ran, and the columns that follow: MFU, HFU.
 
-Not covered: how operators are counted (dispatch_modes.py), when the step comes (step_meter.py).
+In: a step and the row so far. Out: columns, and notes that say why one is unknown.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ COMPILED = "FLOPs are not known: code of torch.compile calls no operators that c
 
 
 class Count:
-    """Untimed: FLOPs, those of the forward passes apart from the rest, and attention's kernels.
+    """Untimed step: counts FLOPs, those of the forward passes separately, and notes attention's kernels.
 
-    The model's are 3 x the forward passes' where all weights are trained. Frozen ones need no gradients, and Liger's
-    fused loss computes its gradients in the forward pass: there they are all that was counted but for what was computed
-    twice. `tokens` are those that the step has on this rank, whose FLOPs are counted; None where they are not known.
-    Compiled code is counted without torch.compile where the step is our `own`: run so, somebody's may not fit.
+    The model's FLOPs are 3 x those of the forward passes if all weights are trained. Frozen weights need no gradients,
+    and Liger's fused loss computes its gradients in the forward pass. Then they are all counted FLOPs without repeated
+    ones. `tokens` is the step's number on this rank, whose FLOPs are counted; None if unknown. If the step is our
+    `own`, compiled code is counted without torch.compile; a user's step may not fit that way.
     """
 
     purpose = "counts FLOPs"
@@ -50,7 +50,7 @@ class Count:
         self.compiled = False
         self.forward: int | None = None  # up to the start of each backward pass
         self.total: int | None = None
-        self.repeated = 0  # of the total
+        self.repeated = 0  # part of the total
         self.uncounted: set[str] = set()  # operators
         self.kernels = SdpaKernels()
         self._uncounted_by_backward: set[str] = set()
@@ -86,13 +86,13 @@ class Count:
         self.forward = sum(self._forward) if self._forward else None
 
     def close(self) -> None:
-        """Watch no longer, also where the step failed: its time is a step's all the same."""
+        """Stop watching, also if the step failed; its time counts as a step's in either case."""
         self._context.close()
         if self._began is not None:
             self.spent, self._began = time.perf_counter() - self._began, None
 
     def columns(self, row: Columns) -> Columns:
-        """FLOPs and what follows from them, for the row so far. What may be counted wrongly is unknown, and noted."""
+        """Return FLOPs and the columns that follow, for the row so far. Values that may be wrong are None and noted."""
         weights = row.get("parameters")
         frozen = weights is None or row.get("trainable_parameters") != weights  # or not known
         model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
@@ -113,7 +113,7 @@ class Count:
         }
 
     def _trusted(self, attention: str | None, uneven: bool) -> tuple[int | None, int | None, list[str]]:
-        """FLOPs of the model and of all, None where they cannot be trusted, and notes that say why.
+        """Return the FLOPs of the model and of the hardware, None if they cannot be trusted, and notes that say why.
 
         `uneven`: the backward pass is not twice the forward pass.
         """

@@ -1,6 +1,6 @@
-"""What was built, as columns: how many parameters a model has, how many are trained, which classes are at work.
+"""Columns about the built model and optimizer: parameters, trained parameters, classes of attention and optimizer.
 
-It needs torch alone, as what it describes may be a script of the user's own (observer.py).
+It imports torch alone, because it also describes scripts of the user's own (observer.py).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import torch
 
 
 def parameters(net: torch.nn.Module, trained: bool = False) -> int:
-    """Number of parameters, or of those that are trained; shared ones once; under ZeRO-3 the whole ones, not shards.
+    """Count the parameters, or those that are trained; shared ones once, and under ZeRO-3 whole ones, not shards.
 
-    Packed weights count as those that they stand for.
+    Packed weights count as the weights that they stand for.
     """
     modules: list[Any] = list(net.modules())
     packed = {id(m.weight): m.in_features * m.out_features for m in modules if hasattr(m, "quant_state")}
@@ -26,12 +26,12 @@ def parameters(net: torch.nn.Module, trained: bool = False) -> int:
 
 
 def counts(net: Any) -> dict[str, Any]:
-    """Columns about the parameters of a model, which must be whole, or divided in a way that still tells."""
+    """Return the columns about a model's parameters. The model must be whole, or divided in a way that shows them."""
     return {"parameters": parameters(net), "trainable_parameters": parameters(net, trained=True)}
 
 
 def describe(net: Any, optim: Any) -> dict[str, Any]:
-    """Columns about what was really built."""
+    """Return the columns about the model and optimizer that were really built."""
     return {
         **counts(net),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
@@ -40,7 +40,7 @@ def describe(net: Any, optim: Any) -> dict[str, Any]:
 
 
 def script(nets: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
-    """The same of a script of the user's own, which may train several models; what it does not tell is left out."""
+    """Return the columns about a user's script, which may train several models, as far as the script shows them."""
     inner = [getattr(net, "_orig_mod", net) for net in nets]  # torch.compile's
     inner = [getattr(net, "module", net) for net in inner]  # data parallel's, DeepSpeed's
     found: dict[str, Any] = {"padding_fraction": None}
@@ -56,21 +56,21 @@ def script(nets: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
 
 
 def allocator() -> dict[str, Any]:
-    """What torch says of its allocator on a card: which one it is, and the settings in force as far as it tells."""
+    """Return the backend of torch's CUDA allocator, and its settings in force as far as torch reports them."""
     backend = torch.cuda.get_allocator_backend()
     settings = torch.cuda.memory._snapshot()["allocator_settings"] if backend == "native" else {}
     return {"backend": backend, "allocator_settings": settings}
 
 
 def _divided(net: Any) -> bool:
-    """Whether a rank holds only its part of the weights, so that they cannot be counted."""
+    """Check whether a rank holds only its part of the weights, so that they cannot be counted."""
     return any(type(one).__name__ == "FullyShardedDataParallel" for one in net.modules())
 
 
 def optimizer_name(optim: Any) -> str:
-    """Class of the optimizer (a stand-in's: the class it stands for), with that of the one inside in parentheses.
+    """Return the optimizer's class (of a stand-in, the class it stands for), with an inner one's in parentheses.
 
-    bitsandbytes' classes serve several values of the axis, so their state's kind is said too.
+    bitsandbytes' classes serve several values of the axis, so the kind of their state is added.
     """
     inner, name = getattr(optim, "optimizer", None), type(optim).__name__
     if isinstance(inner, torch.optim.Optimizer):
@@ -81,5 +81,5 @@ def optimizer_name(optim: Any) -> str:
 
 
 def label(name: str, bits: int, paged: bool) -> str:
-    """What rows call it: one class serves several of the axis's values."""
+    """Return the name of a class in rows, with its bits, because one class serves several values of the axis."""
     return f"{name}({bits}-bit{', paged' if paged else ''})"

@@ -1,4 +1,4 @@
-"""What libraries do, replaced for a while: attributes of modules and classes, items of dictionaries."""
+"""Temporary replacements in libraries: attributes of modules and classes, items of dictionaries."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from unittest import mock
 
-Replacement = tuple[Any, Any, Any]  # the owner, the name of its attribute or its key, and what stands in
+Replacement = tuple[Any, Any, Any]  # owner, its attribute or key, and the stand-in
 
 
 @contextlib.contextmanager
 def patched(replacements: Iterable[Replacement], create: bool = False) -> Iterator[None]:
-    """Put the stand-ins in place, all made before the first is, until the context is left.
+    """Put the stand-ins in place until the context is left; all are made before the first is put in place.
 
-    Raises AttributeError for an attribute that is not there, unless it is to `create` it.
+    Raises AttributeError for an attribute that does not exist, unless `create` is set.
     """
     with contextlib.ExitStack() as stack:
         for owner, name, value in list(replacements):

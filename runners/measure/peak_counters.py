@@ -1,18 +1,18 @@
-"""Two readers of CUDA's peak counters in one process, neither of which sees the other's resets.
+"""CUDA's peak counters for two readers in one process, neither of which sees the other's resets.
 
-torch has one set of peaks a card, and whoever resets it takes the peak from everybody else: a script that logs
-`max_memory_allocated()` and a meter that takes the peak of every step would falsify one another (so do the Trainer's
-`skip_memory_metrics=False` and DeepSpeed's `see_memory_usage`, which reset them, too). What a reset throws away is kept
-here, once for each of the two.
+torch has one set of peaks per GPU, and a reset takes the peak from every reader. A script that logs
+`max_memory_allocated()` and a meter that takes the peak of every step would falsify each other. The Trainer's
+`skip_memory_metrics=False` and DeepSpeed's `see_memory_usage` reset the peaks too. This module keeps what a reset
+throws away, once for each of the two readers.
 
     the script   torch.cuda.*, torch.accelerator.*, by whatever name   ->   functions of torch._C: ours, once installed
-    the meter    `take`                                                ->   what these were before
+    the meter    `take`                                                ->   the functions that were there before
 
-Every way that torch's Python has comes down to these functions, so they are replaced there. It costs nothing where CUDA
-is not used, and needs nothing but torch: a script's process installs it before its first line (observer.py).
+All of torch's Python calls end in these functions, so they are replaced there. The replacement costs nothing without
+CUDA and needs only torch, because a script's process installs it before its first line (observer.py).
 
-Not covered: `torch.cuda.memory_snapshot`, which has no peaks; counters other than peaks, which nobody resets but by
-`reset_accumulated_memory_stats`.
+Not covered: `torch.cuda.memory_snapshot`, which has no peaks, and other counters, which only
+`reset_accumulated_memory_stats` resets.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from typing import Any
 import torch
 
 Stats = dict[str, Any]
-Peaks = dict[tuple[str, ...], int]  # by the names that lead to each
+Peaks = dict[tuple[str, ...], int]  # by the path of names to each
 READ, RESET = "_cuda_memoryStats", "_cuda_resetPeakMemoryStats"
 READS = (READ, "_accelerator_getDeviceStats")  # torch.accelerator has them since 2.9
 RESETS = (RESET, "_accelerator_resetPeakStats")
 
 
 class SharedPeaks:
-    """The counters of every card, beside a script that reads and resets them, from `install` to `uninstall`."""
+    """The counters of every GPU, shared with a script that reads and resets them, from `install` to `uninstall`."""
 
     def __init__(self) -> None:
         self._taken = False  # a meter takes peaks
-        self._ours: dict[int, Peaks] = {}  # by card: peaks since our last take, of before resets of the script's
-        self._theirs: dict[int, Peaks] = {}  # by card: peaks since the script's last reset, of before resets of ours
+        self._ours: dict[int, Peaks] = {}  # by GPU: peaks since our last take, from before the script's resets
+        self._theirs: dict[int, Peaks] = {}  # by GPU: peaks since the script's last reset, from before our resets
         self._undo: list[tuple[str, Any]] = []
-        self._before: dict[int, Stats] = {}  # by card: as it was when `forget` was called
+        self._before: dict[int, Stats] = {}  # by GPU: statistics when `forget` was called
 
     def install(self) -> None:
-        """From now on the script reads and resets through us; a build of torch without CUDA has nothing to share."""
+        """Let the script read and reset through us from now on. A torch built without CUDA has nothing to share."""
         self._taken = hasattr(torch._C, READ)
         if self._undo or not self._taken:
             return
@@ -53,26 +53,26 @@ class SharedPeaks:
                     setattr(torch._C, name, shared(getattr(torch._C, name)))
 
     def forget(self) -> None:
-        """What was until now is none of the meter's: of an earlier training in this process, that may have run out."""
+        """Exclude all until now, because an earlier training in this process made it and may have run out of memory."""
         if self._taken and torch.cuda.is_initialized():
             for card in range(torch.cuda.device_count()):
                 self._before[card] = self.take(torch.device("cuda", card))
 
     def counted(self, device: torch.device, name: str) -> int:
-        """One of the card's counters that only rise, such as `num_ooms`; since `forget`, if that was called."""
+        """Return one of the GPU's counters that only rise, such as `num_ooms`; since `forget`, if that was called."""
         card = _index(device)
         return int(self._read(card)[name]) - int(self._before.get(card, {}).get(name, 0))
 
     def uninstall(self) -> None:
-        """No peak is taken any more. A script whose peaks our takes have reset goes on reading them here until its own
-        next reset: only then torch's counters are right for it."""
+        """Stop taking peaks. A script whose peaks our takes have reset still reads them here until its own next reset,
+        because only then torch's counters are right for it."""
         self._taken = False
         self._ours.clear()
         self._before.clear()
         self._give_back()
 
     def take(self, device: torch.device) -> Stats:
-        """The card's statistics, with the peaks since the last call."""
+        """Return the GPU's statistics, with the peaks since the last call."""
         card = _index(device)
         now = self._read(card)
         self._theirs[card] = _most(now, self._theirs.get(card, {}))
@@ -80,11 +80,11 @@ class SharedPeaks:
         return _raised(now, self._ours.pop(card, {}))
 
     def _read_by(self, function: Callable[[int], Stats]) -> Callable[[int], Stats]:
-        """The function as the script gets it."""
+        """Return the reading function that the script gets, with the peaks from before our resets."""
         return lambda card: _raised(function(card), self._theirs.get(card, {}))
 
     def _reset_by(self, function: Callable[[int], None]) -> Callable[[int], None]:
-        """The function as the script gets it."""
+        """Return the resetting function that the script gets, which first keeps the meter's peaks."""
 
         def reset(card: int) -> None:
             if self._taken:
@@ -118,12 +118,12 @@ def _peaks(stats: Stats, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def _most(stats: Stats, before: Peaks) -> Peaks:
-    """Every peak, as it is now or was before, whichever is larger."""
+    """Return every peak: the larger of its present and its earlier value."""
     return before | {path: max(peak, before.get(path, peak)) for path, peak in _peaks(stats)}
 
 
 def _raised(stats: Stats, before: Peaks) -> Stats:
-    """The statistics, which torch makes anew for everyone who asks, with every peak that was larger before."""
+    """Raise peaks to earlier values that were larger, in place, because torch makes new statistics for each caller."""
     for path, peak in before.items():
         place = stats
         for name in path[:-1]:

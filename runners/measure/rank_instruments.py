@@ -1,6 +1,6 @@
-"""The instruments of one rank as one thing, and the largest of all that was read from them, whole and by part of a job.
+"""The instruments of one rank in one object, and the largest peaks read from them, in total and by part of a job.
 
-Not covered: each instrument (counters.py), when it is read (step_meter.py).
+In: a device. Out: peaks in bytes, and columns on parts of a job, host memory and other processes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vramsweep.runners.measure.peak_counters import SHARED
 from vramsweep.runners.rank.aggregate_ranks import Columns
 
 MET = "vramsweep: ranks before the measured steps"
-MEETING_S = 10.0  # a stage of a pipeline may only come once the one before it has gone on
+MEETING_S = 10.0  # a pipeline stage may only arrive after the one before it has continued
 
 
 class Gauges:
-    """The instruments of one rank, and the largest of all peaks that were taken with them.
+    """The instruments of one rank, and the largest of all peaks taken with them.
 
-    The device's memory and processes are read before torch touches the device, which makes a context there. Where
-    a script's process is measured, one that `worker` has started, it has done so already; then peaks count from that
-    process's start, nothing looks at it between the steps, `imported` are the storages that its imports had made, and
-    `compiler` was there before anything was compiled.
+    The device's memory and processes are read before torch touches the device, because torch makes a context there.
+    In the process of a script, which `worker` has started, torch has done so already. Then peaks count from that
+    process's start, and no thread watches it between the steps. `imported` are the storages that its imports had made,
+    and `compiler` was there before anything was compiled.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Gauges:
             self.baseline = self.nvml.used()
             self.listed = self.nvml.processes()
             _begin(device)
-            imported = [] if self.cuda else storages_alive()  # a template's, of before its gc.freeze, show nowhere
+            imported = [] if self.cuda else storages_alive()  # a fork server's, from before its gc.freeze, show nowhere
         else:
             self.baseline = self.listed = None
         self.imported = imported
@@ -65,21 +65,21 @@ class Gauges:
         self.clock = Clock(device)
         self.compiler = compiler or Compiler()
         self.peaks: Peaks = dict.fromkeys(COUNTERS)
-        self.part: str | None = None  # of a whole job, which is going on
+        self.part: str | None = None  # the present part of a whole job
         self.parts: dict[str, Peaks] = {}
-        self._kept: Peaks = dict.fromkeys(COUNTERS)  # of the training, from before another part came in between
+        self._kept: Peaks = dict.fromkeys(COUNTERS)  # peaks of the training, from before another part interrupted it
 
     def release(self) -> None:
         """Leave the script's process as it was found."""
         SHARED.uninstall()
 
     def others(self) -> list[int] | None:
-        """Compute processes on the device that are not ours; None where that cannot be told."""
+        """Return the compute processes on the device that are not ours; None if unknown."""
         listed = self.nvml.processes()
         return counters.foreign(self.listed, listed, counters.ours(listed or (), self.worker))
 
     def take(self) -> Peaks:
-        """The peaks since the last call, without those of parts of a job that are no training."""
+        """Return the peaks since the last call, without those of parts of a job that are no training."""
         read = self._read()
         peaks = read if self.part is None or self.part in OF_TRAINING else dict.fromkeys(COUNTERS)
         peaks, self._kept = larger(self._kept, peaks), dict.fromkeys(COUNTERS)
@@ -87,14 +87,14 @@ class Gauges:
         return peaks
 
     def begin_job(self, counted: bool = True) -> None:
-        """Tell the parts of a whole job apart, beginning with load; on a CPU count every tensor, if `counted`."""
+        """Start to tell the parts of a whole job apart, load first; on a CPU count every tensor, if `counted`."""
         self.part = "load"
         if isinstance(self.memory, HostMemory) and counted:
             self.memory.live = LiveBytes(self.imported)
             self.memory.live.__enter__()  # to the end of the process
 
     def enter(self, part: str | None) -> None:
-        """From now on it is this part of a job, one of PARTS; None where it is over."""
+        """Begin this part of a job, one of PARTS, or end the job with None."""
         peaks = self._read()
         if self.part in OF_TRAINING:
             self._kept = larger(self._kept, peaks)
@@ -107,7 +107,10 @@ class Gauges:
         return peaks
 
     def part_columns(self) -> Columns:
-        """What each part of a job took; nothing where there is none. The resident set of a process only ever rises."""
+        """Return the peaks of each part of a job as columns; none without parts.
+
+        On a CPU reserved is left out, because the resident set of a process only ever rises.
+        """
         if not self.parts:
             return {}
         known_of = ("allocated", "reserved") if self.cuda else ("allocated",)
@@ -121,9 +124,9 @@ class Gauges:
         }
 
     def host(self) -> Columns:
-        """This rank's share of the columns on host memory, read once the measured steps are over."""
+        """Return this rank's share of the columns on host memory, read after the measured steps."""
         peak, started = self.process.look(), self.process.started()
-        if self.worker is not None:  # only looked at now and then
+        if self.worker is not None:  # only read now and then
             peak = None
         return {
             "host_ranks": 1,
@@ -142,15 +145,15 @@ class Gauges:
 
 
 def meet_ranks() -> list[str]:
-    """Wait until every rank of the process group is here; a note where one did not come within MEETING_S.
+    """Wait until every rank of the process group is here; return a note if one did not come within MEETING_S seconds.
 
-    They meet in the group's store, as NCCL's barrier would allocate on the card.
+    They meet in the group's store, because NCCL's barrier would allocate on the GPU.
     """
     group = torch.distributed
     if not (group.is_available() and group.is_initialized()) or group.get_world_size() == 1:
         return []
     store: Any = group.distributed_c10d._get_default_store()
-    if store is None:  # of MPI
+    if store is None:  # with MPI
         return []
     try:
         if store.add(MET, 1) == group.get_world_size():
@@ -162,14 +165,14 @@ def meet_ranks() -> list[str]:
 
 
 def _begin(device: torch.device) -> None:
-    """Make the context on a CUDA device, with its peaks at zero."""
+    """Make the context on a CUDA device, with its peaks at zero. Raises EnvironmentFault if CUDA does not start."""
     if device.type != "cuda":
         return
     try:
         torch.cuda.set_device(device)
         torch.cuda.init()
-    except RuntimeError as error:  # driver too old, error 802, memory full of others': no trial has begun
-        if not is_machine_fault(str(error)):  # an allocator's setting that the driver refuses is the trial's
+    except RuntimeError as error:  # driver too old, error 802, memory used by others: no trial has begun
+        if not is_machine_fault(str(error)):  # an allocator setting that the driver refuses is the trial's fault
             raise
         raise EnvironmentFault(f"CUDA does not start on {device}: {str(error).splitlines()[0]}") from error
     _same_card(device)
@@ -178,7 +181,7 @@ def _begin(device: torch.device) -> None:
 
 
 def _same_card(device: torch.device) -> None:
-    """Raise EnvironmentFault where CUDA has given another card than the one that CUDA_VISIBLE_DEVICES names by uuid."""
+    """Raise EnvironmentFault if CUDA has given another GPU than the one that CUDA_VISIBLE_DEVICES names by uuid."""
     name = dict(enumerate(os.environ.get("CUDA_VISIBLE_DEVICES", "").split(","))).get(device.index or 0, "").strip()
     given = torch.cuda.get_device_properties(device)
     uuid = getattr(given, "uuid", None)  # an older torch has none
@@ -190,10 +193,10 @@ def _same_card(device: torch.device) -> None:
 
 
 def _name_by_index() -> None:
-    """Let CUDA_VISIBLE_DEVICES, which CUDA has read by now, name its cards as libraries read it that ask NVML of them.
+    """Name the GPUs of CUDA_VISIBLE_DEVICES by index, for libraries that query NVML; CUDA has read it by now.
 
-    DeepSpeed 0.19.8 takes each entry for NVML's index (accelerator/cuda_accelerator.py: _get_nvml_gpu_id), and ends in
-    a ValueError where a scheduler, a user or this harness has named cards by uuid.
+    DeepSpeed 0.19.8 takes each entry for NVML's index (accelerator/cuda_accelerator.py: _get_nvml_gpu_id). It ends in a
+    ValueError if a scheduler, a user or this harness has named GPUs by uuid.
     """
     entries = [entry for entry in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry]
     cards = machine.visible_gpus(os.environ)
@@ -202,5 +205,5 @@ def _name_by_index() -> None:
 
 
 def larger(a: Peaks, b: Peaks) -> Peaks:
-    """Of each counter the larger value; None where neither is known."""
+    """Return the larger value of each counter; None if neither is known."""
     return {c: max((v for v in (a[c], b[c]) if v is not None), default=None) for c in COUNTERS}

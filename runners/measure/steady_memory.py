@@ -1,4 +1,4 @@
-"""Whether memory is the same from step to step, of steps that were measured or predicted. Pure; torch is not needed."""
+"""Checks whether memory stays the same from step to step, measured or predicted. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
 
 
 def step_growth(held: Sequence[int | None]) -> int | None:
-    """The least by which a step ended with more than the one before; None for fewer than three steps or unknown values.
+    """Return the smallest growth from step end to step end; None for fewer than three steps or unknown values.
 
-    A step that ends with as much as another, or with less, leaves nothing behind.
+    A step that ends with no more than another leaks nothing.
     """
     known = all_known(held)
     if known is None or len(known) < 3:
@@ -21,7 +21,7 @@ def step_growth(held: Sequence[int | None]) -> int | None:
 
 
 def reached_plateau(reserved: list[int | None]) -> bool | None:
-    """Whether the peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
+    """Check whether peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
     known = all_known(reserved)
     if known is None or len(known) < 2:
         return None
@@ -29,6 +29,6 @@ def reached_plateau(reserved: list[int | None]) -> bool | None:
 
 
 def all_known(values: Sequence[int | None]) -> list[int] | None:
-    """Return the values; None where any of them is not known."""
+    """Return the values; None if any of them is unknown."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else None

@@ -1,14 +1,14 @@
-"""What is read while a trial trains, step by step: memory per phase and step, the step clock, FLOPs.
+"""The meter that reads a training step by step: memory per phase and step, the step clock, FLOPs.
 
 A runner calls `built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer step. The
-meter's plan says what each step is for, one object a step:
+meter's plan gives each step its purpose, one object per step:
 
     Warmup ... | Probe | Measured ...                  | Count              | Recorded, if asked for
     timed on   | phase | only a mark at each boundary, | FLOPs, after every | every event of the
     the host   | peaks | one synchronise at the end    | peak has been read | CUDA allocator
 
-When the last measured step is over the row's columns are published. What follows is extra: where it fails the row lacks
-what it would have told, and has a note that says so.
+The meter publishes the row's columns when the last measured step is over. The later steps are extra: if one fails, the
+row lacks its columns and has a note that says so.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from vramsweep.runners.measure.rank_instruments import Gauges, larger, meet_rank
 from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, all_known, reached_plateau, step_growth
 from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 
-if TYPE_CHECKING:  # a script of the user's own is measured where pydantic may not be installed (observer.py)
+if TYPE_CHECKING:  # a user's own script may be measured without pydantic installed (observer.py)
     from vramsweep.harness.spec.trial import Trial
 
-RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a fuller ring buffer would drop its oldest
+RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a ring buffer that is full drops its oldest
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
@@ -52,10 +52,10 @@ REPLAYED = "allocated peaks of steps and phases are not known: counters do not s
 
 @dataclass(frozen=True)
 class MeterSpec:
-    """What a meter is told of the training: how many steps, and what of a step cannot be seen from outside.
+    """The facts that a meter needs of the training: numbers of steps, and what a step does not show from outside.
 
-    `tokens_per_step` and `samples_per_step` are of all ranks, padding counted. None is what is not known; without a
-    number of measured steps every further step is one, until the meter is told to `finish`.
+    `tokens_per_step` and `samples_per_step` are of all ranks, padding counted. None means unknown. Without a number of
+    measured steps every further step is measured, until `finish` is called.
     """
 
     warmup_steps: int
@@ -65,14 +65,14 @@ class MeterSpec:
     samples_per_step: int | None = None
     world_size: int = 1
     precision: str | None = None
-    job: bool = False  # the parts of a whole job are told apart
+    job: bool = False  # tell the parts of a whole job apart
     graphed: bool = False  # torch.compile replays CUDA graphs
     fused_loss: bool = False  # Liger's, which computes its gradients in the forward pass
-    uneven: bool = False  # steps are of different lengths: one says nothing of the others
+    uneven: bool = False  # steps have different lengths, so one says nothing about the others
 
 
 def meter_spec(trial: Trial) -> MeterSpec:
-    """What a trial asks of a meter."""
+    """Return the facts about a trial that its meter needs."""
     return MeterSpec(
         trial.protocol.warmup_steps,
         trial.protocol.measured_steps,
@@ -89,33 +89,33 @@ def meter_spec(trial: Trial) -> MeterSpec:
 
 
 class StepMeter(Protocol):
-    """What a runner tells of its progress, and to whom."""
+    """The interface through which a runner reports its progress."""
 
     rank: int
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
-        """Model, optimizer and data exist; the next step is the first.
+        """Note that model, optimizer and data exist; the next step is the first.
 
-        `describe` gives the columns about what was built, once the measured steps are over. `skipped` gives the number
-        of optimizer steps so far whose update was skipped for an overflow; without it that is unknown. It is asked
+        `describe` returns the columns about what was built, after the measured steps. `skipped` returns the number of
+        optimizer steps so far whose update was skipped for an overflow; without it the number is unknown. It is called
         outside the measured steps only.
         """
 
     def step_begin(self) -> None:
-        """The next optimizer step begins."""
+        """Note that the next optimizer step begins."""
 
     def fed(self, batch: Mapping[str, Any]) -> None:
-        """The step's next forward pass gets this batch."""
+        """Note the batch that the step's next forward pass gets."""
 
     def run_pass(self, one: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a forward and backward pass; its loss."""
+        """Run a forward and backward pass, and return its loss."""
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
-        """The optimizer step has been issued."""
+        """Note that the optimizer step has been issued."""
 
 
 class Warmup:
-    """Timed on the host, each step to its end on the device."""
+    """Warm-up step: timed on the host, to its end on the device."""
 
     def __init__(self, gauges: Gauges) -> None:
         self.gauges = gauges
@@ -137,7 +137,7 @@ class Warmup:
 
 
 class Probe:
-    """Untimed: the peaks of each phase, told apart by watching the autograd engine. `then` is called at its end."""
+    """Untimed step: the peaks of each phase, separated by watching the autograd engine. `then` is called at its end."""
 
     def __init__(self, gauges: Gauges, then: Callable[[], None]) -> None:
         self.gauges, self.then = gauges, then
@@ -150,7 +150,7 @@ class Probe:
         self._began = time.perf_counter()
         memory = self.gauges.memory
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
-        counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its begin
+        counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its start
         if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
             memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
             self._context.callback(setattr, memory, "live", None)
@@ -164,7 +164,7 @@ class Probe:
         self.then()
 
     def close(self) -> None:
-        """Watch no longer, also amid the step."""
+        """Stop watching, also in the middle of the step."""
         self._context.close()
 
     def _end(self, phase: str) -> None:
@@ -182,7 +182,7 @@ class Probe:
 
 
 class Measured:
-    """A mark of the clock and the peaks at each boundary. `then` is called when the last of the steps is over."""
+    """Measured step: a mark of the clock and the peaks at each boundary. `then` is called after the last step."""
 
     def __init__(self, gauges: Gauges, asked: MeterSpec, then: Callable[[], None]) -> None:
         self.gauges, self.asked, self.then = gauges, asked, then
@@ -195,19 +195,19 @@ class Measured:
         self._columns: Columns = {}
 
     def start(self) -> None:
-        """The next boundary is the first."""
+        """Read the state before the measured steps, and mark their first boundary."""
         self.gauges.process.rest()
         self._skipped = self.skipped()
         self._graphs = self.gauges.compiler.graphs()
         self.gauges.synchronize()
         self._reasons = self.gauges.nvml.throttle_reasons()
         self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
-        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else not every rank may be watched
+        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else some ranks may be unwatched
         self._energy = self.gauges.nvml.energy_j()
         self.gauges.clock.mark()
 
     def enter(self) -> None:
-        """The boundary was the end of the step before."""
+        """Begin a step, whose boundary was the end of the step before."""
         self.fed: int | None = None
 
     def leave(self, loss: torch.Tensor | None) -> None:
@@ -220,7 +220,7 @@ class Measured:
             self.finish(loss)
 
     def finish(self, loss: torch.Tensor | None) -> None:
-        """The last of the steps is over."""
+        """Read clock and counters after the last step, and keep their columns."""
         nvml = self.gauges.nvml
         times = self.gauges.clock.times()
         self.elapsed = elapsed = sum(times)
@@ -269,7 +269,7 @@ class Measured:
 
 
 class Recorded:
-    """Untimed: every event of the CUDA allocator, in the file `path`; the ranks without one only take part."""
+    """Untimed step: every event of the CUDA allocator, in the file `path`; ranks without a path only take part."""
 
     purpose = "records the allocator's events"
 
@@ -288,23 +288,23 @@ class Recorded:
         self.close()
 
     def close(self) -> None:
-        """Record no longer, also amid the step."""
+        """Stop recording, also in the middle of the step."""
         self._context.close()
 
 
-# What a step is for: `enter` is called when it begins, `leave` when it has been issued.
+# The purpose of a step. `enter` is called when it begins, `leave` when it has been issued.
 Step = Warmup | Probe | Measured | Count | Recorded
 
 
 def alone(own: Columns) -> Columns:
-    """The row's columns where there is but one rank."""
+    """Return the row's columns if there is only one rank."""
     return over_ranks([own])
 
 
 class Meter:
-    """Measures the steps of one trial on one rank, as StepMeter, with the rank's instruments.
+    """The StepMeter that measures the steps of one trial on one rank, with the rank's instruments.
 
-    `publish` is called when the last measured step is over: it takes this rank's columns and returns the row's.
+    `publish` is called when the last measured step is over. It takes this rank's columns and returns the row's.
     """
 
     def __init__(
@@ -315,7 +315,7 @@ class Meter:
         self.measured = Measured(self.gauges, asked, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
         of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
-        own = asked.measured_steps is not None  # else every step is one of somebody's training
+        own = asked.measured_steps is not None  # else every step belongs to a user's training
         self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss, own)
         self.graphed = asked.graphed
         self.recorded = Recorded(folder / RECORDING if rank == 0 else None)
@@ -363,24 +363,24 @@ class Meter:
         return one()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
-        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # a third of the time of json's
+        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # takes a third of json's time
         self.step().leave(loss)
         self.index += 1
         if self.asked.job and self.index == 1:
             self.gauges.enter("steps")
 
     def step(self) -> Step:
-        """What the present step is for."""
+        """Return the purpose of the present step."""
         return self.plan[self.index] if self.index < len(self.plan) else self.measured
 
     def finish(self) -> None:
-        """The measured steps are over, as many as there were; for those whose number was not said."""
+        """End the measured steps, however many there were, if their number was not given."""
         if self.row is None and self.measured.peaks:
             self.measured.finish(None)
 
     def abandon(self) -> None:
-        """Look at nothing any more, also amid a step, and leave torch as it was found."""
-        for step in (self.probe, self.count, self.recorded):  # of which one at most has begun and not ended
+        """Stop watching, also in the middle of a step, and leave torch as it was found."""
+        for step in (self.probe, self.count, self.recorded):  # at most one has begun and not ended
             step.close()
         self.gauges.release()
         if self._records is not None:
@@ -393,7 +393,7 @@ class Meter:
             self._record({"phase": phase, "at_step": self.index})
 
     def seen(self) -> Columns:
-        """What tells of the device and of others on it, at any moment: also where memory ran out."""
+        """Return the columns about the device and other processes on it, at any moment, also after memory ran out."""
         return {
             "device_total_bytes": self.gauges.nvml.facts()["device_total_bytes"],
             "device_baseline_bytes": self.gauges.baseline,
@@ -401,14 +401,14 @@ class Meter:
         }
 
     def columns(self) -> Columns:
-        """The row's columns as far as they are known. Raises RuntimeError if the measured steps are not over."""
+        """Return the row's columns as far as known. Raises RuntimeError if the measured steps are not over."""
         if self.row is None:
             raise RuntimeError(f"training ended after {self.index} of {len(self.plan)} steps, before all were measured")
         spent = sum(self.warmup.times) + self.probe.spent + self.measured.elapsed + self.count.spent
         return self.row | self.count.columns(self.row) | self.gauges.part_columns() | {"steps_s": spent}
 
     def failed(self, error: BaseException) -> str:
-        """A note on what ended training after the measured steps; nothing is watched any longer."""
+        """Stop watching, and return a note on what ended training after the measured steps."""
         self.abandon()
         what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
         if self.index == len(self.plan):
@@ -441,7 +441,7 @@ class Meter:
             phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
             own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
         self.row = self._to_publish(own | self.seen())
-        self._describe, self.measured.skipped = dict, lambda: None  # which hold model and optimizer
+        self._describe, self.measured.skipped = dict, lambda: None  # the old ones hold model and optimizer
 
     def _record(self, record: dict[str, Any]) -> None:
         self._write(json.dumps(record))
@@ -452,7 +452,7 @@ class Meter:
 
 
 def timed(times: Sequence[float]) -> Columns:
-    """Columns of how long the measured steps took, one by one, in seconds."""
+    """Return the columns of the measured steps' times, in seconds, one by one and in total."""
     return {
         "elapsed_s": sum(times),
         "step_times_s": list(times),
@@ -467,7 +467,7 @@ def _finite(loss: torch.Tensor | None) -> float | None:
 
 
 def _iqr(times: Sequence[float]) -> float:
-    """The interquartile range, quartiles between two values in proportion."""
+    """Return the interquartile range; quartiles between two values are interpolated linearly."""
     if len(times) < 2:
         return 0.0
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")

@@ -1,15 +1,13 @@
-"""Where torch tells what a script does, whoever wrote it: hooks and replaced functions, which tell a listener.
+"""Hooks and replaced functions in torch that report to a listener what a script does, whoever wrote the script.
 
-Told are the calls of modules that no other module makes, torch.autograd's outermost passes, the steps of
-torch.optim.Optimizer and of GradScaler, replays of CUDA graphs, what is saved; of a whole job also what is loaded and
-when modules change their mode. Not told is what a compiler does while it traces, and what is captured into a CUDA
-graph. What goes wrong in the listener does not reach the script: the listener is told, and after that nothing more.
+They report module calls that no other module makes, torch.autograd's outermost passes, and steps of
+torch.optim.Optimizer and GradScaler. They also report replays of CUDA graphs and saving; for a whole job also loading
+and modules that change their mode. They do not report a compiler's tracing, nor what is captured into a CUDA graph. An
+error in the listener does not reach the script: the listener gets it, and after that nothing more.
 
-The cost is one module call's hook, two calls around each backward pass and one after each optimizer step: a hook for
-all modules costs every call of every module, so it is there only until a forward pass has begun, and not at all once
-the classes of the models are known, whose calls are followed.
-
-Not covered: what is made of it (observer.py).
+The cost is one module call's hook and two calls around each backward pass and optimizer step. A hook for all modules
+costs every call of every module. So it is there only until a forward pass has begun, and not at all once the models'
+classes are known, because their calls are followed.
 """
 
 from __future__ import annotations
@@ -25,20 +23,20 @@ from torch._guards import TracingContext
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# All ends in the last one, also for those who imported the first two by name; these make the loss's gradient before.
+# The first two end in the last one, also if they were imported by name, but make the loss's gradient before it.
 BACKWARD = ((torch.autograd, "backward"), (torch.autograd, "grad"), (torch.autograd, "_engine_run_backward"))
 
 
 class Passes:
-    """Autograd's passes, whoever starts them; one within another, as reentrant checkpointing has them, is none of its
-    own. `begins` is called before each, `ended` after it, with False where an exception ended it."""
+    """Autograd's outermost passes, whoever starts them. Passes within another, as of reentrant checkpointing, belong to
+    it. `begins` is called before each, `ended` after it, with False if an exception ended it."""
 
     def __init__(self, begins: Callable[[], None], ended: Callable[[bool], None]) -> None:
         self._begins, self._ended = begins, ended
         self.depth = 0
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """What takes the place of one of BACKWARD."""
+        """Return the replacement of one of BACKWARD."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -61,65 +59,65 @@ class Passes:
 
 
 class Listener(Protocol):
-    """What is told; `done` says that nothing more need be."""
+    """The receiver of all reports; `done` says that it needs no more."""
 
     done: bool
 
     def broke(self, error: Exception) -> None:
-        """One of the methods below raised this."""
+        """Handle an error that one of the methods below raised."""
 
     def unevaluated(self) -> bool:
-        """Whether a call without gradients would be news."""
+        """Check whether a call without gradients would be news."""
 
     def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called where gradients are wanted. If that is a forward pass of the training, it disarms."""
+        """Note a module's call with gradients on. If that is a forward pass of the training, disarm the hooks."""
 
     def forward_failed(self) -> None:
-        """An exception came out of a call that was followed."""
+        """Note that an exception came out of a followed call."""
 
     def evaluates(self, module: torch.nn.Module) -> None:
-        """A module is called where no gradients are wanted."""
+        """Note a module's call with gradients off."""
 
     def backward_begins(self) -> None:
-        """One of autograd's passes begins, and is within no other."""
+        """Note that an outermost pass of autograd begins."""
 
     def backward_ended(self, over: bool) -> None:
-        """It has ended; not `over`: by an exception."""
+        """Note that an outermost pass of autograd has ended, by an exception if not `over`."""
 
     def optimizer_begins(self, optimizer: Any, *args: Any) -> None:
-        """An optimizer's `step` is called."""
+        """Note that an optimizer's `step` is called."""
 
     def optimizer_stepped(self, optimizer: Any, *args: Any) -> None:
-        """It has returned."""
+        """Note that an optimizer's `step` has returned."""
 
     def scaler_stepped(self, scaler: Any, *args: Any, **kwargs: Any) -> None:
-        """GradScaler's `step` has returned."""
+        """Note that GradScaler's `step` has returned."""
 
     def replays(self, *args: Any, **kwargs: Any) -> None:
-        """A CUDA graph is replayed."""
+        """Note that a CUDA graph is replayed."""
 
     def saves(self, *args: Any, **kwargs: Any) -> None:
-        """torch.save is called."""
+        """Note that torch.save is called."""
 
     def loads(self, *args: Any, **kwargs: Any) -> None:
-        """torch.load is called."""
+        """Note that torch.load is called."""
 
     def loads_state(self, optimizer: Any, state: Any, *args: Any, **kwargs: Any) -> None:
-        """An optimizer gets a state."""
+        """Note that an optimizer gets a state."""
 
     def changes_mode(self, module: torch.nn.Module, mode: bool = True) -> None:
-        """A module's train(mode) is called, which eval() calls, too."""
+        """Note that a module's train(mode) is called, which eval() calls too."""
 
     def takes_state(self, module: Any, *args: Any, **kwargs: Any) -> None:
-        """A module's state_dict() is called."""
+        """Note that a module's state_dict() is called."""
 
 
 class TorchHooks:
-    """All of them, from `install` to `uninstall`; `undo` is what takes them back, in reverse order."""
+    """All hooks, from `install` to `uninstall`; `undo` has the functions that remove them, in reverse order."""
 
     def __init__(self, listener: Listener) -> None:
         self.undo: list[Callable[[], None]] = []
-        self._followed: list[tuple[Any, Any, Callable[[], None]]] = []  # classes, what is called, and what ends that
+        self._followed: list[tuple[Any, Any, Callable[[], None]]] = []  # classes, their followed call, what restores it
         self._listener = listener
         self._forward, self._evaluation = self._guarded(listener.forward_begins), self._guarded(listener.evaluates)
         self._passes = Passes(self._guarded(listener.backward_begins), self._guarded(listener.backward_ended))
@@ -127,13 +125,13 @@ class TorchHooks:
         self.fresh()
 
     def fresh(self) -> None:
-        """Nothing is going on: this is so at first, and in a process that was forked."""
+        """Forget all calls that are running, as at first and in a forked process."""
         self._passes.depth = 0
-        self._inside = False  # of a call of a class whose calls are followed
-        self._capturing = False  # a CUDA graph, which whatever waits for the device would break
+        self._inside = False  # a followed call is running
+        self._capturing = False  # a CUDA graph, which waiting for the device would break
 
     def install(self, job: bool) -> None:
-        """Hook what there is to hook; for a `job` also what only its parts are told apart by."""
+        """Install all hooks; for a `job` also those that only tell its parts apart."""
         told = self._listener
         self.arm()
         self.undo.append(register_optimizer_step_pre_hook(self._guarded(told.optimizer_begins)).remove)
@@ -163,8 +161,8 @@ class TorchHooks:
         self._followed.clear()
 
     def patch(self, owner: Any, name: str, function: Any) -> Callable[[], None]:
-        """Replace a function until `uninstall`, or until what is returned is called. One that somebody else replaces
-        meanwhile stays so."""
+        """Replace a function until `uninstall`, or until the returned function is called. If somebody else replaces it
+        meanwhile, that replacement stays."""
         before, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, function)
 
@@ -178,19 +176,19 @@ class TorchHooks:
         return restore
 
     def arm(self) -> None:
-        """Look for the next forward pass."""
+        """Watch for the next forward pass."""
         if self._handle is None and not self._listener.done:
             self._handle = register_module_forward_pre_hook(self._module_called)
 
     def disarm(self) -> None:
-        """Look for none."""
+        """Stop watching for the next forward pass."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
 
     def follow(self, kind: Any) -> None:
-        """Be told of each call of the modules of this class, without a hook in the modules, which would be saved with
-        them: of compiled ones, and of a model's class once it is known."""
+        """Report each call of this class's modules: compiled ones, and a model's class once it is known. No hook is in
+        the modules, because it would be saved with them."""
         call = kind.__call__
         if hasattr(call, "_followed"):
             return
@@ -217,7 +215,7 @@ class TorchHooks:
         self._followed.append((kind, run, self.patch(kind, "__call__", run)))
 
     def _guarded(self, function: Callable[..., None]) -> Callable[..., None]:
-        """The function, which raises nothing."""
+        """Return the function, changed so that it raises nothing."""
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> None:
@@ -226,7 +224,7 @@ class TorchHooks:
             try:
                 function(*args, **kwargs)
             except Exception as error:
-                with contextlib.suppress(Exception):  # no room to write it down
+                with contextlib.suppress(Exception):  # such as a full disk
                     self._listener.broke(error)
 
         return call
@@ -235,7 +233,7 @@ class TorchHooks:
         return self._listener.done or self._capturing
 
     def _capture(self, function: Callable[..., Any], begins: bool) -> Callable[..., Any]:
-        """What begins or ends the capture of a CUDA graph; one whose begin raises has not begun."""
+        """Wrap what begins or ends the capture of a CUDA graph. If the begin raises, the capture has not begun."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -247,7 +245,7 @@ class TorchHooks:
         return run
 
     def _tell(self, owner: Any, name: str, told: Callable[..., None], after: bool = False) -> None:
-        """Have the function tell of each call, with the same arguments, before it is made, or when it has returned."""
+        """Make the function call `told` with the same arguments before each call, or `after` it has returned."""
         function, tell = getattr(owner, name), self._guarded(told)
 
         @functools.wraps(function)
@@ -262,8 +260,8 @@ class TorchHooks:
         self.patch(owner, name, run)
 
     def _saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.save, which is told of. Picklers that write a class of the script's with all that it has find it as it
-        was."""
+        """Wrap torch.save so that it is reported. Followed classes are restored meanwhile, because picklers may write a
+        script's class with all its attributes."""
         tell = self._guarded(self._listener.saves)
 
         @functools.wraps(save)
@@ -279,7 +277,7 @@ class TorchHooks:
         return run
 
     def _compiling(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """torch.compile, which may be the first to make a module of its own kind."""
+        """Wrap torch.compile so that the class of its module is followed, of which it may be the first."""
 
         @functools.wraps(function)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -291,16 +289,16 @@ class TorchHooks:
         return run
 
     def _module_called(self, module: torch.nn.Module, args: Any) -> None:
-        """torch's hook before a module's forward."""
+        """Handle torch's hook before a module's forward."""
         if torch.compiler.is_compiling() or self._passes.depth or self._inside:
             return
         if not torch.is_grad_enabled() and not self._listener.unevaluated():
             return
-        called = sys._getframe(1).f_locals  # which has the keyword arguments, as the hook has not
+        called = sys._getframe(1).f_locals  # has the keyword arguments, which the hook does not get
         self._called(module, args, called.get("kwargs") or {})
 
     def _called(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """A module is called, not by another."""
+        """Report the call of a module that no other module made."""
         if torch.is_grad_enabled():
             self._forward(module, args, kwargs)
         elif self._listener.unevaluated():
