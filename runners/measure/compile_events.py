@@ -8,8 +8,8 @@ import sys
 class Compiler:
     """Graphs and seconds of torch.compile in this process since this object was made, whoever called it.
 
-    Source: torch._dynamo.utils, `counters` and `calculate_time_spent`. The latter is the wall time of forward and
-    backward graphs, including those found in caches on disk.
+    Source: torch._dynamo.utils, `counters` and `calculate_time_spent`. The latter has the wall time of forward
+    and backward graphs, which depends on what their caches on disk held.
     """
 
     def __init__(self, ours: bool = True) -> None:

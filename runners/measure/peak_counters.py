@@ -9,10 +9,9 @@ throws away, once for each of the two readers.
     the meter    `take`                                                ->   the functions that were there before
 
 All of torch's Python calls end in these functions, so they are replaced there. The replacement costs nothing without
-CUDA and needs only torch, because a script's process installs it before its first line (observer.py).
+CUDA, and needs only torch. A script's process installs it before its first line (observer.py).
 
-Not covered: `torch.cuda.memory_snapshot`, which has no peaks, and other counters, which only
-`reset_accumulated_memory_stats` resets.
+Not covered: `torch.cuda.memory_snapshot`, without peaks; other counters (only `reset_accumulated_memory_stats` resets).
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class SharedPeaks:
         return int(self._read(card)[name]) - int(self._before.get(card, {}).get(name, 0))
 
     def uninstall(self) -> None:
-        """Stop taking peaks. A script whose peaks our takes have reset still reads them here until its own next reset,
-        because only then torch's counters are right for it."""
+        """Stop taking peaks. A script whose peaks we have reset still reads them here until its own next reset. Only
+        then torch's counters are right for it."""
         self._taken = False
         self._ours.clear()
         self._before.clear()

@@ -6,8 +6,8 @@ and modules that change their mode. They do not report a compiler's tracing, nor
 error in the listener does not reach the script: the listener gets it, and after that nothing more.
 
 The cost is one module call's hook and two calls around each backward pass and optimizer step. A hook for all modules
-costs every call of every module. So it is there only until a forward pass has begun, and not at all once the models'
-classes are known, because their calls are followed.
+costs every call of every module. So it is there only until a forward pass has begun. Once the models' classes are
+known it is not there at all, because their calls are followed.
 """
 
 from __future__ import annotations
