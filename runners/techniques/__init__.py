@@ -1,5 +1,5 @@
-"""Techniques applied to a model, an optimizer or a step, a module each.
+"""Techniques for a model, an optimizer or a step, one module each.
 
-In: a Trial and what it is applied to. Out: the same, changed, or a context manager around the run.
+In: a Trial and the object to change. Out: the changed object, or a context manager around the run.
 It must not decide what is valid: harness/spec/techniques does, and names these modules.
 """

@@ -1,9 +1,9 @@
-"""What autograd saves in the model's forward pass waits in host memory until the backward pass asks for it.
+"""Activation offload: tensors that autograd saves in the forward pass wait in host memory for the backward pass.
 
-As torch.autograd.graph.save_on_cpu with pinned memory, whose copies run on the computing stream (TRL and torchtune
-offload in the same way, with streams of their own for speed), but for what lives as long as the model does, parameters
-and buffers, and for tensors below 1 KiB (TRL's and torchtune's `min_offload_size`), which stay where they are. Weights
-that autocast has cast are copies and go along. With checkpointing=full what is saved is the layers' inputs.
+It works like torch.autograd.graph.save_on_cpu with pinned memory, whose copies run on the computing stream. TRL and
+torchtune offload in the same way, with streams of their own for speed. Parameters and buffers stay where they are,
+because they live as long as the model; so do tensors below 1 KiB (TRL's and torchtune's `min_offload_size`). Weights
+that autocast has cast are copies, so they are offloaded. With checkpointing=full the saved tensors are layers' inputs.
 
 Simulated, host memory is device meta (fake_placement.py).
 """
@@ -22,12 +22,12 @@ SMALL = 1024  # bytes
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model, whose forward pass saves in host memory."""
+    """Return the model, whose forward pass saves in host memory."""
     return offloaded(net, fake_placement.HOST if trial.device.name == "simulated" else torch.device("cpu"))
 
 
 def offloaded(net: torch.nn.Module, host: torch.device) -> torch.nn.Module:
-    """The model with hooks that hold, from the start of its forward pass to its end, what autograd saves on `host`."""
+    """Return the model with hooks that keep on `host` what autograd saves from start to end of its forward pass."""
     lasting: set[int] = set()  # storages
 
     def pack(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:

@@ -1,7 +1,7 @@
 """Adafactor of transformers, as the Trainer sets it up: without scaling by the parameter, without relative steps.
 
-Per matrix it keeps a row's and a column's second moments and the weights' norm, all in fp32; everything else is made
-anew in each step, parameter by parameter.
+For each matrix it keeps the second moments of rows and of columns, and the weights' norm, all in fp32. Everything else
+is made anew in each step, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ from vramsweep.harness.spec.trial import Trial
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and the arguments of transformers' get_optimizer_cls_and_kwargs."""
+    """Return the class and the arguments of transformers' get_optimizer_cls_and_kwargs."""
     return Adafactor, {"lr": 1e-5, "scale_parameter": False, "relative_step": False}

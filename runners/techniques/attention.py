@@ -1,7 +1,7 @@
 """Attention: one kernel of torch's scaled_dot_product_attention (`sdpa_*`), or the flash-attn package.
 
-A forced kernel (SDPBackend) is the only one that torch may choose. Where it cannot serve a call torch refuses, and so
-do cuda_like's kernels: the trial is invalid, with torch's reasons.
+A forced kernel (SDPBackend) is the only one that torch may choose. If it cannot serve a call, torch refuses, and so do
+the simulated kernels (sdpa_kernels.py). Then the trial is invalid, with torch's reasons.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REFUSED_BY_TRANSFORMERS = ("attention implementation", "Flash Attention", "Flash
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """The attention that the trial asks for, and no other."""
+    """Allow only the attention that the trial asks for, until the context is left."""
     chosen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if trial.attention in BACKENDS:
         chosen = _forced(trial)
@@ -41,7 +41,7 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model; simulated, it calls what stands in for flash-attn."""
+    """Return the model; simulated, it calls the stand-in for flash-attn."""
     if trial.attention == "flash_attention_2" and trial.device.name == "simulated":
         flash_attention_stub.call(net)
     return net
@@ -49,7 +49,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _supported(trial: Trial) -> Iterator[None]:
-    """transformers' refusal of a model or of a card, as a reason."""
+    """Turn transformers' refusal of a model or of a GPU into InvalidTrial with its reason."""
     try:
         yield
     except (ImportError, ValueError) as error:
@@ -62,7 +62,7 @@ def _supported(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _forced(trial: Trial) -> Iterator[None]:
-    """One kernel only, and torch's refusal as a reason."""
+    """Allow one kernel only, and turn torch's refusal into InvalidTrial with its reasons."""
     with _torch_s_reasons() as reasons:
         try:
             with sdpa_kernel(BACKENDS[trial.attention]):
@@ -80,7 +80,7 @@ def _forced(trial: Trial) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _torch_s_reasons() -> Iterator[list[str]]:
-    """What torch warns of its kernels (sdp_utils), which it does where it finds none."""
+    """Collect torch's warnings about its kernels (sdp_utils), which it gives if it finds no kernel."""
     found: list[str] = []
     show = warnings.showwarning
 

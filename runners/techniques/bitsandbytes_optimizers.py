@@ -1,16 +1,16 @@
 """AdamW and Lion of bitsandbytes: 32-bit or 8-bit state, paged or not, as TrainingArguments has them (optim).
 
-The stand-in has the state that bitsandbytes/optim/optimizer.py makes since 0.44: one value a parameter and moment, in
-8 bits beside an fp32 maximum for each block of 256, but in fp32 for tensors of less than 4,096 elements (`init_state`);
-the tables that 8 bits stand for are there once (`fill_qmap`). A kernel updates a parameter in place, without temporary
-tensors (`optimizer_update_8bit_blockwise`, `optimizer_update_32bit`).
+The stand-in has the state that bitsandbytes/optim/optimizer.py makes since 0.44: one value per parameter and moment. In
+8 bits there is also an fp32 maximum for each block of 256; tensors of less than 4,096 elements stay in fp32
+(`init_state`). The tables of the 8-bit values exist once (`fill_qmap`). A kernel updates a parameter in place, without
+temporary tensors (`optimizer_update_8bit_blockwise`, `optimizer_update_32bit`).
 
-Paged state of tensors from 100,000 elements on (`get_state_buffer`) is CUDA's managed memory: outside the allocator of
-torch and counted by none of its statistics, while the driver, and so NVML, sees the pages that are on the card at the
-moment. The trace takes it for host memory.
+Paged state of tensors from 100,000 elements on (`get_state_buffer`) is CUDA's managed memory, outside torch's allocator
+and its statistics. The driver, and so NVML, sees the pages that are on the GPU at the moment. The trace counts it as
+host memory.
 
-The Trainer alone asks for 32-bit state of every embedding (transformers/trainer.py, `create_optimizer`); where output
-weights are tied to them that is their state too.
+Only the Trainer asks for 32-bit state of every embedding (transformers/trainer.py, `create_optimizer`). Output weights
+that are tied to an embedding share that state.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vramsweep.runners.trace import fake_placement
 BLOCK = 256
 LEAST_8_BIT = 4096  # elements
 LEAST_PAGED = 100_000  # elements
-TABLE = 256  # entries, one for each of the values that 8 bits can have
+TABLE = 256  # entries, one for each 8-bit value
 
 
 class Standin(kernel_stubs.Optimizer):
-    """State of `moments` values a parameter; `optim_bits` and `is_paged` as bitsandbytes takes them."""
+    """State of `moments` values per parameter; `optim_bits` and `is_paged` as bitsandbytes takes them."""
 
     moments = 0
 
@@ -58,19 +58,19 @@ class Standin(kernel_stubs.Optimizer):
 
 
 class AdamW(Standin):
-    """Two moments."""
+    """Stand-in for AdamW, with two moments."""
 
     moments = 2
 
 
 class Lion(Standin):
-    """One moment."""
+    """Stand-in for Lion, with one moment."""
 
     moments = 1
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and what TrainingArguments' name tells it."""
+    """Return the class and the arguments that TrainingArguments' name of the optimizer implies."""
     standin_of = Lion if "lion" in trial.optimizer else AdamW
     given = {
         "lr": 1e-5,
@@ -79,13 +79,13 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
     }
     if trial.device.name == "simulated":
         return standin_of, given
-    import bitsandbytes  # not in templates: what it asks of CUDA must not be asked before they fork
+    import bitsandbytes  # not in fork servers, because it queries CUDA, which they must not do before they fork
 
     return getattr(bitsandbytes.optim, standin_of.__name__), given
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model; for a simulated Trainer its embeddings are marked, as the real one asks for 32-bit state of theirs."""
+    """Return the model; mark a simulated Trainer's embeddings, because the real one asks for their state in 32 bits."""
     if trial.runner.name == "trainer" and trial.device.name == "simulated":
         for module in net.modules():
             if isinstance(module, torch.nn.Embedding):

@@ -1,8 +1,8 @@
 """Activation checkpointing of a model's layers: full, or selective, which keeps the results of chosen operators.
 
-Layers are transformers' own (`GradientCheckpointingLayer`), whose flag says whether one is checkpointed; the function
-that does it is torch.utils.checkpoint. Selective is `create_selective_checkpoint_contexts`: what the chosen operators
-return in a layer's forward pass is kept and given back when the layer is recomputed.
+Layers are transformers' own (`GradientCheckpointingLayer`), whose flag says whether one is checkpointed. The function
+that does it is torch.utils.checkpoint. Selective is `create_selective_checkpoint_contexts`. It keeps the results of the
+chosen operators in a layer's forward pass, and gives them back when the layer is recomputed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from vramsweep.harness.messages.suggestions import did_you_mean
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
-# The matrix products and the attention kernels: what is expensive to compute again. Batched products are left out, as
-# they are the scores of attention=eager. As torchtitan's, which leaves out every second product (torchtitan
-# distributed/activation_checkpoint.py).
+# Matrix products and attention kernels, because they are expensive to compute again. Batched products are left out,
+# because they are the scores of attention=eager. torchtitan's list is alike, but leaves out every second product
+# (torchtitan distributed/activation_checkpoint.py).
 DEFAULT_OPS = (
     "mm",
     "addmm",
@@ -28,14 +28,14 @@ DEFAULT_OPS = (
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
-    "flash_attn::_flash_attn_forward",  # flash_attention_2, and below what stands in for it
+    "flash_attn::_flash_attn_forward",  # flash_attention_2; its stand-in is below
     "flash_attn::_flash_attn_varlen_forward",
     "vramsweep::flash_forward",
 )
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model, each N-th of whose layers recomputes its activations in the backward pass."""
+    """Return the model, in which every N-th layer recomputes its activations in the backward pass."""
     arguments: dict[str, Any] = {"use_reentrant": trial.checkpointing_reentrant}
     if trial.checkpointing == "selective":
         arguments["context_fn"] = _contexts(trial.checkpointing_ops)
@@ -53,9 +53,9 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
 
 
 def _contexts(names: str) -> Callable[[], Any]:
-    """What torch.utils.checkpoint takes as `context_fn`, asked once for each layer and forward pass.
+    """Return the `context_fn` of torch.utils.checkpoint, which is called once for each layer and forward pass.
 
-    An operator that was named and that no layer calls would keep nothing: InvalidTrial, from the second layer on.
+    It raises InvalidTrial, from the second layer on, if no layer calls a named operator, which would keep nothing.
     """
     asked = () if names == "default" else tuple(names.split("+"))
     kept = {overload: name for name in asked or DEFAULT_OPS for overload in _overloads(name, bool(asked))}
@@ -82,7 +82,7 @@ def _contexts(names: str) -> Callable[[], Any]:
 
 @functools.cache
 def _overloads(name: str, must: bool) -> tuple[Any, ...]:
-    """An operator's overloads; none for one that is not there, or InvalidTrial if it must be."""
+    """Return an operator's overloads, none if it does not exist. Raises InvalidTrial then if it `must`."""
     namespace, _, operator = name.rpartition("::")
     packet = getattr(getattr(torch.ops, namespace or "aten"), operator, None)
     if packet is not None:

@@ -10,6 +10,6 @@ from vramsweep.harness.spec.trial import Trial
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model, whose forward and backward pass are compiled when they first run."""
+    """Return the model, whose forward and backward passes are compiled when they first run."""
     net.compile(mode=trial.compile)
     return net

@@ -1,8 +1,8 @@
-"""DeepSpeed's own Adam, with decoupled weight decay: FusedAdam on the card, DeepSpeedCPUAdam for offloaded state.
+"""DeepSpeed's own Adam, with decoupled weight decay: FusedAdam on the GPU, DeepSpeedCPUAdam for offloaded state.
 
-What a ds config's `"optimizer": {"type": "AdamW"}` gives. Both are compiled on first use, by nvcc or a C++ compiler.
-Where they are simulated only the compiled part is left out: FusedAdam's own Python code makes the state (fused_adam.py,
-`step`: two tensors like the parameter) and calls a kernel that has no temporaries; CPUAdam's state is in host memory.
+A ds config's `"optimizer": {"type": "AdamW"}` gives these. Both are compiled on first use, by nvcc or a C++ compiler.
+A simulation leaves out only the compiled part. FusedAdam's own Python code makes the state (fused_adam.py, `step`: two
+tensors like the parameter) and calls a kernel without temporaries. CPUAdam's state is in host memory.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from vramsweep.runners.techniques.kernel_stubs import fused
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and its mode."""
+    """Return the class and its arguments, with decoupled weight decay."""
     if trial.optimizer == "deepspeed_fused_adam":
         return FusedAdam, {"lr": 1e-5, "adam_w_mode": True}
     return DeepSpeedCPUAdam, {"lr": 1e-5, "adamw_mode": True}
 
 
 def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """FusedAdam finds its kernel compiled, or one that does nothing."""
+    """Give a simulated FusedAdam a kernel that does nothing, in place of the compiled one."""
 
     def kernel(chunk: int, skip: torch.Tensor, lists: list[list[torch.Tensor]], *settings: Any) -> None:
         gradients, *changed = lists

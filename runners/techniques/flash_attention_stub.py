@@ -1,13 +1,13 @@
-"""What stands in for flash-attn 2 where only memory and time are traced: its functions, for transformers' own code.
+"""A stand-in for flash-attn 2 where only memory and time are traced: its functions, for transformers' own code.
 
 transformers calls flash_attn_func, or flash_attn_varlen_func for samples without their padding and for documents, from
-`modeling_flash_attention_utils`; `stands_in` gives it these. The tensors are those of flash-attn 2.8
+`modeling_flash_attention_utils`; `stands_in` puts these functions there. The tensors are those of flash-attn 2.8
 (csrc/flash_attn/flash_api.cpp: mha_fwd, mha_varlen_fwd, mha_bwd, mha_varlen_bwd; flash_attn/flash_attn_interface.py:
-FlashAttnFunc, FlashAttnVarlenFunc), which from 2.3 on allocates the same: no copies for shared heads in the forward
-pass, and dK and dV of every head, then summed, in the backward pass.
+FlashAttnFunc, FlashAttnVarlenFunc), which has allocated the same since 2.3. The forward pass makes no copies for shared
+heads. The backward pass makes dK and dV of every head, and then sums them.
 
-Not covered: the partial results of sequences that are split over a card's processors (set_params_splitkv), which
-happens where batch, heads and length are too small to fill it; FLASH_ATTENTION_DETERMINISTIC.
+Not covered: partial results of sequences that are split over a GPU's processors (set_params_splitkv), because batch,
+heads and length are too small to fill it; FLASH_ATTENTION_DETERMINISTIC.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from vramsweep.runners.measure.dispatch_modes import FORMULAS
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace.sdpa_kernels import accumulated_width
 
-# Where transformers keeps the functions that it has found.
+# transformers keeps the functions that it has found under these names.
 STATE = ("_loaded_implementation", "_flash_fn", "_flash_varlen_fn", "_flash_with_kvcache_fn", "_pad_fn", "_unpad_fn",
          "_process_flash_kwargs_fn", "_process_with_kvcache_kwargs_fn")  # fmt: skip
 _library = torch.library.Library("vramsweep", "FRAGMENT")
@@ -41,7 +41,7 @@ _BACKWARD = (
 
 
 def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) -> tuple[torch.Tensor, ...]:
-    """The output, the logarithms of the sums of exponentials, the generator's state."""
+    """Return the output, the logarithms of the sums of exponentials, and the generator's state."""
     *rows, heads, _ = query.shape
     of_each_head = (rows[0], heads, rows[1]) if len(rows) == 2 else (heads, *rows)
     lse = query.new_empty(of_each_head, dtype=torch.float32)
@@ -49,8 +49,8 @@ def _forward(query: Any, key: Any, value: Any, is_causal: bool, sequences: int) 
 
 
 def _flops(products: int, at: int, *given: Any, out_val: Any = None) -> int:
-    """FLOPs of products of queries, which are given `at` this place, with keys: 2 for each of the pairs of a sequence,
-    all taken as equally long; how many sequences there are is given last."""
+    """Count the FLOPs of products of queries, the argument `at`, with keys: 2 for each pair of a sequence and element
+    of a head. The last argument is the number of sequences, all taken as equally long."""
     query, sequences = given[at], given[-1]
     *rows, heads, width = query.shape
     tokens = math.prod(rows)
@@ -69,7 +69,7 @@ _ops = torch.ops.vramsweep
 
 
 class _Attention(torch.autograd.Function):
-    """Both functions; `sequences` is how many there are in (tokens, heads, width), None for (batch, length, ...)."""
+    """The autograd of both functions; `sequences` is their number in (tokens, heads, width), None for (batch, ...)."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, causal: bool, sequences: int | None) -> torch.Tensor:
@@ -108,7 +108,7 @@ class _Attention(torch.autograd.Function):
 
 
 def scratch_rows(shape: Sequence[int], sequences: int | None = None) -> int:
-    """Rows of the backward kernels' accumulators: lengths rounded up to 128, or 128 more for each sequence."""
+    """Count rows of the backward kernels' accumulators: lengths rounded up to 128, or 128 more for each sequence."""
     if sequences is not None:
         return shape[0] + 128 * sequences
     batch, length = shape
@@ -128,7 +128,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> torch.Tensor:
-    """flash_attn.flash_attn_func, of tensors of shape (batch, length, heads, width)."""
+    """Stand in for flash_attn.flash_attn_func, with tensors of shape (batch, length, heads, width)."""
     _refuse(q, k, v)
     found: torch.Tensor = _Attention.apply(q, k, v, causal, None)
     return found
@@ -152,14 +152,14 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Any = None,
 ) -> torch.Tensor:
-    """flash_attn.flash_attn_varlen_func, of tensors of shape (tokens, heads, width)."""
+    """Stand in for flash_attn.flash_attn_varlen_func, with tensors of shape (tokens, heads, width)."""
     _refuse(q, k, v)
     found: torch.Tensor = _Attention.apply(q, k, v, causal, cu_seqlens_q.numel() - 1)
     return found
 
 
 def _refuse(*tensors: torch.Tensor) -> None:
-    """What mha_fwd checks."""
+    """Raise InvalidTrial for tensors that mha_fwd refuses."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
@@ -169,21 +169,21 @@ def _refuse(*tensors: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def stands_in() -> Iterator[None]:
-    """transformers finds these functions in the place of flash-attn's, installed or not."""
+    """Let transformers find these functions in the place of flash-attn's, installed or not."""
     package, padding = ModuleType("flash_attn"), ModuleType("flash_attn.bert_padding")
     for function in (flash_attn_func, flash_attn_varlen_func):
         setattr(package, function.__name__, function)
-    package.flash_attn_with_kvcache = None  # type: ignore[attr-defined] # of inference
+    package.flash_attn_with_kvcache = None  # type: ignore[attr-defined] # for inference
     padding.pad_input, padding.unpad_input = utils._pad_input, utils._unpad_input  # type: ignore[attr-defined]
     found = [(sys.modules, "flash_attn", package), (sys.modules, "flash_attn.bert_padding", padding)]
     with patched((utils, name, None) for name in STATE if hasattr(utils, name)):
         with patched([*found, (utils, "is_flash_attn_2_available", lambda: True)]):
-            utils.lazy_import_flash_attention("flash_attention_2")  # which keeps what it finds
+            utils.lazy_import_flash_attention("flash_attention_2")  # it keeps what it finds
         yield
 
 
 def call(net: torch.nn.Module) -> None:
-    """Let the model's layers call flash_attention_2. Raises InvalidTrial for one that transformers has none for."""
+    """Let the model's layers call flash_attention_2. Raises InvalidTrial if transformers has none for the model."""
     known = getattr(net, "_supports_flash_attn", getattr(net, "_supports_flash_attn_2", False))
     if not known:
         raise InvalidTrial(f"attention=flash_attention_2: transformers has none for {type(net).__name__}; use sdpa")

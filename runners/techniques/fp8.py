@@ -1,11 +1,11 @@
 """Float8 training: linear layers whose three products run on float8 tensor cores, as torchao's default config has them.
 
 Each operand is cast when it is needed, scaled by its largest element (dynamic tensorwise scaling): activations and
-weights to e4m3, gradients to e5m2. Weights stay as they are, everything else is autocast to bf16. The output layer is
-left alone, and so are layers with a dimension that 16 does not divide, which the kernels do not take.
+weights to e4m3, gradients to e5m2. Weights stay as they are, and everything else is autocast to bf16. The output layer
+is not changed, nor are layers with a dimension that 16 does not divide, because the kernels do not take them.
 
-Without torch.compile every cast is several kernels with fp32 temporaries of the operand's size; torchao is meant to be
-compiled (compile=default), and what is predicted is the eager step.
+Without torch.compile every cast is several kernels with fp32 temporaries of the operand's size. torchao is meant to be
+compiled (compile=default), but the prediction is of the eager step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ALIGNED = 16
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model with float8 linear layers. Raises InvalidTrial for one without any that could be."""
+    """Return the model with float8 linear layers. Raises InvalidTrial if none of its layers can be one."""
     last = net.get_output_embeddings()
     taken = {m for m in net.modules() if isinstance(m, torch.nn.Linear) and m is not last and aligned(m)}
     if not taken:
@@ -45,7 +45,7 @@ def _stand_in(net: torch.nn.Module, taken: Collection[torch.nn.Module]) -> None:
 
 
 def aligned(layer: torch.nn.Linear) -> bool:
-    """Whether the kernels take the layer's weight."""
+    """Check whether the kernels take the layer's weight."""
     return layer.in_features % ALIGNED == 0 and layer.out_features % ALIGNED == 0
 
 
@@ -53,7 +53,7 @@ class Float8Linear(torch.nn.Linear):
     """Stand-in for torchao 0.18's layer of that name (float8/float8_linear.py): the operators that it runs eagerly."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """As F.linear."""
+        """Compute F.linear, with float8 products."""
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
         output: torch.Tensor = _Products.apply(input, self.weight.t())
@@ -63,7 +63,7 @@ class Float8Linear(torch.nn.Linear):
 
 
 class _Products(torch.autograd.Function):
-    """`matmul_with_hp_or_float8_args`: what is saved is not in float8; every product casts its operands anew."""
+    """`matmul_with_hp_or_float8_args`: saved tensors are not in float8; every product casts its operands anew."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class _Products(torch.autograd.Function):
         grad_input = _product(*rows8, weight8[0].t(), weight8[1], grad.dtype)
         grad_input = grad_input.reshape(*grad.shape[:-1], grad_input.shape[-1])
         input_rows = _flat(input)
-        again8 = _cast(rows, torch.float8_e5m2)  # as the library does, for it could be another scaling
+        again8 = _cast(rows, torch.float8_e5m2)  # as the library does, because the scaling could differ
         input8 = _cast(input_rows, torch.float8_e4m3fn)
         grad_weight = _product(again8[0].t(), again8[1], *input8, grad.dtype)
         return grad_input, grad_weight.t()
@@ -94,7 +94,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor in float8 and its scale (float8_utils.py: tensor_to_scale, to_fp8_saturated)."""
+    """Return the tensor in float8 and its scale (float8_utils.py: tensor_to_scale, to_fp8_saturated)."""
     largest = torch.finfo(dtype).max
     amax = torch.max(torch.abs(tensor)).to(torch.float64)
     scale = (largest / torch.clamp(amax, min=1e-12)).to(torch.float32)
@@ -110,7 +110,7 @@ def _product(
     dtype: torch.dtype,
     fast: bool = False,
 ) -> torch.Tensor:
-    """`a` (m, k) @ `b` (k, n); the kernel wants a's rows and b's columns contiguous (float8_ops.preprocess_addmm)."""
+    """Return `a` (m, k) @ `b` (k, n); a's rows and b's columns become contiguous (float8_ops.preprocess_addmm)."""
     if not a.is_contiguous():
         a = a.contiguous()
     if b.is_contiguous():

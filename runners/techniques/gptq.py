@@ -1,9 +1,9 @@
-"""GPTQ-quantised base weights: 4 bits, groups of 128, symmetric or not and in whichever order, which changes no size.
+"""GPTQ-quantised base weights: 4 bits, groups of 128. Symmetry and order change no size.
 
 Measured from a checkpoint that is quantised already, with gptqmodel and optimum. Simulated from any model with layers
-of ours, which stand for gptqmodel's TorchLinear (its Triton layer trains as that one does): the weight is unpacked by
-one compiled kernel, and autograd keeps it until the product's backward pass (gptqmodel 7.7:
-nn_modules/qlinear/torch.py: _forward_eager, __init__.py: dequantize_weight and _register_gptq_buffers).
+of ours, which stand for gptqmodel's TorchLinear; its Triton layer trains like that one. One compiled kernel unpacks the
+weight, and autograd keeps it until the product's backward pass (gptqmodel 7.7: nn_modules/qlinear/torch.py:
+_forward_eager, __init__.py: dequantize_weight and _register_gptq_buffers).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKED = 32 // BITS  # weights in an int32
 
 
 def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """The simulated model. The `dtype` is the quantisation's own, not the one that is given."""
+    """Return the simulated model. It has the quantisation's own dtype instead of `dtype`."""
     net = quantized_base.skeleton(make, quantized_base.dtype(trial))
     quantized_base.replace(net, lambda entering, leaving, bias: QuantLinear(entering, leaving, bias, device))
     quantized_base.fill(net, device, quantized_base.dtype(trial), lambda module, name, values: None)
@@ -32,7 +32,7 @@ def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.de
 
 
 def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is told; the checkpoint says the rest."""
+    """Return the arguments of `from_pretrained`; the checkpoint gives the rest."""
     from transformers import GPTQConfig
 
     config = GPTQConfig(bits=BITS, backend="auto_trainable")
@@ -40,7 +40,7 @@ def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The quantised model, frozen (peft's prepare_model_for_kbit_training casts nothing of GPTQ's models)."""
+    """Return the quantised model, frozen. peft's prepare_model_for_kbit_training casts nothing in GPTQ's models."""
     net.requires_grad_(False)
     return net
 

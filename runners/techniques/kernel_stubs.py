@@ -1,9 +1,9 @@
 """Stand-ins for compiled kernels where only memory and time are traced: operators that read and change tensors, and
 an optimizer made of them.
 
-`fused` does nothing. A stand-in makes the tensors that a library's kernel would return and has, with one call of
-`fused`, the kernel's traffic counted: `read` once, `changed` read and written, `made` written. `accumulate` is a matrix
-product added to what is there. `Optimizer` is for libraries that differ in the state that they keep.
+`fused` does nothing. A stand-in makes the tensors that a library's kernel would return, and calls `fused` once. That
+counts the kernel's traffic: `read` once, `changed` read and written, `made` written. `accumulate` adds a matrix
+product to a tensor. `Optimizer` is for libraries that differ in the state that they keep.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _library.impl("accumulate", lambda a, b, into: None, "CompositeExplicitAutograd"
 def fused(
     read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor] = (), made: Sequence[torch.Tensor] = ()
 ) -> None:
-    """One kernel that reads tensors, changes others in place and fills those that were just made."""
+    """Stand in for one kernel that reads tensors, changes others in place and fills those that were just made."""
     torch.ops.vramsweep.fused(list(read), list(changed), list(made))
 
 
 def accumulate(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor) -> None:
-    """`into` (m, n) += `a` (m, k) @ `b` (k, n) in one kernel, whatever the dtypes (addmm with out_dtype)."""
+    """Stand in for `into` (m, n) += `a` (m, k) @ `b` (k, n) in one kernel, in any dtypes (addmm with out_dtype)."""
     torch.ops.vramsweep.accumulate(a, b, into)
 
 
@@ -41,7 +41,7 @@ def _product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, *, out_val: A
 class Optimizer(torch.optim.Optimizer):
     """An optimizer with its library's state, in bytes and in order, and no arithmetic.
 
-    `stands_for` is what the row of a measured run calls it.
+    `stands_for` is its name in the row of a measured run.
     """
 
     stands_for = ""
@@ -50,17 +50,17 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
-        """What the library makes for a parameter on its first step, by name; "qmap" in the name is a table."""
+        """Return by name the state that the library makes on a parameter's first step; "qmap" in a name is a table."""
         raise NotImplementedError
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
-        """The kernels of one parameter's step: one that reads the gradient and tables and changes everything else."""
+        """Call the kernel of one parameter's step, which reads the gradient and tables and changes everything else."""
         tables = [t for name, t in state.items() if "qmap" in name]
         fused([grad, *tables], [p, *(t for name, t in state.items() if "qmap" not in name)])
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Make what state is missing, and change parameters and state."""
+        """Make the missing state, and change parameters and state."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:

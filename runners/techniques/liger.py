@@ -1,10 +1,10 @@
 """Liger's Triton kernels in the place of a model's norms, feed-forward layers, rotary embedding and loss.
 
-They are applied as the Trainer's use_liger_kernel does it (transformers/integrations/liger.py), but the loss is the
-trial's: with loss=default Liger's own, fused with the output layer; with any other value what that axis puts there.
+They are applied as the Trainer's use_liger_kernel does it (transformers/integrations/liger.py), but with the trial's
+loss. loss=default is Liger's own, fused with the output layer; any other value is what that axis puts there.
 
-The rotary embedding is a function of the module that the model's class is from, and Liger replaces the module's classes
-too: all is put back when the trial is over.
+The rotary embedding is a function in the module of the model's class, and Liger also replaces that module's classes.
+All of them are put back when the trial is over.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.techniques import liger_stub, loss
 
-PREDICTED = ("llama", "mistral", "qwen2", "qwen3")  # what the stand-ins know; Liger knows more
-_before: list[tuple[ModuleType, dict[str, Any]]] = []  # modules that Liger changed, and what was in them
+PREDICTED = ("llama", "mistral", "qwen2", "qwen3")  # models with stand-ins; Liger supports more
+_before: list[tuple[ModuleType, dict[str, Any]]] = []  # modules that Liger changed, and their contents before
 
 
 @contextlib.contextmanager
 def around(trial: Trial, device: torch.device) -> Iterator[None]:
-    """Put back what was replaced in transformers' modules."""
+    """Restore transformers' modules when the context is left."""
     try:
         yield
     finally:
@@ -36,7 +36,7 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model with Liger's kernels. Raises InvalidTrial for an architecture without any."""
+    """Return the model with Liger's kernels. Raises InvalidTrial for an architecture without any."""
     base = loss.causal(net)
     module = sys.modules[type(base).__module__]
     _before.append((module, dict(vars(module))))

@@ -1,7 +1,7 @@
 """Stand-ins for Liger's kernels in a trace: the tensors that liger-kernel 0.8.5 makes on CUDA, in its order.
 
-Liger's layers are autograd functions around Triton kernels; what they allocate is in their Python code, which each
-function here names. The kernels themselves are `fused` (kernel_stubs.py): they only read and write.
+Liger's layers are autograd functions around Triton kernels. Their Python code allocates the tensors, and each function
+here names that code. The kernels themselves are `fused` (kernel_stubs.py), because they only read and write.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vramsweep.runners.techniques.kernel_stubs import accumulate, fused
 
 
 class RmsNorm(torch.autograd.Function):
-    """ops/rms_norm.py, casting_mode "llama", in_place: the input's gradient takes the place of the output's.
+    """ops/rms_norm.py, casting_mode "llama", in_place: the input's gradient overwrites the output's.
 
-    The weight's gradient is summed over partial ones in fp32, one for each of the card's multiprocessors.
+    The weight's gradient is the sum of partial ones in fp32, one for each of the GPU's multiprocessors.
     """
 
     @staticmethod
@@ -52,7 +52,7 @@ def _of_norm(
 
 
 class SiluMul(torch.autograd.Function):
-    """ops/swiglu.py: the gradients of both factors take their places."""
+    """ops/swiglu.py: the gradients of both factors overwrite the factors."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ class SiluMul(torch.autograd.Function):
 
 
 class Rope(torch.autograd.Function):
-    """ops/rope.py: queries and keys are rotated in place, where they lie as (batch, length, heads, width)."""
+    """ops/rope.py: queries and keys are rotated in place, as (batch, length, heads, width)."""
 
     @staticmethod
     def forward(
@@ -96,15 +96,15 @@ def _rotated(
 def rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In the place of a transformers model's `apply_rotary_pos_emb`."""
+    """Stand in for a transformers model's `apply_rotary_pos_emb`."""
     return cast(tuple[torch.Tensor, torch.Tensor], Rope.apply(query, key, cos, sin))
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """ops/fused_linear_cross_entropy.py: the gradients of hidden states and weight are made in the forward pass.
+    """ops/fused_linear_cross_entropy.py: the forward pass makes the gradients of hidden states and weight.
 
-    Tokens come in chunks whose logits take about as much as the hidden states: next_power_of_2(tokens / (V / H)) each.
-    The cross entropy kernel writes the logits' gradient over the logits.
+    Tokens come in chunks of next_power_of_2(tokens / (V / H)), so that a chunk's logits take about as much as the
+    hidden states. The cross entropy kernel overwrites the logits with their gradient.
     """
 
     @staticmethod
@@ -161,7 +161,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         found = ctx.saved_tensors
-        (grad == torch.tensor(1.0)).all()  # torch.equal: is there anything to multiply with?
+        (grad == torch.tensor(1.0)).all()  # torch.equal, which tells whether to multiply
         for gradient in found:
             if gradient is not None:
                 fused([grad], [gradient])
@@ -169,21 +169,21 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
 
 def chunk_size(tokens: int, width: int, vocabulary: int) -> int:
-    """Tokens in a chunk."""
+    """Return the number of tokens in a chunk."""
     share = -(-tokens // -(-vocabulary // width))
     return min(1 << (share - 1).bit_length(), tokens)
 
 
 def _product_is_direct(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
-    """`_can_use_mm_out`: whether products go into a buffer, which autocast must not have a say in."""
+    """Check whether products go into a buffer, whose dtype autocast must not change (`_can_use_mm_out`)."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return hidden.dtype == weight.dtype and autocast in (None, hidden.dtype)
 
 
 def _add_product(total: torch.Tensor, logits: torch.Tensor, part: torch.Tensor, capability: Capability) -> None:
-    """Add `logits`' gradient, transposed, times `part` to the weight's: without temporaries from Ampere on.
+    """Add `logits`' gradient, transposed, times `part` to the weight's gradient; without temporaries from Ampere on.
 
-    addmm with out_dtype, which a total in fp32 takes, is there since torch 2.8.
+    A total in fp32 needs addmm with out_dtype, which exists since torch 2.8.
     """
     half = logits.dtype in (torch.float16, torch.bfloat16)
     widened = total.dtype == torch.float32 and "dtype_out" in torch.ops.aten.addmm.overloads()
@@ -202,7 +202,7 @@ def causal_loss(
     num_items_in_batch: Any = None,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """transformers/model/loss_utils.py, LigerForCausalLMLoss."""
+    """Compute the loss of Liger's transformers/model/loss_utils.py: LigerForCausalLMLoss."""
     labels = F.pad(labels, (0, 1), value=-100)
     targets = labels[..., 1:].contiguous().view(-1)
     loss: torch.Tensor = FusedLinearCrossEntropy.apply(hidden.view(-1, width), weight, bias, targets, capability)
@@ -210,7 +210,7 @@ def causal_loss(
 
 
 def patch(net: torch.nn.Module, multiprocessors: int) -> None:
-    """Norms and feed-forward layers of a Llama-like model as Liger runs them, in place."""
+    """Make norms and feed-forward layers of a Llama-like model run as Liger's, in place."""
 
     def normed(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
         return cast(torch.Tensor, RmsNorm.apply(hidden, layer.weight, multiprocessors))

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) beside frozen weights, as peft puts them there: in fp32 beside half precision.
+"""Low-rank adapters (LoRA) next to frozen weights, as peft adds them: in fp32 next to half precision.
 
 Simulated runs have layers of ours that allocate what peft's do, in their order (peft 0.21: tuners/lora/layer.py,
-bnb.py and gptq.py); none of them needs peft.
+bnb.py and gptq.py). These layers do not need peft.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ALL = "all-linear"  # peft's keyword (peft/utils/constants.py: INCLUDE_LINEAR_LA
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model whose target layers have adapters, which alone are trained.
+    """Return the model with adapters on its target layers; only the adapters are trained.
 
     Raises InvalidTrial for targets that the model lacks, or that are not linear layers.
     """
@@ -28,16 +28,16 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
     else:
         adapted = _with_peft(trial, net, names)
     if trial.checkpointing != "none" and trial.checkpointing_reentrant:
-        # or a checkpointed layer's output needs no gradient and nothing is trained; transformers 5 does it itself
-        # (PreTrainedModel.activation_checkpointing_enable), 4 only for adapters that it loaded
+        # otherwise a checkpointed layer's output needs no gradient, and nothing is trained; transformers 5 does it
+        # (PreTrainedModel.activation_checkpointing_enable), transformers 4 only for adapters that it loaded
         net.enable_input_require_grads()
     return adapted
 
 
 def targets(net: Any, asked: str) -> list[str]:
-    """Names of the layers that get adapters: all linear ones but the output layer, or those whose names end so.
+    """Return the names of the layers that get adapters: all linear ones but the output layer, or by ends of names.
 
-    Raises InvalidTrial for names that match no layer or another than a linear one.
+    Raises InvalidTrial for names that match no layer or a layer that is not linear.
     """
     modules = dict(net.named_modules())
     linear = [name for name, module in modules.items() if is_linear(module)]
@@ -60,7 +60,7 @@ def _ends(name: str, ending: str) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is a linear layer, quantised or not."""
+    """Check whether a module is a linear layer, quantised or not."""
     if isinstance(module, (nn.Linear, Conv1D)):  # bitsandbytes' are nn.Linear
         return True
     return isinstance(getattr(module, "in_features", None), int) and hasattr(module, "out_features")
@@ -88,13 +88,13 @@ def _with_stand_ins(trial: Trial, net: Any, names: list[str], device: torch.devi
     adapters = [Adapter(trial, modules[name], device) for name in names]
     for name, adapter in zip(names, adapters, strict=True):
         net.set_submodule(name, adapter)
-    for adapter in adapters:  # once all are there (peft/tuners/tuners_utils.py: cast_adapter_dtype)
+    for adapter in adapters:  # after all are in place (peft/tuners/tuners_utils.py: cast_adapter_dtype)
         adapter.raise_to_fp32()
     return net
 
 
 class Adapter(nn.Module):
-    """peft's lora.Linear, its Linear4bit or its GPTQLoraLinear, by the layer that it wraps."""
+    """Stand-in for peft's lora.Linear, Linear4bit or GPTQLoraLinear, depending on the layer that it wraps."""
 
     def __init__(self, trial: Trial, base_layer: Any, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Adapter(nn.Module):
         return self.base_layer.bias
 
     def raise_to_fp32(self) -> None:
-        """Adapters of half precision become fp32 (PeftModel's autocast_adapter_dtype, which is its default)."""
+        """Cast adapters of half precision to fp32 (PeftModel's autocast_adapter_dtype, which is its default)."""
         for part in (self.lora_A, self.lora_B):
             if part.weight.dtype in (torch.float16, torch.bfloat16):
                 part.weight = nn.Parameter(part.weight.data.to(torch.float32))
@@ -128,16 +128,16 @@ class Adapter(nn.Module):
         return self._forward_4bit(x) if hasattr(self.base_layer, "quant_state") else self._forward_plain(x)
 
     def _forward_plain(self, x: torch.Tensor) -> torch.Tensor:
-        """peft/tuners/lora/layer.py: Linear.forward, and gptq.py: GPTQLoraLinear.forward."""
+        """Compute Linear.forward of peft/tuners/lora/layer.py, or GPTQLoraLinear.forward of gptq.py."""
         result: torch.Tensor = self.base_layer(x)
         dtype = result.dtype
         x = x.to(self.lora_A.weight.dtype)
         result = result + self.lora_B(self.lora_A(self.lora_dropout(x))) * self.scaling
-        result = result.to(dtype)  # peft's way, which says what lives until when
+        result = result.to(dtype)  # as in peft, because this decides how long tensors live
         return result  # noqa: RET504
 
     def _forward_4bit(self, x: torch.Tensor) -> torch.Tensor:
-        """peft/tuners/lora/bnb.py: Linear4bit.forward."""
+        """Compute Linear4bit.forward of peft/tuners/lora/bnb.py."""
         result: torch.Tensor = self.base_layer(x)
         result = result.clone()
         alone = not torch.is_autocast_enabled()

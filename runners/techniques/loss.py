@@ -1,13 +1,11 @@
 """Logits and cross entropy: transformers' own, without its upcast to fp32, or without ever having all logits.
 
-transformers computes the logits of every token, makes them fp32 and takes their cross entropy (ForCausalLMLoss in
-loss/loss_utils.py), which keeps the log-probabilities too: three tensors as large as the vocabulary times the tokens.
-Here the model's `loss_function` is another one. `no_upcast` works on the logits as they are. For the other two the
-output layer lets the hidden states through, and the loss function applies the layer itself: `chunked` to an eighth of
-the tokens at a time, which is computed again in the backward pass; `fused_linear` in Liger's function, which computes
-the gradients in the forward pass, chunk by chunk.
-
-Not covered: Liger's other kernels, and its own loss with kernels=liger (liger.py).
+transformers computes the logits of every token, casts them to fp32 and takes their cross entropy (ForCausalLMLoss in
+loss/loss_utils.py), which keeps the log-probabilities too. These are three tensors as large as the vocabulary times the
+tokens. This module replaces the model's `loss_function`. `no_upcast` works on the logits as they are. For the other two
+the output layer lets the hidden states through, and the loss function applies the layer itself. `chunked` does so for
+an eighth of the tokens at a time, and again in the backward pass. `fused_linear` does so in Liger's function, which
+computes the gradients in the forward pass, chunk by chunk. Liger's own loss with kernels=liger is in liger.py.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ Loss = Callable[..., torch.Tensor]
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model whose forward pass computes the trial's loss. Raises InvalidTrial for one without an output layer."""
+    """Return the model with the trial's loss in its forward pass. Raises InvalidTrial if an output layer is missing."""
     base = causal(net)
     if trial.loss == "no_upcast":
         base.loss_function = no_upcast
@@ -42,7 +40,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
 
 
 def causal(net: Any) -> Any:
-    """The language model itself: of one with adapters the model inside."""
+    """Return the language model itself: the model inside if it has adapters."""
     return net.get_base_model() if hasattr(net, "get_base_model") else net
 
 
@@ -53,7 +51,7 @@ def no_upcast(
     num_items_in_batch: torch.Tensor | int | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """ForCausalLMLoss in the dtype of `logits`. Autocast would make them fp32 after all, so it is off inside."""
+    """Compute ForCausalLMLoss in the dtype of `logits`. Autocast is off inside, because it would cast them to fp32."""
     with torch.autocast(logits.device.type, enabled=False):
         return _masked_cross_entropy(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
 
@@ -64,7 +62,7 @@ def chunked(
     labels: torch.Tensor,
     num_items_in_batch: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
-    """The loss of hidden states (batch, length, width), `CHUNKS` parts of their tokens after each other."""
+    """Compute the loss of hidden states (batch, length, width) in `CHUNKS` parts of their tokens, one by one."""
 
     def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(layer(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
@@ -78,7 +76,7 @@ def chunked(
 
 
 def fused_linear(trial: Trial) -> Loss:
-    """Liger's LigerForCausalLMLoss, or its stand-in, as a function of the output layer, hidden states and labels."""
+    """Return Liger's LigerForCausalLMLoss or its stand-in, as a function of output layer, hidden states and labels."""
     if trial.device.name == "simulated":
         fused: Loss = functools.partial(liger_stub.causal_loss, trial.device.card.capability)
     else:
@@ -95,12 +93,12 @@ def fused_linear(trial: Trial) -> Loss:
 
 
 def without_logits(base: Any, loss: Loss) -> None:
-    """Make the output layer let hidden states through, and `loss(layer, hidden, labels, number of items)` the loss."""
+    """Let the output layer pass hidden states through, and use `loss(layer, hidden, labels, number of items)`."""
     head = base.get_output_embeddings()
     if head is None:
         raise InvalidTrial(f"{type(base).__name__} has no output layer to take the loss of; use loss=plain")
     layer = head.forward
-    passed: torch.Tensor | None = None  # what the output layer let through and no loss was taken of yet
+    passed: torch.Tensor | None = None  # hidden states from the output layer, until their loss is taken
 
     def through(hidden: torch.Tensor) -> torch.Tensor:
         nonlocal passed
@@ -120,7 +118,7 @@ def without_logits(base: Any, loss: Loss) -> None:
 
     forward = base.forward
 
-    @functools.wraps(forward)  # what it takes is looked up in its signature
+    @functools.wraps(forward)  # because others look up its arguments in its signature
     def without(*args: Any, **kwargs: Any) -> Any:
         out = forward(*args, **kwargs)
         return type(out)(**{key: value for key, value in out.items() if key != "logits"})
@@ -129,12 +127,12 @@ def without_logits(base: Any, loss: Loss) -> None:
 
 
 def _targets(labels: torch.Tensor) -> torch.Tensor:
-    """The token after each one, and none after the last; flat."""
+    """Return the token after each one, and IGNORED after the last; flat."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
 
 
 def _masked_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
-    """Cross entropy over the tokens that count: their mean, or by `items`, the Trainer's number of all accumulated."""
+    """Compute cross entropy of the tokens that count: the mean, or sum / `items`, the Trainer's number accumulated."""
     if items is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED)
     total: torch.Tensor = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items

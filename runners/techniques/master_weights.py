@@ -1,8 +1,8 @@
-"""bf16 weights beside fp32 master copies, in the plain loop: the optimizer steps on the copies.
+"""bf16 weights with fp32 master copies, in the plain loop: the optimizer steps on the copies.
 
 The model computes in bf16, without autocast; gradients are bf16, and add up in bf16 over accumulated passes. At the
-step each is cast to fp32 and freed, the optimizer changes the copies, and these are rounded into the weights, as in
-Megatron-LM's Float16OptimizerWithFloat16Params (`_copy_model_grads_to_main_grads`,
+step each is cast to fp32 and freed. Then the optimizer changes the copies, and these are rounded into the weights. So
+does Megatron-LM's Float16OptimizerWithFloat16Params (`_copy_model_grads_to_main_grads`,
 `_copy_main_params_to_model_params`).
 """
 
@@ -17,7 +17,7 @@ from vramsweep.harness.spec.trial import Trial
 
 
 class MasterWeights:
-    """`optimizer` over fp32 copies of `parameters`."""
+    """An optimizer over fp32 copies of `parameters`, for the plain loop."""
 
     def __init__(
         self, parameters: list[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -28,7 +28,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Cast the gradients, step, round the copies into the weights."""
+        """Cast the gradients, step, and round the copies into the weights."""
         for p, master in zip(self.parameters, self.masters, strict=True):
             master.grad = None if p.grad is None else p.grad.float()
             p.grad = None
@@ -37,7 +37,7 @@ class MasterWeights:
         torch._foreach_copy_([*self.parameters], self.masters)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the weights' gradients; the copies' are forgotten with each step."""
+        """Free the weights' gradients; each step frees those of the copies."""
         for p in self.parameters:
             p.grad = None
 
@@ -45,5 +45,5 @@ class MasterWeights:
 def stepping(
     trial: Trial, make: Callable[[list[Any]], torch.optim.Optimizer], parameters: list[torch.nn.Parameter]
 ) -> MasterWeights:
-    """The trial's optimizer, over master copies."""
+    """Return the trial's optimizer, over master copies."""
     return MasterWeights(parameters, make)

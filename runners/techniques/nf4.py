@@ -1,12 +1,12 @@
 """4-bit base weights of bitsandbytes (NF4, blocks of 64), with or without quantised statistics: QLoRA.
 
-Simulated runs have layers of ours that hold the tensors that bitsandbytes holds and allocate what its kernels do
+Simulated runs have layers of ours that keep the tensors of bitsandbytes and allocate what its kernels do
 (bitsandbytes 0.50: functional.py, nn/modules.py, autograd/_functions.py, backends/cuda/ops.py).
 
-Not covered: the kernel that multiplies with packed weights and so needs no temporaries in the forward pass.
+Not covered beyond 4 tokens: the kernel that multiplies with packed weights, without temporaries in the forward pass.
 bitsandbytes takes it for at most 4 tokens, and by a table of measurements (`_gemm_4bit_use_custom_cuda`) for up to 512,
 in small layers for up to 1,536. From 5 tokens on the stand-in always unpacks the weight, as bitsandbytes before 0.50
-did: at most one layer's weight too much, and the backward pass unpacks it in any case.
+did. That is at most one layer's weight too much, and the backward pass unpacks it in any case.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FEW = 4  # tokens; backends/cuda/ops.py: _GEMM_4BIT_CUSTOM_FLOOR_M
 
 
 def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.device, dtype: torch.dtype) -> Any:
-    """The model with random quantised weights. The `dtype` is the quantisation's own, not the one that is given."""
+    """Return the model with random quantised weights. It has the quantisation's own dtype instead of `dtype`."""
     dtype = quantized_base.dtype(trial)
     net = quantized_base.skeleton(make, dtype)
     return (
@@ -38,13 +38,13 @@ def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.de
 
 
 def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
-    """What `from_pretrained` is told."""
+    """Return the arguments of `from_pretrained`."""
     _count_products()
     return {"quantization_config": _config(trial), "dtype": quantized_base.dtype(trial), "device_map": {"": device}}
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The quantised model, ready for adapters: frozen, and in fp32 where it is not quantised."""
+    """Return the quantised model, ready for adapters: frozen, and in fp32 where it is not quantised."""
     if trial.device.name == "simulated":
         quantized_base.prepare(net)
         return net
@@ -65,7 +65,7 @@ def _config(trial: Trial) -> Any:
 
 
 def _count_products() -> None:
-    """torch's registry of FLOPs learns of bitsandbytes' product with packed weights."""
+    """Add bitsandbytes' product with packed weights to torch's registry of FLOPs."""
     import bitsandbytes  # noqa: F401  (registers the operator)
     from torch.utils.flop_counter import flop_registry
 
@@ -77,7 +77,7 @@ def _count_products() -> None:
 
 
 def _with_library(trial: Trial, net: Any, device: torch.device) -> Any:
-    """As `from_pretrained` does (transformers/integrations/bitsandbytes.py), with random values."""
+    """Quantise as `from_pretrained` does (transformers/integrations/bitsandbytes.py), with random values."""
     import bitsandbytes
     from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -116,9 +116,9 @@ def _stood_in(trial: Trial, net: Any, device: torch.device, dtype: torch.dtype) 
 
 @dataclass
 class QuantState:
-    """What bitsandbytes keeps beside a packed weight of this `shape` and, before, `dtype` (functional.py: QuantState).
+    """bitsandbytes' statistics of a weight, with its `shape` and `dtype` before packing (functional.py: QuantState).
 
-    `absmax` is fp32, one a block; or, where there is `state2`, uint8 with `state2.absmax` one a block of those.
+    `absmax` is fp32, one per block. With `state2` it is uint8, and `state2.absmax` is one per block of those.
     """
 
     absmax: torch.Tensor
@@ -136,7 +136,7 @@ class QuantState:
 
 
 def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Parameter, QuantState]:
-    """The packed weight, uint8 of (elements / 2, 1), and its statistics; `dynamic` is the map that quantises those.
+    """Return the packed weight, uint8 of (elements / 2, 1), and its statistics, which the map `dynamic` quantises.
 
     functional.py: quantize_4bit and quantize_blockwise; backends/cuda/ops.py: their kernels.
     """
@@ -156,7 +156,7 @@ def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Paramet
 
 
 class Linear4bit(nn.Module):
-    """bitsandbytes.nn.Linear4bit: packed weights, unpacked for each product (nn/modules.py)."""
+    """Stand-in for bitsandbytes.nn.Linear4bit: packed weights, unpacked for each product (nn/modules.py)."""
 
     quant_state: QuantState
 
@@ -174,12 +174,12 @@ class Linear4bit(nn.Module):
             if bias.dtype != x.dtype:
                 bias.data = bias.data.to(x.dtype)
             bias = bias.to(self.compute_dtype)
-        # without a name for the product, which would outlive `x`
+        # no name for the product, because it would outlive `x`
         return MatMul4Bit.apply(x, self.weight, bias, self.quant_state).to(dtype)  # type: ignore[no-any-return]
 
 
 class MatMul4Bit(torch.autograd.Function):
-    """autograd/_functions.py: MatMul4Bit, with what backends/cuda/ops.py does in its operators."""
+    """Stand-in for autograd/_functions.py: MatMul4Bit, with the operators of backends/cuda/ops.py."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: Any, state: QuantState) -> torch.Tensor:
@@ -193,7 +193,7 @@ class MatMul4Bit(torch.autograd.Function):
 
 
 def _product(x: torch.Tensor, packed: torch.Tensor, bias: Any, state: QuantState) -> torch.Tensor:
-    """backends/cuda/ops.py: _dequant_linear_fallback; for few tokens the kernel that reads the packed weight."""
+    """Do _dequant_linear_fallback of backends/cuda/ops.py; for few tokens, the kernel that reads the packed weight."""
     if x.numel() // x.shape[-1] <= FEW:
         out = x.new_empty((*x.shape[:-1], state.shape[0]))
         fused([x, packed, state.absmax], made=[out])
@@ -209,7 +209,7 @@ def _product(x: torch.Tensor, packed: torch.Tensor, bias: Any, state: QuantState
 
 
 def _unpacked(packed: torch.Tensor, state: QuantState) -> torch.Tensor:
-    """functional.py: dequantize_4bit."""
+    """Return the unpacked weight, as functional.py: dequantize_4bit."""
     absmax = state.absmax
     if state.state2 is not None:
         absmax = torch.empty_like(state.absmax, dtype=torch.float32)

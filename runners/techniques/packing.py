@@ -1,4 +1,4 @@
-"""Documents of one sample that see nothing of each other, as the positions of its tokens tell the model."""
+"""Documents of one sample that do not see each other, because the positions of its tokens tell the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
-    """The model. Raises InvalidTrial for one that takes no positions, which would see all documents as one."""
+    """Return the model. Raises InvalidTrial if it takes no positions, because it would see all documents as one."""
     base = net.get_base_model() if hasattr(net, "get_base_model") else net
     if "position_ids" not in inspect.signature(base.forward).parameters:
         raise InvalidTrial(f"packing=documents: {type(base).__name__} takes no position_ids; use packing=wrapped")

@@ -1,8 +1,8 @@
-"""Frozen weights of few bits: what the ways of quantising share, measured and simulated.
+"""Frozen weights of few bits: the parts that all quantisations share, measured and simulated.
 
-A model with random weights is built without any first, and filled layer by layer, as `from_pretrained` does: only one
-layer's weights are ever there in half precision. What a quantised model then gets is the recipe of peft's guide to
-quantisation: its weights are frozen and, but for GPTQ, what is not quantised is cast to fp32.
+A model with random weights is built without any first, and filled layer by layer, as `from_pretrained` does. So only
+one layer's weights exist in half precision at a time. Then the model follows the recipe of peft's guide to
+quantisation. Its weights are frozen and, except with GPTQ, what is not quantised is cast to fp32.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ Layer = Callable[[int, int, bool], nn.Module]  # of (in, out, bias)
 
 
 def dtype(trial: Trial) -> torch.dtype:
-    """Of the weights before they are quantised, and of the arithmetic."""
+    """Return the dtype of the weights before they are quantised, and of the arithmetic."""
     return DTYPES.get(trial.precision, torch.float32)
 
 
 def skeleton(make: Callable[[torch.dtype], Any], dtype: torch.dtype) -> Any:
-    """The model with its parameters on device meta."""
+    """Return the model with its parameters on device meta."""
     with weightless():
         return make(dtype)
 
 
 def linear_layers(net: Any) -> dict[str, nn.Module]:
-    """The layers that are quantised: linear ones but the output layer and what shares its weights.
+    """Return the layers that are quantised: linear ones but the output layer and what shares its weights.
 
-    transformers/quantizers/base.py: get_keys_to_not_convert, for models whose last parameter is the output layer's or
-    a norm's.
+    Source: transformers/quantizers/base.py: get_keys_to_not_convert, for models whose last parameter is the output
+    layer's or a norm's.
     """
     output = net.get_output_embeddings()
     return {
@@ -47,7 +47,7 @@ def linear_layers(net: Any) -> dict[str, nn.Module]:
 
 
 def replace(net: Any, layer: Layer) -> None:
-    """Put a layer without values in the place of each linear one."""
+    """Replace each linear layer by a layer without values."""
     for name, module in linear_layers(net).items():
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
@@ -61,9 +61,9 @@ def fill(
     dtype: torch.dtype,
     quantize: Callable[[nn.Module, str, torch.Tensor], nn.Parameter | None],
 ) -> None:
-    """Give the parameters on device meta random values, one by one; `quantize` makes its own of some of them.
+    """Give the parameters on device meta random values, one by one; `quantize` packs some of them.
 
-    It is given a layer, the name of its parameter and values for it in `dtype`, and returns None for those that stay.
+    `quantize` gets a layer, the name of its parameter and values in `dtype`, and returns None for values that stay.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # shared parameters stay so
     for module in net.modules():
@@ -83,7 +83,7 @@ def fill(
 
 
 def prepare(net: Any) -> None:
-    """peft/utils/other.py: prepare_model_for_kbit_training, without checkpointing, which is an axis of its own."""
+    """Do prepare_model_for_kbit_training of peft/utils/other.py, but no checkpointing, which is an axis of its own."""
     net.requires_grad_(False)
     for parameter in net.parameters():
         if parameter.dtype in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""torch's own optimizers: AdamW as torch chooses to run it, which is foreach on CUDA, or told how; SGD."""
+"""torch's own optimizers: AdamW as torch chooses to run it (foreach on CUDA) or as the trial says, and SGD."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAYS: dict[str, dict[str, bool]] = {
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and how it runs. SGD's only state is its momentum's.
+    """Return the class and its arguments, with the way that it runs. SGD's only state is its momentum's.
 
-    What is offloaded and simulated steps in host memory, which is not traced, and has no fused kernel for what has no
-    values.
+    A simulated, offloaded optimizer steps in host memory, which is not traced. No fused kernel exists there for tensors
+    without values.
     """
     if trial.optimizer in MOMENTUM:
         return torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": MOMENTUM[trial.optimizer]}

@@ -1,25 +1,25 @@
 """torchao's AdamW with 8-bit and 4-bit state, with the Trainer's block of 256 elements (torchao's own for 4 bits: 128).
 
-The stand-in has the state of torchao/optim/adam.py (`_new_buffer`) and its subclasses' `zeros`: codes, an fp32 scale a
-block and a table of its own for each moment; of the parameter's dtype for tensors of less than 4,096 elements or of a
-part of a block. The step counter and the learning rate are on the host.
+The stand-in has the state of torchao/optim/adam.py (`_new_buffer`) and its subclasses' `zeros`. Each moment has codes,
+an fp32 scale per block and a table of its own. Tensors of less than 4,096 elements or with a part of a block have state
+of the parameter's dtype. The step counter and the learning rate are on the host.
 
-`single_param_adam` is compiled, parameter by parameter. What it has beside its arguments was read off the code that
-Inductor (torch 2.11 and 2.13, torchao 0.18) generates for CUDA: where a parameter's rows are not its blocks (any matrix
-whose last dimension is not the block's), the scaled moments, two of the parameter's size in fp32; with 4 bits also
-their codes before they are packed, two of its size in int64.
+`single_param_adam` is compiled, parameter by parameter. Its temporaries were read off the code that Inductor (torch
+2.11 and 2.13, torchao 0.18) generates for CUDA. If a parameter's rows are not its blocks (any matrix whose last
+dimension is not the block's), they are the scaled moments: two of the parameter's size in fp32. With 4 bits they also
+have the codes before packing: two of its size in int64.
 
-A kernel that can be launched in several ways is timed with each when it first runs, as a recording on an H200 shows it
-(results/reference/h200-141gb, 62253bc0214d1bb1): with a copy of what it changes, two of what it also reads. They come
-and go once alone, then a hundred times beside a block as large as the card's cache, which is overwritten in between
-(torch/_inductor/runtime/triton_heuristics.py `CachingAutotuner.bench`, benchmarking.py `InductorBenchmarker`). Copies
-stay below the peak of what was allocated so far, or are made in host memory (`copy_args_to_cpu_if_needed`). That is in
-the first step, for each shape, unless an earlier run has left its choice in Inductor's cache: a fresh one is predicted.
-It is 148 MiB of what GPT-2 reserves with 4 bits, 594 of Qwen1.5-0.5B's.
+A kernel with several ways to launch is timed with each on its first run, as a recording on an H200 shows
+(results/reference/h200-141gb, 62253bc0214d1bb1). The timing makes a copy of what the kernel changes, and two of what it
+also reads. The copies come and go once alone, then a hundred times next to a block as large as the GPU's cache, which
+is overwritten in between (torch/_inductor/runtime/triton_heuristics.py `CachingAutotuner.bench`, benchmarking.py
+`InductorBenchmarker`). Copies stay below the peak allocated so far, or are made in host memory
+(`copy_args_to_cpu_if_needed`). This happens in the first step, for each shape, unless Inductor's cache has an earlier
+run's choice. The prediction assumes a fresh cache. The timing adds 148 MiB to what GPT-2 reserves with 4 bits, and 594
+to Qwen1.5-0.5B.
 
-Not covered: those copies in host memory; a smaller cache, which counts where the model is so small that this block is
-its peak; peaks that are reset before, which leave less room. Small kernels, which are launched in one way only, are
-taken to be timed as well.
+Not covered: those copies in host memory; a smaller cache, which counts if this block is a small model's peak; peaks
+that are reset before, which leave less room. Small kernels with one way to launch are taken to be timed as well.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from vramsweep.runners.trace.storage_log import hint
 
 BLOCK = 256
 LEAST = 4096  # elements
-CACHE = 60 << 20  # bytes of an H200's; few cards have more (from 4 MiB), and what it takes is free by then
+CACHE = 60 << 20  # bytes of an H200's; few GPUs have more (from 4 MiB), and this much is free by then
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Standin(kernel_stubs.Optimizer):
-    """State of `bits` a value and moment."""
+    """State of `bits` per value and moment."""
 
     bits = 0
 
@@ -74,7 +74,7 @@ class Standin(kernel_stubs.Optimizer):
         super().update(p, grad, state)
 
     def _apart(self, p: torch.Tensor, state: dict[str, torch.Tensor], first: bool) -> None:
-        """A kernel that makes the scaled moments, and others that store them."""
+        """Stand in for a kernel that makes the scaled moments, and for others that store them."""
         codes = [state[f"{moment}.codes"] for moment in MOMENTS]
         scales = [torch.empty(p.numel() // self.block, device=p.device) for _ in MOMENTS]
         moments = [torch.empty(p.numel(), device=p.device) for _ in MOMENTS]
@@ -92,7 +92,7 @@ class Standin(kernel_stubs.Optimizer):
 
 
 def timed(copied: list[torch.Tensor]) -> None:
-    """A kernel's launches are tried, with copies of these tensors."""
+    """Allocate what timing a kernel's launches does, with copies of these tensors."""
     tracer = step_tracer.active()
     room = 0 if tracer is None else tracer.room()
     if copied[0].is_meta:
@@ -115,19 +115,19 @@ def timed(copied: list[torch.Tensor]) -> None:
 
 
 class AdamW8bit(Standin):
-    """A byte a value."""
+    """AdamW with one byte per value."""
 
     stands_for, bits = "AdamW8bit", 8
 
 
 class AdamW4bit(Standin):
-    """Half a byte a value."""
+    """AdamW with half a byte per value."""
 
     stands_for, bits = "AdamW4bit", 4
 
 
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class and what the Trainer tells it."""
+    """Return the class and the arguments that the Trainer gives it."""
     of = AdamW4bit if trial.optimizer == "adamw_torch_4bit" else AdamW8bit
     given = {"lr": 1e-5, "block_size": BLOCK}
     if trial.device.name == "simulated":
@@ -138,8 +138,8 @@ def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Opti
 
 
 def around(trial: Trial, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Steps in which every operator is watched (runners/measure/dispatch_modes.py) step the optimizer unwatched, as
-    `torch.compile` refuses to run otherwise: the kernels' own buffers are not in the memory of device=cpu."""
+    """Hide the optimizer from the modes that watch a step's operators (runners/measure/dispatch_modes.py), because
+    `torch.compile` refuses to run under them. So the memory of device=cpu lacks the kernels' own buffers."""
     if trial.device.name == "simulated":
         return contextlib.nullcontext()
     from torchao.optim.adam import _AdamBase
