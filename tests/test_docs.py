@@ -119,7 +119,7 @@ def test_words_and_openings_are_those_of_the_glossary(path: Path) -> None:
         for sentence in sentences(path)
         for found in re.finditer(rf"(?i)\b(?:{'|'.join(BANNED)})\b", sentence)
     ]
-    wrong += [one for one in sentences(path) if one.split(" ")[0] in OPENINGS and not "?" in one]
+    wrong += [one for one in sentences(path) if one.split(" ")[0] in OPENINGS and "?" not in one]
     assert not wrong
 
 
