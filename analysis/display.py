@@ -66,8 +66,7 @@ def html(
 
 
 class Shown:
-    """A result that shows itself: `text` if there are only letters, `_repr_html_` in a notebook; `frame` is its
-    data."""
+    """A result that shows itself: `text` where only letters show, `_repr_html_` in a notebook; `frame` is its data."""
 
     @property
     @abstractmethod
@@ -136,8 +135,7 @@ class Fits(Shown, tuple[ShownFit, ...]):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Frame with a row for each model of each fit: line, parabola, the chosen one; errors in the column's own
-        unit."""
+        """Frame with a row for each model of each fit: line, parabola, the chosen one; errors in the column's unit."""
         return fit_wording.frame(self)
 
     def _repr_html_(self) -> str:
@@ -156,8 +154,7 @@ class Limits(Shown, tuple[Limit, ...]):
 
     @property
     def frame(self) -> pd.DataFrame:
-        """Frame with a line for each group and size: lengths in tokens, batches in samples, null if nothing is
-        known."""
+        """Frame with a line for each group and size: lengths in tokens, batches in samples, null if not known."""
         found = pd.DataFrame([asdict(limit) for limit in self])
         whole = ("value", "low", "high", "largest_ok", "smallest_too_large", "multiples_of")
         return found.astype(dict.fromkeys(whole, "Int64"))
@@ -300,6 +297,5 @@ def _gib(value: Any) -> str:
 
 
 def titled(figure: Figure) -> Any:
-    """Return the plot with title and source, as a file has it, but as wide as its page; `layout.meta` has its
-    caption."""
+    """Return the plot as a file has it, with title and source, but as wide as its page; `layout.meta`: its caption."""
     return page(figure).update_layout(width=None, meta={"name": figure.name, "caption": figure.caption})

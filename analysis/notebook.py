@@ -135,7 +135,7 @@ def fit(
 
 def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: str = "seq_len") -> Limits:
     """Return the maximum length for each batch (axis="seq_len"), or batch for each length ("micro_batch"), in GPUs of
-    so many GiB (default: all sizes of listed GPUs). Rows prove it first; fits tell the rest.
+    `gib` GiB. By default `gib` is all sizes of listed GPUs. Rows prove the maximum first; fits tell the rest.
 
     >>> frontier(rows, gib=[24, 80])
     """
@@ -159,10 +159,9 @@ def compare(
     axis: str | None = None,
     tolerance: float = 0.005,
 ) -> Compared:
-    """Compare two sets of rows, paired by equal settings: the verdicts on memory and speed that `vramsweep compare`
-    prints.
+    """Compare two sets of rows, paired by equal settings: verdicts on memory and speed, as of `vramsweep compare`.
 
-    With `by`, one set is compared with itself. Memory that differs by no more than the share `tolerance` is EQUAL.
+    With `by`, one set is compared with itself. Memory that differs by no more than the share `tolerance` is EQUAL;
     `names` are what the sets are called; trends are along `axis`.
 
     >>> compare(rows, by="allocator=default,expandable")

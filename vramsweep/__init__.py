@@ -4,7 +4,7 @@ For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `repor
 for training scripts: `watch`, `TrainerCallback`; for custom targets: `Trial`. Each is imported when it is first used,
 so that importing this costs nothing and needs neither torch nor pandas.
 
-The four packages live at the top of the repository and are linked here, so that what is installed has one name of its
+The four packages live at the top of the repository and are linked here. The installed package so has one name of its
 own and collides with nobody's `analysis/` or `conf/`. Modules are imported as `vramsweep.harness...`, by no other name.
 """
 
@@ -48,7 +48,7 @@ _FROM = {  # the others are in the notebook's module
 
 
 def __getattr__(name: str) -> Any:
-    """What is asked for, imported only then."""
+    """Import the attribute and return it. Raises AttributeError for a name that is not public."""
     if name not in __all__:
         raise AttributeError(f"module 'vramsweep' has no attribute {name!r}")
     module = importlib.import_module(_FROM.get(name, "vramsweep.analysis.notebook"))

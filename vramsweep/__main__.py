@@ -1,7 +1,7 @@
 """The front door: `vramsweep VERB`, also `python -m vramsweep VERB`.
 
-Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other. What verbs
-there are is in verbs.py.
+Verbs that run something are the harness's, verbs that read rows the analysis's; neither imports the other. verbs.py
+lists the verbs.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from vramsweep.version import __version__
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; returns the exit status (verbs.STATUSES). A user's mistake is printed without a traceback.
+    """Run one verb and return the exit status (verbs.STATUSES). A user's mistake is printed without a traceback.
 
-    Whatever was printed is out when this returns, or it is said that it could not be.
+    Everything printed is out when this returns; otherwise the status says that it could not be written.
     """
     if (closed := terminal.open_streams()) is not None:
         print(f"vramsweep: {closed}", file=sys.stderr)
@@ -104,7 +104,7 @@ def _main(words: list[str]) -> int:
 
 
 def _stands_in_a_folder() -> None:
-    """Raises UserError where the current folder is gone: a relative name means nothing there, and Hydra asks for it."""
+    """Raise UserError if the current folder is gone: relative names mean nothing there, and Hydra asks for it."""
     try:
         Path.cwd()
     except OSError as error:

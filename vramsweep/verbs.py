@@ -1,8 +1,8 @@
-"""Every verb of `vramsweep`, as data: name, section, one line, examples, what its exit status 1 means, its parser.
+"""Every verb of `vramsweep`, as data: name, section, one line, examples, the meaning of exit status 1, its parser.
 
-Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a
-verb or reads a row: `Verb.parser` imports the module that has it, no more. A new verb is an entry of verbs.json and a
-module of its name in harness/verbs/ (what runs something) or a function in analysis/cli.py (what reads rows).
+Help texts, the tests of the command line and the documentation are made from `VERBS`. Nothing here runs a verb or reads
+a row; `Verb.parser` only imports the verb's module. To add a verb, add an entry to verbs.json, and a module of its name
+to harness/verbs/ (if it runs something) or a function to analysis/cli.py (if it reads rows).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb. `uses` are its arguments in examples. `no` is what status 1 says (None: it never ends so); `settings`:
-    it takes GROUP=OPTION, KEY=VALUE."""
+    """One verb. `uses` are its arguments in examples; `no` says what status 1 means (None: it never ends so);
+    `settings`: it takes GROUP=OPTION, KEY=VALUE."""
 
     name: str
     section: str
@@ -51,22 +51,22 @@ class Verb:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether its first word may be a folder or file of rows."""
+        """Mark of a verb whose first word may be a folder or file of rows."""
         return self.side == ANALYSIS or self.name in ("explain", "timeline", "status", "check")
 
     def parser(self) -> argparse.ArgumentParser:
-        """The verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
+        """Return the verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
         if self.side == FRONT:
             parser = Parser(prog="vramsweep help")
             parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one that it lists")
             return parser
         found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
-        if self.settings:  # the front door takes it
+        if self.settings:  # the front door handles it
             found.add_argument(NO_CACHE, action="store_true", help="use no traces kept for you, and keep none")
         return found
 
     def help(self, whole: bool = False) -> str:
-        """What `vramsweep VERB --help` prints, 40 lines at most; `whole`: all that there is to say (--help-all)."""
+        """Return what `vramsweep VERB --help` prints, 40 lines at most; `whole`: all there is to say (--help-all)."""
         parser = self.parser()
         usage, about = parser.usage and parser.format_usage().removeprefix("usage: ").strip(), parser.description
         words = [action.metavar or action.dest for action in parser._get_positional_actions()]
@@ -90,17 +90,17 @@ class Verb:
 _WORDS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verbs.json").read_text("utf-8"))
 VERBS = tuple(Verb(**one | {"uses": tuple(one["uses"])}) for one in _WORDS)
 BY_NAME = {verb.name: verb for verb in VERBS}
-ALIASES = {"cards": "gpus"}  # names of before
+ALIASES = {"cards": "gpus"}  # earlier names
 START = (
     "  vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096  # fits on 8 GPUs?",
     "  vramsweep explain model=gpt2 seq_len=512                                    # what takes memory?",
     "  vramsweep sweep model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
 )
-INTERNAL = ("errors", "draw")  # of the analysis: validate, timeline and replay start them; in no help, and may change
+INTERNAL = ("errors", "draw")  # of the analysis, started by validate, timeline and replay; in no help, and may change
 
 
 def overview() -> str:
-    """What `vramsweep --help` prints: the verbs in their sections, and what exit statuses mean."""
+    """Return what `vramsweep --help` prints: the verbs in their sections, and what exit statuses mean."""
     parts = ["usage: vramsweep VERB [ARGUMENT ...]"]
     for section in SECTIONS:
         lines = [f"  {verb.name:<12}{verb.line}" for verb in VERBS if verb.section == section]

@@ -226,8 +226,7 @@ def _curves(frame: pd.DataFrame, axis: str) -> Iterator[tuple[pd.DataFrame, str,
 
 
 def _off_the_line(rows: Rows) -> Numbers:
-    """Yield the largest distance, in percent of the growth, of a peak from the line between smallest and largest
-    batch."""
+    """Yield the largest distance of a peak, in percent of the growth, from the line through first and last batch."""
     for same, where, peaks in _curves(rows.ok(_PEAK), "micro_batch"):
         line = np.interp(peaks.index.to_numpy(float), [peaks.index[0], peaks.index[-1]], peaks.iloc[[0, -1]])
         off = 100 * float(np.abs(peaks.to_numpy() - line).max()) / float(peaks.max() - peaks.min())
@@ -235,8 +234,7 @@ def _off_the_line(rows: Rows) -> Numbers:
 
 
 def _quadratic(rows: Rows) -> Numbers:
-    """Yield the quadratic percentage of the growth to the longest length, by a parabola through three lengths or
-    more."""
+    """Yield the quadratic percentage of the growth to the longest length, by a parabola through three or more."""
     frame = rows.ok(_PEAK)
     steps = frame[[_FORWARD, "backward_peak_allocated_bytes"]].max(axis=1)
     others = frame[["optimizer_peak_allocated_bytes", "load_peak_allocated_bytes"]].max(axis=1)

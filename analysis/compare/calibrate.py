@@ -41,11 +41,10 @@ _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of one GPU and precision. `factors` are 1 / efficiency of the `PARTS`, None if no pair has that
-    part.
+    """The calibration of one GPU and precision. `factors` are 1 / efficiency of the `PARTS`, None if no pair has it.
 
-    `margins` are half the widths of their 95 % intervals; `range` bounds the pairs' estimated step seconds. Errors are
-    relative, of configurations that were left out.
+    `margins` are half the widths of 95 % intervals; `range` bounds the pairs' estimated step seconds. Errors are
+    relative, of configurations left out.
     """
 
     gpu: str
@@ -195,10 +194,9 @@ def _fit(seconds: Array, step: Array) -> Array:
 
 
 def _margins(seconds: Array, step: Array, factors: Array) -> Array:
-    """Return half the widths of the factors' 95 % intervals (Student's t).
+    """Return half the widths of 95 % intervals (Student's t).
 
-    They come from the singular values: parts that are small everywhere, or that grow and shrink together, get wide
-    ones.
+    They follow the singular values: parts that are small everywhere, or grow and shrink together, get wide ones.
     """
     design = seconds / step[:, None]
     residuals = design @ factors - 1

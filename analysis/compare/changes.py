@@ -31,9 +31,8 @@ SHORT = 0.1  # share of the axis's values: a step that is taken back within it i
 
 @dataclass(frozen=True)
 class Level:
-    """From about `at` on, B/A − 1 has another level. The 95 % interval of `at` is `low` to `high`; with `exact` these
-    are its two neighbours. `before` and `after` are medians; eight tenths of the pairs above lie from `after_low` to
-    `after_high`."""
+    """A new level of B/A − 1 from about `at` on (95 % `low` to `high`; `exact`: between these two neighbours). `before`
+    and `after` are medians; eight tenths of the pairs above `at` lie from `after_low` to `after_high`."""
 
     quantity: str
     settings: Mapping[str, Any]
@@ -49,8 +48,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Place:
-    """A position `start` where the difference steps by `size`, and `stop` where it is back, if it is. `unit` is
-    "bytes", or "ratio" for a step of ln(B/A)."""
+    """The difference steps by `size` at `start`, and back at `stop` if any; `unit`: "bytes", or "ratio" for ln(B/A)."""
 
     quantity: str
     settings: Mapping[str, Any]

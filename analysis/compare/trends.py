@@ -123,8 +123,7 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
 
 
 def lines(pairs: Sequence[Pair], axis: str) -> list[tuple[dict[str, Any], list[Pair]]]:
-    """Return lines of pairs, sorted, that agree in every setting but the axis, with what they share; the longest
-    first."""
+    """Return lines of pairs that agree in all but the axis, sorted along it, with their settings; the longest first."""
     found: dict[str, tuple[dict[str, Any], list[Pair]]] = {}
     for pair in pairs:
         if not np.isnan(position(pair, axis)):

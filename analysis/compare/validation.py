@@ -62,8 +62,7 @@ def load(path: Path) -> Validation:
 
 def errors(frame: pd.DataFrame) -> pd.DataFrame:
     """Return the readings with `kind` (counter and phase), `moving`, `share`, the `error` of each prediction, `between`
-    (null without two bounds of memory) and `again`. `again`: the same trial, counter and value stood in its source
-    before."""
+    (null without two bounds of memory), and `again`. `again`: trial, counter and value stood in its source before."""
     found = frame.copy()
     whole = found["phase"].isna()
     found["kind"] = found["quantity"].where(whole, found["quantity"] + ", " + found["phase"].astype(str) + " phase")

@@ -1,6 +1,6 @@
-"""What cards have and what fits into them: found by name, or made like one; their limits; their tables.
+"""Facts about GPUs, found by name or made like a listed one: their limits, peaks and tables, and what fits into them.
 
-The figures are gpu_specs.py's, nothing is measured here. A GPU that is not listed has no known peak, and MFU is then
+gpu_specs.py has the figures; nothing is measured here. A GPU that is not listed has no known peak, and MFU is then
 null.
 """
 
@@ -19,32 +19,32 @@ __all__ = ["CONTEXT_BYTES", "GIB", "GPUS", "SHORTFALL", "TERA", "Capability", "G
 GIB = 1 << 30
 MIB = 1 << 20
 
-# What a process takes of the card outside torch's allocator, in bytes: the CUDA context with the kernels it loads. It
-# is part of torch's total_memory. A process of the plain loop or the Trainer held 748 to 767 MiB of an H100 (torch
-# 2.11, CUDA 13.0; results/reference/h100-80gb), idle ones in public out-of-memory messages 230 MiB (A10) to 676 MiB;
-# this is the largest, rounded up, so that what is said to fit does. More is taken with cudaMallocAsync (821 to 837 MiB)
-# and by a group of ranks: 837 MiB with FSDP2's, of one rank, and 1,330 to 1,721 MiB with DeepSpeed's;
-# `device.headroom_gib` is for that.
+# Bytes that a process takes of the GPU outside torch's allocator: the CUDA context with the kernels it loads. It is a
+# part of torch's total_memory. A process of the plain loop or the Trainer took 748 to 767 MiB of an H100 (torch 2.11,
+# CUDA 13.0; results/reference/h100-80gb), idle ones in public out-of-memory messages 230 MiB (A10) to 676 MiB. This is
+# the largest, rounded up, so that what is said to fit does. `device.headroom_gib` is for what takes more:
+# cudaMallocAsync (821 to 837 MiB) and a group of ranks, 837 MiB with FSDP2's, of one rank, and 1,330 to 1,721 MiB with
+# DeepSpeed's.
 CONTEXT_BYTES = 768 * MIB
 
-# Where nobody published what torch reports: the share of the nominal size that may be missing. No listed card lacks
-# more (a T4 reports 9.0 % less than 16 GiB, an L4 8.2 % less than 24: their memory holds its own ECC).
+# The share of the nominal size that may be missing, if nobody published what torch reports. No listed GPU lacks more (a
+# T4 reports 9.0 % less than 16 GiB, an L4 8.2 % less than 24, because their memory holds its own ECC).
 SHORTFALL = 0.09
 
 _BY_DEVICE = {device: gpu for gpu in GPUS for device in gpu.devices}
 
 
 def gpu_named(name: str | None) -> Gpu:
-    """The product of this name in the table. Raises KeyError for a name that is not there."""
+    """Return the product of this name in the table. Raises KeyError for a name that is not there."""
     return {gpu.name: gpu for gpu in GPUS}[str(name)]
 
 
 def resolve_gpu(name: str | None, memory_gib: float | None, capability: str | None, headroom_gib: float) -> Gpu:
-    """The product of this name, or one like it that is not listed. Raises KeyError for a name that is not there.
+    """Return the product of this name, or one like it that is not listed. Raises KeyError for a name that is not there.
 
-    With `memory_gib` it has as much memory, nominally, and what torch reports of that is not known. With `capability`
-    ("8.6") it is of that compute capability, nothing is known of its speed, so it is like no product, and of those of
-    the table that are nearest to it the one with the nearest size stands for its multiprocessors.
+    With `memory_gib` it nominally has that much memory; what torch reports of it is unknown. With `capability` ("8.6")
+    too, it has that compute capability. Nothing is then known of its speed, so it is like no product. The listed GPU of
+    the nearest capability, then of the nearest size, gives its multiprocessors.
     """
     found = replace(gpu_named(name), headroom_gib=headroom_gib)
     if memory_gib is None:
@@ -71,16 +71,16 @@ def resolve_gpu(name: str | None, memory_gib: float | None, capability: str | No
 
 
 def find_gpu(device_name: str) -> Gpu | None:
-    """The product a driver's device name ("NVIDIA H100 80GB HBM3") stands for, or None if it is not listed.
+    """Return the product of a driver's device name ("NVIDIA H100 80GB HBM3"), or None if it is not listed.
 
     The whole name counts: "RTX 4090 D", "RTX 4090 Laptop GPU" and "H200 NVL" are other products than what they begin
-    with, and a MIG slice ("... MIG 1g.10gb") is only a part of one.
+    with. A MIG slice ("... MIG 1g.10gb") is only a part of a product.
     """
     return _BY_DEVICE.get(device_name.strip().removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Dense peak in FLOP/s for one of the trial's precisions, or None if it is not known."""
+    """Return a device's dense peak in FLOP/s for one of the trial's precisions, or None if it is not known."""
     gpu = find_gpu(device_name)
     return None if gpu is None else peak_of(gpu, precision)
 
@@ -92,14 +92,14 @@ def peak_of(gpu: Gpu, precision: str) -> float | None:
 
 
 def reported_bytes(gpu: Gpu) -> int | None:
-    """What torch.cuda.get_device_properties says of the card's memory, in bytes; None where nobody published it."""
+    """Return the bytes of memory that torch.cuda.get_device_properties reports; None if nobody published them."""
     return None if gpu.reported_mib is None else gpu.reported_mib * MIB
 
 
 def memory_limit(gpu: Gpu) -> int:
-    """What PyTorch's allocator can have of the card, in bytes: what torch reports less the CUDA context and headroom.
+    """Return the limit of PyTorch's allocator in bytes: what torch reports, less the CUDA context and headroom.
 
-    Everything that asks whether something fits asks this: simulation, frontier, advice.
+    Simulation, frontier and advice all use it to say whether something fits.
     """
     if (reported := reported_bytes(gpu)) is None:
         reported = int(gpu.memory_gib * GIB * (1 - SHORTFALL))
@@ -107,20 +107,20 @@ def memory_limit(gpu: Gpu) -> int:
 
 
 def lowest_limit_gpu(memory_gib: float) -> Gpu | None:
-    """Of the cards of this nominal size the one with the lowest known limit; None for a size that no card has."""
+    """Return the GPU of this nominal size with the lowest known limit; None for a size that no GPU has."""
     cards = [gpu for gpu in GPUS if gpu.memory_gib == memory_gib]
     return min([gpu for gpu in cards if gpu.reported_mib is not None] or cards, key=memory_limit, default=None)
 
 
 def gpus_with_enough(nbytes: int, headroom_gib: float, least: Capability) -> list[Gpu]:
-    """Return the GPUs of this capability or a later one whose allocator can have as many bytes, with the headroom left
-    free; those with the least memory first, of equal ones the oldest."""
+    """Return the GPUs of at least this capability whose allocator can have as many bytes, with the headroom left free.
+    The lowest limit comes first; of equal ones, the oldest GPU."""
     able = (replace(gpu, headroom_gib=headroom_gib) for gpu in reversed(GPUS) if gpu.capability >= least)
     return sorted((gpu for gpu in able if memory_limit(gpu) >= nbytes), key=memory_limit)
 
 
 def gpu_lines() -> str:
-    """The cards for a help text: under each compute capability their names and the GiB that the allocator can have."""
+    """Return the GPUs for a help text: their names and the allocator's limits in GiB under each compute capability."""
     lines = []
     for capability in sorted({gpu.capability for gpu in GPUS}, reverse=True):
         alike = [gpu for gpu in GPUS if gpu.capability == capability]

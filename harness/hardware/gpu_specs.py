@@ -1,9 +1,9 @@
-"""The cards that are known: published figures, each entry of gpus.json with its source. What asks of them is
-gpu_lookup.py.
+"""The listed GPUs: published figures, each entry of gpus.json with its source. gpu_lookup.py answers questions about
+them.
 
-Sources are NVIDIA's data sheet or architecture white paper of the product. Rates are dense, that is, without
-structured sparsity, tensor cores with fp32 accumulation. Memory has two figures: the nominal size and what torch
-reports, which is less.
+Sources are NVIDIA's data sheet or architecture white paper of the product. Rates are dense, that is, without structured
+sparsity, and of tensor cores with fp32 accumulation. Memory has two figures: the nominal size, and what torch reports,
+which is less.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ TERA = 1e12
 
 @dataclass(frozen=True)
 class Gpu:
-    """One product. `devices` are the driver's names for it, without "NVIDIA" or "Tesla" in front; no others are it.
-    There are none where products share a name (an RTX 3080 of 10 GiB and one of 12, a card and a laptop's; torch calls
-    the H100 of 96 GiB as others). The GH200's names with 480GB and 120GB count the CPU's memory.
+    """One product. `devices` are the driver's names for it, without "NVIDIA" or "Tesla" in front; no other name
+    matches. There are none if products share a name: RTX 3080 of 10 and 12 GiB, a desktop's GPU and a laptop's. Torch
+    gives the H100 of 96 GiB the name of others. The GH200's names with 480GB and 120GB count the CPU's memory.
 
     `memory_gib` is the nominal size, of which `headroom_gib` are left free. `reported_mib` is torch's total_memory in
-    MiB, on Linux, ECC as shipped; it differs between drivers by some hundred MiB, so this is the smallest that logs and
-    messages published on GitHub give for the product ("CUDA:0 (NVIDIA L4, 22563MiB)", "_CudaDeviceProperties(name=...,
-    total_memory=...)", "GPU 0 has a total capacity of 79.10 GiB"); None where none was found. `bandwidth` is the
-    memory's, in bytes/s; `capability` is the CUDA compute capability; rates are in FLOP/s, None where not known.
+    MiB, on Linux, ECC as shipped. It differs between drivers by some hundred MiB, so this is the product's smallest in
+    logs and messages published on GitHub; None if none was found. Such messages are "CUDA:0 (NVIDIA L4, 22563MiB)",
+    "_CudaDeviceProperties(name=..., total_memory=...)" and "GPU 0 has a total capacity of 79.10 GiB". `bandwidth` is
+    the memory's, in bytes/s; `capability` is the CUDA compute capability; rates are in FLOP/s, None if not known.
 
-    `multiprocessors` is torch's multi_processor_count: what the product's sheet or white paper gives (CUDA cores / 128
-    from Ampere's GA102 on); for the A10G, B200, B300, H20 and RTX PRO 6000 Server what logs on GitHub say, for the H800
+    `multiprocessors` is torch's multi_processor_count, as the product's sheet or white paper gives it (CUDA cores / 128
+    from Ampere's GA102 on). For the A10G, B200, B300, H20 and RTX PRO 6000 Server logs on GitHub give it; for the H800,
     DeepSeek-V3's report (arXiv:2412.19437, section 3.2).
 
-    `link` (harness/hardware/interconnects.py) is what joins the cards of a node: NVLink where the product is a module
-    for boards that have it, else the PCI Express generation of its data sheet, as bridges are extra; None where nodes
+    `link` (harness/hardware/interconnects.py) joins the GPUs of a node: NVLink if the product is a module for boards
+    that have it. Else it is the PCI Express generation of its data sheet, because bridges are extra; None if nodes
     differ.
 
-    `product` is the listed name whose speed the card has, also where `name` says of another amount of memory; None for
-    a card that is like no listed one.
+    `product` is the listed name whose speed the GPU has, even if `name` tells of another amount of memory; None for a
+    GPU that is like no listed one.
     """
 
     name: str

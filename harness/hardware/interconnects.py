@@ -1,16 +1,16 @@
-"""What links cards, and how long collectives take over it: published rates, a formula with a source. An estimate.
+"""Links between GPUs, and an estimate of how long collectives take over them: published rates, a formula with a source.
 
-The time of a collective of S bytes among n ranks is latency + c S / B, with c the share that each rank has to send:
+A collective of S bytes among n ranks takes latency + c S / B, with c the share that each rank has to send. That is
 2 (n-1)/n of an all-reduce, (n-1)/n of an all-gather, a reduce-scatter and an all-to-all, 1 of a broadcast and a reduce
-(NVIDIA/nccl-tests, doc/PERFORMANCE.md). B is what one card sends at most in one direction: of its link where all ranks
-are in one node, else of the slower of link and network, with a network port for each card. Real collectives reach less.
+(NVIDIA/nccl-tests, doc/PERFORMANCE.md). B is what one GPU sends at most in one direction. If all ranks are in one node,
+its link sets B, else the slower of link and network, with a network port for each GPU. Real collectives reach less.
 
 Latencies are NCCL's own for its low-latency protocol (NVIDIA/nccl at 01afd20, src/graph/tuning.cc: baseLat and hwLat of
-Ring and Tree, ncclTopoTuneModel): a ring takes n-1 steps, twice as many for an all-reduce, which may be a tree.
-Broadcast and reduce, which NCCL reckons by how its rings lie, are taken for n-1 steps too.
+Ring and Tree, ncclTopoTuneModel). A ring takes n-1 steps, twice as many for an all-reduce, which may be a tree.
+Broadcast and reduce, which NCCL computes from how its rings lie, are taken for n-1 steps too.
 
 Not covered: reductions within NVSwitch (NVLS), which can halve an all-reduce; several rings in one direction; links
-shared by several cards; host memory (offload).
+shared by several GPUs; host memory (offload).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ US = 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """`bandwidth` is one card's in one direction, in bytes/s; `ring_s` and `tree_s` are the latency of a step."""
+    """A link. `bandwidth` is one GPU's in one direction, in bytes/s; `ring_s` and `tree_s` are a step's latency."""
 
     name: str
     meaning: str
@@ -39,9 +39,9 @@ class Link:
     source: str
 
 
-# Of a ring's step and a tree's, in microseconds.
+# Latencies of a ring's step and a tree's, in microseconds.
 _LATENCIES = {"nvlink": (0.47, 0.52), "pcie": (1.0, 1.0), "network": (2.7, 5.0)}
-# Bytes/s that one of a unit is in one direction, as data sheets say it.
+# Bytes/s in one direction of one of a unit, as data sheets give it.
 _UNITS = {"gigabytes_per_s_both_ways": GB / 2, "gigabytes_per_s": GB, "gigabits_per_s": GB / 8}
 
 
@@ -57,17 +57,17 @@ LINKS = tuple(map(_read, json.loads(Path(__file__).with_name("links.json").read_
 _BY_NAME = {link.name: link for link in LINKS}
 
 BASE_RING_S, BASE_TREE_S = 3.6 * US, 4.4 * US  # baseLat of the low-latency protocol
-MORE_BETWEEN_NODES = 1.8  # what a step within a node takes there, where there are several
+MORE_BETWEEN_NODES = 1.8  # factor on a step within a node, if there are several nodes
 
 
 class Collective(NamedTuple):
-    """One call. `kind` is as in `SHARES`; `nbytes` is S: the whole of what is gathered, scattered or reduced."""
+    """One call. `kind` is as in `SHARES`; `nbytes` is S: all that is gathered, scattered or reduced."""
 
     kind: str
     nbytes: int
 
 
-# Of S, what each of n ranks sends.
+# Share of S that each of n ranks sends.
 SHARES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     **dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all"), lambda n: (n - 1) / n),
@@ -77,8 +77,8 @@ SHARES: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class Communication:
-    """All collectives of a step, one after the other: seconds (None where a link that they need is not known), bytes
-    that one rank sends, and how many there are."""
+    """All collectives of a step, one after the other. `seconds` is None if a link that they need is not known, `nbytes`
+    is what one rank sends, `calls` is how many there are."""
 
     seconds: float | None
     nbytes: int
@@ -86,19 +86,19 @@ class Communication:
 
 
 def link_named(name: str) -> Link:
-    """The link of this name. Raises KeyError where there is none."""
+    """Return the link of this name. Raises KeyError if there is none."""
     return _BY_NAME[name]
 
 
 def link_names(between_nodes: bool) -> list[str]:
-    """The links within a node, or those between nodes."""
+    """Return the names of the links within a node, or of those between nodes."""
     return [link.name for link in LINKS if link.between_nodes is between_nodes]
 
 
 def communication(
     collectives: Iterable[tuple[Collective, int]], ranks: int, per_node: int, link: Link | None, network: Link | None
 ) -> Communication | None:
-    """What the collectives (each with how often it is called) take; None where there is no formula for one of them."""
+    """Return what the collectives, each with its number of calls, take; None if there is no formula for one of them."""
     found = list(collectives)
     if ranks == 1:
         return Communication(0.0, 0, 0)
@@ -119,7 +119,7 @@ def communication(
 
 
 def _latency_s(kind: str, ranks: int, nodes: int, known: list[Link]) -> float:
-    """NCCL's estimate for few bytes. `known` are the link within a node, if one is used, and the network, likewise."""
+    """Return NCCL's estimate for few bytes. `known`: the link within a node and the network, each if it is used."""
     twice = 2 if kind == "all_reduce" else 1
     inner, outer = known[0], known[-1]
     within = inner.ring_s * (1 if nodes == 1 else MORE_BETWEEN_NODES)

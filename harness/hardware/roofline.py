@@ -1,11 +1,10 @@
-"""How fast a step could be on a card: the roofline of its kernels, summed. An estimate, never a measurement.
+"""The roofline of a step on a GPU: how fast it could be, summed over its kernels. An estimate, never a measurement.
 
-The model is Williams, Waterman and Patterson's ("Roofline", Communications of the ACM 52(4), 2009), kernel by kernel:
-each takes as long as its arithmetic at the card's peak, its traffic at the memory's bandwidth, or its launches,
-whichever is longest. Real kernels reach neither peak, so a real step is as a rule slower.
+The model is Williams, Waterman and Patterson's ("Roofline", Communications of the ACM 52(4), 2009), kernel by kernel.
+Each takes the longest of its arithmetic at the GPU's peak, its traffic at the memory's bandwidth, and its launches.
+Real kernels reach neither peak, so a real step is usually slower.
 
-Not covered: what a step's kernels are (runners/trace/operator_cost.py), measured efficiencies
-(analysis/compare/calibrate.py).
+runners/trace/operator_cost.py finds a step's kernels; analysis/compare/calibrate.py finds efficiencies.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from typing import NamedTuple, TypeVar
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.hardware.interconnects import Collective
 
-# Seconds that a kernel takes at least, launched by a host. A plain assumption, not a published figure, and the same for
-# every card: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
+# Seconds that a kernel launched by a host takes at least. A plain assumption, not a published figure, and the same for
+# every GPU: a launch takes a few microseconds, and PyTorch's own work per operator comes on top.
 LAUNCH_S = 4e-6
-UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs nobody can tell
+UNKNOWN = "unknown"  # the kind of arithmetic of an operator whose FLOPs are not known
 ATTENTION = "attention in "  # begins the kind of a fused attention kernel, whose seconds are a part of their own
 
 
 class Work(NamedTuple):
-    """What one operator asks of the card. `kind` names the arithmetic its `flops` are done in, "" where there are none.
+    """What one operator needs of the GPU. `kind` names the arithmetic its `flops` are done in, "" if there are none.
 
     Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. After
     `ATTENTION` they are a fused attention kernel's. `nbytes` is what is read and written.
@@ -57,7 +56,7 @@ Called = TypeVar("Called", Work, Collective)
 
 
 def merge_work(calls: Iterable[tuple[Called, int]]) -> list[tuple[Called, int]]:
-    """The same calls, each different one once, sorted: the sum of their seconds is one number whatever their order."""
+    """Return each different call once, with its count, sorted: the sum of seconds is one number whatever the order."""
     counts: Counter[Called] = Counter()
     for call, count in calls:
         counts[call] += count
@@ -65,7 +64,7 @@ def merge_work(calls: Iterable[tuple[Called, int]]) -> list[tuple[Called, int]]:
 
 
 def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estimate | None:
-    """The roofline of a step of these operators, each with how often it runs; None if a peak it needs is not known.
+    """Return the roofline of a step of these operators, each with how often it runs; None if it needs an unknown peak.
 
     `tf32` says that fp32 matrix products run on tensor cores, as torch.backends.cuda.matmul.allow_tf32 does.
     """
@@ -74,7 +73,7 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
     for work, count in kernels:
         if (peak := peaks.get(work.kind.removeprefix(ATTENTION))) is None:
             return None
-        bounds = {  # of fused attention the part is its own: such a kernel gets less of the peak than a product does
+        bounds = {  # fused attention is a part of its own, because it gets less of the peak than a product does
             "attention" if work.kind.startswith(ATTENTION) else "compute": work.flops / peak,
             "memory": work.nbytes / gpu.bandwidth,
             "launch": work.launches * LAUNCH_S,
@@ -85,13 +84,13 @@ def estimate(kernels: Iterable[tuple[Work, int]], gpu: Gpu, tf32: bool) -> Estim
 
 
 def total_flops(kernels: Iterable[tuple[Work, int]]) -> int | None:
-    """FLOPs of a step of these operators; None where those of one are not known."""
+    """Return the FLOPs of a step of these operators; None if those of one are not known."""
     found = list(kernels)
     return None if any(work.kind == UNKNOWN for work, _ in found) else sum(count * work.flops for work, count in found)
 
 
 def _peaks(gpu: Gpu, tf32: bool) -> dict[str, float | None]:
-    """FLOP/s by kind. Where a card has no tf32, asking for it changes nothing."""
+    """Return FLOP/s by kind. If a GPU has no tf32, `tf32` changes nothing."""
     tensor = gpu.tf32 or gpu.fp32
     return {
         "": gpu.fp32,  # never divides anything but zero

@@ -1,14 +1,13 @@
-"""How much slower than the roofline cards really are: factors learnt from published speeds, for a calibrated estimate.
+"""How much slower than the roofline GPUs really are: factors learnt from published speeds, for a calibrated estimate.
 
-A step is taken to last f_compute C + f_attention A + f_memory M + f_launch L + f_communication X, where C, A, M and L
-are the roofline's seconds of what the peak bounds, of fused attention, of what memory bounds and of launches
-(roofline.py) and X those of collectives (interconnects.py): what of X is hidden behind the computation makes its factor
-smaller than 1; and h for each launch at least, the time of the host. `efficiencies.json` holds factors for each card
-and kind of arithmetic that somebody published speeds of, and for any card ("any"); it is written by
-benchmarks/efficiencies.py, with speed_factors.py, from reference runs, and says which sources they are from and how
-far off they were where they were not made for.
+A step is taken to last f_compute C + f_attention A + f_memory M + f_launch L + f_communication X. C, A, M and L are the
+roofline's seconds (roofline.py) bound by the peak, of fused attention, bound by memory, and of launches. X is the
+seconds of collectives (interconnects.py); the computation hides some of them, so their factor may be below 1. A step
+lasts at least h for each launch, the time of the host. `efficiencies.json` holds factors for each GPU and kind of
+arithmetic with published speeds, and for any GPU ("any"). benchmarks/efficiencies.py writes it, with speed_factors.py,
+from reference runs. It names its sources, and how far off the factors were on readings they were not made from.
 
-What comes out is an estimate: it never enters a measured column.
+The result is an estimate: it never enters a measured column.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ FILE = "efficiencies.json"
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Factors, in the order of `PARTS`, of a card (or `ANY`) and a kind of arithmetic; `host_s` is the host's time of a
-    launch, in seconds.
+    """Factors of a GPU (or `ANY`) and a kind of arithmetic, in the order of `PARTS`; `host_s`: the host's seconds a
+    launch.
 
     `error` is the median size of the relative error of readings that the factors were not made from, `spread` its 90th
-    percentile. Of a card they are its own readings, by factors of the other sources, which may be of other cards; of
-    `ANY` all readings, each card's by factors of the other cards. None where no other has this kind of arithmetic.
+    percentile. A GPU's are of its own readings, by factors of the other sources, which may be of other GPUs. Those of
+    `ANY` are of all readings, each GPU's by factors of the other GPUs. None if no other has this kind of arithmetic.
     """
 
     gpu: str
@@ -44,12 +43,12 @@ class Efficiency:
     spread: float | None
 
     def seconds(self, parts: Sequence[float], launches: int) -> float:
-        """A step's seconds from those of the estimate, in the order of `PARTS`, and its launches."""
+        """Return a step's seconds from those of the estimate, in the order of `PARTS`, and its launches."""
         card = sum(factor * part for factor, part in zip(self.factors, parts, strict=True))
         return max(card, self.host_s * launches)
 
     def text(self) -> str:
-        """What it rests on, in a line."""
+        """Return in a line what the factors depend on."""
         where = "all GPUs, as none is known for this one" if self.gpu == ANY else self.gpu
         own = "GPU" if self.gpu == ANY else "source"
         off = f"not checked: one {own}"
@@ -60,12 +59,12 @@ class Efficiency:
 
 
 def arithmetic_kind(precision: str) -> str:
-    """The kind of arithmetic that a trial's precision means."""
+    """Return the kind of arithmetic that a trial's precision means."""
     return precision if precision in ("fp32", "tf32", "fp8") else "half"
 
 
 def find_efficiency(product: str | None, precision: str) -> Efficiency | None:
-    """What is known of this listed card, else of any; None where nobody published speeds of this kind of arithmetic."""
+    """Return the entry of this listed GPU, else of any; None if nobody published speeds of this kind of arithmetic."""
     known = _shipped()
     return known.get((product or ANY, arithmetic_kind(precision))) or known.get((ANY, arithmetic_kind(precision)))
 

@@ -1,6 +1,6 @@
-"""What a command is doing, for whoever waits longer than two seconds: on stderr, as stdout is for answers.
+"""Progress of a command, for whoever waits longer than two seconds: on stderr, because stdout is for answers.
 
-On a terminal it is drawn anew and goes away; elsewhere it is a line after `FIRST_S`, then every `NEXT_S`.
+On a terminal it is redrawn and goes away; elsewhere it is a line after `FIRST_S`, then every `NEXT_S`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from rich.live import Live
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.terminal import Unwritten, escape_others, escape_text
 
-FIRST_S, NEXT_S = 2.0, 10.0  # until the first line of a log, and between two
-LOOK_S = 0.5  # between two looks at what there is to show
+FIRST_S, NEXT_S = 2.0, 10.0  # seconds until the first line of a log, and between two lines
+LOOK_S = 0.5  # seconds between two updates of what is shown
 
 
 class Activity(contextlib.AbstractContextManager["Activity"]):
-    """Shows what is being done while the block lasts, by a thread, as most who wait are blocked. A text is shown with
-    the time that has passed, by `clock` in seconds; what a function returns as it is."""
+    """Shows what is being done while the block lasts, by a thread, because most who wait are blocked. A text is shown
+    with the time that has passed, by `clock` in seconds. The result of a function is shown as it is."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Activity(contextlib.AbstractContextManager["Activity"]):
     def __enter__(self) -> Activity:
         if self._console.redraws:
             self._live.start(refresh=True)
-            escape_others()  # Rich has taken the streams over, until it is gone
+            escape_others()  # Rich has replaced the streams until it stops
         self._thread.start()
         return self
 
@@ -55,21 +55,21 @@ class Activity(contextlib.AbstractContextManager["Activity"]):
         self._live.stop()
 
     def update(self, text: str) -> None:
-        """From now on this is being done."""
+        """Show this text from now on."""
         self._doing = text
 
     def postpone(self) -> None:
-        """Something else was said just now: the next line can wait."""
+        """Delay the next line, because something else was printed just now."""
         self._due = self._clock() + NEXT_S
 
     def drawn(self) -> RenderableType:
-        """What there is to show now."""
+        """Return what there is to show now."""
         if not isinstance(self._doing, str):
             return self._doing()
         return f"{self._doing} ({duration(self._clock() - self._began)})"
 
     def look(self) -> None:
-        """Show it: on a terminal anew, else if it is due."""
+        """Show it: redraw on a terminal, else print a line if one is due."""
         if self._console.redraws:
             self._live.refresh()
         elif self._clock() >= self._due:
@@ -77,13 +77,13 @@ class Activity(contextlib.AbstractContextManager["Activity"]):
             self.postpone()
 
     def _keep_looking(self) -> None:
-        with contextlib.suppress(OSError, ValueError, Unwritten):  # nobody reads it; who prints next is told
+        with contextlib.suppress(OSError, ValueError, Unwritten):  # nobody reads it; the next print reports it
             while not self._over.wait(LOOK_S):
                 self.look()
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss or m:ss."""
+    """Format seconds as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

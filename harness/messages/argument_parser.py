@@ -1,9 +1,9 @@
-"""The parsers of all verbs: argparse, whose mistakes are a line of ours, with what was probably meant.
+"""The parsers of all verbs: argparse, whose mistakes become one line of ours, with what was probably meant.
 
-A flag is never abbreviated, so that one that is added later takes none from a script. What a verb is for, its section
-and its examples are in vramsweep/verbs.py, which also makes the whole help text.
+A flag is never abbreviated, so that a flag added later breaks no script. vramsweep/verbs.py has each verb's purpose,
+section and examples, and makes the whole help text.
 
-Not covered: settings, GROUP=OPTION and KEY=VALUE, which are Hydra's to read (overrides.py, settings_reference.py).
+Hydra reads the settings, GROUP=OPTION and KEY=VALUE (overrides.py, settings_reference.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
 WIDTH = 100
-# Hydra's options, which every verb that takes settings understands, and --json, which is ours: see `settings_parser`.
+# Hydra's options, which every verb that takes settings understands; --json and --all are ours: see `settings_parser`.
 FLAGS = (
     "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
@@ -30,7 +30,7 @@ VALUED = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--co
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Texts as they are, options within 100 columns whatever the terminal has, so that a page is one everywhere."""
+    """Texts as they are, options within 100 columns on every terminal, so that a page is the same everywhere."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=WIDTH)
@@ -39,29 +39,29 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 class Parser(argparse.ArgumentParser):
     """A verb's parser. `description` is what there is to say beyond the verb's one line, `epilog` what follows options.
 
-    Raises UserError for a mistake, where argparse would print the usage and end the process.
+    Raises UserError for a mistake; argparse would print the usage and end the process.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"formatter_class": Formatter, "allow_abbrev": False, **options})
 
     def parse_settings(self, argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-        """The verb's own options, and the other words: settings, and flags that are Hydra's. Raises UserError."""
+        """Return the verb's own options, and the other words: settings, and flags of Hydra. Raises UserError."""
         return self.parse_known_args(argv)
 
     def error(self, message: str) -> NoReturn:
-        """Raises UserError."""
+        """Raise UserError."""
         raise UserError(f"{refusal(self, message)}; {self.prog} --help lists the options")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return super()._get_value(action, arg_string)
-        except UserError as error:  # a type of ours
+        except UserError as error:  # of a type of ours
             raise argparse.ArgumentError(action, str(error)) from None
 
 
 def settings_parser(verb: str) -> Parser:
-    """The flags of sweep and plan as a parser, for their help: Hydra's own reads them (overrides.py)."""
+    """Return the flags of sweep and plan as a parser, for their help; Hydra's own parser reads them (overrides.py)."""
     parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [GROUP=OPTION ...] [KEY=VALUE ...]")
     parser.add_argument(
         "-m",
@@ -79,13 +79,13 @@ def settings_parser(verb: str) -> Parser:
     info = f"print what was composed from where: {', '.join(shown)}"
     parser.add_argument("-i", "--info", choices=shown, metavar="WHAT", help=info)
     parser.add_argument("--hydra-help", action="store_true", help="everything else that Hydra understands")
-    for hidden in (("-cp", "--config-path"), ("-cn", "--config-name")):  # which would be read as -c with p and n
+    for hidden in (("-cp", "--config-path"), ("-cn", "--config-name")):  # else read as -c with p and n
         parser.add_argument(*hidden, help=argparse.SUPPRESS)
     return parser
 
 
 def refusal(parser: argparse.ArgumentParser, message: str) -> str:
-    """What argparse says of a mistake, in fewer words and with what was meant; on anyone's parser, Hydra's too."""
+    """Return what argparse says of a mistake, in fewer words and with what was meant; on any parser, Hydra's too."""
     message = message.removeprefix("argument ")
     name, found, choices = message.partition(": invalid choice: ")
     called = {
@@ -109,7 +109,7 @@ def refusal(parser: argparse.ArgumentParser, message: str) -> str:
 
 @dataclass(frozen=True)
 class OutFile:
-    """The type of an argument that names a file to be written: checked before any work. Raises UserError."""
+    """The type of an argument that names an output file: checked before any work. Raises UserError."""
 
     suffixes: tuple[str, ...]
 
@@ -119,7 +119,7 @@ class OutFile:
             said = f"{path.name} has another" if path.suffix else f"{path.name or text!r} has none"
             near = suggestions.did_you_mean(path.suffix, self.suffixes) if path.suffix else ""
             raise UserError(f"allowed suffixes are {', '.join(self.suffixes)}, and {said}{near}")
-        if len(path.name.encode(errors="surrogateescape")) > 240:  # beside it a draft, with a few letters more
+        if len(path.name.encode(errors="surrogateescape")) > 240:  # its draft has a few letters more
             raise UserError(f"{path.name[:40]}... is too long a name for a file; give one of at most 240 letters")
         if path.is_dir():
             raise UserError(f"{text} is a folder; name a file in it")

@@ -1,4 +1,4 @@
-"""Rich's console for what comes from outside: markup off, and nothing that a terminal would act on (terminal.py)."""
+"""Rich's console for text from outside: markup off, and nothing that a terminal would act on (terminal.py)."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from rich.text import Text
 
 from vramsweep.harness.messages.terminal import behind_escapes, escape_text
 
-PIPED = 180  # columns, where the output is no terminal and COLUMNS says nothing
+PIPED = 180  # columns, if the output is no terminal and COLUMNS says nothing
 
 
 class Console(console.Console):
-    """Markup is off unless asked for: a name may hold brackets. With it, texts from outside need rich's escape.
+    """A console without markup by default, because names may hold brackets; with it, outside text needs rich's escape.
 
-    Texts are written out before they are measured (`render_str`), and whatever else becomes a segment (`render`): a
-    bar's columns, what others print while it is there. Links are left out. A file or a pipe is `PIPED` columns wide, or
-    as COLUMNS says.
+    Strings are escaped before they are measured (`render_str`), and so is all else that becomes a segment (`render`): a
+    bar's columns, what others print meanwhile. Links are left out. A file or a pipe is `PIPED` columns wide, or as
+    COLUMNS says.
     """
 
     def __init__(self, *, markup: bool = False, **options: Any) -> None:
@@ -34,16 +34,16 @@ class Console(console.Console):
 
     @property
     def redraws(self) -> bool:
-        """Whether what was written can be drawn anew: a terminal, whatever FORCE_COLOR says of a file."""
+        """Ability to draw anew what was written: that of a terminal, whatever FORCE_COLOR says of a file."""
         return self.is_terminal and self.file.isatty() and not self.is_dumb_terminal
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Nothing: it is never hidden, as a process that is killed could not show it again."""
+        """Do nothing: the cursor is never hidden, because a killed process could not show it again."""
         return False
 
     @property
     def file(self) -> IO[str]:
-        """The stream itself, however often it is wrapped: Rich's own sequences are wanted."""
+        """Stream itself, however often it is wrapped, because Rich's own sequences are wanted."""
         return behind_escapes(super().file)
 
     @file.setter
@@ -51,11 +51,11 @@ class Console(console.Console):
         self._file = new_file
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """The text that a string stands for, in a cell or a line."""
+        """Return the text that a string stands for, in a cell or a line, escaped."""
         return super().render_str(escape_text(text), **options)
 
     def render(self, renderable: Any, options: console.ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The segments of anything."""
+        """Yield the segments of anything, escaped and without links."""
         for segment in super().render(renderable, options):
             text, style, control = segment
             if control:
@@ -71,7 +71,7 @@ def make_table(
     title: str | None = None,
     numbers: Collection[str] = (),
 ) -> Table:
-    """Make a table as every verb prints it: no column is cut off, those that `numbers` names are at the right."""
+    """Make a table as every verb prints it: no column is cut off, and columns in `numbers` are right-aligned."""
     table = Table(
         title=title and f"\n{title}",
         title_justify="left",

@@ -1,4 +1,4 @@
-"""The one exception that means "the user can mend this": its text is printed alone, without a traceback."""
+"""The one exception that means "the user can fix this": its text is printed alone, without a traceback."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from vramsweep.harness.messages.terminal import escape_text
 
 
 class UserError(Exception):
-    """Says what was wrong, what is allowed and what to do next, in one or two lines."""
+    """A mistake that the user can fix: what was wrong, what is allowed and what to do next, in one or two lines."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows of it, as a terminal would: the lines alone."""
+        """Return what IPython shows of it, as a terminal would: the lines alone."""
         return [f"vramsweep: {escape_text(str(self))}"]
 
 
 def describe(value: Any) -> str:
-    """Say on a line what a value from outside is, whose text may have no end: lists can hold one another many times."""
+    """Describe a value from outside in a line; its text may have no end, because lists can hold one another often."""
     if isinstance(value, (dict, list, tuple, set, frozenset)):
         return f"a {type(value).__name__} of {len(value)}"
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out very long ones
@@ -27,4 +27,4 @@ def describe(value: Any) -> str:
 
 
 class EnvironmentFault(UserError):
-    """The machine is not fit for the trial now; says nothing about the trial."""
+    """A machine that is not fit for the trial now; it says nothing about the trial."""

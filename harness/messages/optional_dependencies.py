@@ -1,6 +1,6 @@
-"""What a light install leaves out: which extra of pyproject.toml brings a module that was not found.
+"""Packages that a light install leaves out: which extra of pyproject.toml brings a missing module.
 
-Not covered: packages of single techniques, which say themselves what they need (spec/techniques/schema.py).
+Packages of single techniques are not listed: the techniques say what they need (spec/techniques/schema.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import shlex
 import sys
 from pathlib import Path
 
-# The modules of each extra that are imported, by the name that an import says.
+# The imported modules of each extra, by their names in an import.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "predict": ("torch", "transformers", "accelerate", "hydra", "omegaconf"),
     "sweep": ("pynvml", "submitit"),
@@ -19,11 +19,11 @@ EXTRAS: dict[str, tuple[str, ...]] = {
     "techniques": ("peft", "bitsandbytes", "torchao", "liger_kernel"),
     "scripts": ("lightning", "trl"),
 }
-MEASURING = ("sweep", "run")  # verbs that all of a sweep's packages are for
+MEASURING = ("sweep", "run")  # verbs that need all of a sweep's packages
 
 
 def missing_package(module: str, verb: str = "") -> str:
-    """What to install where a module was not found, in one line; the whole of a sweep's for verbs that measure."""
+    """Say in one line what to install for a missing module; for verbs that measure, all that a sweep needs."""
     name = module.partition(".")[0]
     extra = next((extra for extra, modules in EXTRAS.items() if name in modules), "")
     if extra in ("predict", "sweep", "deepspeed") and verb in MEASURING:

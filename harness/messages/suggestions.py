@@ -1,4 +1,4 @@
-"""What to say to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
+"""Answers to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 from vramsweep.harness.messages.errors import UserError
 
-# Below these keys lie dictionaries that are handed on as they are, so that any name may be added with a "+".
+# Below these keys are dictionaries that are passed on as they are, so any name may be added with a "+".
 OPEN = ("runner.options", "model.config", "versions")
-MOST = 12  # names that a line lists
+MOST = 12  # names that a line lists at most
 SETTINGS = "vramsweep sweep --help-all"
 _SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
 _ID = re.compile(r"[0-9a-f]{8,}")  # of a trial
@@ -21,7 +21,7 @@ LISTED_BY = {"verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTING
 
 
 def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
-    """The allowed names that were probably meant, those of the same numbers and the closest first."""
+    """Return the allowed names that were probably meant, those of the same numbers and the closest first."""
     plain, lower = name.lower(), {full.lower(): full for full in reversed(_leave_out_sizes(name, allowed))}
     near = difflib.get_close_matches(plain, lower, n=len(lower) or 1, cutoff=0.6)
     near.sort(key=lambda one: re.findall(r"\d+", plain) not in ([], re.findall(r"\d+", one)))
@@ -31,13 +31,13 @@ def find_nearest(name: str, allowed: Iterable[str], most: int = 1) -> list[str]:
 
 
 def _leave_out_sizes(name: str, allowed: Iterable[str]) -> list[str]:
-    """Return the names that are no model of another size, where the typed one says its size."""
+    """Return the names without models of another size, if the typed name says its size."""
     size, letters = ([] if _ID.fullmatch(name) else _SIZE.findall(name.lower())), re.sub(r"\W|_", "", name.lower())
     return [one for one in allowed if size in ([], _SIZE.findall(one.lower())) or re.sub(r"\W", "", one) == letters]
 
 
 def find_closest(name: str, allowed: Iterable[str]) -> str | None:
-    """The allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
+    """Return the allowed name that was probably meant, or None: for `warmup_steps` also `protocol.warmup_steps`."""
     names = _leave_out_sizes(name, allowed)
     if found := find_nearest(name, names):
         return found[0]
@@ -47,13 +47,13 @@ def find_closest(name: str, allowed: Iterable[str]) -> str | None:
 
 
 def did_you_mean(name: str, allowed: Iterable[str]) -> str:
-    """`; did you mean NAME?`, to end a sentence with, or nothing where no allowed name is close."""
+    """Return `; did you mean NAME?`, to end a sentence with, or nothing if no allowed name is close."""
     near = find_closest(name, allowed)
     return f"; did you mean {near}?" if near else ""
 
 
 def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
-    """What ends a refusal: the guess, then what is allowed, or the command that lists it where that is much."""
+    """Return the end of a refusal: the guess, then what is allowed, or the command that lists it if that is much."""
     near, command = did_you_mean(name, allowed), LISTED_BY.get(kind)
     if kind == "model" and not near:
         family = re.split(r"[^a-z]", name.lower())[0] or "/"
@@ -65,7 +65,7 @@ def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
 
 
 def did_you_mean_path(path: Path) -> str:
-    """As `did_you_mean`, for a file or folder that is not there: what lies beside it."""
+    """Return `; did you mean PATH?` for a missing file or folder, by the names next to it; nothing if none is close."""
     try:
         beside = {one.name: one for one in islice(path.parent.iterdir(), 1000)}
     except (OSError, ValueError):
@@ -75,18 +75,18 @@ def did_you_mean_path(path: Path) -> str:
 
 
 def no_such_value(said: str, kind: str, name: object, allowed: Iterable[object]) -> str:
-    """`said` names a `kind` that there is not: what is allowed, and which was meant."""
+    """Say that there is no such `kind` as `said` names, what is allowed, and which was meant."""
     return f"{said}: there is no such {kind}{list_allowed(str(name), list(map(str, allowed)), kind)}"
 
 
 def check_listed(said: str, kind: str, name: object, allowed: Iterable[object]) -> None:
-    """Raise UserError, as `no_such_value` says it, where `allowed` does not list the name."""
+    """Raise UserError, in the words of `no_such_value`, if `allowed` does not list the name."""
     if name not in (names := list(allowed)):
         raise UserError(no_such_value(said, kind, name, names))
 
 
 def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:
-    """`model=llama9`: a config group has no such option."""
+    """Say that a config group has no such option: `model=llama9`."""
     names = sorted(set(allowed))
     if not option:
         return f"{group}= names no {group}{list_allowed('', names, group)}"
@@ -94,7 +94,7 @@ def unknown_option(group: str, option: str, allowed: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, override: str | None, beside: Iterable[str], everywhere: Iterable[str]) -> str:
-    """`modle=tiny`: no such setting. `beside` are the names where it was looked for, `everywhere` all keys in full."""
+    """Say that there is no such setting (`modle=tiny`). `beside`: names where it was looked for; `everywhere`: all."""
     value = (override or "").partition("=")[2]
     said = (override or key).lstrip("+~")
     parent, _, name = key.rpartition(".")
@@ -115,7 +115,7 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
 
 
 def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> str:
-    """An override that Hydra's grammar does not take; `options` are those of each config group."""
+    """Say what is wrong with an override that Hydra's grammar rejects; `options` are those of each config group."""
     key, equals, value = override.partition("=")
     if not equals:
         wanted = next((f"; did you mean {key}={override}?" for key, names in options.items() if override in names), "")
@@ -129,13 +129,13 @@ def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> 
 
 
 def several_values(override: str) -> str:
-    """`seq_len=1,2` where one configuration is shown (--cfg, --info), or wanted (--run)."""
+    """Say that `seq_len=1,2` is too many where one configuration is shown (--cfg, --info), or wanted (--run)."""
     key, _, value = override.partition("=")
     return f"{override} has several values, and this is of one; give one, or, as one text, {quote_words(key, value)}"
 
 
 def unquoted_settings(override: str) -> str:
-    """`allocator.conf=a:1,b:2`: Hydra takes the comma as the end of a value, with -m and without."""
+    """Say how to quote `allocator.conf=a:1,b:2`: Hydra ends a value at the comma, with -m and without."""
     key, _, value = override.partition("=")
     each = ",".join(f'"{part}"' for part in value.split(","))
     one = f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}"
@@ -143,6 +143,6 @@ def unquoted_settings(override: str) -> str:
 
 
 def quote_words(key: str, value: str) -> str:
-    """The override as one types it in a shell, the value one text."""
+    """Return the override as one types it in a shell, the value one text."""
     inner = value.replace("\\", "\\\\").replace('"', '\\"')
     return f"'{key}=\"{inner}\"'"

@@ -1,13 +1,13 @@
-"""Text for a terminal: what a terminal would act on instead of showing is written out, as \\x1b.
+"""Text for a terminal: anything that a terminal would act on instead of showing is written out, as \\x1b.
 
-Names, reasons and files come from outside: a library's last words, a foreign journal, a model's name. What they hold
-could move the cursor, hide a line, set the window's title or turn the order of letters round. The front door
-(vramsweep/__main__.py) prints through `Escaped`, and tables through console.py: nothing else need think of it.
+Names, reasons and files come from outside: a library's last words, an imported journal, a model's name. They could move
+the cursor, hide a line, set the window's title or turn the order of letters round. The front door
+(vramsweep/__main__.py) prints through `Escaped`, and tables through console.py, so no other code need think of it.
 
-A stream whose reader has gone (`| head`), or whose disk is full, ends the verb by `Unwritten`, which nothing in between
-takes for an error of a file of its own. A sweep ends so too: what has a row keeps it, and the same command goes on.
+A stream whose reader has gone (`| head`), or whose disk is full, ends the verb by `Unwritten`. No code in between takes
+that for an error of a file of its own. A sweep ends so too: finished rows are kept, and the same command resumes.
 
-Not covered: log files, which hold what a worker wrote, as it wrote it; line ends, which a name may hold too.
+Not escaped: log files, which hold what a worker wrote, as it wrote it; line ends, which a name may hold too.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _WRITTEN = {code: chr(code).encode("unicode_escape").decode() for code in _CODES
 
 
 def escape_text(text: str) -> str:
-    """The text without anything that a terminal would act on; line ends and tabs stay."""
+    """Return the text without anything that a terminal would act on; line ends and tabs stay."""
     return text if text.isascii() and text.isprintable() else text.translate(_WRITTEN)
 
 
 class Unwritten(BaseException):
-    """What was printed on the stream could not be written. As a KeyboardInterrupt it is nobody's in between."""
+    """A failure to write what was printed on the stream. Like a KeyboardInterrupt, no code in between handles it."""
 
     def __init__(self, stream: IO[str], error: OSError) -> None:
         super().__init__(error.strerror or str(error))
@@ -46,7 +46,7 @@ class Unwritten(BaseException):
 
 
 class _Guarded:
-    """A stream of which a write or a flush that fails raises `Unwritten`."""
+    """A stream that raises `Unwritten` if a write or a flush fails."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -72,9 +72,9 @@ class _Guarded:
 
 
 def open_streams() -> str | None:
-    """Open what is closed of the three standard streams on the null device, and say so of the output; else None.
+    """Open closed standard streams on the null device, and return a message if the output was closed, else None.
 
-    The next file that a sweep opens would have its number, and whoever prints would write into it.
+    The next file that a sweep opens would get the closed stream's number, and whoever prints would write into it.
     """
     for number in (0, 1, 2):
         try:
@@ -89,7 +89,7 @@ def open_streams() -> str | None:
 
 
 def discard(descriptors: Iterable[int]) -> None:
-    """Drop what is written to these from now on. Raises OSError."""
+    """Drop what is written to these descriptors from now on. Raises OSError."""
     null = os.open(os.devnull, os.O_WRONLY)
     for number in descriptors:
         os.dup2(null, number)
@@ -97,9 +97,9 @@ def discard(descriptors: Iterable[int]) -> None:
 
 
 def status_of_lost_stream(lost: Unwritten) -> int:
-    """The exit status where a stream could not be written: 141, as of a process that SIGPIPE ends, if its reader has
-    gone; else 2, and a line says why. What is left in the stream is dropped, or its end would speak of it.
-    """
+    """Return the exit status if a stream could not be written: 141, as of a process that SIGPIPE ends, if its reader
+    has gone; else 2, and a line says why. What is left in the stream is dropped, because Python would report it at
+    exit."""
     with contextlib.suppress(OSError, ValueError):
         discard([lost.stream.fileno()])
     if lost.number == errno.EPIPE:
@@ -110,17 +110,17 @@ def status_of_lost_stream(lost: Unwritten) -> int:
 
 
 class Escaped:
-    """A stream that escapes what it prints (`escape_text`); Rich, whose own sequences are wanted, writes behind it."""
+    """A stream that escapes what it prints (`escape_text`). Rich writes behind it, because its sequences are wanted."""
 
     def __init__(self, stream: TextIO) -> None:
         self.rich_proxied_file = stream  # where Rich looks for what is behind a stream
 
     def write(self, text: str) -> int:
-        """Print the text."""
+        """Print the text, escaped."""
         return self.rich_proxied_file.write(escape_text(text))
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Print the lines."""
+        """Print the lines, escaped."""
         self.rich_proxied_file.writelines(map(escape_text, lines))
 
     def __getattr__(self, name: str) -> Any:
@@ -128,28 +128,28 @@ class Escaped:
 
 
 def behind_escapes(stream: IO[str]) -> IO[str]:
-    """The stream itself, where it is wrapped: by `Escaped`, by Rich while a bar is there, or by both."""
+    """Return the stream itself if it is wrapped: by `Escaped`, by Rich while a bar is there, or by both."""
     while (inner := getattr(stream, "rich_proxied_file", None)) is not None:
         stream = inner
     return stream
 
 
 def escape_others() -> None:
-    """Escape all text from now on where Rich took the streams over, whose reading of sequences is a wide one."""
+    """Escape all text from now on after Rich took the streams over, because Rich accepts many sequences."""
     sys.stdout, sys.stderr = (cast(TextIO, Escaped(stream)) for stream in (sys.stdout, sys.stderr))
 
 
 def _unforeseen(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Python's own last words, which quote what comes from outside."""
+    """Print Python's own last words escaped, because they quote text from outside."""
     text = "".join(traceback.format_exception(kind, error, where))
     print(escape_text(text), end="", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def escaped() -> Iterator[None]:
-    """Whatever is printed meanwhile, on either stream, is escaped; a name that is no text ends nothing.
+    """Escape whatever is printed meanwhile, on either stream; a name that cannot be encoded raises no error.
 
-    What Python prints of an error that nobody caught is, too, from then on.
+    What Python prints of an uncaught error is escaped too, from then on.
     """
     sys.excepthook = _unforeseen
     for stream in (sys.stdout, sys.stderr):

@@ -1,10 +1,10 @@
-"""Sizes and times as they are typed, and sizes as they are shown: the one place that reads and writes them.
+"""Sizes and times as they are typed, and sizes as they are shown; no other module reads or writes them.
 
-A size has its unit, as a bare 24 could be bytes, GB or GiB; so has a time. An option or a setting that is called after
-its unit (`--gib`, `device.memory_gib`, `timeout_s`) takes a bare number of it, and any other unit too. Money is a bare
-number everywhere: in any currency, the same one for all (budget.py).
+A size needs its unit, because a bare 24 could be bytes, GB or GiB; so does a time. An option or a setting that is named
+after its unit (`--gib`, `device.memory_gib`, `timeout_s`) takes a bare number of it, and any other unit too. Money is a
+bare number everywhere, in any currency, the same for all (budget.py).
 
-Not covered: sizes in PYTORCH_CUDA_ALLOC_CONF, which are PyTorch's to read (allocator/config.py).
+PyTorch reads the sizes in PYTORCH_CUDA_ALLOC_CONF (allocator/config.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import re
 from vramsweep.harness.messages.errors import UserError
 
 GIB = 1 << 30
-LEAST = 0.01  # GiB, or of another unit, that is shown as a number
-MOST = (1 << 63) - 1  # bytes: what a whole number of PyTorch's, of JSON readers' and of a table's can hold
+LEAST = 0.01  # GiB, or of another unit, that is shown as a number, at least
+MOST = (1 << 63) - 1  # bytes: the largest whole number of PyTorch, of JSON readers and of a table
 SIZES = {"B": 1}
 SIZES |= {f"{prefix}{unit}": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGTP") for unit in ("iB", "i")}
 SIZES |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGTP")}
@@ -24,12 +24,12 @@ TIMES = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _NUMBER = r"\d+(?:\.\d+)?"
 _MEASURE = re.compile(rf"({_NUMBER})\s*([A-Za-z]*)", re.ASCII)
 _TIME = re.compile("".join(rf"(?:({_NUMBER}){unit})?" for unit in TIMES), re.ASCII | re.IGNORECASE)
-# A key's last part says the unit of a bare number, and how many of SIZES' or TIMES' units it is.
+# A key's ending says the unit of a bare number, and how many bytes or seconds that is.
 _NAMED = (("_gib", "size", GIB), ("_s", "time", 1), ("hours", "time", 3600))
 
 
 def parse_size(text: str, said: str | None = None) -> int:
-    """Bytes in "24GiB", "512 MiB", "80GB" or "512B"; `said` is how it was typed, where that is more than the text.
+    """Return the bytes of "24GiB", "512 MiB", "80GB" or "512B"; `said` is how it was typed, if that is more.
 
     Raises UserError for what is no size above 0, for a number without its unit and for 24G, which may be either.
     """
@@ -43,7 +43,7 @@ def parse_size(text: str, said: str | None = None) -> int:
     if unit.upper() in "KMGTP":
         unit = unit.upper()
         raise UserError(f"{said} may be either: {number}{unit}iB (units of 1024) or {number}{unit}B (units of 1000)")
-    if unit not in SIZES:  # 24gib and 24GIB are meant so; 24Gb would be bits
+    if unit not in SIZES:  # 24gib and 24GIB mean GiB; 24Gb would be bits
         plain = next((known for known in SIZES if unit in (known.lower(), known.upper())), None)
         if plain is None:
             raise UserError(f"{said} has a unit that there is not: write for example 24GiB, 512MiB or 80GB")
@@ -57,7 +57,7 @@ def parse_size(text: str, said: str | None = None) -> int:
 
 
 def gib(text: str, said: str | None = None) -> float:
-    """GiB in a bare number, or in a size with its unit. Raises UserError for what is no size above 0."""
+    """Return the GiB of a bare number, or of a size with its unit. Raises UserError for what is no size above 0."""
     return parse_size(f"{text}GiB" if _bare(text) else text, said or text) / GIB
 
 
@@ -88,13 +88,13 @@ def format_size(size: float) -> str:
 
 
 def format_estimate(value: float) -> str:
-    """A number that is an estimate: two digits of it mean something."""
+    """Format an estimate with two digits, because more of them mean nothing."""
     digits = 1 - math.floor(math.log10(abs(value))) if value else 0
     return f"{round(value, digits):,.{max(digits, 0)}f}"
 
 
 def parse_seconds(text: str, said: str | None = None) -> float:
-    """Seconds in 90m, 8h, 1h30m, 1d or 3600s. Raises UserError for what is no time above 0, or has no unit."""
+    """Return seconds of 90m, 8h, 1h30m, 1d or 3600s. Raises UserError if it is no time above 0, or has no unit."""
     said = text if said is None else said
     plain = "".join(text.split())
     if _bare(plain) and 0 < float(plain) < math.inf:
@@ -109,9 +109,9 @@ def parse_seconds(text: str, said: str | None = None) -> float:
 
 
 def in_its_unit(key: str, text: str) -> str:
-    """A setting's value as a bare number of the unit that its key is called after: device.memory_gib=24GB is 22.35….
+    """Return a setting's value as a bare number of the unit in its key's name: 22.35… for device.memory_gib=24GB.
 
-    Whatever else is typed (null, a range, a bare number) comes back as it is. Raises UserError for a unit that is none.
+    All else that is typed (null, a range, a bare number) comes back as it is. Raises UserError for an unknown unit.
     """
     of = next((one for one in _NAMED if key.rpartition(".")[2].endswith(one[0])), None)
     if of is None or _bare(text) or not text[:1].isdigit() or not text.replace(".", "").replace(" ", "").isalnum():

@@ -1,10 +1,10 @@
-"""hydra/sweeper=adaptive: of the lengths and batches that are asked for, measure those that say most.
+"""hydra/sweeper=adaptive: measures those of the given lengths and batches that say most.
 
-The grid is expanded as ever and falls into configurations: everything but seq_len and micro_batch. Each is first
-predicted, where the simulated device can; then all of them are measured in rounds, a batch of the launcher's each,
-until none asks for more (analysis/model/adaptive.py says for what). The same command asks the same again, so an
-interrupted sweep goes on from its journal. What was not measured is written to inferred.jsonl beside the journal,
-never as rows. Not covered: time, of which nothing is inferred.
+The grid is expanded as usual and falls into configurations: everything but seq_len and micro_batch. Each is predicted
+first, if the simulated device can. Then all are measured in rounds, a batch of the launcher's each, until none needs
+more (analysis/model/adaptive.py decides). The same command asks for the same points, so an interrupted sweep resumes
+from its journal. Points that were not measured are written to inferred.jsonl next to the journal, never as rows. Time
+is not inferred.
 """
 
 import json
@@ -39,15 +39,15 @@ if TYPE_CHECKING:  # Hydra imports every plugin for every command, and these imp
 
 @dataclass
 class AdaptiveConf:
-    """hydra/sweeper=adaptive"""
+    """Settings of hydra/sweeper=adaptive."""
 
     _target_: str = "hydra_plugins.vramsweep.adaptive.AdaptiveSweeper"
-    most: int = 40  # points of a configuration that are measured at most
+    most: int = 40  # measured points of a configuration, at most
     checks: int = 3  # check points in a row that have to agree
     together: int = 3  # uncertain points that a round asks for
     seed: int = 0  # of the check points
-    allocated: float = 0.01  # what allocated memory may be off by, as a share, everywhere
-    reserved: float = 0.02  # and reserved memory, at 95 % of the points
+    allocated: float = 0.01  # largest error of allocated memory, as a share, everywhere
+    reserved: float = 0.02  # largest error of reserved memory, at 95 % of the points
     max_batch_size: int | None = None
     params: dict[str, Any] | None = None  # of presets (conf/sweep): axes, as on the command line
 
@@ -56,7 +56,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="adaptive", node=Adapti
 
 
 class AdaptiveSweeper(BasicSweeper):
-    """Asks the launcher for a few points at a time."""
+    """The sweeper that asks the launcher for a few points at a time."""
 
     def __init__(
         self, most: int, checks: int, together: int, seed: int, allocated: float, reserved: float,
@@ -68,7 +68,7 @@ class AdaptiveSweeper(BasicSweeper):
         self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
 
     def check(self) -> None:
-        """Raise UserError for a setting that is not allowed; not where Hydra makes this, which would bury it."""
+        """Raise UserError for a setting that is not allowed; Hydra would bury an error that the constructor raises."""
         if self.max_batch_size is not None:
             raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
         for key, least in (("most", 3), ("checks", 1), ("together", 1), ("seed", 0)):
@@ -79,7 +79,7 @@ class AdaptiveSweeper(BasicSweeper):
                 raise UserError(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Rounds of the launcher, until every configuration has enough."""
+        """Run rounds of the launcher until every configuration has enough; return what it returns of each."""
         assert self.hydra_context is not None
         assert self.launcher is not None
         self.check()
@@ -127,7 +127,7 @@ class AdaptiveSweeper(BasicSweeper):
         self, planned: Sequence[Planned], session: Session, jobs: Any, groups: Sequence[Sequence[int]],
         impossible: Sequence[int],
     ) -> Any:  # fmt: skip
-        """What would be asked first, were nothing predicted."""
+        """Launch the points of the first round for a plan, as if nothing were predicted."""
         assert self.launcher is not None
         first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, None).ask()]
         points = max(map(len, groups), default=0)
@@ -156,7 +156,7 @@ class AdaptiveSweeper(BasicSweeper):
 
 
 def configurations(planned: Sequence[Planned]) -> list[list[int]]:
-    """The positions of the possible trials of each configuration: equal but for length and batch."""
+    """Return the positions of the possible trials of each configuration: equal but for length and batch."""
     found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for n, one in enumerate(planned):
         if one.trial is not None:
@@ -168,7 +168,7 @@ def configurations(planned: Sequence[Planned]) -> list[list[int]]:
 
 
 def predicted_grid(planned: Sequence[Planned], session: Session | None) -> "Grid":
-    """The points of a configuration, with predictions where they can be made, for this session's sweep if any."""
+    """Return a configuration's points, with predictions if they can be made; without a session there are none."""
     import numpy as np
 
     from vramsweep.analysis.model.adaptive import Grid
@@ -180,7 +180,7 @@ def predicted_grid(planned: Sequence[Planned], session: Session | None) -> "Grid
 
 
 def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row | None] | None:
-    """The predicted row of each trial; None, with the reason said, where they cannot be predicted for that card."""
+    """Return the predicted row of each trial, or None if that GPU cannot be predicted; the reason is printed."""
     first, settings = possible[0], session.settings
     assert settings is not None
     if not settings.predict or first.device.name != "cuda" or runner_table.runner(first.runner.name).starts:
@@ -207,8 +207,8 @@ def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row 
 
 
 def answer(row: Mapping[str, Any]) -> "Answer":
-    """What a row says to the search. Where the allocator had to free its cache first, reserved is only a bound. One
-    that was skipped needs no less than one that ran out of memory."""
+    """Return what a row says to the search. Reserved is left out if the allocator had to free its cache first, because
+    it is then only a bound. A skipped trial needs no less than one that ran out of memory."""
     from vramsweep.analysis.model.adaptive import TOLERANCES, Answer
 
     if row["outcome"] == Outcome.SKIPPED:
@@ -221,13 +221,13 @@ def answer(row: Mapping[str, Any]) -> "Answer":
     limit = row.get("memory_limit_bytes") or (total - CONTEXT_BYTES if total else None)
     if row["outcome"] == Outcome.OOM:
         return Answer(False, limit=limit)
-    no_allocator = row["device"] == "cpu"  # a process's resident set is no curve of the length
+    no_allocator = row["device"] == "cpu"  # a process's resident set does not follow the length
     left_out = {"peak_reserved_bytes"} if row.get("alloc_retries") or no_allocator else set()
     return Answer(True, {name: row[name] for name in TOLERANCES if row.get(name) and name not in left_out}, limit)
 
 
 def inferences(planned: Sequence[Planned], search: "Search") -> list[dict[str, Any]]:
-    """What each point that was not measured, or failed, comes to, a line of inferred.jsonl each."""
+    """Return a line of inferred.jsonl for each point that was not measured, or failed."""
     known, fits = search.inferred(), search.fits()
     ran = [planned[at].trial_id for at, one in search.answers.items() if one.fits]
     lines = []
@@ -247,7 +247,7 @@ def inferences(planned: Sequence[Planned], search: "Search") -> list[dict[str, A
 
 
 def said(first: Planned, search: "Search", ended: bool = False) -> str:
-    """In a line: how many points of how many were measured, and how the check points agree; `ended`: by the budget."""
+    """Say in a line how many points were measured, and how check points agree; `ended`: the budget ended the search."""
     assert first.trial is not None
     total, told = len(search.grid.length), search.answers.values()
     done = sum(one.measured and one.fits is not None for one in told)

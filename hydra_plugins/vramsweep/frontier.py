@@ -1,7 +1,7 @@
-"""The thin Hydra side of `sweep=frontier`: of one axis with a range, round by round, the trials that find the edge.
+"""The thin Hydra side of `sweep=frontier`: finds the maximum of one axis with a range that fits, round by round.
 
-Every other word that holds several values makes configurations. A round has one trial of each configuration whose edge
-is not known yet. What is tried next, and what is known before, is harness/questions/edge_search.py's.
+Every other word with several values makes configurations. A round has one trial of each configuration whose maximum is
+not known yet. harness/questions/edge_search.py says what is tried next, and what is known before.
 """
 
 from collections.abc import Mapping
@@ -22,12 +22,12 @@ from vramsweep.harness.search.strategy import drive
 if TYPE_CHECKING:
     from vramsweep.harness.config.compose import HydraTask
 
-LENGTHS = "seq_len=range(64,8193,64)"  # where neither a length nor a range of batches is given
+LENGTHS = "seq_len=range(64,8193,64)"  # if neither a length nor a range of batches is given
 
 
 @dataclass
 class FrontierConf(SweeperConf):
-    """hydra/sweeper=frontier"""
+    """Settings of hydra/sweeper=frontier."""
 
     _target_: str = "hydra_plugins.vramsweep.frontier.FrontierSweeper"
 
@@ -36,10 +36,10 @@ ConfigStore.instance().store(group="hydra/sweeper", name="frontier", node=Fronti
 
 
 class FrontierSweeper(VramsweepSweeper):
-    """Searches the edge of each configuration; where it is only planned, the first round is."""
+    """The sweeper that searches the maximum of each configuration; a plan has the first round only."""
 
     def sweep(self, arguments: list[str]) -> Any:
-        """The rounds, each a batch; what the launcher returns of them. Raises UserError for a mistake."""
+        """Run the rounds, each a batch; return what the launcher returns of them. Raises UserError for a mistake."""
         assert self.hydra_context is not None
         launcher: Any = self.launcher  # ours; Hydra has imported another copy of its module
         if self.max_batch_size is not None:
@@ -66,7 +66,7 @@ class FrontierSweeper(VramsweepSweeper):
         def launch(asked: Mapping[int, list[int]]) -> dict[int, dict[int, Row]]:
             batch = [[*settings[n], f"{name}={value}"] for n, [value] in asked.items()]
             returns.append(launcher.launch(batch, initial_job_idx=sum(map(len, returns))))
-            rows = [done.return_value for done in returns[-1]]  # None where it is only planned
+            rows = [done.return_value for done in returns[-1]]  # None if it is only planned
             points = zip(asked.items(), rows, strict=True)
             return {n: {value: row} for (n, [value]), row in points if row is not None}
 
@@ -76,7 +76,7 @@ class FrontierSweeper(VramsweepSweeper):
 
 
 def _axis(overrides: list[Override]) -> Override:
-    """The word whose edge is looked for: edge_of= names it, else it is the one of lengths and batches with a range."""
+    """Return the word whose maximum is searched: that of edge_of=, else the length or batch with a range."""
     last = {one.key_or_group: one for one in overrides if one.key_or_group in FREE}
     swept = {key: one for key, one in last.items() if one.is_sweep_override()}
     named = [one for one in overrides if one.key_or_group == "edge_of"]
@@ -99,7 +99,7 @@ def _ranged(override: Override) -> bool:
 
 
 def _values(axis: Override) -> list[int]:
-    """The axis's values, upwards. Raises UserError for what is no length or batch."""
+    """Return the axis's values, ascending. Raises UserError for what is no length or batch."""
     texts = list(map(str, axis.sweep_string_iterator()))
     name = axis.key_or_group
     if not all(text.isascii() and text.isdigit() and int(text) > 0 for text in texts):

@@ -1,9 +1,9 @@
-"""The thin Hydra side: compose the grid once, hand all trials to the task (harness/config/compose.py) in one batch.
+"""The thin Hydra side: composes the grid once, and hands all trials to the task (harness/config/compose.py) in a batch.
 
 Hydra composes every job twice, for 57 ms each: minutes for thousands of trials. Here a configuration is composed once
-for each combination of options of config groups; plain values are then set on copies of it with Hydra's own function.
-Lengths and batches, of which there may be thousands, are set after a configuration is resolved, where nothing in it
-refers to them.
+for each combination of options of config groups. Plain values are then set on copies of it with Hydra's own function.
+Lengths and batches may be thousands, so they are set after a configuration is resolved, if nothing in it refers to
+them.
 """
 
 import copy
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
     from vramsweep.harness.config.compose import HydraTask
 
 FREE = ("seq_len", "micro_batch")
-# Interpolations that read no more than a setting beside them, or what our own resolvers do (ds_config, world_size).
+# Interpolations that read only a setting next to them, or what our own resolvers read (ds_config, world_size).
 OURS = re.compile(r"\$\{(\.\w+|vramsweep\.\w+:(\$\{oc\.select:runner\.target,null\}|[^${}]*))\}")
 
 
 @dataclass
 class LauncherConf:
-    """hydra/launcher=vramsweep"""
+    """Settings of hydra/launcher=vramsweep."""
 
     _target_: str = "hydra_plugins.vramsweep.launcher.VramsweepLauncher"
 
 
 @dataclass
 class SweeperConf:
-    """hydra/sweeper=vramsweep: Hydra's basic sweeper without its own composing of every job."""
+    """Settings of hydra/sweeper=vramsweep: Hydra's basic sweeper without its own composing of every job."""
 
     _target_: str = "hydra_plugins.vramsweep.launcher.VramsweepSweeper"
     max_batch_size: int | None = None
@@ -55,13 +55,13 @@ ConfigStore.instance().store(group="hydra/sweeper", name="vramsweep", node=Sweep
 
 
 class VramsweepSweeper(BasicSweeper):
-    """The basic sweeper; the launcher composes, and so checks, each combination before anything is started.
+    """Hydra's basic sweeper; the launcher composes, and so checks, each combination before anything is started.
 
-    It leaves no multirun.yaml, which would say where the user's folders are, and more than the rows do of nothing else.
+    It leaves no multirun.yaml, which would say where the user's folders are, and otherwise no more than the rows do.
     """
 
     def sweep(self, arguments: list[str]) -> Any:
-        """All combinations, in one batch or in those of max_batch_size."""
+        """Launch all combinations, in one batch or in those of max_batch_size; return what the launcher returns."""
         assert self.hydra_context is not None
         assert self.launcher is not None
         words = [*self._parse_config(), *arguments]
@@ -76,10 +76,10 @@ class VramsweepSweeper(BasicSweeper):
 
 
 class VramsweepLauncher(Launcher):
-    """Composes a batch of jobs and hands it to the task; each job returns what `compose.HydraTask` answers."""
+    """The launcher that composes a batch of jobs and hands it to the task; each job returns the task's answer."""
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        """Hydra's call before `launch`. Raises UserError if the folder that the sweeper writes to cannot be made."""
+        """Make the sweeper's folder; Hydra calls this before `launch`. Raises UserError if it cannot be made."""
         self.context, self.config, self.task = hydra_context, config, cast("HydraTask", task_function)
         folder = Path(config.hydra.sweep.dir)
         try:
@@ -92,7 +92,7 @@ class VramsweepLauncher(Launcher):
         """Run all jobs; a failed trial is a row, not an exception, so that the batch always completes."""
         with Activity(f"reading the settings of {len(job_overrides):,} trials"):
             jobs = self.compose(job_overrides)
-        sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, comes again
+        sweeper = self.config.hydra.sweeper  # any other, and ours with a batch size, calls again
         whole = sweeper._target_ == SweeperConf._target_ and sweeper.max_batch_size is None
         answers = self.task.take(jobs, whole)
         return [
@@ -101,7 +101,7 @@ class VramsweepLauncher(Launcher):
         ]
 
     def compose(self, job_overrides: Sequence[Sequence[str]]) -> list[Job]:
-        """Each job's configuration, without the `hydra` node. Raises Hydra's errors for unknown keys."""
+        """Compose each job's configuration, without the `hydra` node. Raises Hydra's errors for unknown keys."""
         loader = self.context.config_loader
         parser = OverridesParser.create(config_loader=loader)
         parsed = {text: parser.parse_override(text) for text in {t for overrides in job_overrides for t in overrides}}
@@ -129,7 +129,7 @@ class VramsweepLauncher(Launcher):
         return jobs
 
     def _load(self, words: Sequence[str]) -> DictConfig:
-        """A configuration as Hydra composes it, without the `hydra` node."""
+        """Return a configuration as Hydra composes it, without the `hydra` node."""
         config = self.context.config_loader.load_sweep_config(self.config, list(words))
         with open_dict(config):
             del config["hydra"]
@@ -137,7 +137,7 @@ class VramsweepLauncher(Launcher):
 
 
 def _referred(config: DictConfig) -> set[str]:
-    """Of `FREE`, the keys that something else in the configuration may refer to, or that are not in it."""
+    """Return the keys of `FREE` that something else in the configuration may refer to, or that are not in it."""
 
     def texts(node: Any) -> Iterator[str]:
         if isinstance(node, dict):
