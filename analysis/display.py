@@ -36,7 +36,7 @@ from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.messages.units import format_gib
 
 MOST = 20  # lines of a table
-WIDE = 30  # columns: the user made a frame of fewer
+WIDE = 30  # columns; a frame with fewer was made by the user
 UNKNOWN = "–"
 
 

@@ -4,8 +4,8 @@ For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `repor
 for training scripts: `watch`, `TrainerCallback`; for custom targets: `Trial`. Each is imported when it is first used,
 so that importing this costs nothing and needs neither torch nor pandas.
 
-The four packages live at the top of the repository and are linked here. The installed package so has one name of its
-own and collides with nobody's `analysis/` or `conf/`. Modules are imported as `vramsweep.harness...`, by no other name.
+The four packages live at the top of the repository and are linked here, so the installed package has one name of its
+own. It collides with nobody's `analysis/` or `conf/`. Modules are imported as `vramsweep.harness...`, by no other name.
 """
 
 from __future__ import annotations

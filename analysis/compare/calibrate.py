@@ -41,7 +41,7 @@ _HELD = {f"trial.{path}{key}" for key in ASKED for path in ("", "runner.")} | {"
 
 @dataclass(frozen=True)
 class Calibration:
-    """The calibration of one GPU and precision. `factors` are 1 / efficiency of the `PARTS`, None if no pair has it.
+    """The calibration of a GPU and precision. `factors` are 1 / efficiency of the `PARTS`, None for parts no pair has.
 
     `margins` are half the widths of 95 % intervals; `range` bounds the pairs' estimated step seconds. Errors are
     relative, of configurations left out.

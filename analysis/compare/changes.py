@@ -145,7 +145,7 @@ def _level(
 def find_places(
     quantity: str, settings: Mapping[str, Any], x: Array, difference: Array, values: Array, unit: str
 ) -> list[Place]:
-    """Return where a difference (n,) of `values` (n,) at x (n,) steps; a step that is soon taken back is one place."""
+    """Return where a difference (n,) of `values` (n,) at x (n,) steps; one that is soon taken back is one `Place`."""
     order = np.argsort(x, kind="stable")
     found = jumps(x[order], difference[order], values[order], most=8)
     different = np.unique(x)

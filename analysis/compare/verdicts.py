@@ -34,7 +34,7 @@ _EXACT = ("peak_allocated_bytes", "peak_active_bytes", "peak_reserved_bytes")
 
 @dataclass(frozen=True)
 class Memory:
-    """EQUAL, SMALLER, LARGER or AMBIGUOUS; `a` and `b` are medians in bytes, null if memory ran out.
+    """A verdict on memory: EQUAL, SMALLER, LARGER or AMBIGUOUS. `a` and `b` are median bytes, null if memory ran out.
 
     `apart` is the most bytes between any run of one side and any of the other; 0 if all are the same.
     """
@@ -49,10 +49,9 @@ class Memory:
 
 @dataclass(frozen=True)
 class Speed:
-    """SAME, FASTER, SLOWER or AMBIGUOUS; `change` is B/A − 1 of tokens/s with its 95 % interval, null if unknown.
-
-    `a` and `b` are geometric means of tokens/s, `error` the standard error of ln(B/A) from repeats.
-    """
+    """A verdict on speed: SAME, FASTER, SLOWER or AMBIGUOUS. `change` is B/A − 1 of tokens/s with its 95 % interval,
+    null if unknown. `a` and `b` are geometric means of tokens/s, `error` is the standard error of ln(B/A) from
+    repeats."""
 
     verdict: str
     reason: str

@@ -25,7 +25,7 @@ ATTENTION = "attention in "  # begins the kind of a fused attention kernel, whos
 
 
 class Work(NamedTuple):
-    """What one operator needs of the GPU. `kind` names the arithmetic its `flops` are done in, "" if there are none.
+    """The demand of one operator on the GPU. `kind` names the arithmetic its `flops` are done in, "" if there are none.
 
     Kinds: fp32, 3xtf32 (fp32 made of three tf32 products), half, bf16, fp8; any other has no known peak. After
     `ATTENTION` they are a fused attention kernel's. `nbytes` is what is read and written.

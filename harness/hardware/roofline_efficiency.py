@@ -1,4 +1,4 @@
-"""How much slower than the roofline GPUs really are: factors learnt from published speeds, for a calibrated estimate.
+"""Factors by which GPUs are slower than the roofline, learnt from published speeds, for a calibrated estimate.
 
 A step is taken to last f_compute C + f_attention A + f_memory M + f_launch L + f_communication X. C, A, M and L are the
 roofline's seconds (roofline.py) bound by the peak, of fused attention, bound by memory, and of launches. X is the

@@ -30,7 +30,7 @@ VALUED = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--co
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Texts as they are, options within 100 columns on every terminal, so that a page is the same everywhere."""
+    """A formatter that keeps texts as they are, options within 100 columns, so that a page is one everywhere."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=26, width=WIDTH)

@@ -67,7 +67,7 @@ def format_gib(size: float) -> str:
 
 
 def choose_unit(largest: float) -> str:
-    """Return the one unit of a table by its largest size: GiB, and MiB where that would leave hardly a digit."""
+    """Return the one unit of a table by its largest size: GiB, or MiB if GiB would leave hardly a digit."""
     return "MiB" if 0 < largest < GIB / 10 else "GiB"
 
 

@@ -180,7 +180,7 @@ def predicted_grid(planned: Sequence[Planned], session: Session | None) -> "Grid
 
 
 def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row | None] | None:
-    """Return the predicted row of each trial, or None if that GPU cannot be predicted; the reason is printed."""
+    """Return the predicted row of each trial, or None if nothing is to be predicted; a failure is printed."""
     first, settings = possible[0], session.settings
     assert settings is not None
     if not settings.predict or first.device.name != "cuda" or runner_table.runner(first.runner.name).starts:

@@ -1,4 +1,4 @@
-"""The thin Hydra side of `sweep=frontier`: finds the maximum of one axis with a range that fits, round by round.
+"""The thin Hydra side of `sweep=frontier`: finds the maximum that fits of one axis with a range, round by round.
 
 Every other word with several values makes configurations. A round has one trial of each configuration whose maximum is
 not known yet. harness/questions/edge_search.py says what is tried next, and what is known before.
