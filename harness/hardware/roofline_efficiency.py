@@ -2,10 +2,10 @@
 
 A step is taken to last f_compute C + f_attention A + f_memory M + f_launch L + f_communication X. C, A, M and L are the
 roofline's seconds (roofline.py) bound by the peak, of fused attention, bound by memory, and of launches. X is the
-seconds of collectives (interconnects.py); the computation hides some of them, so their factor may be below 1. A step
-lasts at least h for each launch, the time of the host. `efficiencies.json` holds factors for each GPU and kind of
-arithmetic with published speeds, and for any GPU ("any"). benchmarks/efficiencies.py writes it, with speed_factors.py,
-from reference runs. It names its sources, and how far off the factors were on readings they were not made from.
+seconds of collectives (interconnects.py); the computation hides a part of X, which makes its factor smaller than 1. A
+step lasts at least h for each launch, the time of the host. `efficiencies.json` holds factors for each GPU and kind of
+arithmetic with published speeds, and for any GPU ("any"). benchmarks/efficiencies.py, with speed_factors.py, writes it
+from reference runs. The file names its sources, and how far off the factors were where they were not made for.
 
 The result is an estimate: it never enters a measured column.
 """

@@ -27,4 +27,4 @@ def describe(value: Any) -> str:
 
 
 class EnvironmentFault(UserError):
-    """A machine that is not fit for the trial now; it says nothing about the trial."""
+    """A fault of the machine, which is not fit for the trial now; it says nothing about the trial."""

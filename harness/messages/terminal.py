@@ -38,7 +38,7 @@ def escape_text(text: str) -> str:
 
 
 class Unwritten(BaseException):
-    """A failure to write what was printed on the stream. Like a KeyboardInterrupt, no code in between handles it."""
+    """A failure to write what was printed on the stream. As with a KeyboardInterrupt, no code in between handles it."""
 
     def __init__(self, stream: IO[str], error: OSError) -> None:
         super().__init__(error.strerror or str(error))
