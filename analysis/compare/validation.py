@@ -233,10 +233,12 @@ def _cell_text(line: Mapping[str, Any] | pd.Series[Any], column: str) -> str:
 
 
 def worst(values: pd.Series[float]) -> float:
+    """Return the value that is farthest from zero, with its sign."""
     return float(values.iloc[int(np.argmax(values.abs().to_numpy(float)))])
 
 
 def gib(value: float | None) -> str:
+    """Return bytes as a number of GiB with three decimals, or a dash if the value is missing."""
     return "–" if value is None or pd.isna(value) else f"{value / GIB:,.3f}"
 
 

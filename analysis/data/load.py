@@ -415,4 +415,5 @@ def _moved(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def finished(frame: pd.DataFrame, outcome: pd.Series[Any]) -> pd.DataFrame:
+    """Return the rows whose outcome is ok; leave out those whose outcome is missing."""
     return frame[outcome.eq("ok").fillna(False).to_numpy(bool)]

@@ -92,6 +92,7 @@ def ended(frame: pd.DataFrame, outcome: str) -> pd.DataFrame:
 
 
 def kind_of(row: Mapping[str, Any] | pd.Series[Any]) -> str:
+    """Return a row's kind: measured, predicted or imported."""
     own = PREDICTED if str(row["device"]) == "simulated" else MEASURED
     return own if pd.isna(row["foreign"]) else IMPORTED
 
@@ -226,6 +227,7 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
 
 
 def memory_fit(of: Head, found: Sequence[Fit]) -> Fit | None:
+    """Return the configuration's fit of the first memory column in METRICS that has one; None without any."""
     own = {fit.metric.column: fit for fit in found if fit.group == of.group.id and fit.metric.memory}
     return next((own[name] for name in METRICS if name in own), None)
 

@@ -30,6 +30,7 @@ class Block:
 
     @property
     def split(self) -> bool:
+        """Return whether the block has a neighbour in its segment."""
         return self.prev is not None or self.next is not None
 
 
@@ -46,6 +47,7 @@ class Pool:
         self.unmapped: list[tuple[int, Block]] = []
 
     def add(self, block: Block) -> None:
+        """Mark the block as free, and insert it in order."""
         block.free = True
         if block.mapped:
             insort(self.free, (block.size, block.addr, block))
@@ -53,6 +55,7 @@ class Pool:
             insort(self.unmapped, (block.addr, block))
 
     def remove(self, block: Block) -> None:
+        """Take the block out of the pool, but leave it marked as free."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.addr))]
         else:

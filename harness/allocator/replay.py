@@ -51,6 +51,7 @@ class Timeline:
         self._reserved = 0
 
     def stretches(self, events: Iterable[_T], total: int) -> Iterator[list[_T]]:
+        """Yield the events in stretches for a recording of `total` events, and mark a point before and after each."""
         length = max(1, -(-total // TIMELINE_POINTS))
         source = iter(events)
         self.mark()
@@ -61,6 +62,7 @@ class Timeline:
 
     @property
     def peak_allocated(self) -> int:
+        """Return the most bytes allocated so far, over all stretches."""
         return max(self._allocated, self._simulator.peak_allocated)
 
     def stats(self) -> Stats:
@@ -120,6 +122,7 @@ class WhatIf:
     library: str | None
 
     def to_json(self, timelines: bool = True) -> str:
+        """Return the table as JSON, with each row's timeline only if `timelines`."""
         data = asdict(self)
         if not timelines:
             for row in data["rows"]:

@@ -267,6 +267,7 @@ class Simulator:
         return False
 
     def stats(self) -> Stats:
+        """Return the counters as they are now."""
         return Stats(**{name: getattr(self, name) for name in Stats.__dataclass_fields__})
 
     def pool(self, private: int, stream: int, small: bool) -> Pool:

@@ -62,6 +62,7 @@ class Follower:
         self._diverged = False
 
     def step(self, index: int, private: int) -> None:
+        """Replay the recorded event `index` in the pool `private`, and compare; keep a segment event for later."""
         events = self._recording.events
         event = events[index]
         action, addr, size, stream = event
@@ -86,12 +87,14 @@ class Follower:
         self._compare(index)
 
     def finish(self) -> None:
+        """Complete the delayed frees, repeat the last recorded releases, and compare the last segment events."""
         end = len(self._recording.events)
         self._complete_held()
         self._release_as_recorded(end)
         self._compare(end)
 
     def match(self) -> Match:
+        """Return the comparison so far."""
         return Match(**{**self._counts, "first_difference": self._first})  # type: ignore[arg-type]
 
     def _alloc(self, addr: int, size: int, stream: int, private: int, index: int) -> None:

@@ -40,6 +40,7 @@ FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of p
 
 
 def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    """Return the arguments, with old names replaced, and the parser. Raises UserError for a mistake."""
     parser = get_args_parser()
     parser.prog = f"vramsweep {'plan' if action == 'plan' else verb}"
     parser.error = partial(_refuse, parser)  # type: ignore[method-assign]

@@ -114,6 +114,7 @@ class OutFile:
     suffixes: tuple[str, ...]
 
     def __call__(self, text: str) -> Path:
+        """Return the file's path. Raises UserError for another suffix, too long a name, or a folder."""
         path = Path(text)
         if path.suffix not in self.suffixes:
             said = f"{path.name} has another" if path.suffix else f"{path.name or text!r} has none"

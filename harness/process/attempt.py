@@ -125,11 +125,13 @@ class ColdWorker:
         self._descriptor = os.pidfd_open(self.pid)
 
     def wait(self, seconds: float, look: Look | None = None) -> tuple[bool, int | None]:
+        """Return whether the worker ended within `seconds`, and its exit code (negative: the signal)."""
         if not readable([self._descriptor], seconds, look):
             return False, None
         return True, self._process.wait()
 
     def kill(self) -> None:
+        """Kill the worker's process group, if it is still there."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -137,6 +139,7 @@ class ColdWorker:
         """Do nothing, because nothing else depends on this process."""
 
     def close(self) -> None:
+        """Close the descriptor that tells when the worker ends."""
         os.close(self._descriptor)
 
 

@@ -35,6 +35,7 @@ def reject_too_many_ranks(planned: Sequence[Planned]) -> list[Planned]:
 
 
 def on_cuda(item: Planned) -> bool:
+    """Return whether the trial is possible and runs on a CUDA device."""
     return item.trial is not None and item.trial.device.name == "cuda"
 
 

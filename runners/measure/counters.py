@@ -187,6 +187,7 @@ class HostMemory:
         self._process = process
 
     def take(self) -> Peaks:
+        """Return the peaks in bytes: reserved since the process was first watched, allocated since the last call."""
         peaks: Peaks = dict.fromkeys(COUNTERS)
         peaks["reserved"] = self._process.resident_peak()
         if self.live is not None:
@@ -194,6 +195,7 @@ class HostMemory:
         return peaks
 
     def summary(self) -> dict[str, Any]:
+        """Return no columns, because host memory has no allocator's counters."""
         return {}
 
 

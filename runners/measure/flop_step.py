@@ -58,6 +58,7 @@ class Count:
         self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
+        """Begin to count, unless a user's code is compiled; run our own compiled code without torch.compile."""
         self._began = time.perf_counter()
         self.compiled = self.compiler.compiled()
         if self.compiled and not self.own:
@@ -79,6 +80,7 @@ class Count:
         self._context.enter_context(backward_boundaries(entered, left))
 
     def leave(self, loss: torch.Tensor | None) -> None:
+        """Stop counting, and keep the FLOPs and the names of operators that were not counted."""
         self.close()
         if self.compiled and not self.own:
             return

@@ -123,9 +123,11 @@ class Warmup:
         self.loss_first: float | None = None
 
     def enter(self) -> None:
+        """Note the time at which the step begins."""
         self._began = time.perf_counter()
 
     def leave(self, loss: torch.Tensor | None) -> None:
+        """Wait for the device and keep the step's time in seconds; for the first step also its loss."""
         self.gauges.synchronize()
         self.times.append(time.perf_counter() - self._began)
         self.gauges.take()
@@ -133,6 +135,7 @@ class Warmup:
             self.loss_first = _finite(loss)
 
     def columns(self) -> Columns:
+        """Return the number of warm-up steps, their times in seconds, and the first loss."""
         return {"warmup_steps": len(self.times), "warmup_step_times_s": self.times, "loss_first": self.loss_first}
 
 
@@ -147,6 +150,7 @@ class Probe:
         self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
+        """Begin to watch the phases; without a GPU also count tensors, unless code is compiled or they are counted."""
         self._began = time.perf_counter()
         memory = self.gauges.memory
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
@@ -158,6 +162,7 @@ class Probe:
         self.gauges.take()
 
     def leave(self, loss: torch.Tensor | None) -> None:
+        """End the optimizer's phase, stop watching, and call `then`."""
         self._end("optimizer")
         self.close()
         self.spent = time.perf_counter() - self._began
@@ -172,6 +177,7 @@ class Probe:
         self.phases[phase] = larger(self.phases.get(phase, peaks), peaks)
 
     def columns(self) -> Columns:
+        """Return each phase's peaks in bytes; None, with a note, if no backward pass was seen."""
         known = "backward" in self.phases
         phases = self.phases if known else {}
         return {
@@ -211,6 +217,7 @@ class Measured:
         self.fed: int | None = None
 
     def leave(self, loss: torch.Tensor | None) -> None:
+        """Mark the boundary, and keep the step's peaks, memory and tokens; after the last step, finish."""
         self.gauges.clock.mark()
         self.peaks.append(self.gauges.take())
         self.held.append(self.gauges.memory.held)
@@ -254,6 +261,7 @@ class Measured:
         self.then()
 
     def columns(self) -> Columns:
+        """Return the columns that `finish` kept, and those that are made from single steps."""
         reserved = [peaks["reserved"] for peaks in self.peaks]
         return {
             **self._columns,
@@ -278,11 +286,13 @@ class Recorded:
         self._context = contextlib.ExitStack()
 
     def enter(self) -> None:
+        """Begin to record at most RECORDED_EVENTS events, without tracebacks, if there is a path."""
         if self.path:
             self._context.callback(torch.cuda.memory._record_memory_history, enabled=None)
             torch.cuda.memory._record_memory_history(context=None, max_entries=RECORDED_EVENTS)
 
     def leave(self, loss: torch.Tensor | None) -> None:
+        """Write the recording if there is a path, and stop recording."""
         if self.path:
             torch.cuda.memory._dump_snapshot(str(self.path))
         self.close()
@@ -337,6 +347,7 @@ class Meter:
         self._record({"event": "load"})
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        """Keep the peaks of loading and both functions, and record that training begins."""
         self._load = self.gauges.take()
         self._host_load = self.gauges.process.look()
         self._describe = describe
@@ -348,9 +359,11 @@ class Meter:
         self._record({"event": "train"})
 
     def step_begin(self) -> None:
+        """Begin the present step, as its purpose requires."""
         self.step().enter()
 
     def fed(self, batch: Mapping[str, Any]) -> None:
+        """Count the token ids of a measured or FLOP-counting step, unless every step has the same number."""
         step, ids = self.plan[self.index], batch.get("input_ids")
         if self.asked.tokens_per_step is not None or not isinstance(ids, torch.Tensor):
             return
@@ -360,9 +373,11 @@ class Meter:
             self.count.tokens = (self.count.tokens or 0) + ids.numel()
 
     def run_pass(self, one: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the pass as it is, and return its loss."""
         return one()
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
+        """Record the moment in the file of steps, and end the step as its purpose requires."""
         self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # takes a third of json's time
         self.step().leave(loss)
         self.index += 1

@@ -56,20 +56,25 @@ class TraceMeter:
         self._passes = RepeatedPasses(tracer, trial.grad_accum, sends) if alike else None
 
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
+        """Keep `describe` for the end of the last step, and end the phase of loading in the trace."""
         self._describe = describe
         self.tracer.built()
 
     def step_begin(self) -> None:
+        """Report progress, and tell the tracer that a step begins and whether it is the last."""
         self._say(f"tracing step {self.index + 1} of {self.trial.steps()}")
         self.tracer.in_step = True
         self.tracer.in_last_step = self.index == self.trial.steps() - 1
 
-    def fed(self, batch: Any) -> None: ...
+    def fed(self, batch: Any) -> None:
+        """Ignore the batch, because a trace counts no tokens."""
 
     def run_pass(self, one: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Run the pass; if the step's passes are alike, a pass may be recorded again instead."""
         return one() if self._passes is None else self._passes.run(one)
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
+        """End the optimizer's phase; after the last step, keep the columns about what was built."""
         self.mark("optimizer")
         if self.tracer.in_last_step:
             self.details = self._describe()

@@ -62,10 +62,8 @@ def start(folder: str) -> None:
 
 
 class Observer:
-    """The observer of one process. It reads its request from `folder` and writes its reports there.
-
-    `imported` are storages that are not counted (rank_instruments.py).
-    """
+    """The observer of one process. It reads its request from `folder` and writes its reports there. `imported` are
+    storages that are not counted (rank_instruments.py)."""
 
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
         self.folder, self.imported = folder, imported
@@ -129,6 +127,7 @@ class Observer:
     # ---- events of the script
 
     def forward_begins(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Begin the first or next step at a trained module's call; skip frozen modules, and note evaluations."""
         known = any(one() is module for one in self.modules)
         if not known and not any(parameter.requires_grad for parameter in module.parameters()):
             frozen = next(module.parameters(), None) is not None
@@ -160,6 +159,7 @@ class Observer:
         self.volume.backward(over=False)
 
     def backward_begins(self) -> None:
+        """Count the pass, and begin the first or next step if no forward pass has done so."""
         self.counts["backwards"] += 1
         self.backwards += 1
         if self.closures is not None:
@@ -173,6 +173,7 @@ class Observer:
             self.boundary()
 
     def backward_ended(self, over: bool) -> None:
+        """Count the pass's tokens, and arm the hooks again until SETTLED steps brought no new model."""
         if over and not self.trained:
             self.trained = any(module.training for one in self.modules if (module := one()) is not None)
         self.volume.backward(over)
@@ -180,9 +181,11 @@ class Observer:
             self.hooks.arm()
 
     def optimizer_begins(self, optimizer: Any, *_: Any) -> None:
+        """Count backward passes from here on as those of the optimizer's closure."""
         self.closures = 0
 
     def optimizer_stepped(self, optimizer: Any, *_: Any) -> None:
+        """Count a step that follows a backward pass; end it at once if no forward pass was seen."""
         self.closures = None
         if optimizer is not None and all(one() is not optimizer for one in self.optimizers):
             self.optimizers.append(weakref.ref(optimizer))
@@ -197,10 +200,12 @@ class Observer:
             self.boundary()
 
     def replays(self, *args: Any, **kwargs: Any) -> None:
+        """Tell the meter that a CUDA graph replays, because counters do not see its memory."""
         if self.meter is not None:
             self.meter.graphed = True
 
     def scaler_stepped(self, scaler: Any, *_: Any, **__: Any) -> None:
+        """Count a step that GradScaler skipped for an overflow; the count is None if fused steps hide them."""
         if not scaler.is_enabled():
             return
         if any(getattr(one(), "_step_supports_amp_scaling", False) for one in self.optimizers):

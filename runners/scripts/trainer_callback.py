@@ -32,6 +32,7 @@ class TrainerCallback(transformers.TrainerCallback):
         self.watch = Watch(name, **settings)  # so that wrong settings are reported before the model is loaded
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Begin a watched block with the settings that the Trainer's arguments and weights show."""
         close_open_training()
         found = state.train_batch_size // max(1, args.n_gpu) if args.auto_find_batch_size else None
         known = {
@@ -44,6 +45,7 @@ class TrainerCallback(transformers.TrainerCallback):
         _open.append(self)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the watched block without an error."""
         self.ended()
 
     def ended(self, error: BaseException | None = None) -> None:

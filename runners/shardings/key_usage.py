@@ -22,15 +22,18 @@ class KeyUsage(dict[str, Any]):
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, or `default`, and note that the key was read."""
         self.asked.add(key)
         return super().get(key, default)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value of a key, which is set to `default` if missing, and note that the key was read."""
         self.asked.add(key)
         return super().setdefault(key, default)
 
     def keys(self) -> Any:
-        return KeysView(self)  # its `in` asks for the key
+        """Return a view of the keys, whose `in` notes that the key was read."""
+        return KeysView(self)
 
     def __iter__(self) -> Iterator[str]:  # so that ** asks key by key
         return super().__iter__()

@@ -33,21 +33,27 @@ class CudaAccelerator(CPU_Accelerator):  # type: ignore[misc]
     stream = staticmethod(torch.cpu.stream)
 
     def device(self, device_index: Any = None) -> torch.device:
+        """Return the only CUDA device, of index 0."""
         return torch.device("cuda", 0)  # made at each call, because cuda_emulation.py makes it the CPU
 
     def current_stream(self, device_index: Any = None) -> Any:
+        """Return the current stream of torch.cpu, whose streams stand for CUDA's."""
         return torch.cpu.current_stream()
 
     def default_stream(self, device_index: Any = None) -> Any:
+        """Return the default stream of torch.cpu, whose streams stand for CUDA's."""
         return torch.cpu._default_cpu_stream
 
     def empty_cache(self) -> None:
+        """Call torch.cuda.empty_cache, which the tracer records."""
         torch.cuda.empty_cache()
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return whether the tensor is on any device but meta."""
         return tensor.device.type != "meta"
 
     def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+        """Return a new page-locked tensor: of the same shape if `match_shape`, else flat."""
         return fake_placement.pinned(tensor, None if match_shape else (tensor.numel(),))
 
     def _torch_empty_pinned(self, tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

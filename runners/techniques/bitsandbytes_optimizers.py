@@ -42,6 +42,7 @@ class Standin(kernel_stubs.Optimizer):
         self.tables: list[torch.Tensor] = []
 
     def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the moments, paged or not; large parameters with 8 bits also get scales, and share the tables."""
         numbers = range(1, self.moments + 1)
         quantized = self.bits == 8 and p.numel() >= LEAST_8_BIT and not getattr(p, "keeps_32_bits", False)
         if quantized and not self.tables:

@@ -39,10 +39,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, into: torch.Tensor, *, out_val: A
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An optimizer with its library's state, in bytes and in order, and no arithmetic.
-
-    `stands_for` is its name in the row of a measured run.
-    """
+    """An optimizer with its library's state, in bytes and in order, and no arithmetic. `stands_for` is its name in the
+    row of a measured run."""
 
     stands_for = ""
 

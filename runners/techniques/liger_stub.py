@@ -25,6 +25,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+        """Return the normed rows; keep rows, weight and one fp32 reciprocal per row for the backward pass."""
         rows = hidden.contiguous().view(-1, hidden.shape[-1])
         normed = torch.empty_like(rows)
         reciprocals = torch.empty(len(rows), dtype=torch.float32, device=rows.device)
@@ -35,6 +36,7 @@ class RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of input and weight; the weight's is None if it is frozen."""
         rows, weight, reciprocals = ctx.saved_tensors
         changed = grad.contiguous().view(rows.shape)
         if ctx.needs_input_grad[1]:
@@ -56,6 +58,7 @@ class SiluMul(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """Return the product of silu(gate) and up, and keep both factors."""
         gate, up = gate.contiguous(), up.contiguous()
         product = torch.empty_like(gate)
         fused([gate, up], [], [product])
@@ -64,6 +67,7 @@ class SiluMul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the two factors, which now hold their gradients."""
         gate, up = ctx.saved_tensors
         fused([grad.contiguous()], [gate, up])
         return gate, up
@@ -76,12 +80,14 @@ class Rope(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return queries and keys, rotated, and keep cosines and sines."""
         query, key = _rotated(query, key, cos, sin)
         ctx.save_for_backward(cos, sin)
         return query, key
 
     @staticmethod
     def backward(ctx: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of queries and keys, rotated in place too; cosines and sines have none."""
         return *_rotated(query, key, *ctx.saved_tensors), None, None
 
 
@@ -116,6 +122,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         targets: torch.Tensor,
         capability: Capability,
     ) -> torch.Tensor:
+        """Return the sum of the tokens' losses, and keep the gradients for the backward pass."""
         tokens, width = hidden.shape
         size = chunk_size(tokens, width, weight.shape[0])
         needed = hidden.requires_grad
@@ -160,6 +167,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the kept gradients of hidden states, weight and bias, multiplied by `grad` in place."""
         found = ctx.saved_tensors
         (grad == torch.tensor(1.0)).all()  # torch.equal, which tells whether to multiply
         for gradient in found:

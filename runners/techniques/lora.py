@@ -112,10 +112,12 @@ class Adapter(nn.Module):
 
     @property
     def weight(self) -> Any:
+        """Return the weight of the wrapped layer."""
         return self.base_layer.weight
 
     @property
     def bias(self) -> Any:
+        """Return the bias of the wrapped layer."""
         return self.base_layer.bias
 
     def raise_to_fp32(self) -> None:
@@ -125,6 +127,7 @@ class Adapter(nn.Module):
                 part.weight = nn.Parameter(part.weight.data.to(torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Add the adapter's product to the wrapped layer's, in the order of peft's layer for 4 bits or its others."""
         return self._forward_4bit(x) if hasattr(self.base_layer, "quant_state") else self._forward_plain(x)
 
     def _forward_plain(self, x: torch.Tensor) -> torch.Tensor:

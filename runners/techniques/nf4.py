@@ -132,6 +132,7 @@ class QuantState:
 
     @property
     def nested(self) -> bool:
+        """Return whether `absmax` is quantised itself."""
         return self.state2 is not None
 
 
@@ -167,6 +168,7 @@ class Linear4bit(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features, device="meta"), requires_grad=False) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute the product in `compute_dtype`, with the bias cast to it, and return it in the dtype of `x`."""
         dtype = x.dtype
         x = x.to(self.compute_dtype)
         bias: torch.Tensor | None = self.bias
@@ -183,11 +185,13 @@ class MatMul4Bit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, bias: Any, state: QuantState) -> torch.Tensor:
+        """Return the product; keep only the packed weight and its statistics for the backward pass."""
         ctx.packed, ctx.state = packed, state
         return _product(x, packed, bias, state)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradient of `x`, for which the weight is unpacked again; nothing else has one."""
         (grad,) = grads
         return torch.matmul(grad, _unpacked(ctx.packed, ctx.state).to(grad.dtype)), None, None, None
 

@@ -53,6 +53,7 @@ class Standin(kernel_stubs.Optimizer):
         self._compiled: set[torch.Size] = set()  # shapes whose kernels have run
 
     def new_state(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return codes, scales and a table per moment; a plain moment if small or not a multiple of the block."""
         state: dict[str, torch.Tensor] = {}
         for moment in MOMENTS:
             if p.numel() < LEAST or p.numel() % self.block:
@@ -64,6 +65,7 @@ class Standin(kernel_stubs.Optimizer):
         return state
 
     def update(self, p: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor]) -> None:
+        """Call the kernel of a step, with the buffers of unfused kernels, and of timing at a shape's first step."""
         first = p.shape not in self._compiled
         self._compiled.add(p.shape)
         if "exp_avg.codes" not in state:

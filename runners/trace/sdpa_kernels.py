@@ -38,10 +38,12 @@ class Attention(NamedTuple):
 
     @property
     def width(self) -> int:
+        """Return the width of the query's heads."""
         return self.query.size(-1)
 
     @property
     def half(self) -> bool:
+        """Return whether the query has half precision, fp16 or bf16."""
         return self.query.dtype in (torch.float16, torch.bfloat16)
 
     def fits_none(self) -> str | None:

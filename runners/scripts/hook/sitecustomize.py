@@ -38,6 +38,7 @@ class AfterTorch(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return torch's spec with a loader that starts the observer after the import; None for any other module."""
         if name != "torch":
             return None
         finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path if finder is not self)
@@ -64,6 +65,7 @@ class Lent(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        """Return the spec of psutil or pynvml from the folders in LENT; None for any other module."""
         if name.partition(".")[0] not in ("psutil", "pynvml"):
             return None
         return importlib.machinery.PathFinder.find_spec(name, path or os.environ.get(LENT, "").split(os.pathsep))
