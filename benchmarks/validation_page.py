@@ -94,9 +94,9 @@ def of_reasons(found: pd.DataFrame) -> pd.DataFrame:
     misses["why"] = misses["why"].str.replace(_RANKS, "", regex=True)
     lines = []
     for (title, kind, why), mine in misses.groupby(["source", "counter", "why"], sort=False):
-        error = mine["error"].str.removesuffix(" %").astype(float)
-        far = mine.loc[error.abs().idxmax()]
-        least = mine.loc[error.abs().idxmin(), "error"]
+        error = mine["error"].str.removesuffix(" %").astype(float).abs().to_numpy()
+        far = mine.iloc[int(error.argmax())]
+        least = mine["error"].iloc[int(error.argmin())]
         lines.append(
             {
                 "source": title,
