@@ -3,7 +3,7 @@
 A fit has one group of equal settings, one metric and one axis. Values between and beyond the observations come from the
 first available of three bases:
 
-- `prediction`: predicted rows of the same settings give the shape; a small residual leads to what was measured.
+- `prediction`: predicted rows of the same settings give the shape; a small residual is added to match measurements.
 - `phases`: the rows know each phase's peak, over batch and length together (phases.py). Reserved, active and device
   memory are modelled on allocated (residual_model.py).
 - `points`: the observations alone (pointwise_fit.py).
@@ -47,17 +47,17 @@ from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LEVEL = 0.95
 CUT = "seq_len is only where their samples are cut"
-FEWEST_TIMES = 5  # lengths: two lines (four numbers) fit any fewer times exactly
+FEWEST_TIMES = 5  # lengths: two lines (four numbers) would fit fewer step times exactly
 ROUNDED = 32 * 1024  # bytes that rounding to blocks of 512 may add at lengths less round than the measured: 1 to 28 KiB
-HIDDEN = 0.1  # share of the peak: a smaller rise over all points does not show activations yet
+HIDDEN = 0.1  # share of the peak: if the curve rises less over all points, they do not show activations yet
 
 
 @dataclass(frozen=True)
 class Prediction:
     """Values at x with 95 % intervals: of the curve (low, high) and of one new observation (new_low, new_high).
 
-    `extrapolated` marks x outside the measured range; such a value is a guess and must be shown as one. An upper end is
-    infinite where nothing bounds it.
+    `extrapolated` marks x outside the measured range; such a value must be shown as a guess. The upper end of an
+    interval is infinite where nothing bounds it.
     """
 
     x: Array
@@ -73,11 +73,11 @@ class Prediction:
 class Fit:
     """A fit of one metric in one group.
 
-    `chosen` is the best kind on the points; values and intervals are `predictor`'s, on the `basis` that `because`
-    explains. `identified`: the kind is known and every piece has as many lengths as numbers. `phases` name what makes
-    the peak on each piece of the first curve. There is nothing beyond `positions`, if known. `only` is True if all
-    measured or predicted lengths are multiples of 8, False if none is, else null. The curve does not follow the points
-    at `outliers`.
+    `chosen` is the most probable kind of curve on the points. Values and intervals are `predictor`'s, on the `basis`
+    that `because` explains. `identified`: the kind is known, and every piece has at least as many lengths as numbers.
+    `phases` has the phase with the peak on each piece of the first curve. The model takes no x above `positions`, if
+    that is known. `only` is True if all measured or predicted lengths are multiples of 8, False if none is, else None.
+    The curve ignores the points at `outliers`.
     """
 
     metric: Metric
@@ -117,15 +117,15 @@ class Fit:
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
-        """Models that are always shown: the line and the parabola of all points, then the chosen one."""
+        """Candidates that are always shown: the line and the parabola through all points, then the chosen one."""
         plain = (one for one in self.candidates if one.model.kind in PLAIN and one.model.modulus is None)
         return (*(one for one in plain if one is not self.chosen), self.chosen)
 
     @property
     def one_sided(self) -> bool:
-        """Return whether the curve has no upper bound beyond the points. Either a run that should fit did not, or
-        points are few, or the curve hardly rises. In the last case what grows with length is still hidden below what
-        does not."""
+        """Return whether the curve has no upper bound beyond the points. Either a run did not fit that should have, or
+        points are few, or the curve hardly rises. In the last case, memory that does not grow with length may still
+        hide the memory that does."""
         if self._contradicted:
             return True
         if self.basis != "points" or not self.metric.memory:
@@ -135,19 +135,19 @@ class Fit:
 
     @property
     def modulus(self) -> int | None:
-        """Divisor of the lengths of one class of values, if there are two classes."""
+        """Divisor of the lengths in one of two alignment classes; None if there is only one class."""
         if isinstance(self.predictor, Unaligned):
             return PADDED_TO if len(self.predictor.x) else None
         return self.chosen.model.modulus if self.basis == "points" else None
 
     @cached_property
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
-        """95 % interval of each parameter, by name, of each curve of the chosen model, given its kind."""
+        """95 % interval of each parameter, by curve of the chosen model and name, given the model's kind."""
         return {key: intervals_of(self.posteriors[key], curve) for key, curve in self.chosen.model.curves.items()}
 
     @property
     def ahead(self) -> Prediction:
-        """Prediction of a new run at the longest x, and at twice that if the model takes it."""
+        """Prediction of a new run at the largest measured x, and at twice that if the model takes so much."""
         high = self.range[1]
         return self.predict(np.array([high] if 2 * high > (self.positions or np.inf) else [high, 2 * high]))
 
@@ -166,7 +166,7 @@ class Fit:
         low, high = np.percentile(curve, [tail, 100 - tail], axis=0)
         new_low, new_high = np.percentile(new, [tail, 100 - tail], axis=0)
         first, last = self.range
-        value = self.value(x)  # of the most probable kind, while the interval is of all
+        value = self.value(x)  # of the most probable kind; the interval is over all kinds
         low, high, new_low, new_high = (
             np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
         )  # fmt: skip
@@ -197,7 +197,7 @@ class Fit:
         middles = (different[1:] + different[:-1]) / 2
         step = 1 if self.only or (self.only is None and np.any(different % PADDED_TO)) else PADDED_TO
         inside = np.unique(np.round(middles / step) * step)
-        out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no use in measuring them again
+        out = self.points.bound_x[self.points.bound_x > different[-1]]  # did not fit: no need to measure them again
         beyond = min(1.5 * different[-1], (different[-1] + out.min(initial=np.inf)) / 2, self.positions or np.inf)
         asked = np.append(inside[~np.isin(inside, different)], np.floor(beyond / step) * step)
         asked = asked - (asked % PADDED_TO == 0) if self.only else asked
@@ -210,7 +210,7 @@ class Fit:
             return int(asked[-1])
         if wide.max() > 0.02 or self.only is None:
             return int(asked[int(np.argmax(wide))]) if wide.max() > 0.02 else None
-        return int(asked[asked < different[-1]].max(initial=asked[0]))  # most has grown there, and the curve is known
+        return int(asked[asked < different[-1]].max(initial=asked[0]))  # most activations are there; the curve is known
 
 
 def fit_table(
@@ -223,10 +223,10 @@ def fit_table(
     axis: str = "seq_len",
     beside: Callable[[Group], pd.DataFrame | None] | None = None,
 ) -> tuple[list[Fit], list[str]]:
-    """Fit every group and metric that has the data; return the fits and notes about the others.
+    """Fit every group and metric with enough data; return the fits, and notes on what was not fitted.
 
-    At most `limit` groups are fitted, those with most rows first. `found` are the groups if they are known already.
-    `beside` returns the predicted rows, of any batch and length, of a group's settings.
+    At most `limit` groups are fitted, those with most rows first. `found` has the groups, if they are known already.
+    `beside` returns the predicted rows of a group's settings, of any batch and length.
     """
     fits: list[Fit] = []
     notes: list[str] = []
@@ -280,11 +280,11 @@ def fit_points(
     axis: str = "seq_len",
     knows: Knows | None = None,
 ) -> Fit | None:
-    """Fit these observations, with what `knows` adds to them; return None with too few different x."""
+    """Fit these observations, with what `knows` adds; return None if there are too few different x."""
     points = points.averaged()
     if len(np.unique(points.x)) < FEWEST:
         return None
-    aligned = axis == "seq_len" and metric.memory  # else no kernel's padding matters
+    aligned = axis == "seq_len" and metric.memory  # in other cases the padding of kernels does not matter
     apart = estimate_apart(points, metric) if aligned else None
     found, few = apart or (estimate_points(points, metric), None)
     candidates, chosen = candidates_of(points, found)
@@ -338,7 +338,7 @@ def fit_points(
 
 
 def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
-    """Return the one alignment class with rows, or None if both have; predictions count if they are the basis."""
+    """Return the only alignment class with rows, or None if both have rows; predictions count if they are the basis."""
     told = classes(points.x)
     if basis == "prediction" and knows and knows.predicted:
         told |= classes(knows.predicted.frame["seq_len"].dropna().to_numpy(float))
@@ -346,7 +346,7 @@ def _only_class(points: Points, basis: str, knows: Knows | None) -> bool | None:
 
 
 def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> list[str]:
-    """Warn of lower bounds that the curve contradicts."""
+    """Return a warning if the curve lies below some of the lower bounds; none if it does not."""
     if not len(points.bound_x):
         return []
     below = predictor.value(points.bound_x) < points.bound_y - metric.resolution
@@ -359,7 +359,7 @@ def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> 
 
 
 def _samples(rows: pd.DataFrame) -> float | None:
-    """Return sequences per step over all ranks, derived from the rows' speed; null if the rows disagree."""
+    """Return sequences per step over all ranks, derived from the rows' speed; None if the rows disagree."""
     ratio = (rows["tokens_per_s"] * rows["step_median_s"] / rows["seq_len"]).to_numpy(float)
     if not len(ratio):
         return None

@@ -1,20 +1,19 @@
-"""One process: spec in, result out, deadline, kill the tree, evidence.
+"""Attempts: start one worker process, wait until it ends or its deadline passes, kill its tree, return the evidence.
 
 An attempt has a folder. The parent writes `spec.json` there, starts a worker, and blocks until the worker ends or the
-deadline passes. The worker leaves `result.json` (written aside, then renamed), `steps.jsonl` (a line per step, as it
-goes), `stdout.log` and `stderr.log`. No part of a result ever travels over stdout.
+deadline passes. The worker leaves `result.json` (written aside, then renamed), `steps.jsonl` (a line after each step),
+`stdout.log` and `stderr.log`. No part of a result ever travels over stdout.
 
-A worker starts in one of two ways that end in the same code (runners/worker/worker.py). Cold is a fresh interpreter.
-Warm is a fork of a fork server, which has imported everything and never touched the GPU (fork_server.py). Each
-environment has its own fork server, because torch reads the allocator's variable when its library loads.
-CUDA_VISIBLE_DEVICES is set at fork time, so one fork server serves all GPUs. A runner whose imports start CUDA runs
-cold.
+A worker starts cold or warm, and then runs the same code (runners/worker/worker.py). Cold is a fresh interpreter. Warm
+is a fork of a fork server, which has imported everything and never touched the GPU (fork_server.py). Each environment
+has its own fork server, because torch reads the allocator's variable when its library loads. CUDA_VISIBLE_DEVICES is
+set at fork time, so one fork server serves all GPUs. A runner whose imports start CUDA runs cold.
 
 The worker and the fork server die with their parent (PR_SET_PDEATHSIG). While an attempt lasts, its processes are below
-one process of its own (runners/rank/process_end.py). We adopt its orphans (PR_SET_CHILD_SUBREAPER) and kill them,
-whichever attempt they belonged to, and no other processes. orphans.py kills what outlives us. Concurrent attempts run
-in threads. A thread holds the lock while it starts and notes a process; otherwise another thread might take that for an
-orphan. Linux only.
+one process of its own (runners/rank/process_end.py). We adopt the orphans of all attempts (PR_SET_CHILD_SUBREAPER) and
+kill these, but no other process. orphans.py kills what outlives us. Concurrent attempts run in threads. A thread holds
+the lock while it starts and notes a process. Otherwise another thread might take the new process for an orphan. Linux
+only.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ from vramsweep.harness.rows.outcome import REASON_LENGTH, Evidence, HostMemory, 
 PR_SET_CHILD_SUBREAPER = 36
 RECORD_NUMBERS = ("step", "rank")  # keys of records that are whole numbers where they are given
 PROGRESS_LIMIT = 4 << 10  # bytes of a worker's reports of its activity; the last line counts
-STEPS_LIMIT = 16 << 20  # bytes that are read of the records' end; a step's record has about 100
+STEPS_LIMIT = 16 << 20  # bytes that are read from the end of the records; a step's record has about 100
 RESULT_LIMIT = 64 << 20  # bytes; a result is some kilobytes
-RELIEF_S = 2.0  # for memory to come back from an attempt that was ended for it, before another one is ended
+RELIEF_S = 2.0  # after an attempt was ended for its memory: the time for that to be freed before another is ended
 MOST_THREADS = 1024  # more than a node has slots; a thread is made only when it is needed
 
-# Errors of the folder that is written to. All other refusals of the system (processes, descriptors, memory) are about
-# this moment, and say nothing about the disk.
+# Errors of the folder that is written to. All other refusals of the system (processes, descriptors, memory) may pass,
+# and say nothing about the disk.
 _WRITING = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EFBIG, errno.ENOENT),
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE, errno.ENODEV),
@@ -76,9 +75,9 @@ def is_write_error(error: OSError) -> bool:
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """The result of one attempt: the evidence, and the wall time in seconds from before the start to after the reaping.
+    """The evidence of one attempt, and its wall time in seconds, from before its start until its processes are reaped.
 
-    `isolation` is how it really ran; `cold_reason` says why it ran cold if warm was requested.
+    `isolation` says how it really ran, `cold_reason` why it ran cold although warm was requested.
     """
 
     evidence: Evidence
@@ -93,13 +92,13 @@ def attempt_environment(conf: str, device: str, base: Mapping[str, str], gpus: S
     setting.
 
     PYTORCH_CUDA_ALLOC_CONF is the name that every supported torch reads; torch 2.9.1 ignores settings given under the
-    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one a rank) are left visible, because the Trainer would spread a batch
-    over all that it sees. GPUs are numbered as by NVML: CUDA by itself puts the fastest first.
+    newer PYTORCH_ALLOC_CONF. Only `gpus` (uuids, one per rank) are left visible, because the Trainer would spread a
+    batch over all visible GPUs. They are numbered as by NVML, because CUDA by itself puts the fastest first.
     """
     environ = worker_environment.select_variables(base)
     if conf:
         environ["PYTORCH_CUDA_ALLOC_CONF"] = conf
-    # otherwise DeepSpeed's detection initialises CUDA in the fork server
+    # without it DeepSpeed's detection would initialise CUDA in the fork server
     environ["DS_ACCELERATOR"] = "cuda" if device == "cuda" else "cpu"
     environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # a spinning OpenMP team is 80 times slower on a busy machine
@@ -115,7 +114,7 @@ class ColdWorker:
     """A fresh interpreter that runs the worker, with the methods of a WarmWorker."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
-        # in a session of its own, as fork servers are
+        # in a session of its own, like a fork server
         command = build_command("vramsweep.runners.worker.worker", str(folder), str(os.getpid()))
         with (folder / LOGS[0]).open("ab") as out, (folder / LOGS[1]).open("ab") as err:
             self._process = subprocess.Popen(
@@ -144,11 +143,11 @@ class ColdWorker:
 
 
 class Launcher(contextlib.AbstractContextManager["Launcher"]):
-    """The owner of the fork servers, which starts attempts and sees them through. Use it as a context manager.
+    """The owner of the fork servers: starts attempts and follows each to its end. Use it as a context manager.
 
     `isolation` is cold or warm. `logs` is a folder for the output of the fork servers, one file each. `run` marks all
-    processes that it starts; `occupancy` knows the GPUs. `threads` run concurrent attempts. They last as long as the
-    launcher, because a fork server ends with the thread that started it.
+    processes that the launcher starts; `occupancy` knows the GPUs. `threads` run concurrent attempts. The threads last
+    as long as the launcher, because a fork server ends with the thread that started it.
     """
 
     def __init__(self, isolation: str, logs: Path, bounds: Timeouts | None = None) -> None:
@@ -192,8 +191,8 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
     ) -> AttemptResult:
         """Run one attempt in `folder` to its end. The worker reads `spec`; the folder must not exist yet.
 
-        `look` is called about once a second meanwhile, to see what is there already; what it raises ends the attempt.
-        Raises OSError if the folder cannot be written. A worker that cannot be started is evidence.
+        Meanwhile `look` is called about once a second, to read what the worker has written; an exception of it ends the
+        attempt. Raises OSError if the folder cannot be written. If no worker can be started, the evidence says so.
         """
         began = time.monotonic()
         kills = machine.host_oom_kills()
@@ -285,9 +284,9 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
                 self._kept.add(self._guard.pid)
 
     def own_pids(self) -> set[int]:
-        """Return this process and those that it started, but not survivors of a kill, because they use the device.
+        """Return this process and those that it started, except those that survived a kill and so still use the device.
 
-        Wrong in a container that NVML does not see into: the driver may give process ids that do not exist here.
+        The ids are of no use if NVML does not see into this container: the driver may then give ids from outside.
         """
         return {os.getpid()} | orphans.trees(os.getpid())[0] - self._kept - self._stuck
 
@@ -301,11 +300,11 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
         return AttemptResult(evidence, time.monotonic() - began, "warm" if warm else "cold", reason, notes)
 
     def _leftovers(self) -> Iterator[tuple[int, bool]]:
-        """Yield the orphans of ended attempts, each with whether it has ended: our children that belong to nothing that
-        runs, and all below them. Reap such children that have ended.
+        """Yield the orphans of ended attempts, each with whether it has ended: our children that belong to no running
+        attempt or server, and all processes below them. Reap those of these children that have ended.
 
         A child in our session is a program that we called, no orphan. Children in sessions of their own are started and
-        noted under the lock. The lock is taken here after each listing, so one just started is already noted.
+        noted under the lock. It is taken here after a child was listed, so a child just started is already noted.
         """
         own, session = os.getpid(), os.getsid(0)
         there: dict[int, orphans.Process] = {}
@@ -314,7 +313,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
             there[pid] = one
             if one.parent == own and one.session != session and pid not in self._waited_for():
                 top.add(pid)
-                yield pid, one.ended  # at once, because it may fork and end before all are listed
+                yield pid, one.ended  # now, because it may fork and end before all are listed
         for pid in orphans.processes_below(top, there) - self._stuck:
             yield pid, there[pid].ended
         for pid in top:
@@ -348,17 +347,17 @@ def ask_attempt(
     cure: str = "raise timeout_s",
     failed: str = "",
 ) -> Any:
-    """Return the answer (JSON) of an attempt that is asked about trials, and show its activity meanwhile. For arguments
-    see `attempt`.
+    """Return the JSON answer of an attempt that answers a question about trials; show its activity meanwhile. The first
+    arguments are those of `Launcher.attempt`.
 
-    Raises UserError with the reason if there is no answer: `cure` says what to do after a timeout, `failed` begins the
-    text if something broke. Raises OSError if the folder cannot be written.
+    Raises UserError with the reason if there is no answer. `cure` says what to do after a timeout; `failed` is put
+    before the reason if something broke. Raises OSError if the folder cannot be written.
     """
     with Activity("importing torch") as activity:
         evidence = launcher.attempt(
             spec, folder, environ, runner, deadline_s, lambda: activity.update(read_progress(folder)["text"])
         ).evidence
-    with contextlib.suppress(OSError, ValueError):  # complete however the worker ended, because it is renamed
+    with contextlib.suppress(OSError, ValueError):  # written aside, so complete even if the worker was killed
         return json.loads(read_content(folder / ANSWER, links=False))
     kind, reason = classify(evidence)
     if kind is schema.Outcome.TIMEOUT:
@@ -379,7 +378,7 @@ def read_result(folder: Path) -> tuple[dict[str, Any] | None, str | None]:
 
 
 def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """Return what a worker gave as its result, or None and why it cannot be used."""
+    """Return a worker's parsed result, made encodable, or None and why it cannot be used."""
     result = schema.to_encodable(result)
     if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
         return None, f"{RESULT} holds neither values nor an error"
@@ -413,7 +412,7 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the records that a worker left as it went, without incomplete ones."""
+    """Return the records that a worker wrote after each step, without incomplete ones."""
     with contextlib.suppress(OSError):
         text = read_tail(folder / STEPS, STEPS_LIMIT)
         every = plain_json.read_objects(text)
@@ -423,7 +422,7 @@ def read_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """Return the last activity that the worker of a prediction reported: `text`, and whole numbers that it adds."""
+    """Return the last activity that a prediction's worker reported: its `text`, and whole numbers such as `done`."""
     with contextlib.suppress(OSError):
         for one in reversed(list(plain_json.read_objects(read_tail(folder / PROGRESS, PROGRESS_LIMIT)))):
             if isinstance(one.get("text"), str):

@@ -1,4 +1,4 @@
-"""Rules on settings of a trial that do not go together; each says why a trial cannot run, and what would run."""
+"""Rules against settings that contradict each other; each says why a trial cannot run, and what to change."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _job(trial: Trial) -> Iterator[str]:
         yield f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
 
 
-# Each yields reasons against a trial; the first reason of all is shown.
+# Each yields reasons why a trial cannot run; only the first reason of all rules is shown.
 RULES: tuple[Callable[[Trial], Iterator[str]], ...] = (
     _model, _device, _allocator, _runner, _job, length_distribution.lengths_problem, version_differences.rule,
 )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The sweep: from planned trials to rows in the journal. Skip finished ones, run the rest, append, report progress.
+"""One sweep, from planned trials to rows in the journal: skip finished trials, run the rest, report progress.
 
-The parent is the only writer of the journal.
+This process, the parent of all workers, is the only writer of the journal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vramsweep.harness.sweep.trial_loop import run_all
 
 
 class Interrupted(SystemExit):
-    """The user has stopped a sweep, or the terminal has gone; `at_once` if the trials that ran were ended."""
+    """The user has stopped a sweep, or the terminal has closed; `at_once`: trials that were running have been ended."""
 
     def __init__(self, status: int, at_once: bool) -> None:
         super().__init__(status)
@@ -53,10 +53,10 @@ def run(
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; return the row that counts for each trial, by id, and the exit status.
 
-    Of a shard, only its share runs. `earlier` are the trials of the same command's earlier batches: they stay in the
-    folder's plan. They share `launcher` and its fork servers; without one, it is made and ended here. `began_s`: when
-    the command began, by time.monotonic(), from where the budget counts; without it, now. `command`: the words that the
-    folder's plan keeps. `interrupts` says when to stop; without it, the user does. If the budget stops a sweep, its
+    A shard runs only its share. `earlier` are trials of this command's earlier batches, which the folder's plan keeps.
+    All batches share `launcher` and its fork servers; if it is None, it is made and ended here. The budget counts from
+    `began_s`, the start of the command by time.monotonic(); None means now. `command` has the words that the folder's
+    plan keeps. `interrupts` says when to stop; if it is None, the user's signals do. If the budget stops a sweep, the
     status is that of the trials that ran. Raises Interrupted and UserError.
     """
     budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(own_files(folder) / LOG)
@@ -112,9 +112,9 @@ def _resumed(
     budget: Budget,
     command: Sequence[str],
 ) -> tuple[list[Planned], dict[str, Row]]:
-    """Run what the journals do not answer; return this shard's trials, and the row that counts for each, by id.
+    """Run trials without an answer in the journals; return this shard's trials, and the row that counts for each by id.
 
-    `whole` are the sweep's trials, of every batch.
+    `whole` has the sweep's trials of every batch.
     """
     planned = plan.take_share(planned, shards.parse(settings.shard))
     rows, unreadable = read(folder)
@@ -146,7 +146,7 @@ def _resumed(
 
 
 def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDominance) -> bool:
-    """Return whether the trial's row says that it was skipped, and it still would be, for this or another reason."""
+    """Return whether the trial's row says skipped, and the trial would be skipped again, for that or another reason."""
     skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
     return skipped and dominators.reason(item) is not None
 

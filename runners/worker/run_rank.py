@@ -1,4 +1,4 @@
-"""One rank of one attempt: its device, read-back of the allocator's settings, its runner, and the resulting columns."""
+"""One rank of an attempt: choose its device, read the allocator's settings back, run its runner, return the columns."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from vramsweep.runners.rank.entry_modules import import_entry
 
 
 class AllocatorMismatch(RuntimeError):
-    """The allocator settings in force are not those that the trial asked for."""
+    """The allocator settings in force are not the trial's."""
 
 
 def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     """Train and measure; return the columns on rank 0, None on the others.
 
-    Raises what training raises until the measured steps are over, and result_file.EndedEarly from then on.
+    Until the measured steps are over, raises what training raises; after them, result_file.EndedEarly.
     """
     runner = import_entry(runner_table.module(trial))
     rank = int(os.environ.get("RANK", "0"))
-    if trial.world_size > 1:  # torch in a forked rank read the variable long ago
+    if trial.world_size > 1:  # torch in a forked rank read the variable before the fork
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"].partition(",")[0]))
     device = _device(trial)
     build.prepare(trial)
@@ -46,7 +46,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
         if rank == 0:
             result_file.values(folder, row | about, complete=False)
         if trial.world_size > 1:
-            torch.distributed.barrier()  # no rank goes on, and perhaps fails, before the result is there
+            torch.distributed.barrier()  # no rank continues, and perhaps fails, before the result is written
         return row
 
     gauges = Gauges(device)
@@ -67,7 +67,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
             runner.run(trial, device, meter, folder)
         meter.gauges.synchronize()
         if trial.world_size > 1:
-            torch.distributed.barrier()  # an exiting rank takes along what collectives of others still wait for
+            torch.distributed.barrier()  # if a rank exits, collectives of other ranks that still wait for it fail
     except Exception as error:
         if meter.row is None:
             full = oom_details.oom_columns(error)
@@ -87,7 +87,7 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
 
 
 def _device(trial: Trial) -> torch.device:
-    """Return the rank's device, not touched yet, because the meter first reads what is in use there."""
+    """Return the rank's device without touching it, because the meter first reads how much of it is in use."""
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -99,10 +99,10 @@ def _device(trial: Trial) -> torch.device:
 
 
 def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
-    """Return the settings that took effect, canonical, as torch reports them, and notes on them.
+    """Return the settings in force, as torch reports them in canonical form, and notes.
 
-    Notes name those that torch does not report or that do nothing. Raises AllocatorMismatch if a reported one is not
-    what the trial requests.
+    The notes name settings that torch does not report, and settings without effect. Raises AllocatorMismatch if a
+    reported setting is not the trial's.
     """
     torch.cuda.init()
     told = model_description.allocator()
