@@ -69,30 +69,31 @@ PICTURES = (
             "is memory that is reserved but unused. Lines show the limits of this GPU and others.",
             "results/qwen"),
     Picture("allocators", "Allocator settings", QWEN, "results/qwen/figures/allocators.svg",
-            "Reserved memory under each allocator setting, and its ratio to the default's. Settings differ little if "
-            "all steps have one length.", "results/qwen"),
+            "Reserved memory under each allocator setting, and its ratio to that of the default setting. Settings "
+            "differ little if all steps have one length.", "results/qwen"),
     Picture("frontier", "Maximum sequence length", QWEN, "results/qwen/figures/frontier.svg",
-            "The longest sequence with each setting, on GPUs of each size. Hatched bars are predicted to fit; the tick "
-            "is the estimate.", "results/qwen"),
+            "The longest sequence with each setting, on GPUs of three sizes. Lengths up to the end of the hatched bar "
+            "are predicted to fit. The line leads to the next length, which is predicted not to fit.", "results/qwen"),
     Picture("compare", "Two settings compared", f"{QWEN}\n{COMPARE}", "compare.svg",
-            "The run with and without activation checkpointing, and the difference "
+            "Peak memory with and without activation checkpointing, and the difference "
             "([verdicts](fits.md#how-compare-decides)).", "results/qwen"),
     Picture("measured", "Measured peaks and prediction", H100, "h100/figures/composition_predicted.svg",
             "Points show memory that a GPU reserved and allocated. The stack shows the prediction for the same "
             "settings.", made=CARD),
     Picture("residuals", "Predictions compared with measurements", H100, "h100/figures/residuals.svg",
-            "The difference between each memory counter and its prediction, over 66 configurations.", made=CARD),
+            "Predicted minus measured memory for each counter, over 66 configurations.", made=CARD),
     Picture("memory_by_length", "Memory by length", GPT2, "results/reference/gpt2-cpu/figures/memory_by_length.svg",
             "The peak of GPT-2 is flat while weights, gradients and optimizer state determine it, then rises with the "
-            "activations. Points are measured, and the line is the [fit](fits.md#kinds-of-curve). Below are the "
-            "residuals.", "results/reference/gpt2-cpu"),
+            "activations. Points are measured, and the line is the [fit](fits.md#kinds-of-curve). The plot below shows "
+            "the residuals of the fit.", "results/reference/gpt2-cpu"),
     Picture("memory_by_phase", "Memory by phase", GPT2, "results/reference/gpt2-cpu/figures/memory_by_phase.svg",
-            "The phase of a step that has the peak, at each length.", "results/reference/gpt2-cpu"),
+            "The peak of each phase of a step, at each length. Grey is the peak of the whole run.",
+            "results/reference/gpt2-cpu"),
     Picture("lengths", "Lengths that vary", LENGTHS, "results/lengths/figures/lengths.svg",
             "Reserved memory over 500 steps whose samples [differ in length](allocator_settings.md). Here the "
-            "allocator setting decides.", "results/lengths"),
+            "allocator setting changes how much is reserved.", "results/lengths"),
     Picture("timeline", "Timeline of a step", TIMELINE, "timeline.html",
-            "The memory of a predicted step by component, up to its peak ([more](explain.md)).",
+            "The memory over one predicted step by component, with the peak marked ([more](explain.md)).",
             made="Predicted for an RTX 4090, not measured"),
     Picture("replay", "A recording, replayed", REPLAY, "replay.html",
             "A public recording of PyTorch's allocator, [replayed](allocator_settings.md) under another setting.",
@@ -104,7 +105,7 @@ KEPT = """
 
 ![Predicted and measured memory, and the errors by source](images/validation.png)
 
-312 readings of thirteen projects, predicted and measured ([all of them](published_runs.md)).
+312 readings of memory from thirteen sources, predicted and measured ([all of them](published_runs.md)).
 
 ```
 make validate
@@ -114,31 +115,19 @@ make validate
 
 ![Active and reserved memory of 2,048 lengths, and the prediction](images/published_sweep.png)
 
-Others measured Qwen1.5-0.5B under ZeRO-3 at every length on a 24 GB GPU. The prediction needed 30 traces
+Others measured Qwen1.5-0.5B under ZeRO-3 at every length up to 2,048 on a 24 GB GPU. The prediction needed 30 traces
 ([more](published_runs.md)).
 
 ```
 python benchmarks/published_sweep.py
 ```
 
-## Where figures are
+## Figures that are not shown here
 
-`vramsweep report` writes `report.html`, `rows.csv`, `README.txt` and `figures/` next to the rows, and `residuals.csv`
-if measured rows have predictions. For a folder of sweeps it writes `index.html`. Fitted curves are in
-`figures/fits.csv`. Each `NAME.html` has a `NAME.csv` with the data and trial ids. `vramsweep fit ROWS --figure FILE`
-draws one [fit](fits.md), and others into `FILE_2` to `FILE_12`, unless these exist.
-
-A figure shows at most six groups and about 1,500 points. PNG and SVG are 800 px wide, PDF is 3.5 in; they need the
-extra `png`. In `throughput`, open markers lie outside the 95 % interval of a new run.
-
-Other figures are `allocators_by_speed`, `throughput`, `iterations`, `estimated_throughput`, `mfu`, `step_times`,
-`plateau`, `heat_map`, `pareto`, `predicted_against_measured` and `parts` ([whole jobs](own_script.md)).
-
-`report --out` and `paper` write only into a new or empty folder, or one that they made. They replace or delete only
-files listed in its `.vramsweep.json`. A file that you changed is kept as `NAME.kept`, and a note says so.
-
-A file that you name (`export`, `draw`, `--figure`, `--report`) replaces an existing one; a link is replaced, not
-followed. The data of `compare --figure` replace no other CSV.
+They are `allocators_by_speed`, `throughput`, `iterations`, `estimated_throughput`, `mfu`, `step_times`, `plateau`,
+`heat_map`, `pareto`, `predicted_against_measured` and `parts`. [Files of a sweep](results.md#figures) says what each
+shows, where `vramsweep report` writes them, their formats, and [which files a command
+replaces](results.md#which-files-a-command-replaces).
 """
 
 
@@ -218,8 +207,8 @@ def made(rows: Path) -> str:
 def page(work: Path) -> str:
     parts = [
         "# Gallery",
-        "`python benchmarks/gallery.py` draws these figures without a GPU, because measurements are kept in the "
-        "repository. A figure without a command of its own comes from the command above it.",
+        "`python benchmarks/gallery.py` draws all but the last two figures without a GPU, because the repository keeps "
+        "the measurements. A figure without a command comes from the nearest command above it.",
     ]
     shown: set[str] = set()
     told = ""
