@@ -1,12 +1,11 @@
 """Prediction errors: simulated rows paired with measured rows of equal settings on the same GPU.
 
-Both sides mean the same moments. Predicted phases are those of the last traced step, measured ones those of the probe
-step. Both steps come after the one that creates the optimizer's state, so both are steady. Both start with the
-gradients freed. The prediction lacks the steps after its third. A measured run with more of them may go on fragmenting,
-which shows in the reserved components only.
+The residual is predicted minus measured, null if either is unknown. Repeats of a measured trial count once, by their
+median; `spread_bytes` is their largest difference.
 
-Repeats of a measured trial count once, by their median; a column says how far they lie apart. The residual is predicted
-minus measured, null if either is unknown.
+Predicted phases are those of the last traced step, measured ones those of the probe step. Both steps come after the one
+that creates the optimizer's state, and both start with the gradients freed. So they are comparable. A prediction stops
+after its third step, while a measured run may fragment further. Only the reserved components show that.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ COMPONENTS = (
     *(f"{phase}_peak_{kind}_bytes" for kind in ("allocated", "reserved") for phase in PHASES),
 )
 VERSIONS = ("torch_version", "transformers_version")
-OUTCOME = "outcome"  # in the column `component`, if either side ran out of memory
+OUTCOME = "outcome"  # value of the column `component` in the line of a pair of which one side ran out of memory
 
 
 def pair(table: Table, *columns: str) -> pd.DataFrame:
-    """Return every measured CUDA row that has a prediction of equal settings for its GPU, one line each.
+    """Return one line for each measured CUDA row that has a prediction of equal settings for its GPU.
 
-    Equal settings are all of `KEYS` and of the resolved trial, null equal to null; `configuration` numbers them. `gpu`
-    is the name in harness/hardware/gpu_lookup.py. `columns`, `outcome`, `trial_id` and `allocator` come twice, with
-    `_predicted` and `_measured` added; `KEYS` keep their names. Only rows that ended ok or oom count. Of several
-    predictions the last counts.
+    Settings are equal if `KEYS` and the resolved trial agree; null equals null. `configuration` numbers equal settings.
+    `gpu` is the name in harness/hardware/gpu_lookup.py. `columns`, `outcome`, `trial_id` and `allocator` come twice,
+    as `NAME_predicted` and `NAME_measured`; `KEYS` keep their names. Only rows that ended ok or oom count. If there are
+    several predictions, the last counts.
     """
     carried = [c for c in dict.fromkeys(["outcome", "trial_id", "allocator", *columns]) if c not in KEYS]
     frame = table.frame
@@ -57,8 +56,8 @@ def pair(table: Table, *columns: str) -> pd.DataFrame:
 def residuals(table: Table) -> pd.DataFrame:
     """Return a row per configuration and component, and one with component `outcome` if either side ran out of memory.
 
-    Sizes are in bytes; `relative` is the residual over the measured value. `repeats` runs were measured, `spread_bytes`
-    apart. `settings` says in words what distinguishes the configurations.
+    Sizes are in bytes; `relative` is the residual divided by the measured value. `repeats` is the number of measured
+    runs. `settings` says in words what distinguishes the configuration from the others.
     """
     pairs = pair(table, *COMPONENTS, *VERSIONS)
     ok = pairs["outcome_predicted"].eq("ok") & pairs["outcome_measured"].eq("ok")
@@ -81,7 +80,7 @@ def _settings(found: pd.DataFrame) -> pd.Series[Any]:
 
 
 def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return both sides and how far they are apart, by configuration (the index) and component."""
+    """Return predicted and measured bytes and their difference, by configuration (the index) and component."""
     grouped = pairs.groupby("configuration")
     predicted, measured = (grouped[[f"{c}_{side}" for c in COMPONENTS]] for side in ("predicted", "measured"))
     wide = {
@@ -98,7 +97,7 @@ def _sizes(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
-    """Return what all components of a configuration share, by configuration."""
+    """Return one line per configuration with the columns that are equal for all its components."""
     grouped = pairs.groupby("configuration")
     first = grouped.first()
     found = first[["gpu", *KEYS, "allocator_measured", "outcome_predicted", "outcome_measured", "trial_id_predicted"]]
@@ -121,9 +120,9 @@ def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
 
 
 def summary(found: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per component with a known relative residual: how many configurations, medians, the worst and where.
+    """Return a row per component with a known relative residual: number of configurations, medians, worst residual.
 
-    `median` is of the relative residuals, `median_size` of their absolute values.
+    `median` is of the relative residuals, `median_size` of their absolute values. `where` has the worst one's settings.
     """
     lines = []
     for name in COMPONENTS:

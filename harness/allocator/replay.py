@@ -1,9 +1,9 @@
-"""Replay a recording: under the settings it was made with, checking each step, and under any other settings.
+"""Replay a recording under the settings it was made with, checking each step, and under any other settings.
 
-Under its own settings the replay starts from the recorded state and uses the addresses that cudaMalloc gave. It is
-compared with the recording event by event. Under other settings it cannot use that state, because the recorded settings
-shaped it. Instead the blocks live at the start are first allocated anew into an empty allocator, in the order that
-their addresses suggest. To compare like with like, the recorded settings are replayed that way too.
+Under its own settings the replay starts from the recorded state and uses the addresses that cudaMalloc gave. Each event
+is compared with the recording. Under other settings that state cannot be used, because the recorded settings shaped it.
+The replay then starts with an empty allocator, and first allocates the blocks that were live at the start, in the order
+that their addresses suggest. To compare like with like, the recorded settings are replayed that way too.
 """
 
 import json
@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Point:
-    """One stretch of events in the timeline: the most bytes reserved and allocated in it, and `time_us` at its end."""
+    """A point of the timeline: most bytes reserved and allocated in a stretch of events, and `time_us` at its end."""
 
     event: int
     time_us: int | None
@@ -37,9 +37,9 @@ class Point:
 
 
 class Timeline:
-    """Reserved and allocated bytes over the events, in at most TIMELINE_POINTS stretches; peaks are kept.
+    """Reserved and allocated bytes over the events, one point for each of at most TIMELINE_POINTS stretches.
 
-    Each stretch of events becomes a point, so single events cost nothing.
+    A point has the peaks of its stretch. Single events cost nothing.
     """
 
     def __init__(self, simulator: Simulator, times: Sequence[int] | None) -> None:
@@ -47,7 +47,7 @@ class Timeline:
         self.points: list[Point] = []
         self._simulator = simulator
         self._times = times
-        self._allocated = 0  # the peak so far, because the simulator's own peak restarts with each stretch
+        self._allocated = 0  # the peak of all stretches so far; the simulator's own restarts with each stretch
         self._reserved = 0
 
     def stretches(self, events: Iterable[_T], total: int) -> Iterator[list[_T]]:
@@ -70,7 +70,7 @@ class Timeline:
         return replace(self._simulator.stats(), peak_allocated=self.peak_allocated)
 
     def mark(self) -> None:
-        """Add a point for the stretch that ends here, even if by an out-of-memory error."""
+        """Add a point for the stretch that ends here; an out-of-memory error ends one too."""
         s = self._simulator
         time = None if self._times is None or self.events == 0 else self._times[min(self.events, len(self._times)) - 1]
         reserved = s.peak_reserved if s.peak_reserved > self._reserved else s.reserved
@@ -84,10 +84,10 @@ class Timeline:
 class Row:
     """One line of the what-if table; sizes in bytes.
 
-    `start` is "recorded" or "rebuilt". `device_allocs` counts cudaMalloc (or cuMemMap) calls, those for rebuilding
-    the start included. `out_of_memory` says where the replay ended early; the sizes are then those up to there.
-    `match` and `holders` are set for the replay from the recorded state; `notes` are caveats. For a recording without
-    history, that replay only has the holders of the final state and the end of the timeline.
+    `start` is "recorded" or "rebuilt". `device_allocs` counts calls of cudaMalloc (or cuMemMap), including those that
+    rebuild the start. `out_of_memory` says where the replay ended early; sizes are then peaks up to that event. `notes`
+    are caveats. Only a replay from the recorded state has `match` and `holders`. If the recording has no history, that
+    replay has only the holders of the final state and the end of the timeline.
     """
 
     settings: str
@@ -107,10 +107,10 @@ class Row:
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The what-if table of one recording; the first row is always the recorded settings as recorded.
+    """The what-if table of one recording; the first row is always the replay from the recorded state.
 
-    `history` is "none" if there are fewer than two events, "part" if memory was reserved before the first, else
-    "whole". `library` is another vendor's, if the stacks name one.
+    `history` is "none" if there are fewer than two events, "part" if memory was reserved before the first event, else
+    "whole". `library` is that of another vendor's devices, such as torch_npu, if the recorded stacks name one.
     """
 
     recording: str
@@ -142,8 +142,8 @@ def what_if(
 ) -> WhatIf:
     """Return the table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
 
-    `memory_limit` (bytes) applies to every row but the first, `recorded_limit` to the first, if it is known. `hear`
-    gets a text on each replay. Raises UserError for a bad recording, a bad setting or one that cannot be simulated.
+    `recorded_limit` (bytes, None if unknown) applies to the first row, `memory_limit` (bytes) to all others. `hear`
+    gets a text before each replay. Raises UserError for a recording or setting that is bad or cannot be simulated.
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
@@ -189,10 +189,10 @@ def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | N
 
 
 def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
-    """Return the driver's addresses by size, up to the first segment it took back; none if segments existed before.
+    """Return by size the addresses that the driver gave, up to the first segment that it took back.
 
-    The replay gives the n-th segment of a size the n-th address. These addresses are the only trace of memory that the
-    process took before torch did. All these segments existed at once, so no two of them overlap.
+    Empty if the recording starts with segments. In a replay the n-th segment of a size gets the n-th address. Only
+    these addresses reflect memory that the process took before torch. All segments existed at once, so none overlap.
     """
     given: dict[int, list[int]] = {}
     if start.segments:
@@ -219,7 +219,7 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
     try:
         rebuild(simulator, start)
         for stretch in timeline.stretches(_operations(recording, start), len(recording.events)):
-            for index, operation in stretch:  # noqa: B007 - it tells where the end was
+            for index, operation in stretch:  # noqa: B007 - `_ended` needs the last index
                 apply(simulator, *operation)
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
@@ -229,9 +229,9 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
 
 
 def rebuild(simulator: Simulator, start: Start) -> None:
-    """Allocate the blocks that were live at the start anew. Raises OutOfMemory.
+    """Allocate again the blocks that were live at the start. Raises OutOfMemory.
 
-    Segments are created in descending order of address, which is mostly their order in time.
+    Segments are created in descending order of address, because that is mostly the order in which they were made.
     """
     for segment in sorted(start.segments, key=lambda s: -s.addr):
         for piece in segment.pieces:
@@ -242,7 +242,7 @@ def rebuild(simulator: Simulator, start: Start) -> None:
 
 
 def _without_limits(config: AllocatorConfig) -> AllocatorConfig:
-    """Drop the limits, which callers give in bytes, because a recording does not say of how much a fraction is."""
+    """Drop the limits: a recording does not say what the fraction is a share of, so callers give limits in bytes."""
     return replace(config, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
 
 
@@ -252,9 +252,9 @@ def _ended(index: int, recording: Recording, error: OutOfMemory) -> str:
 
 
 def _operations(recording: Recording, start: Start) -> Iterator[tuple[int, tuple[str, int, int, int, int]]]:
-    """Yield the events with their numbers for a replay under other settings, of which `apply` uses the requests.
+    """Yield the number of each event, and the event as `apply` takes it, for a replay under other settings.
 
-    The first of a run of releases becomes an empty_cache of the program (or a retry, which cannot be distinguished).
+    Several releases in a row become one empty_cache, whether the program called it or a retry did: both look the same.
     """
     released = False
     for index in range(start.first, len(recording.events)):

@@ -1,4 +1,4 @@
-"""The one schema of a result: `Row` and `Outcome`.
+"""The schema of all results: `Row`, its columns, and `Outcome`.
 
 A row is the record of one attempt, a flat JSON object. columns.tsv gives each of its keys a type, a unit and a meaning.
 The columns' page of the documentation, the CSV export and the checks below all come from it. An unknown value is null,
@@ -20,9 +20,9 @@ from vramsweep.harness.spec.shardings import NAMES as SHARDINGS
 from vramsweep.harness.spec.techniques.catalog import AXES
 
 SCHEMA_VERSION = 2
-EARLY = "gradient_checkpointing"  # a column of rows from before techniques were axes, including the first of version 2
-LARGEST = 1e40  # of any number: above what a loss in fp32 can be, and far below where squares overflow
-DEEPEST = 40  # levels of a column that is a dict or a list, because code that walks through a row may recurse
+EARLY = "gradient_checkpointing"  # only in rows from before techniques were axes; some of them are of version 2
+LARGEST = 1e40  # largest size of a number: above any loss in fp32, and far below where its square overflows
+DEEPEST = 40  # most levels of a dict or list in a column, because code that walks through a row may recurse
 
 Row = dict[str, Any]
 
@@ -62,7 +62,7 @@ class RowError(ValueError):
 
 
 def _read_columns() -> tuple[Column, ...]:
-    """Return the columns of columns.tsv in its order, with the axes of techniques at their placeholder."""
+    """Return the columns of columns.tsv in that order, with the techniques' axes in place of their placeholder."""
     runners = tuple(entry.name for entry in RUNNERS)
     named = (("outcomes", tuple(Outcome)), ("runners", runners), ("shardings", SHARDINGS), ("parts", PARTS))
     told = {name: ", ".join(values) for name, values in named}
@@ -71,7 +71,7 @@ def _read_columns() -> tuple[Column, ...]:
     _, *lines = Path(__file__).with_name("columns.tsv").read_text("utf-8").splitlines()
     for line in lines:
         group, name, *others = line.split("\t")
-        if name == "*techniques":  # the placeholder of their axes among the columns
+        if name == "*techniques":  # a placeholder for the axes of all techniques
             found += [Column(axis.name, axis.kind, "", axis.meaning, group) for axis in AXES]
         else:
             kind, unit, meaning = others
@@ -81,11 +81,11 @@ def _read_columns() -> tuple[Column, ...]:
 
 COLUMNS = _read_columns()
 
-# Every other list holds numbers.
+# Columns that are lists of texts; every other list holds numbers.
 TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials", "attention_kernels", "differences", "unproven")
-# Columns that a measurement depends on besides its trial.
+# Columns of the machine and software that a measurement depends on, in addition to its trial.
 SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
-# Columns that only the harness sets, never the process that is measured: whose row it is, and how it ended.
+# Columns that only the harness sets, never the measured process: which trial the row is of, and how it ended.
 OF_PARENT = frozenset(
     [column.name for column in COLUMNS if column.group == "identity"]
     + ["trial", "seed", "repeat", "foreign", "flags", "node_trials", "host_load", "git_commit", "vramsweep_version"]
@@ -93,16 +93,16 @@ OF_PARENT = frozenset(
 )
 BY_NAME: dict[str, Column] = {column.name: column for column in COLUMNS}
 
-UNSETTLED = ("estimate", "host")  # groups of predictions that are still being learned
+UNSETTLED = ("estimate", "host")  # groups of columns whose meaning may still change
 
 
 def is_stable(column: Column) -> bool:
-    """Return whether name, type, unit and meaning stay from version to version (docs/compatibility.md)."""
+    """Return whether a column keeps its name, type, unit and meaning in all versions (docs/compatibility.md)."""
     return column.group not in UNSETTLED and column.type is not dict
 
 
 def complete_row(values: Mapping[str, Any]) -> Row:
-    """Return a whole row from known values: every column, in the registry's order, null if not given.
+    """Return a whole row from known values: every column, in the order of `COLUMNS`, null if not given.
 
     Raises RowError for an unknown column or a value of the wrong type.
     """
@@ -117,9 +117,9 @@ def complete_row(values: Mapping[str, Any]) -> Row:
 
 
 def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
-    """Return the system under test, as values of `SYSTEM`: the GPU on cuda, the CPU on cpu, neither if simulated.
+    """Return the values of `SYSTEM`, with the GPU only on cuda, and the CPU only on cpu.
 
-    Whether a script uses DeepSpeed is known only after it has run, so its version is no part of a script's system.
+    A script's system is without DeepSpeed's version, because whether the script uses it is known only after it has run.
     """
     where = {"cuda": "gpu_name", "cpu": "cpu_name"}.get(str(row.get("device")))
     out = {"gpu_name", "cpu_name"} - {where}
@@ -129,7 +129,7 @@ def system_of(row: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def to_encodable(values: Any) -> Any:
-    """Return JSON values without lone surrogates, which no file can hold; they come from names that are no text."""
+    """Return JSON values without lone surrogates, which no file can hold; file names that are not UTF-8 have them."""
     return json.loads(json.dumps(values, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -144,10 +144,10 @@ def _check(column: Column, value: Any) -> None:
 
 
 def is_plausible(values: Mapping[str, Any]) -> bool:
-    """Return whether a row of any origin can be read as its columns mean: types, numbers of a sane size, depth.
+    """Return whether all values of a row from anywhere have a possible type, size and depth for their columns.
 
-    More is allowed than may be written: a whole number as a float, other columns and missing columns. Whether the
-    numbers make sense together is not checked.
+    It allows more than `complete_row`: a whole number as a float, unknown columns and missing columns. It does not
+    check whether the numbers make sense together.
     """
     for name, value in values.items():
         if value is None:
@@ -183,7 +183,7 @@ def _shallow(value: Any, levels: int) -> bool:
 
 
 def markdown_table() -> str:
-    """Return the columns as tables for the documentation, one a group."""
+    """Return the columns as tables for the documentation, one table per group."""
     lines: list[str] = []
     for group in dict.fromkeys(column.group for column in COLUMNS):
         lines += [f"**{group}**", "", "| column | type | unit | meaning |", "|---|---|---|---|"]

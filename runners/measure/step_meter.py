@@ -1,4 +1,4 @@
-"""The meter that reads a training step by step: memory per phase and step, the step clock, FLOPs.
+"""The meter that measures training step by step: memory per phase and step, step times, FLOPs.
 
 A runner calls `built` once model and optimizer exist, then `step_begin` and `step_end` around each optimizer step. The
 meter's plan gives each step its purpose, one object per step:
@@ -7,8 +7,8 @@ meter's plan gives each step its purpose, one object per step:
     timed on   | phase | only a mark at each boundary, | FLOPs, after every | every event of the
     the host   | peaks | one synchronise at the end    | peak has been read | CUDA allocator
 
-The meter publishes the row's columns when the last measured step is over. The later steps are extra: if one fails, the
-row lacks its columns and has a note that says so.
+The meter publishes the row's columns when the last measured step is over. If a later step fails, the row is kept
+without that step's columns, and a note says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 if TYPE_CHECKING:  # a user's own script may be measured without pydantic installed (observer.py)
     from vramsweep.harness.spec.trial import Trial
 
-RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; a ring buffer that is full drops its oldest
+RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; the buffer drops the oldest when it is full
 COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
 OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
 RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
@@ -52,10 +52,10 @@ REPLAYED = "allocated peaks of steps and phases are not known: counters do not s
 
 @dataclass(frozen=True)
 class MeterSpec:
-    """The facts that a meter needs of the training: numbers of steps, and what a step does not show from outside.
+    """The facts about the training that a meter cannot see for itself, among them the numbers of steps.
 
-    `tokens_per_step` and `samples_per_step` are of all ranks, padding counted. None means unknown. Without a number of
-    measured steps every further step is measured, until `finish` is called.
+    `tokens_per_step` and `samples_per_step` are sums over all ranks, padding included; None if unknown. If
+    `measured_steps` is None, the meter measures every step after the plan's, until `finish` is called.
     """
 
     warmup_steps: int
@@ -68,7 +68,7 @@ class MeterSpec:
     job: bool = False  # tell the parts of a whole job apart
     graphed: bool = False  # torch.compile replays CUDA graphs
     fused_loss: bool = False  # Liger's, which computes its gradients in the forward pass
-    uneven: bool = False  # steps have different lengths, so one says nothing about the others
+    uneven: bool = False  # steps differ in length, so the peak of one is not the peak of the others
 
 
 def meter_spec(trial: Trial) -> MeterSpec:
@@ -96,26 +96,26 @@ class StepMeter(Protocol):
     def built(self, describe: Callable[[], Columns], skipped: Callable[[], int | None] | None = None) -> None:
         """Note that model, optimizer and data exist; the next step is the first.
 
-        `describe` returns the columns about what was built, after the measured steps. `skipped` returns the number of
-        optimizer steps so far whose update was skipped for an overflow; without it the number is unknown. It is called
-        outside the measured steps only.
+        `describe` is called after the measured steps, and returns the columns about what was built. `skipped` returns
+        how many updates were skipped so far because of an overflow; without it the number is unknown. It is only called
+        outside the measured steps.
         """
 
     def step_begin(self) -> None:
         """Note that the next optimizer step begins."""
 
     def fed(self, batch: Mapping[str, Any]) -> None:
-        """Note the batch that the step's next forward pass gets."""
+        """Note the batch of the next forward pass in this step."""
 
     def run_pass(self, one: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a forward and backward pass, and return its loss."""
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
-        """Note that the optimizer step has been issued."""
+        """Note that the host has issued the optimizer step; the GPU may still be running it."""
 
 
 class Warmup:
-    """Warm-up step: timed on the host, to its end on the device."""
+    """Warm-up step: timed by the host's clock until the device has finished it."""
 
     def __init__(self, gauges: Gauges) -> None:
         self.gauges = gauges
@@ -154,8 +154,8 @@ class Probe:
         self._began = time.perf_counter()
         memory = self.gauges.memory
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
-        counted = isinstance(memory, HostMemory) and memory.live is not None  # of a whole job, from its start
-        if isinstance(memory, HostMemory) and not self._unseen and not counted:  # compiled code would not run under it
+        counted = isinstance(memory, HostMemory) and memory.live is not None  # a whole job is counted from its start
+        if isinstance(memory, HostMemory) and not self._unseen and not counted:  # LiveBytes would stop compiled code
             memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
             self._context.callback(setattr, memory, "live", None)
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
@@ -169,7 +169,7 @@ class Probe:
         self.then()
 
     def close(self) -> None:
-        """Stop watching, also in the middle of the step."""
+        """Stop watching, even in the middle of the step."""
         self._context.close()
 
     def _end(self, phase: str) -> None:
@@ -188,14 +188,14 @@ class Probe:
 
 
 class Measured:
-    """Measured step: a mark of the clock and the peaks at each boundary. `then` is called after the last step."""
+    """Measured step: marks the clock and takes the peaks at its boundary. `then` is called after the last one."""
 
     def __init__(self, gauges: Gauges, asked: MeterSpec, then: Callable[[], None]) -> None:
         self.gauges, self.asked, self.then = gauges, asked, then
         self.skipped: Callable[[], int | None] = lambda: None
         self.peaks: list[Peaks] = []
         self.held: list[int | None] = []
-        self.reserved: list[int | None] = []  # at the end of each step, as `held`
+        self.reserved: list[int | None] = []  # at the end of each step; `held` is allocated
         self.tokens: list[int | None] = []
         self.elapsed = 0.0
         self._columns: Columns = {}
@@ -208,12 +208,12 @@ class Measured:
         self.gauges.synchronize()
         self._reasons = self.gauges.nvml.throttle_reasons()
         self._clock_mhz = self.gauges.nvml.sm_clock_mhz()
-        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else some ranks may be unwatched
+        self.notes = [] if self.asked.measured_steps is None else meet_ranks()  # else some ranks may have no meter
         self._energy = self.gauges.nvml.energy_j()
         self.gauges.clock.mark()
 
     def enter(self) -> None:
-        """Begin a step, whose boundary was the end of the step before."""
+        """Begin a step; its first boundary is the end of the step before."""
         self.fed: int | None = None
 
     def leave(self, loss: torch.Tensor | None) -> None:
@@ -277,7 +277,7 @@ class Measured:
 
 
 class Recorded:
-    """Untimed step: every event of the CUDA allocator, in the file `path`; ranks without a path only take part."""
+    """Untimed step that records every event of the CUDA allocator to `path`; a rank without a path only runs it."""
 
     purpose = "records the allocator's events"
 
@@ -298,11 +298,11 @@ class Recorded:
         self.close()
 
     def close(self) -> None:
-        """Stop recording, also in the middle of the step."""
+        """Stop recording, even in the middle of the step."""
         self._context.close()
 
 
-# The purpose of a step. `enter` is called when it begins, `leave` when it has been issued.
+# The purposes of a step. `enter` is called when the step begins, `leave` when the host has issued it.
 Step = Warmup | Probe | Measured | Count | Recorded
 
 
@@ -312,9 +312,9 @@ def alone(own: Columns) -> Columns:
 
 
 class Meter:
-    """The StepMeter that measures the steps of one trial on one rank, with the rank's instruments.
+    """The StepMeter that measures the steps of one trial on one rank, with that rank's instruments.
 
-    `publish` is called when the last measured step is over. It takes this rank's columns and returns the row's.
+    `publish` is called with this rank's columns when the last measured step is over. It returns the columns of the row.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class Meter:
         self.measured = Measured(self.gauges, asked, self._publish)
         self.probe = Probe(self.gauges, self.measured.start)
         of_rank = None if asked.tokens_per_step is None else asked.tokens_per_step // asked.world_size
-        own = asked.measured_steps is not None  # else every step belongs to a user's training
+        own = asked.measured_steps is not None  # otherwise every step belongs to the user's own training
         self.count = Count(self.gauges.compiler, of_rank, asked.precision, asked.world_size, asked.fused_loss, own)
         self.graphed = asked.graphed
         self.recorded = Recorded(folder / RECORDING if rank == 0 else None)
@@ -378,23 +378,23 @@ class Meter:
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         """Record the moment in the file of steps, and end the step as its purpose requires."""
-        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # takes a third of json's time
+        self._write(f'{{"step": {self.index}, "at_s": {time.perf_counter()}}}')  # three times as fast as json
         self.step().leave(loss)
         self.index += 1
         if self.asked.job and self.index == 1:
             self.gauges.enter("steps")
 
     def step(self) -> Step:
-        """Return the purpose of the present step."""
+        """Return the purpose of the current step; after the plan, every step is measured."""
         return self.plan[self.index] if self.index < len(self.plan) else self.measured
 
     def finish(self) -> None:
-        """End the measured steps, however many there were, if their number was not given."""
+        """End the measured steps if their number was not given in advance."""
         if self.row is None and self.measured.peaks:
             self.measured.finish(None)
 
     def abandon(self) -> None:
-        """Stop watching, also in the middle of a step, and leave torch as it was found."""
+        """Stop watching, even in the middle of a step, and undo every change to torch."""
         for step in (self.probe, self.count, self.recorded):  # at most one has begun and not ended
             step.close()
         self.gauges.release()
@@ -403,12 +403,12 @@ class Meter:
             self._records = None
 
     def stopped(self, phase: str) -> None:
-        """Note the phase of the step in which training ended, if it had begun."""
+        """Note in which step, and in which phase, training stopped, if it had begun."""
         if self._training:
             self._record({"phase": phase, "at_step": self.index})
 
     def seen(self) -> Columns:
-        """Return the columns about the device and other processes on it, at any moment, also after memory ran out."""
+        """Return the columns about the device and its other processes, at any moment, even after memory ran out."""
         return {
             "device_total_bytes": self.gauges.nvml.facts()["device_total_bytes"],
             "device_baseline_bytes": self.gauges.baseline,
@@ -416,7 +416,7 @@ class Meter:
         }
 
     def columns(self) -> Columns:
-        """Return the row's columns as far as known. Raises RuntimeError if the measured steps are not over."""
+        """Return all known columns of the row. Raises RuntimeError if the measured steps are not over."""
         if self.row is None:
             raise RuntimeError(f"training ended after {self.index} of {len(self.plan)} steps, before all were measured")
         spent = sum(self.warmup.times) + self.probe.spent + self.measured.elapsed + self.count.spent
@@ -456,7 +456,7 @@ class Meter:
             phases = [f"{phase}_peak_allocated_bytes" for phase in ("forward", "backward", "optimizer", "step")]
             own |= {**dict.fromkeys(phases), "notes": [*own["notes"], REPLAYED]}
         self.row = self._to_publish(own | self.seen())
-        self._describe, self.measured.skipped = dict, lambda: None  # the old ones hold model and optimizer
+        self._describe, self.measured.skipped = dict, lambda: None  # the callbacks would keep model and optimizer alive
 
     def _record(self, record: dict[str, Any]) -> None:
         self._write(json.dumps(record))

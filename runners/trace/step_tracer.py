@@ -1,10 +1,10 @@
 """The allocations and frees of a training run, in order, on a GPU that need not exist. All sizes are in bytes.
 
-`Tracer` is a dispatch mode over FakeTensorMode. It records each storage when an operator first returns it and when it
-dies, as CUDA's caching allocator would be asked. A fake tensor stands for one in GPU memory, or in host memory if
-fake_placement.py says so; host storages have a list of their own. Real tensors stay outside. Those of one element
-(`torch.tensor(0.0)`, the optimizer's step counters) are computed for real. Larger ones (batches) become fake, "copied
-to the GPU", in the first operator that sees them. cuda_emulation.py makes CUDA's choice of operators.
+`Tracer` is a dispatch mode over FakeTensorMode. It records each storage when an operator first returns it, and when it
+dies; CUDA's caching allocator would get these requests. A fake tensor stands for one in GPU memory, or in host memory
+if fake_placement.py says so; host storages have a list of their own. Real tensors are not recorded. Those of one
+element (`torch.tensor(0.0)`, the optimizer's step counters) are computed for real. Larger ones (batches) become fake,
+"copied to the GPU", in the first operator that gets them. cuda_emulation.py makes torch choose operators as on CUDA.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from vramsweep.runners.trace.trace_data import (
 )
 
 Place = Literal["card", "host"]
-# They read norms and the loss scale, on which no memory depends, so they get 0.
+# Modules that read norms and the loss scale. No memory depends on these values, so such a read returns 0.
 FRAMEWORKS = ("deepspeed.", "accelerate.", "torch.optim._adafactor.")
 
 
@@ -63,7 +63,7 @@ class Tracer(TorchDispatchMode):
         self.in_last_step = False
         self._capability = capability
         self._workspace = cublas_workspace(capability)
-        # forward and backward run in threads of their own, each with a cuBLAS handle and one of cuBLASLt
+        # forward and backward each run in a thread that has a cuBLAS handle and a cuBLASLt handle
         self._handles: set[tuple[bool, bool]] = set()
         self._operator: Any = None
         self.operators: list[Any] = []  # that ran, in order
@@ -79,13 +79,13 @@ class Tracer(TorchDispatchMode):
         self._aside = MemoryLog(Storages(), lambda: None)  # for those parameters, which are fake and on the host
         self._placing: Place | None = None
         self._inputs: list[torch.Tensor] = []  # of the running operator
-        self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, number of storages then
+        self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, storages made before them
         self.begun: list[tuple[str, int, list[int]]] = []  # modules that ran: path, own parameters, storages before
         self._parameters: list[torch.Tensor] = []
-        self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if that was zeros
+        self._zeros: weakref.ref[torch.Tensor] | None = None  # what the last operator returned, if it makes zeros
         self._streams: dict[Any, int] = {torch.cpu.current_stream(): 0}
-        self.noting = False  # whether to record what streams do, because somebody calls record_stream
-        # returns further tensors than parameters and their gradients, by category; called when a backward pass ends
+        self.noting = False  # whether to record what streams do; needed only if something calls record_stream
+        # called when a backward pass ends; returns tensors other than parameters and their gradients, by category
         self.held: Callable[[], dict[str, list[torch.Tensor]]] = dict
 
     @contextlib.contextmanager
@@ -152,7 +152,7 @@ class Tracer(TorchDispatchMode):
         return out
 
     def _note_operator(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], out: Any) -> None:
-        """Record what an operator that ran has allocated, computed on the GPU and sent."""
+        """Record what an operator has just allocated, computed on the GPU and sent to other ranks."""
         self.operators.append(func)
         on_host = cuda_allocations.ON_HOST.get(func, ())
         made = [tensor for n, tensor in enumerate(_tensors((out,))) if n not in on_host]
@@ -180,7 +180,7 @@ class Tracer(TorchDispatchMode):
         self._zeros = weakref.ref(out) if func in cuda_allocations.ZEROS else None
 
     def built(self) -> None:
-        """Take everything that is alive for the model, because model and optimizer now exist."""
+        """Count everything that is alive as the model's parameters and buffers: model and optimizer now exist."""
         for book in self.books:
             book.known["buffers"] = set(book.numbers.values())
         tensors = tensors_alive()
@@ -189,16 +189,16 @@ class Tracer(TorchDispatchMode):
         self.mark(None, "load")
 
     def mark(self, step: int | None, phase: Phase) -> None:
-        """End a phase. Collect reference cycles now, because Python's own time for it depends on all it did before."""
+        """End a phase. Collect reference cycles now, because the moment when Python would do so depends on its past."""
         gc.collect()
-        if step is not None and phase == "optimizer":  # as a loop does that reads its loss (stream_lag.py)
+        if step is not None and phase == "optimizer":  # a loop that reads its loss waits here (stream_lag.py)
             for stream in self.streams():
                 self.note("join", stream)
         if step is not None and self._card.kept.marks[-1].step is None:
             self._name_parameters()
         if phase == "backward":
             held = self.held()
-            self.know("parameters", self._parameters)  # a forward pass may have replaced their data by another dtype's
+            self.know("parameters", self._parameters)  # a forward pass may have changed their dtype, and so their data
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self.know("gradients", [*grads, *held.get("gradients", [])])
             for book in self.books:
@@ -243,11 +243,11 @@ class Tracer(TorchDispatchMode):
             self.trace.notes.append((len(self.trace.events), kind, a, b))
 
     def room(self) -> int:
-        """Return the bytes on the GPU between what is allocated now and the most that was so far."""
+        """Return by how many bytes GPU memory is now below its peak so far."""
         return self._card.room()
 
     def stream(self, stream: Any) -> int:
-        """Return the number of a stream, or of whatever else does work in an order of its own."""
+        """Return the number of a stream, or of anything else that works in an order of its own, such as NCCL's."""
         return self._streams.setdefault(stream, len(self._streams))
 
     def streams(self) -> list[int]:
@@ -255,7 +255,7 @@ class Tracer(TorchDispatchMode):
         return list(self._streams.values())
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """Record a `record_stream`: once freed, the tensor's block waits for this stream's work up to then."""
+        """Record a `record_stream`: once freed, the tensor's block waits until this stream has done its work so far."""
         number = self._card.number(tensor)
         if number is not None and self.trace.streams[number] != stream:
             self.note("use", number, stream)
@@ -280,8 +280,8 @@ class Tracer(TorchDispatchMode):
             self.know("gradients", [p.grad for p in group["params"] if p.grad is not None])
 
     def _handle(self, through_lt: bool) -> None:
-        """Allocate for good the workspace of a thread's cuBLAS handle, made by the thread's first matrix product.
-        cuBLASLt has one more where its workspace is separate."""
+        """Allocate the cuBLAS workspace at a thread's first matrix product; it is never freed. cuBLASLt gets another if
+        its workspace is separate."""
         backward = cuda_allocations.in_backward()
         wanted = [(False, self._workspace)] + [(True, LT_WORKSPACE)] * through_lt
         for lt, size in wanted:
@@ -329,11 +329,11 @@ class Tracer(TorchDispatchMode):
         return bool(fakes) and all(map(self.on_host, fakes))
 
     def on_host(self, tensor: torch.Tensor) -> bool:
-        """Return whether a fake tensor of device "cpu" is in host memory, as a script's parameters are at first."""
+        """Return whether a fake tensor of device "cpu" stands for host memory, as a script's parameters do at first."""
         return self._aside.number(tensor) is not None
 
     def placing(self, place: Place) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which the tensors that a script makes are in this memory."""
+        """Return a context manager that places the tensors a script makes in this memory."""
         return patched([(self, "_placing", place)])
 
     def live(self) -> int:
@@ -362,12 +362,12 @@ def active() -> Tracer | None:
 
 
 def _known_as(operator: Any) -> str:
-    """Return an operator's name as people write it: aten.mm, whichever overload."""
+    """Return an operator's name without its overload: aten.mm."""
     return "" if operator is None else str(operator.overloadpacket)
 
 
 def _framework_asks() -> bool:
-    """Return whether code of one of `FRAMEWORKS` wants a value, not the model's or the user's code."""
+    """Return whether a module of `FRAMEWORKS` wants the value, and not the code of the model or the user."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         module = f"{frame.f_globals.get('__name__')}."
