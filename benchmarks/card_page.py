@@ -221,8 +221,8 @@ def _replayed(folder: Path) -> list[str]:
         )
     lines += [
         "",
-        "Replayed under the settings of another run of the same training, each gives the reserved memory which that "
-        "run measured:",
+        "Replayed under the settings of another run of the same training, each recording gives the reserved memory "
+        "that the other run measured:",
         "",
         "| recorded | replayed as | measured MiB | replayed MiB | difference | retries measured | replayed |",
         "|---|---|---:|---:|---:|---|---|",
@@ -241,11 +241,11 @@ def _predicted(rows: list[Row], blind: list[Row], image: str) -> list[str]:
         *_accuracy(both, "now"),
         "",
         "*blind*: predicted before the GPU was used. *now*: predicted with the fixes that its recordings led to, so no "
-        "longer blind. Errors are predicted / measured - 1; median and 90th percentile are of their sizes.",
+        "longer blind. Errors are predicted / measured - 1. Median and 90th percentile are of absolute errors.",
         "",
         image,
         "",
-        "Names of trials are the settings that are not at their default, then batch × tokens.",
+        "A trial's name lists the settings that are not at their default, then batch × tokens.",
         "",
         "| trial | allocated MiB | blind | now | reserved MiB | blind | now |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -367,17 +367,17 @@ def _both_ways(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str
         "A cold trial starts a fresh interpreter; a warm trial comes from the fork server. Overhead is a trial's time "
         "without its steps.",
         "",
-        f"- Warm: median {statistics.median(warm):.2f} s, {min(warm):.2f} to {max(warm):.2f} s in {len(warm)} trials. "
-        "The slowest import peft or bitsandbytes, or make a model under ZeRO-3.",
-        f"- {len(found)} trials ran both ways, and in {equal} each column of memory is equal. Overhead cold (warm): "
-        f"{cold}.",
+        f"- Overhead warm: median {statistics.median(warm):.2f} s, {min(warm):.2f} to {max(warm):.2f} s in {len(warm)} "
+        "trials. The slowest import peft or bitsandbytes, or make a model under ZeRO-3.",
+        f"- {len(found)} trials ran cold and warm, and {equal} of them have equal memory in each column. Overhead cold "
+        f"(warm): {cold}.",
         "- Qwen1.5-0.5B, 512 tokens, three cold and three warm trials in turns: overhead "
         f"{part['overhead_s']['cold']:.1f} s and {part['overhead_s']['warm']:.2f} s, fastest step "
         f"{1000 * times['cold']:.1f} and {1000 * times['warm']:.1f} ms. Tokens/s are "
         f"{part['speed_of_warm'].split(':')[0]}, because the speed of the host varies more.",
         "- These six trials reserved the same memory, and the cold ones allocated 512 bytes more: 4 bytes of "
-        "torchaudio, which the model's code imports while it is made. Workers now import it before; no GPU has run "
-        "this fix yet.",
+        "torchaudio, which the model's code imports while it is made. Workers now import it before; the H200 ran "
+        "with this fix.",
     ]
 
 
@@ -414,8 +414,8 @@ def _profiles(summary: dict[str, Any], rows: dict[str, Row]) -> list[str]:
     found = [(rows[t], one) for t, one in summary["parts"]["profiles"].items() if t in rows and "card_busy_s" in one]
     lines = [
         "The profile of bare steps, without our instruments, shows how long the GPU was *busy* with kernels and "
-        "copies. Far below the step, the GPU waits for the host, because this virtual machine takes some 30 to 50 µs "
-        "an operation.",
+        "copies. If this is far below the step time, the GPU waits for the host, because this virtual machine takes "
+        "some 30 to 50 µs an operation.",
         "",
         "| trial | step ms | busy ms | share | kernels and copies |",
         "|---|---:|---:|---:|---:|",

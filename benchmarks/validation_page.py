@@ -47,13 +47,13 @@ NEAR = 0.01  # errors within it are counted
 _RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # what the ranks of a run had, in its note
 _SPEED = """\
 Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
-*calibrated* is the roofline estimate with factors of all other sources, on the same GPU where another source has it."""
+*calibrated* multiplies it by factors from all other sources, those of the same GPU if another source has it."""
 _OLDER = """\
 `+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
 these known differences and without them."""
 _LARGE = """\
-Readings of memory that are more than 3 % off, by what is known of the reason; the notes are those of the files in
-`benchmarks/published`. *not found* means that nobody knows the reason. The CSV file names each run."""
+Readings of memory that are more than 3 % off, grouped by the known reason. The notes come from the files in
+`benchmarks/published`. *not found* means that the reason is unknown. The CSV file names each run."""
 
 
 def of_differences(found: pd.DataFrame) -> pd.DataFrame:
@@ -190,7 +190,7 @@ def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
         ("Earlier versions", _OLDER, of_differences(whole)),
         ("Which runs fit", "How many runs fitted, and how many are predicted to.", of_outcomes(made.readings)),
         ("Large errors", _LARGE, of_reasons(found)),
-        ("Not predicted", "*first* is the first of the runs.", of_left_out(found)),
+        ("Not predicted", "*first* names the first of these runs.", of_left_out(found)),
         ("Speed", _SPEED, of_speed(found)),
     ]  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""The main figure: peak memory by what it is for, as bars at lengths (else batches, else one for each configuration).
+"""The main figure: peak memory by component, in bars at each length (or batch, or one bar for each configuration).
 
-Parts are those of predicted rows, and exact: they sum to the peak allocated, and what is reserved but unused lies on
-top. Measured peaks of equal settings are points over the stack, because nobody has counted their parts. Rows without
-parts are never divided (phases.py shows what is known of them).
+Components are those of predicted rows. They sum to the peak allocated, and memory reserved but unused lies on top.
+Measured peaks of equal settings are points over the stack, because a measurement does not give components. Rows
+without components are not drawn here (phases.py draws their phases).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, new_pl
 from vramsweep.analysis.figures.style import GREY, Look, View, names
 from vramsweep.harness.messages.units import format_size
 
-# From the bottom up, the familiar ones first. Okabe and Ito's colours, and greys for what nobody asked for.
+# From the bottom up, the familiar ones first. Okabe and Ito's colours; olive and grey for what no code of a user asks.
 PARTS = {
     "parameters": "#0072B2",
     "gradients": "#E69F00",
@@ -41,17 +41,17 @@ PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")
 AXES = {"seq_len": LENGTH, "micro_batch": "micro-batch (samples)"}
 BARS = 20  # most bars next to each other
 OUT = 4  # most crosses next to them
-CONFIGURATIONS = 16  # of which the page's reader chooses one; as lying bars, so many are shown at once
+CONFIGURATIONS = 16  # most in one figure: its reader selects one of them; horizontal bars show all
 THIN = 300  # a part below 1/THIN of the axis is not in the legend
 
 
 def called(part: str) -> str:
-    """Return a part in words."""
+    """Return a part's name with spaces."""
     return part.replace("_", " ")
 
 
 def composition(view: View, beside: Beside | None = None, measured: Sequence[Group] = ()) -> list[Figure]:
-    """Draw the figure of these rows, none if no row knows its parts; `measured` are groups of rows that a GPU ran."""
+    """Draw the figure of these rows; [] if no row has components. `measured` are groups of measured rows."""
     if not view.predicted:
         return []
     for axis in AXES:
@@ -66,7 +66,7 @@ def composition(view: View, beside: Beside | None = None, measured: Sequence[Gro
 
 
 def _rows(group: Group, axis: str) -> pd.DataFrame:
-    """Return the rows that finished and know their parts, one for each place on the axis, in order."""
+    """Return the rows that finished and have components, one for each value of the axis, in order."""
     need = [*OF_PEAK.values(), *PEAKS, axis]
     also = [f"{phase}_peak_allocated_bytes" for phase in ("load", "forward", "backward", "optimizer")]
     if any(column not in group.source for column in need):
@@ -84,7 +84,7 @@ def sizes(rows: pd.DataFrame) -> dict[str, np.ndarray]:
 def _stacked(
     view: View, known: Sequence[Group], axis: str, every: int, beside: Beside | None, measured: Sequence[Group]
 ) -> Figure:  # fmt: skip
-    """Draw standing bars at places that were computed, one configuration at a time, up to the GPU's limit."""
+    """Draw vertical bars at computed lengths or batches, one configuration at a time, up to the GPU's limit."""
     first = known[0]
     stacks = [_some(_rows(group, axis), axis) for group in known]
     rows, ran, out = stacks[0], _ran(first, axis, beside, measured), _some(_out(first, axis), axis, OUT)
@@ -125,7 +125,7 @@ def _stacked(
 
 
 def _some(rows: pd.DataFrame, axis: str, most: int = BARS) -> pd.DataFrame:
-    """Return the rows at no more places than fit next to each other, spread evenly, including both ends."""
+    """Return the rows at no more values than fit next to each other: evenly spread, with both ends."""
     places = np.sort(rows[axis].unique())
     return rows[rows[axis].isin(places[plots.spread(places, most)])] if len(places) else rows
 
@@ -135,7 +135,7 @@ def _place(value: float) -> str:
 
 
 def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top: float) -> None:
-    """Draw the bars of one configuration, a part over the other."""
+    """Draw the stacked bars of one configuration."""
     x = list(map(_place, rows[axis]))
     for part, size in sizes(rows).items():
         if size.any():
@@ -144,7 +144,7 @@ def _stack(plot: Any, rows: pd.DataFrame, axis: str, look: Look, unit: int, top:
 
 
 def _add_part(plot: Any, part: str, named: bool, **more: Any) -> None:
-    """Draw bars of one part in its colour; what is reserved but unused is hatched."""
+    """Draw the bars of one part in its colour; memory reserved but unused is hatched."""
     pattern = {"pattern": {"shape": "/", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "solidity": 0.3}}
     marker = {"color": GREY, **pattern} if part == BEYOND else {"color": PARTS[part]}
     plot.add_bar(name=called(part), legendgroup=part, showlegend=named, marker=marker, **more)
@@ -160,7 +160,7 @@ def _phases(rows: pd.DataFrame, axis: str) -> str:
 
 
 def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:
-    """Return measured rows of this predicted group's settings and GPU, of the same batches (or lengths) only."""
+    """Return measured rows with this predicted group's settings and GPU, only those of its batches (or lengths)."""
     other = next(name for name in AXES if name != axis)
     mine = group.take(other, "trial_id")
     found = []
@@ -202,7 +202,7 @@ def _crosses(plot: Any, out: pd.DataFrame, axis: str, own: Any, look: Look, unit
 
 
 def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) -> Figure:
-    """Draw a lying bar for each configuration."""
+    """Draw a horizontal bar for each configuration."""
     frame = pd.DataFrame(rows)
     return _lying(
         view, known, sizes(frame), frame, "peak memory", "Peak memory by component",
@@ -212,7 +212,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
 
 
 def _out_of_memory(view: View) -> list[Figure]:
-    """Draw what was to be held when memory ran out, including the request, if nothing fits."""
+    """Draw the components when memory ran out, including the failed request, if nothing fits."""
     found = []
     for group in view.groups:
         rows = group.take("seq_len", "micro_batch", "oom_parts_bytes", "unlimited_peak_reserved_bytes", "trial_id")
@@ -232,7 +232,7 @@ def _out_of_memory(view: View) -> list[Figure]:
 
 
 def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
-    """Return what a row held or requested when it ran out of memory, by part, in bytes; {} if that is unknown."""
+    """Return bytes by part when a row ran out of memory, including the failed request; {} if unknown."""
     try:
         told = dict(json.loads(row["oom_parts_bytes"]))
     except (ValueError, TypeError, RecursionError):
@@ -244,7 +244,7 @@ def _lying(
     view: View, known: Sequence[Group], stack: dict[str, np.ndarray], rows: pd.DataFrame, axis: str, title: str,
     caption: str,
 ) -> Figure:  # fmt: skip
-    """Draw stacked bars that lie, one a row, with up to three limits of GPUs, the rows' own first."""
+    """Draw horizontal stacked bars, one for each row, with up to three GPUs' limits; the rows' own GPU comes first."""
     total = np.sum(list(stack.values()), axis=0)
     own = card_limit(known[0], float(total.max()))
     top = max(float(total.max()), own.size if own is not None else 0.0)
@@ -293,7 +293,7 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
 
 
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:
-    """Return what is drawn of a configuration: its rows' own numbers."""
+    """Return the drawn numbers of a configuration, a line for each row."""
     kept = [*AXES, *OF_PEAK.values(), *PEAKS, "trial_id"]
     return rows[kept].assign(group=group.label, **{BEYOND.replace(" ", "_") + "_bytes": sizes(rows)[BEYOND]},
                              phase=highest(rows))  # fmt: skip

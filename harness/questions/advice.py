@@ -74,7 +74,7 @@ class AdviceRequest:
         self.trial = self.base.trial
 
     def planned(self, remedies: Sequence[MemorySaving], value: int | None = None) -> Planned:
-        """Plan the trial with these changes; without a trial if they do not go together."""
+        """Plan the trial with these changes; the plan has no trial if they contradict each other."""
         more = {} if value is None or self.axis is None else {self.axis: value}
         [[found]] = plan.expand_trials([apply_changes(self.base.resolved | more, remedies)], 1)
         return found
@@ -114,10 +114,10 @@ class AdviceRequest:
 
 
 def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice, list[ReachedLimit]]:
-    """Return advice on changes up to `level` of the result; for a goal along an axis also how far each gets.
+    """Return advice on changes up to `level`; for a goal along an axis also how far each option gets.
 
-    For such a goal, options are compared beyond where the unchanged run ends, because memory must be saved there.
-    Several GPUs are tried if the run does not fit; for a goal along an axis, if no option gets anywhere.
+    For such a goal, options are compared at a value that the unchanged run does not reach: there memory must be saved.
+    Several GPUs are tried if the run does not fit; for a goal along an axis, if no option reaches any value.
     """
     axis = asked.axis
     if axis is not None:
@@ -143,9 +143,9 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
 
 
 def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Option]:
-    """Predict the trial divided among ever more GPUs until it fits well; last, with what saves most at the same result.
+    """Predict the trial divided among more and more GPUs until it fits well, from its own number of GPUs on.
 
-    If the trial names several GPUs, these come first.
+    The last try adds the changes that save most memory without changing the result.
     """
     trial, options = asked.trial, list[Option]()
     way = "zero3" if trial.runner.name == "deepspeed" else "fsdp2"
@@ -164,7 +164,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
 
 
 def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
-    """Return what a row says of these changes, with times from column `seconds`; `row` is None if there is none."""
+    """Return the option that a row shows for these changes; its time is from column `seconds`. `row` may be None."""
     if item.trial is None or row is None:
         return Option(remedies, None, None, item.reason or "there is no answer")
     need, tokens = find_need(row), item.trial.tokens_per_step()
@@ -179,7 +179,7 @@ def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, s
 
 
 def best(reached: Sequence[ReachedLimit]) -> ReachedLimit | None:
-    """Return what gets furthest with rounding changed at most, else with least change; of equals, least change."""
+    """Return the furthest of those that change rounding at most, else of the lowest level; least change wins ties."""
     known = [one for one in reached if one.value is not None]
     least = min((max(ROUNDING, one.option.level) for one in known), default=ROUNDING)
     known = [one for one in known if one.option.level <= least]

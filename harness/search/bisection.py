@@ -1,7 +1,7 @@
 """Bisection: the search for the largest of a list of values that fits, in few trials. Pure.
 
 The search starts at the predicted value and goes outward in doubling strides, until one value fits and one does not.
-Then it halves the interval. It never strides so far or so little that halving could not end in time:
+Then it halves the interval. Strides are limited so that halving can still end within this number of trials:
 
     prediction                              trials at most, of n values
     right                                   2, with a margin of 1
@@ -9,8 +9,8 @@ Then it halves the interval. It never strides so far or so little that halving c
     none                                    floor(log2 n) + 1
     wrong                                   ceil(log2 n) + 3
 
-Fitting is not always monotonic (fragmentation, alignment). A search then ends at one of several limits, and says which
-of the trials that it knows contradict it. `Bisection` asks for values, and others find out what comes of them.
+Fitting is not always monotonic (fragmentation, alignment). A search then ends at one of several limits, and says
+between which values trials contradict it. `Bisection` names values; its caller runs their trials.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ FULL: tuple[Kind, ...] = ("full", "inferred", "beyond")  # what does not fit
 
 @dataclass(frozen=True)
 class Probe:
-    """The result of a value: it fits, memory is full, or no answer (failed). Not tried: a trial that needs no more did
-    not fit (inferred), or there is no such trial (beyond), as when a model has no more positions."""
+    """The result of a value: it fits, memory is full, or no answer (failed). Two kinds are not tried: a trial needing
+    no more did not fit (inferred), or the value is impossible (beyond), as with more tokens than the model allows."""
 
     kind: Kind
     reason: str | None = None
@@ -70,7 +70,7 @@ class Bisection:
     known: dict[int, Probe] = field(default_factory=dict)
 
     def ask(self) -> list[int]:
-        """Return the value to try next; none if the search has ended, or that value's result says nothing."""
+        """Return the value to try next, in a list; [] if the search has ended or that value's trial gave no answer."""
         value = self._between()
         return [] if value is None or value in self.known else [value]
 
@@ -116,8 +116,8 @@ def _count_left(values: int) -> int:
 
 
 def _wish(low: int, high: int, bounded: tuple[bool, bool], start: int | None, margin: int) -> int:
-    """Return the next number between `low`, which fits (or is none), and `high`, which does not. Strides from the start
-    are margin, 2 margin, 4 margin, ... until trials bound it on both sides; then take the middle."""
+    """Return the next index between `low`, which fits or is -1, and `high`, which does not. Strides from `start` are
+    margin, 2 margin, 4 margin, ... until trials bound the search on both sides; then take the middle."""
     middle = (low + high) // 2
     if start is None or all(bounded):
         return middle
@@ -128,7 +128,7 @@ def _wish(low: int, high: int, bounded: tuple[bool, bool], start: int | None, ma
 
 
 def _within(number: int, low: int, high: int, left: int) -> int:
-    """Return the number, or the nearest from which halving still ends in the trials left, this one included."""
+    """Return the index, or the nearest one from which halving still ends within `left` trials, this one included."""
     reach = 1 << max(left - 1, 0)
     least, most = max(high - reach, low + 1), min(low + reach, high - 1)
     return min(max(number, least), most) if least <= most else (low + high) // 2

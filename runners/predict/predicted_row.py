@@ -43,7 +43,7 @@ class SimulatedHostOutOfMemoryError(SimulatedOutOfMemoryError):
 
 @dataclass(frozen=True)
 class Predicted:
-    """The columns that a trial's row can report, the phases reached, and the error that ended the run, if one did."""
+    """The columns that a trial's row can report, the phases reached, and the error that ended the run, or None."""
 
     columns: dict[str, Any]
     phases: tuple[tuple[Mark, Peaks], ...]
@@ -58,7 +58,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     card = trial.device.card
     config = allocator_config.parse(trial.allocator.conf)
     limit = trial.memory_limit()
-    predicted = replay(trace, config, memory_limit(card))  # the allocator itself takes its share of it
+    predicted = replay(trace, config, memory_limit(card))  # the whole, of which `config` takes a share
     host = host_of(trial, trace)
     full = host_full(trial, host)
     if full is not None and predicted.refused is not None and full >= len(predicted.phases):
@@ -77,9 +77,9 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
         asked = describe_storage(trace, predicted.refused.storage, predicted.refused.mark)
         text = f"{refused_text(predicted.refused, asked, trial, whole)}; {_would_fit(trial, whole, limit)}"
         return Predicted(known, phases, SimulatedOutOfMemoryError(text, known))
-    grown = None if "step_growth_bytes" in details else growth(trace)  # if steps are not alike
+    grown = None if "step_growth_bytes" in details else growth(trace)  # set if steps are not alike
     found = columns(predicted) | upper_bounds(trace, config, limit) | estimated | details | known
-    if length_distribution.names_lengths(trial.data):  # and packed, else the trial would not get here
+    if length_distribution.names_lengths(trial.data):  # they are packed, because other such trials never get here
         found |= length_distribution.length_columns(trial)
     notes = [*(found["notes"] or ()), *allocator_config.estimates(config), *allocator_config.without_effect(config)]
     notes += [*ignored_settings(trial, found["differences"] or ()), *filter(None, [untimed])]
@@ -107,9 +107,9 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
 
 
 def prediction_basis(trial: Trial) -> str:
-    """Return which predicted parts are exact, traced and estimates (defined in harness/rows/columns.tsv).
+    """Return which predicted parts are exact, traced or estimates (harness/rows/columns.tsv defines these words).
 
-    With several ranks more is estimated, because collectives overlap computation and free blocks at unknown times.
+    With sharding more parts are estimates, because collectives overlap computation and free blocks at unknown times.
     """
     sharded = trial.sharding != "none"
     return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
@@ -153,7 +153,7 @@ def columns(predicted: Prediction) -> dict[str, Any]:
 def upper_bounds(trace: Trace, config: allocator_config.AllocatorConfig, limit: int | None) -> dict[str, Any]:
     """Return the row's upper bounds, for a CPU that runs ahead of the GPU as far as it may.
 
-    {} unless another stream uses storages that are freed. Reserved stops at `limit`, because the allocator waits there.
+    {} unless storages are freed while another stream uses them. Reserved stops at `limit`: the allocator waits there.
     """
     if not any(kind == "use" for _, kind, _, _ in trace.notes):
         return {}
@@ -262,7 +262,7 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     largest = sorted(filter(beside.get, beside), key=lambda name: -beside[name])[:3]
     parts = ", ".join(f"{name.replace('_', ' ')} {format_gib(beside[name])}" for name in largest)
     need = without_limit.peak["reserved"]
-    least = max(card.capability, (8, 0))  # features of the generation that the run needs are unknown
+    least = max(card.capability, (8, 0))  # because it is unknown which features of this generation the run needs
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), card.headroom_gib, least)
     of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed GPU of capability {'.'.join(map(str, least))} or later has"
@@ -278,7 +278,7 @@ LEFT_UNUSED = 0.15  # margin, because reserved bytes a token vary with the batch
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
-    """Estimate by proportion how many tokens of a pass would fit, for a row.
+    """Estimate, for the reason of a row, how many tokens of a pass would fit, by proportion.
 
     Activations, temporaries and reserved but unused memory are taken as proportional to tokens, all else as fixed.
     Memory of loading and the optimizer does not depend on tokens. Unused memory is proportional only roughly, so
@@ -299,7 +299,7 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
 
 
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
-    """Return the row's columns about host memory of the fullest node, whose ranks all count as rank 0."""
+    """Return the row's columns about host memory of the fullest node; each of its ranks counts as much as rank 0."""
     ranks = host_memory.ranks(trial)
     if trial.runner.command is not None:  # what a script keeps on the host is not in the trace
         return {"host_ranks": ranks, "host_total_bytes": host_memory.limit(trial)}
@@ -367,5 +367,5 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
 
 
 def record(mark: Mark, peaks: Peaks) -> dict[str, Any]:
-    """Return a phase as an attempt's record; harness/sweep/row_builder.py reads from the last one where it ended."""
+    """Return a phase as an attempt's record; harness/sweep/row_builder.py takes the last one as the end of the run."""
     return {"phase": mark.phase, "at_step": mark.step, "peaks": peaks}

@@ -1,4 +1,4 @@
-"""Predictors of the trials of a family, however many, made by tracing what they need.
+"""Predictors of a family's trials. A family is traced once, only at the points that its trials need.
 
 The traces come from trace_workers.py; the predictions run in runners/worker/batch_server.py.
 """
@@ -18,7 +18,7 @@ from vramsweep.runners.symbolic.trace_family import at, curve, point
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point
 
-AT_A_TIME = 16  # most trials that one process predicts; then another process follows, with its own deadline
+AT_A_TIME = 16  # most trials that one process predicts; the next process has its own deadline
 Predict = Callable[[Trial], predicted_row.Predicted | None]
 
 
@@ -40,7 +40,7 @@ def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
     points = sorted({point(trial) for trial in family.values()})
     found = curve(anyone, points, tracer)
     found.trace([at(anyone, where) for where in points])
-    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point on one GPU are neighbours
+    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point and GPU follow each other
 
     def predict(trial: Trial) -> predicted_row.Predicted | None:
         where = point(trial), trial.device.gpu
