@@ -1,13 +1,14 @@
-"""How few points are enough: public sweeps, answered from their files to the questions of hydra/sweeper=adaptive.
+"""Count the points that hydra/sweeper=adaptive needs: its search runs on public sweeps, answered from their files.
 
     python benchmarks/adaptive.py [--data FOLDER] [--results FOLDER] [--seeds N] [--only NAME ...] [--keep FOLDER]
 
-Published: github gpjt/fine-tune-2024-04, sweeps of Qwen1.5-0.5B (2,048 lengths; batches) on a 24 GB card and of Llama 3
-8B (25 lengths; batches; medians over the ranks that reported) on eight A100, under DeepSpeed 0.14.2 ZeRO-3: peak active
-(here compared as allocated) and reserved MiB. Nothing is measured here: what the search asks for is looked up, with
-`vramsweep predict`'s rows of the same settings beside it and without. A line of the table is a sweep; points, errors of
-all points against the file and the share of them within 1 % (allocated) and 2 % (reserved) are the worst of all seeds.
---keep writes what the search reads of the predicted rows, a CSV a sweep; tests/data/predicted has "0.5B lengths".
+Source: github gpjt/fine-tune-2024-04, sweeps of Qwen1.5-0.5B (2,048 lengths; batches) on a 24 GB GPU and of Llama 3 8B
+(25 lengths; batches; medians over the ranks that reported) on eight A100, under DeepSpeed 0.14.2 ZeRO-3. The files have
+peak active (here compared as allocated) and reserved MiB. Nothing is measured: the points that the search requests are
+read from the file. A line of the table is a sweep, with `vramsweep predict`'s rows of the same settings or without. It
+has the range of measured points over the seeds. Errors over all points, and shares within 1 % (allocated) and 2 %
+(reserved), are the worst of the seeds. --keep writes what the search reads of the predicted rows, a CSV a sweep;
+tests/data/predicted has "0.5B lengths".
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CHECKPOINTING = ("use_cache=off", "padding=0.5", "checkpointing=full", "checkpoi
 
 @dataclass(frozen=True)
 class Sweep:
-    """A published file along one axis, of which `other` is the other one's value, and the words that predict it."""
+    """A published file along `axis`, the value of the `other` axis, and the overrides that predict it."""
 
     file: str
     axis: str
@@ -58,7 +59,7 @@ class Sweep:
 
     @staticmethod
     def folder(name: str) -> str:
-        """What is called after a sweep's name."""
+        """Return a sweep's name as the name of a folder."""
         return name.replace(" ", "-").replace(",", "")
 
 
@@ -78,11 +79,11 @@ READ = (
     "peak_allocated_bytes", "peak_reserved_bytes", "unlimited_peak_reserved_bytes",
     *(f"{phase}_peak_allocated_bytes" for phase in PHASES),
 )  # fmt: skip
-LIMIT = {"rtx3090-24gb": 23.4 * 1024, "a100-80gb": 78.7 * 1024}  # MiB that an allocator has there, to within a percent
+LIMIT = {"rtx3090-24gb": 23.4 * 1024, "a100-80gb": 78.7 * 1024}  # MiB of an allocator's limit there, to 1 %
 
 
 def published(path: Path) -> dict[int, tuple[float, float] | None]:
-    """MiB active and reserved by place on the axis, medians over what reported; None where it ran out of memory."""
+    """Return active and reserved MiB by value of the axis, medians over reporting ranks; None if out of memory."""
     found: dict[int, list[tuple[float, float]]] = defaultdict(list)
     full = set()
     for line in path.read_text().splitlines():
@@ -99,18 +100,18 @@ def published(path: Path) -> dict[int, tuple[float, float] | None]:
 
 
 def predicted(name: str, sweep: Sweep, at: list[int], results: Path) -> dict[int, Row]:
-    """The rows by place on the axis, predicted if they are not there yet."""
+    """Return the predicted rows by value of the axis, after predicting those that `results` does not have yet."""
     folder = Sweep.folder(name)
     other = "micro_batch" if sweep.axis == "seq_len" else "seq_len"
     step = f"{at[0]}..{at[-1]}" if at == list(range(at[0], at[-1] + 1)) else ",".join(map(str, at))
     words = (*sweep.words, *SAME, f"{sweep.axis}={step}", f"{other}={sweep.other}")
     command = [sys.executable, "-m", "vramsweep", "predict", *words, f"results={results}", f"name={folder}"]
-    subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr)  # one token has no padding: such a row is none
+    subprocess.run(command, check=False, cwd=ROOT, stdout=sys.stderr)  # may fail: a single token has no padding
     return {row[sweep.axis]: row for row in terminal(read(results / folder)[0]).values()}
 
 
 def keep(path: Path, rows: Mapping[int, Row]) -> None:
-    """What a search reads of predicted rows, and which version of the simulation made them."""
+    """Write the columns of predicted rows that a search reads, and the version of the simulation that made them."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["at", "simulation", "outcome", *READ])
@@ -118,7 +119,7 @@ def keep(path: Path, rows: Mapping[int, Row]) -> None:
 
 
 def kept(path: Path) -> dict[int, Row]:
-    """The same again, by place on the axis."""
+    """Return the rows that `keep` wrote, by value of the axis."""
     with path.open(newline="") as file:
         lines = list(csv.DictReader(file))
     return {
@@ -129,14 +130,14 @@ def kept(path: Path) -> dict[int, Row]:
 
 
 def grid(sweep: Sweep, at: list[int], rows: Mapping[int, Row]) -> Grid:
-    """The points of the sweep, with their predictions if there are any."""
+    """Return the points of a sweep, with their predictions if there are any."""
     x, other = np.array(at, float), np.full(len(at), float(sweep.other))
     length, batch = (x, other) if sweep.axis == "seq_len" else (other, x)
     return Grid.of(length, batch, [rows.get(one) for one in at]) if rows else Grid(length, batch)
 
 
 def searched(points: Grid, truth: list[tuple[float, float] | None], limit: float, seed: int) -> tuple[Search, float]:
-    """The search to its end, and the longest that a round took, in seconds."""
+    """Run a search to its end; return it and the seconds of its longest round."""
     search, longest = Search(points, seed=seed), 0.0
     while True:
         began = time.perf_counter()
@@ -153,7 +154,7 @@ def searched(points: Grid, truth: list[tuple[float, float] | None], limit: float
 
 
 def line(name: str, points: Grid, truth: list[tuple[float, float] | None], limit: float, seeds: int) -> str:
-    """A line of the table."""
+    """Return a line of the table, in Markdown."""
     ran = np.array([sizes is not None for sizes in truth])
     runs = [searched(points, truth, limit, seed) for seed in range(seeds)]
     cells = [name, "with" if points.predicted else "without", f"{len(truth):,}"]
@@ -203,7 +204,7 @@ def main() -> None:
                 chosen.keep.mkdir(parents=True, exist_ok=True)
                 keep(chosen.keep / f"{sweep.folder(name)}.csv", rows)
             both = [grid(sweep, at, rows), grid(sweep, at, {})]
-            for points in both if both[0].predicted else both[1:]:  # fewer than three predictions are none
+            for points in both if both[0].predicted else both[1:]:  # a grid ignores fewer than three predictions
                 print(line(name, points, truth, LIMIT[card], chosen.seeds), flush=True)
 
 

@@ -1,10 +1,10 @@
-"""How fast the allocator simulation is, and how much memory it needs: prints one JSON object.
+"""Speed and memory of the allocator simulation, printed as one JSON object.
 
     python benchmarks/allocator_replay.py --events 10000000 --recordings DIR
 
 Events are counted as PyTorch records them: an allocation is one, a free is two (requested, completed). The synthetic
-stream is made while it is consumed; its cost is measured alone and taken off. Each measurement runs in a process of
-its own, so that its peak memory is its own.
+stream is made while the simulation consumes it. The time of making it is measured alone and subtracted. Each
+measurement runs in its own process, because peak memory is that of a process.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Step = tuple[int, int, int]  # kind (0 allocate, 1 request free, 2 complete free
 
 
 def synthetic(events: int, seed: int = 0) -> Iterator[Step]:
-    """A stream like training: up to 2,000 live blocks of 40 sizes from 512 B to 64 MiB, freed in random order."""
+    """Yield steps like training's: up to 2,000 live blocks of 40 sizes from 512 B to 64 MiB, freed in random order."""
     rng = random.Random(seed)
     sizes = [int(2 ** rng.uniform(9, 26)) for _ in range(40)]
     live: list[int] = []
@@ -72,7 +72,7 @@ def measure_synthetic(settings: str, events: int) -> dict[str, Any]:
 
 
 def measure_recording(path: Path, settings: str | None) -> dict[str, Any]:
-    """None for the replay as recorded, with its comparison."""
+    """Time the replay of a recording, the fastest of three. `settings` None: as recorded, with its comparison."""
     loaded = recording.load(path)
     start = undo(loaded)
     seconds = []

@@ -1,9 +1,8 @@
-"""A million generated rows through the analysis: load, group, fit, draw. Prints JSON: seconds, memory, versions.
+"""Load, group, fit and draw a million generated rows. Prints JSON: seconds, memory, versions.
 
     python benchmarks/analysis_million_rows.py [--rows 1000000] [--folder DIR]
 
-The journal has whole rows, every column of the registry present, as the harness writes them; generating it is not
-timed.
+The rows have every column of the registry, as the harness writes them. Generating them is not timed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def generate(path: Path, rows: int) -> None:
-    """Rows of 2 precisions x 6 allocators x 4 batches, 2,048 lengths, as many repeats as it takes."""
+    """Write rows of 2 precisions x 6 allocators x 4 batches, 2,048 lengths, and as many repeats as `rows` needs."""
     from vramsweep.harness.rows.schema import complete_row
 
     random = np.random.default_rng(0)
@@ -61,7 +60,7 @@ def generate(path: Path, rows: int) -> None:
 
 
 def measure(path: Path) -> dict[str, float]:
-    """Seconds of each part, in this process."""
+    """Return sizes, seconds of each part and peak memory of an analysis in this process."""
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import load
     from vramsweep.analysis.report.content import collect
@@ -103,7 +102,7 @@ def main() -> None:
         path = folder / f"generated-{arguments.rows}.jsonl"
         if not path.exists():
             generate(path, arguments.rows)
-        # a fresh process, so that the memory of generating is not counted
+        # a fresh process, because this one's peak memory includes generating the rows
         command = [sys.executable, __file__, "--measure", str(path)]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         result = json.loads(done.stdout)

@@ -1,11 +1,11 @@
-"""What a GPU showed, as a page: predictions next to its rows, replays of its recordings, cold and warm trials, speed.
+"""Write a GPU's page: predictions compared with its rows, replays of its recordings, cold and warm trials, speed.
 
     python benchmarks/card_page.py results/reference/h100-80gb docs/h100.md [--figure docs/images/h100.png]
 
-Everything is computed again from the folder's rows and recordings, which benchmarks/gpu_check.py made there; the text
-between the tables is this file's. Predictions are the folder's rows of device=simulated, of the present code
-(`python benchmarks/gpu_check.py FOLDER --only predicted` makes new ones), and those of blind.jsonl, which were made
-before the card's recordings were looked at.
+Everything is computed again from the folder's rows and recordings, which benchmarks/gpu_check.py made. This file has
+the text between the tables. Predictions are of two kinds. The folder's rows of device=simulated are the present code's
+(`python benchmarks/gpu_check.py FOLDER --only predicted` makes new ones). Those of blind.jsonl were made before anyone
+looked at the GPU's recordings.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vramsweep.harness.rows.schema import Row  # noqa: E402
 from vramsweep.harness.spec.trial import Trial  # noqa: E402
 
 MIB = 1 << 20
-# Which recording is replayed under the settings of which others: those of the same training.
+# Each recording is also replayed under the settings of these recordings of the same training.
 CROSS = {
     "default": ("expandable", "roundup", "max_split", "gc", "retry", "out_of_memory"),
     "expandable": ("default", "roundup"),
@@ -42,9 +42,9 @@ CROSS = {
     "streams": ("streams_expandable",),
     "streams_expandable": ("streams",),
 }
-# The trials that vary one thing each, which the figure shows.
+# The figure shows these sweeps, whose trials vary one setting each.
 FACTORS = ("gpt2-trainer", "factors", "factors-cold", "techniques", "models")
-PLAIN = ("model", "runner", "sharding", "precision")  # axes whose values say what they are
+PLAIN = ("model", "runner", "sharding", "precision")  # axes whose values need no name
 SHOWN = (*PLAIN, "quantization", "adapter", "attention", "kernels", "loss", "checkpointing", "checkpointing_every",
          "checkpointing_reentrant", "activation_offload", "compile", "optimizer", "offload_optimizer", "offload_param",
          "padding", "padding_side", "packing", "use_cache", "grad_accum", "allocator")  # fmt: skip
@@ -55,8 +55,8 @@ DEFAULTS = {axis: Trial.model_fields[axis].default for axis in SHOWN} | {
 
 @dataclass(frozen=True)
 class Words:
-    """What a page says that no row does (card_pages.toml): title, what had been seen before, how long the GPU was
-    there, what was wrong and how it was found, and what else it showed or did not."""
+    """Texts of a page that no row has (card_pages.toml): title, what had been compared before, how long the GPU was
+    used, what was wrong and how it was found, and what else it showed or did not."""
 
     title: str
     seen: str
@@ -67,13 +67,13 @@ class Words:
 
 
 def replays(folder: Path) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
-    """Each recording under its own settings, then under others': (recording, settings', what was measured under these,
-    the replay). Sizes in bytes."""
+    """Yield each recording's replay under its own settings, then under others': (recording, recording of the settings,
+    what was measured under them, the replay). Sizes in bytes."""
     told = json.loads((folder / "summary.json").read_text())["parts"]["recordings"]
     with tempfile.TemporaryDirectory() as scratch, zipfile.ZipFile(folder / "recordings.zip") as archive:
         archive.extractall(scratch)
         for one in (name.removesuffix(".pickle") for name in archive.namelist()):
-            if one not in told:  # of a trial that was predicted badly
+            if one not in told:  # it is of a trial that was predicted badly
                 continue
             path, own = Path(scratch) / f"{one}.pickle", told[one]
             yield one, one, own, what_if(path, [], recorded_limit=own["limit_bytes"]).rows[0]
@@ -83,16 +83,16 @@ def replays(folder: Path) -> Iterator[tuple[str, str, dict[str, Any], Any]]:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file."""
+    """Return the rows of a file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pairs(rows: list[Row], predictions: list[Row] | None = None) -> list[tuple[Row, Row]]:
-    """(measured, predicted) of each trial that ended ok both ways, the last of either; `predictions` are others' than
-    the rows' own."""
+    """Return (measured, predicted) of each trial that ended ok in both, the last row of each. `predictions` replace the
+    simulated rows of `rows`."""
 
     def trial(row: Row) -> str:
-        # a prediction that was made for no repeat in particular is of all
+        # a prediction is for all repeats
         return json.dumps({k: v for k, v in row["trial"].items() if k not in ("device", "repeat")}, sort_keys=True)
 
     def last(rows: list[Row], device: str) -> dict[str, Row]:
@@ -103,7 +103,7 @@ def pairs(rows: list[Row], predictions: list[Row] | None = None) -> list[tuple[R
 
 
 def label(row: Row) -> str:
-    """What a trial is, in the words of its axes that are not at their default."""
+    """Return a trial's label: the values of axes that are not at their default, then batch and length."""
     values = {axis: row["trial"].get(axis, DEFAULTS[axis]) for axis in SHOWN}
     words = {axis: v["name"] if isinstance(v, dict) else v for axis, v in values.items()}
     changed = {axis: w for axis, w in words.items() if w != DEFAULTS[axis]}
@@ -112,17 +112,17 @@ def label(row: Row) -> str:
 
 
 def off(measured: Row, predicted: Row, column: str) -> float:
-    """Predicted / measured - 1."""
+    """Return predicted / measured - 1 of a column."""
     return float(predicted[column] / measured[column] - 1)
 
 
 def mib(size: int) -> str:
-    """Bytes as MiB."""
+    """Return bytes as a text in MiB."""
     return f"{size / MIB:,.1f}"
 
 
 def page(folder: Path) -> str:
-    """The page in Markdown."""
+    """Return the page in Markdown."""
     summary = json.loads((folder / "summary.json").read_text())
     rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")
     both = pairs(rows)
@@ -166,7 +166,7 @@ def page(folder: Path) -> str:
 
 
 def wrapped(line: str) -> str:
-    """A paragraph or an item in lines of 120 characters; tables, images and what has its own lines stay."""
+    """Wrap a paragraph or an item at 120 characters; return tables, images and texts of several lines as they are."""
     if line.startswith(("|", "#", "!", "    ")) or "\n" in line:
         return line
     indent = "  " if line.startswith("- ") else ""
@@ -273,7 +273,7 @@ def _accuracy(both: list[tuple[Row, Row]], when: str) -> list[str]:
 
 
 def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row], words: Words) -> list[str]:
-    """The trials whose reserved peak was off, recorded from their first allocation on."""
+    """Return the table of trials whose reserved peak was off, recorded from their first allocation on."""
     wrong = {m["trial_id"]: (m, p) for m, p in pairs(rows, blind)}
     now = {m["trial_id"]: p for m, p in pairs(rows)}
     lines = [
@@ -296,7 +296,7 @@ def _misses(summary: dict[str, Any], rows: list[Row], blind: list[Row], words: W
 
 
 def _curve(rows: list[Row]) -> list[str]:
-    """ZeRO-3's rows by length, with and without expandable segments."""
+    """Return the table of ZeRO-3's rows by length, with and without expandable segments."""
     found = {(m["seq_len"], m["allocator"]): (m, p) for m, p in pairs(rows) if m["sweep"] == "zero3"}
     lines = [
         "Reserved MiB of Qwen1.5-0.5B with DeepSpeed, fp16, batch 1 and one rank, and the prediction error.",
@@ -316,7 +316,7 @@ def _curve(rows: list[Row]) -> list[str]:
 
 
 def _calls(path: Path) -> list[str]:
-    """Which kernel of attention ran, and what a test holds the trace to."""
+    """Return the table of attention kernels that ran, and the text on how a test compares the trace with them."""
     told = json.loads(path.read_text())
     ran = [one for one in told["attention"] if "kernel" in one]
     counts = Counter((one["dtype"], " and ".join(one["kernel"])) for one in ran)
@@ -336,7 +336,7 @@ def _calls(path: Path) -> list[str]:
 
 
 def _compiled(rows: list[Row]) -> list[str]:
-    """Compiled trials and the same training in eager mode; a prediction of them is refused."""
+    """Return the table of compiled trials and of the same training in eager mode; compiled ones are not predicted."""
     ok = [row for row in rows if row["device"] == "cuda" and row["outcome"] == "ok"]
     lines = [
         "Compiled trials are measured, and cannot be predicted. The rows with `optimizer=adamw_torch` are eager.",
@@ -410,7 +410,7 @@ def _speed(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str]:
 
 
 def _profiles(summary: dict[str, Any], rows: dict[str, Row]) -> list[str]:
-    """Where the time of bare steps went."""
+    """Return the table of bare steps: their time, and the time that the GPU was busy."""
     found = [(rows[t], one) for t, one in summary["parts"]["profiles"].items() if t in rows and "card_busy_s" in one]
     lines = [
         "The profile of bare steps, without our instruments, shows how long the GPU was *busy* with kernels and "
@@ -437,7 +437,7 @@ def _signed(value: float) -> str:
 
 
 def figure(folder: Path, path: Path) -> None:
-    """Differences by configuration, as a PNG."""
+    """Draw the prediction errors by configuration as a PNG."""
     import plotly.graph_objects as go
 
     rows, blind = read(folder / "rows.jsonl"), read(folder / "blind.jsonl")

@@ -1,4 +1,4 @@
-"""The factors of speed that ship (harness/hardware/efficiencies.json), from readings that `vramsweep validate` wrote.
+"""Make the factors of speed that ship (harness/hardware/efficiencies.json) from readings of `vramsweep validate`.
 
 python benchmarks/efficiencies.py results/reference/validation/readings.json harness/hardware/efficiencies.json
 """
@@ -20,7 +20,7 @@ from vramsweep.harness.hardware.roofline_efficiency import ANY, Efficiency
 
 
 def other_cards(readings: pd.DataFrame, of: str) -> pd.Series[float]:
-    """The relative errors of this kind's readings by factors of all other cards; null where there is no other card."""
+    """Return relative errors of this kind's readings by the factors of all other GPUs; NaN without another GPU."""
     same = readings[readings["kind"].eq(of)]
     found = pd.Series(np.nan, index=same.index)
     for gpu in same["gpu"].unique():
@@ -32,10 +32,10 @@ def other_cards(readings: pd.DataFrame, of: str) -> pd.Series[float]:
 
 
 def efficiencies(readings: pd.DataFrame) -> list[Efficiency]:
-    """What to ship: of each card and kind that has readings, and of all cards together.
+    """Return the factors to ship: for each GPU and kind with readings, and for all GPUs together.
 
-    A card's factors are judged by its readings, as left-out sources; those of all cards by every card's, as if nothing
-    were known of it.
+    Errors of a GPU's factors come from leaving out each source of its readings in turn. Errors of the factors of all
+    GPUs come from predicting each GPU with the factors of the others.
     """
     judged = speed.left_out(readings)
     made = []
@@ -55,13 +55,13 @@ def efficiencies(readings: pd.DataFrame) -> list[Efficiency]:
 
 
 def write(readings: pd.DataFrame, out: Path) -> None:
-    """Write what harness/hardware/roofline_efficiency.py reads."""
+    """Write the file that harness/hardware/roofline_efficiency.py reads."""
     lines = ",\n".join(f" {json.dumps(asdict(one))}" for one in efficiencies(readings))
     outputs.write(out, f"[\n{lines}\n]\n")
 
 
 def main(readings: Path, out: Path) -> int:
-    """Make the file of the readings' file."""
+    """Write the factors made from the file `readings` to `out`."""
     found = validation.load(readings).readings
     write(speed.readings(found[~found["again"]]), out)
     return 0

@@ -1,12 +1,12 @@
-"""Every length from few traces: how long it takes, and whether it is what direct traces say, to the byte.
+"""Predict every length from few traces: seconds, and a comparison with direct traces, column by column.
 
-    python benchmarks/every_length.py [--only NAME ...] [--lengths N] [--points N] [--largest] [--out FOLDER]
+    python benchmarks/every_length.py [--only NAME ...] [--lengths N] [--points N] [--largest]
 
-For each configuration `vramsweep predict` predicts every length up to --lengths (2,048; fewer where the model has fewer
-positions) under two allocator settings, from an empty folder; then --points of the trials, chosen at random with a
-fixed seed, are predicted again by `vramsweep sweep`, one by one, each from a trace of its own. Every column must be
-equal but for times, the trace's basis and how it ran. With --largest, also the largest length that fits 10 cards under
-three settings, and the trials at each edge and beside it. A line of JSON a configuration.
+For each configuration `vramsweep predict` predicts every length up to --lengths (2,048; GPT-2 has 1,024 positions)
+under two allocator settings, from an empty folder. Then --points of the trials, chosen at random with a fixed seed, are
+predicted again, each by its own `vramsweep sweep` from its own trace. Columns must be equal, except times, the trace's
+basis and how the trial ran (`APART`). --largest instead finds the maximum sequence length on 10 GPUs under three
+settings, and checks up to 20 trials at these lengths and one token above. Prints a line of JSON a configuration.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ APART = {
 
 
 def rows(folder: Path) -> dict[str, Row]:
-    """The rows of a results folder, by trial."""
+    """Return the terminal rows of a results folder, by trial id."""
     return terminal(read(folder)[0])
 
 
 def vramsweep(*words: str) -> str:
-    """Run a verb; what it printed."""
+    """Run a verb and return its standard output."""
     command = [sys.executable, "-m", "vramsweep", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT).stdout
 
 
 def different(one: Row, other: Row) -> list[str]:
-    """The columns that are not equal."""
+    """Return the names of columns that differ, without those of `APART`."""
     return sorted(name for name in one.keys() | other.keys() if name not in APART and one.get(name) != other.get(name))
 
 
 def directly(words: tuple[str, ...], trials: list[dict[str, Any]], results: Path) -> dict[str, Row]:
-    """The same trials, each by a sweep of its own."""
+    """Predict each trial by its own sweep; return the rows by trial id."""
 
     def one(numbered: tuple[int, dict[str, Any]]) -> dict[str, Row]:
         number, trial = numbered
@@ -86,7 +86,7 @@ def directly(words: tuple[str, ...], trials: list[dict[str, Any]], results: Path
 
 
 def measured(name: str, lengths: int, points: int) -> dict[str, Any]:
-    """Time and agreement of one configuration."""
+    """Predict all lengths of a configuration; return the seconds and the trials that differ from direct traces."""
     words = CONFIGURATIONS[name]
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
@@ -111,12 +111,12 @@ def measured(name: str, lengths: int, points: int) -> dict[str, Any]:
 
 
 def label(trial: dict[str, Any]) -> tuple[str, ...]:
-    """What tells the trials of a survey apart."""
+    """Return length, GPU and allocator setting, which tell the trials of a survey apart."""
     return str(trial["seq_len"]), trial["device"]["gpu"], trial["allocator"]["name"]
 
 
 def largest(name: str, lengths: int) -> dict[str, Any]:
-    """Time of the largest length for all cards and settings, and whether the trials at the edges say the same."""
+    """Find the maximum length for all GPUs and settings; return the seconds and the trials that disagree."""
     words = CONFIGURATIONS[name]
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

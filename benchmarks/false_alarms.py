@@ -1,8 +1,8 @@
-"""Print how often flags of step times are false alarms: the table in docs/how_measurement_works.md.
+"""Print how often each flag of step times is a false alarm: the table in docs/how_measurement_works.md.
 
     python benchmarks/false_alarms.py        # about twenty seconds
 
-Steps with normal noise, independent or with a part that carries over from step to step (AR(1)).
+Step times are generated with normal noise, independent or correlated from step to step (AR(1)).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETTLING = 100  # steps before the first that counts
 
 
 def noise(random: np.random.Generator, rows: int, steps: int, deviation: float, carried: float) -> list[list[float]]:
-    """Rows of step times around 1, with this standard deviation and lag-one correlation."""
+    """Return `rows` lists of step times around 1, with this standard deviation and lag-one correlation."""
     made = random.normal(size=(rows, SETTLING + steps)) * np.sqrt(1 - carried**2)
     for at in range(1, made.shape[1]):
         made[:, at] += carried * made[:, at - 1]

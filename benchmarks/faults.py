@@ -1,13 +1,13 @@
-"""Torture: every fault that a sweep should survive, injected many times, and what was lost.
+"""Inject every fault that a sweep should survive, many times, and count what was lost.
 
     python benchmarks/faults.py                       the long form: a table in Markdown on stdout
     python benchmarks/faults.py --only "SIGKILL" --scale 0.1
 
-Rows lost: rows that were in the journal, or shown as finished, and are not there any more, trials without an answer at
-the end, and answers that are not what the fault should give. Doubled: trials with two answers. Orphans: processes that
-outlive their launcher by half a minute. Resumed: after how many the same command came to its end.
+Rows lost: rows that were in the journal or shown as finished and are gone, trials without an answer at the end, and
+answers other than the fault should give. Doubled: trials with two answers. Orphans: processes that outlive their
+launcher by half a minute. Resumed: injections after which the same command finished the sweep.
 
-The short form is tests/test_torture.py. Runs on Linux; as root also what needs mounts and cgroups.
+The short form is tests/test_torture.py. Runs on Linux. Faults that need mounts and cgroups run only as root.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEADER = (
 
 
 def main() -> int:
-    """Exit status 1 if anything was lost."""
+    """Inject the chosen faults and print the table; return 1 if anything was lost, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="only faults whose name holds this text")
     parser.add_argument("--skip", help="no faults whose name holds this text")

@@ -1,12 +1,12 @@
-"""Where the seconds of first answers go: refusals in multiples of `--help`, answers in multiples of one import.
+"""Time first answers: refusals in multiples of `--help`, other answers in multiples of one import.
 
     python benchmarks/first_answers.py [--repeats 3] [--only refusals|answers|phases] [--model llama3-8b]
 
-An import is that of torch and the model's class, in a fresh process of the same run. Every command runs in a fresh
-process: from nothing (an empty cache and results folder), then again, and once more in another results folder, where
-only what is kept for the user helps. The first is told as CPU seconds of all its processes, too, for a machine that has
-other work; wall seconds count on two quiet cores. Each is the least of the repeats. Goals are those that were set for
-each, of wall time. `phases` says where one explanation's CPU seconds go.
+The import is that of torch and the model's class, in a fresh process of the same run. Every command runs in a fresh
+process: from nothing (empty cache and results folder), then again, and once more in another results folder, where only
+the user's cache helps. The first is also given in CPU seconds of all its processes, for a machine that has other work.
+Wall seconds are meaningful on two quiet cores. Each time is the minimum of the repeats. Goals are of wall time, for
+refusals of CPU time. `phases` prints the CPU seconds of each phase of one explanation.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PHASES = (
 
 
 def spend(words: Iterable[str], cwd: Path, statuses: tuple[int, ...] = (0,), **variables: str) -> Spent:
-    """Seconds of a process and of all that it waited for."""
+    """Run a process; return its seconds and those of all that it waited for. Raises SystemExit if it fails."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     environ = os.environ | {"PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"} | variables
     done = subprocess.run([*words], cwd=cwd, env=environ, capture_output=True, text=True, check=False)
@@ -72,17 +72,17 @@ def spend(words: Iterable[str], cwd: Path, statuses: tuple[int, ...] = (0,), **v
 
 
 def least(repeats: int, once: Callable[[], Spent]) -> Spent:
-    """The least of some tries."""
+    """Return the least seconds of `repeats` tries."""
     return lowest([once() for _ in range(repeats)])
 
 
 def lowest(tries: Sequence[Spent]) -> Spent:
-    """The least of each kind of seconds."""
+    """Return the least CPU seconds and the least wall seconds of some tries."""
     return Spent(*map(min, zip(*tries, strict=True)))
 
 
 def show_refusals(repeats: int, folder: Path) -> None:
-    """Print what refusals take, in multiples of `--help`."""
+    """Print CPU seconds of refusals in multiples of `--help`."""
     (folder / "foo.json").write_text("{}")
     unit = least(repeats + 2, lambda: spend([*MODULE, "--help"], folder))
     print(f"\n| refused | x `--help` ({unit.cpu:.2f} s of CPU) | goal |\n|---|--:|--:|")
@@ -92,8 +92,8 @@ def show_refusals(repeats: int, folder: Path) -> None:
 
 
 def show_answers(repeats: int, folder: Path, model: str) -> None:
-    """Print what answers take, from nothing and asked again, in multiples of an import timed beside each question: the
-    machine may be faster or slower by then."""
+    """Print seconds of answers, from nothing and repeated. The unit is an import, timed next to each question because
+    the machine's speed varies."""
     code = "import torch; from transformers import LlamaForCausalLM"
     heads = "import, s | x import: wall | CPU | goal | again, s | goal | elsewhere, s"
     print(f"\n| asked, from nothing | {heads} |\n|---|--:|--:|--:|--:|--:|--:|--:|")
@@ -115,7 +115,7 @@ def show_answers(repeats: int, folder: Path, model: str) -> None:
 
 
 def show_phases(folder: Path) -> None:
-    """Print where one explanation's CPU seconds go, all in one process."""
+    """Print the CPU seconds of each phase of one explanation, all in one process."""
     code = "import time\nat = time.process_time()\n"
     for name, step in PHASES:
         code += f"{step}\nnow = time.process_time(); print(f'| {name} | {{now - at:.2f}} |', flush=True); at = now\n"

@@ -1,25 +1,25 @@
-"""How often a fit's 95 % interval holds the truth, and how wide it is: generated rows whose truth is known.
+"""Measure coverage and width of the 95 % intervals of fits, on generated rows whose truth is known.
 
     python benchmarks/fit_cover.py [--draws 500] [--seed N] [--only WORD] [--part I N]
 
-A cell is a truth, a noise and a set of lengths. In each draw a truth is made, rows are made of it, fitted, and a new
-run is asked for between two lengths and at twice the longest. Columns: share of new runs inside the interval, at both
-places; width of the interval as a share of the truth (median), and the interval score (Gneiting & Raftery 2007: width,
-plus 2 / 0.05 times the distance where it misses) over the truth, mean; share of draws in which the curve is identified,
-and among those the median error of the curve at twice the longest; share of draws whose most probable kind is the
-truth's.
+A cell is a truth, a noise and a set of lengths. Each draw makes a truth and rows of it, fits these rows, and predicts a
+new run between two lengths and one at twice the longest. Columns:
 
-Rows of our own know each phase's peak. Their truths are weights, gradients, states and activations drawn at random, and
-replays of real traces (results/reference/replays.csv), which no formula of the fitter made. Foreign rows know the peak
-alone.
+- at both lengths: share of new runs inside the interval, and its width as a share of the truth (median)
+- at twice the longest: interval score over the truth (Gneiting & Raftery 2007: width + 2 / 0.05 x miss), mean
+- share of draws whose curve is identified, and the median error of these curves at twice the longest
+- share of draws whose most probable kind is the truth's (imported rows only)
+
+Our own rows have each phase's peak. Their truths are weights, gradients, states and activations drawn at random, or
+replays of real traces (results/reference/replays.csv), which no formula of the fitter made. Imported rows ("foreign" in
+the table) have the peak alone.
 
     python benchmarks/fit_cover.py --grids [--draws 8] [--seed N] [--only WORD] [--part I N]
 
-asks what the usual grid tells of the lengths that are on none: 4 to 12 multiples of 64 or 128 of a sweep that knows the
-others too, public ones and replays (results/reference/replayed_lengths.csv), the ends always among them, and 1 or 3
-others. Columns: share of all lengths between the ends whose run lies inside the interval, of those that 8 divides and
-of the others; half of the interval's width (median) and the interval score (mean), in MiB; share of draws that say the
-curve is identified.
+With --grids, fits to a usual grid are tested at the lengths off it. A grid is 4 to 12 multiples of 64 or 128, with both
+ends, and 0, 1 or 3 lengths that 8 does not divide. Sweeps are public or in results/reference/replayed_lengths.csv. A
+draw tests a third of the other lengths. Columns: share of them whose run is inside the interval, also of multiples
+of 8 and of the rest; half its width (median) and score (mean), in MiB; share of draws whose curve is identified.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ NOISES: dict[str, Noise] = {
     "20 MiB blocks": lambda y, random: np.ceil(y / (20 * MIB)) * 20 * MIB,
     "0 to 3 %": lambda y, random: y * (1 + random.uniform(0, 0.03, y.shape)),
 }
-MEANS = {"0 to 3 %": 0.015}  # what noise adds on average, as a share
+MEANS = {"0 to 3 %": 0.015}  # mean of the noise, as a share
 PHASES = ("load", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Truth:
-    """Bytes of each phase at samples and tokens of length, (4, n); of foreign rows the peak is in each. `kind` is the
-    fitter's name for it, if it has one. `batch` is of the rows, `known` the lengths that there are, if not all."""
+    """A true curve. `phases` maps samples and lengths in tokens, (n,), to bytes by phase, (4, n); for imported rows all
+    four are the peak. `kind` is the fitter's name, if any; `batch` the rows'; `known` the lengths, if not all."""
 
     phases: Callable[[Array, Array], Array]
     kind: str | None = None
@@ -77,14 +77,14 @@ class Truth:
     known: Array | None = None
 
     def lengths(self, asked: Sequence[int]) -> list[int]:
-        """Those asked for, or as they lie between the shortest and half of the longest that are known."""
+        """Return `asked`, or the known lengths nearest to `asked` scaled to end at half of the longest known."""
         if self.known is None:
             return list(asked)
         scaled = np.array(asked) / max(asked) * self.known.max() / 2
         return sorted({int(self.nearest(s)) for s in scaled})
 
     def nearest(self, length: float) -> float:
-        """The nearest known length."""
+        """Return the nearest known length."""
         return float(length if self.known is None else self.known[int(np.argmin(np.abs(self.known - length)))])
 
 
@@ -103,7 +103,7 @@ class Drawn:
 
 
 def made_up(random: Random) -> Truth:
-    """A model with random sizes: gradients and states against activations, so that the knot may lie anywhere."""
+    """Draw a model's weights, states and activations. Their proportions vary so that the knot may lie anywhere."""
     weights = random.uniform(0.3, 4) * 1024 * MIB
     states = weights * random.uniform(1.5, 3.2)
     slope = (weights + states) / np.exp(random.uniform(np.log(150), np.log(6000)))
@@ -120,7 +120,7 @@ def made_up(random: Random) -> Truth:
 
 
 def replayed(random: Random) -> Truth:
-    """A replay of a real trace on a card, at random one of those that are kept."""
+    """Draw one of the stored replays of a real trace on a GPU, and a batch of 1, 2 or 4."""
     table = _replays()
     names = sorted(table["configuration"].unique())
     mine = table[table["configuration"] == names[random.integers(len(names))]]
@@ -152,19 +152,19 @@ def _alone(curve: Callable[[Array], Array], kind: str) -> Truth:
 
 
 def line(random: Random) -> Truth:
-    """A straight line."""
+    """Draw a straight line."""
     a, b = random.uniform(2, 20) * 1024 * MIB, random.uniform(0.3, 6) * MIB
     return _alone(lambda x: a + b * x, "linear")
 
 
 def hinge(random: Random, low: float = 256, high: float = 1536) -> Truth:
-    """Flat, then a line, the knot with two lengths on each side."""
+    """Draw a flat piece, then a line; by default the knot has two lengths on each side."""
     a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.8, 6) * MIB, random.uniform(low * 1.02, high * 0.98)
     return _alone(lambda x: a + b * np.maximum(0, x - k), "hinge")
 
 
 def out_of_memory(random: Random) -> Truth:
-    """The same on a card that the two longest lengths do not fit."""
+    """Draw a hinge and the capacity of a GPU that the two longest lengths do not fit."""
     found = hinge(random, 256, 1024)
     one = np.ones(2)
     needs = found.phases(one, np.array([1024.0, 1536.0]))[0]
@@ -172,7 +172,7 @@ def out_of_memory(random: Random) -> Truth:
 
 
 def published(random: Random) -> Truth:
-    """A public sweep of every length, some lengths of it: what it measured is the truth."""
+    """Draw the shortest length to use of a public sweep, whose measurements are the truth."""
     table = pd.read_csv(PUBLIC, header=None, usecols=[0, 1], names=["x", "y"]).groupby("x")["y"].first()
     least = int(random.integers(1, 64))
 
@@ -183,26 +183,26 @@ def published(random: Random) -> Truth:
 
 
 def end_gap(random: Random) -> Truth:
-    """The same with the knot in the first or last gap: one length on a side."""
+    """Draw a hinge with the knot in the first or last gap: one side has one length."""
     return hinge(random, *((128, 256) if random.random() < 0.5 else (1536, 2048)))
 
 
 def plateau(random: Random) -> Truth:
-    """Flat, then a parabola."""
+    """Draw a flat piece, then a parabola."""
     a, b, c = random.uniform(4, 12) * 1024 * MIB, random.uniform(0.2, 2) * MIB, random.uniform(0.001, 0.004) * MIB
     base = a - (b * 500 + c * 500**2) * random.uniform(0.3, 1.5)
     return _alone(lambda x: np.maximum(a, base + b * x + c * x * x), "plateau")
 
 
 def three_lines(random: Random) -> Truth:
-    """Flat, a line, a steeper line."""
+    """Draw a flat piece, a line and a steeper line."""
     a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.5, 2) * MIB, random.uniform(260, 700)
     c, m = random.uniform(0.5, 3) * MIB, random.uniform(1000, 1500)
     return _alone(lambda x: a + b * np.maximum(0, x - k) + c * np.maximum(0, x - m), "hinge2")
 
 
 def softened(random: Random) -> Truth:
-    """Flat, then rising along a hyperbola: no kind of the fitter's."""
+    """Draw a flat piece that rises along a hyperbola, which is none of the fitter's kinds."""
     a, b, k = random.uniform(4, 16) * 1024 * MIB, random.uniform(0.8, 6) * MIB, random.uniform(300, 1400)
     w = random.uniform(20, 200)
     return _alone(lambda x: a + b * ((x - k) + np.sqrt((x - k) ** 2 + w * w)) / 2, "none")
@@ -210,8 +210,8 @@ def softened(random: Random) -> Truth:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is tried. `beside`: predicted rows, off by a constant and a share of each phase, know the phases too, but
-    nothing beyond 1.8 times the longest. `contradicted`: one more length ran out of memory, for another reason."""
+    """A case to test. `beside`: predicted rows with phases, off by a constant and a share of each, up to 1.8 times the
+    longest length. `contradicted`: one more length ran out of memory, for another reason. `foreign`: imported rows."""
 
     name: str
     truth: Callable[[Random], Truth]
@@ -225,7 +225,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """All that are tried."""
+    """Yield all cells of the table."""
     for noise in ("512 B", "2 MiB", "0 to 3 %"):
         for lengths in ("6", "7", "8 geometric"):
             yield Cell("own rows", made_up, noise, lengths)
@@ -251,7 +251,7 @@ def cells() -> Iterator[Cell]:
 
 
 def rows(truth: Truth, noise: Noise, batches: Sequence[int], lengths: Sequence[int], random: Random) -> pd.DataFrame:
-    """Measured rows of a truth."""
+    """Return measured rows of a truth, one a batch and length; `attrs` has what was made up of reserved memory."""
     batch, length = (np.array(v, float) for v in zip(*((b, s) for b in batches for s in lengths), strict=True))
     phases = np.array([noise(y, random) for y in truth.phases(batch, length)])
     frame = pd.DataFrame(
@@ -273,7 +273,7 @@ def rows(truth: Truth, noise: Noise, batches: Sequence[int], lengths: Sequence[i
 
 
 def fitted(cell: Cell, truth: Truth, random: Random) -> tuple[Fit, dict[str, float]]:
-    """The fit of the first batch, and what was made up of its reserved memory."""
+    """Return the fit of the first batch, and the made-up share and bytes of its reserved memory."""
     metric = METRICS[cell.metric]
     lengths, batches = truth.lengths(LENGTHS[cell.lengths]), cell.batches if truth.known is None else (truth.batch,)
     frame = rows(truth, NOISES[cell.noise], batches, lengths, random)
@@ -298,12 +298,12 @@ def fitted(cell: Cell, truth: Truth, random: Random) -> tuple[Fit, dict[str, flo
 
 
 def drawn(cell: Cell, random: Random) -> Drawn:
-    """One draw of a cell."""
+    """Draw a truth of a cell, fit it, and score the fit at both new runs."""
     truth = cell.truth(random)
     fit, made = fitted(cell, truth, random)
     lengths = np.unique(fit.points.x)
     gap = random.integers(len(lengths) - 1)
-    between = 8 * round(random.uniform(lengths[gap], lengths[gap + 1]) / 8)  # of others: `on_grid`
+    between = 8 * round(random.uniform(lengths[gap], lengths[gap + 1]) / 8)  # `on_grid` has others
     at = np.array([truth.nearest(between), truth.nearest(2 * lengths[-1])])
     one = np.full(2, float(truth.batch))
     exact = truth.phases(one, at).max(axis=0)
@@ -323,7 +323,7 @@ def drawn(cell: Cell, random: Random) -> Drawn:
 
 
 def measure(cell: Cell, draws: int, seed: int) -> dict[str, Any]:
-    """A line of the table."""
+    """Return a line of the table, by column."""
     random = np.random.default_rng([seed, *f"{cell.name} {cell.noise} {cell.lengths}".encode()])
     found = [drawn(cell, random) for _ in range(draws)]
     known = [one for one in found if one.identified]
@@ -344,8 +344,8 @@ def measure(cell: Cell, draws: int, seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Grid:
-    """`count` multiples of `step` from `first` to `last` of a sweep, (lengths, bytes) of which are `sweep`; and so many
-    `others`, that 8 does not divide."""
+    """`count` multiples of `step` from `first` to `last` in a sweep, and `others` lengths that 8 does not divide;
+    `sweep` has bytes by length."""
 
     name: str
     sweep: pd.Series
@@ -357,14 +357,14 @@ class Grid:
     last: int = 2048
 
     def known(self) -> Array:
-        """The multiples that the sweep knows."""
+        """Return the multiples of `step` that the sweep has, from `first` to `last`."""
         at = self.sweep.index.to_numpy(float)
         known: Array = at[(at % self.step == 0) & (at >= self.first) & (at <= self.last)]
         return known
 
 
 def grids() -> Iterator[Grid]:
-    """All that are tried."""
+    """Yield all grids of the table."""
     sweeps: list[tuple[str, str, pd.Series]] = []
     for path in (PUBLIC, PUBLIC.with_name("with-expandable-segments-half.csv")):
         if path.is_file():
@@ -384,13 +384,13 @@ def grids() -> Iterator[Grid]:
 
 
 def on_grid(grid: Grid, draws: int, seed: int) -> dict[str, float]:
-    """A line of the table of grids."""
+    """Return a line of the table of grids, by column: means over the draws."""
     random = np.random.default_rng([seed, *f"{grid.name} {grid.metric} {grid.count} {grid.step} {grid.last}".encode()])
     known = grid.known()
     asked = grid.sweep[(grid.sweep.index >= known[0]) & (grid.sweep.index <= known[-1])]
     found = []
     for i in range(draws):
-        x = known[np.linspace(0, len(known) - 1, grid.count).round().astype(int)]  # evenly spaced, then at random
+        x = known[np.linspace(0, len(known) - 1, grid.count).round().astype(int)]  # even, then random
         if i:
             x = np.sort(np.append(random.choice(known[1:-1], grid.count - 2, replace=False), known[[0, -1]]))
         less_round = asked.index[asked.index % 8 != 0].to_numpy(float)

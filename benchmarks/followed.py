@@ -1,11 +1,11 @@
-"""Follow a command through the code: which functions are handed a trial, in the order in which they are called.
+"""Follow a command through the code: list the functions that are handed a trial, in the order of their calls.
 
     python benchmarks/structure.py --follow [FOLDER]
 
-A command of `WAYS` runs with this file's `record` in each of its Python processes. It notes calls of named functions of
-the product that are handed a trial (planned, resolved, as a row, or a collection whose first is one), each at its first
-call. A stay is a stretch of them in one module; a return is a stay in a module that had one before. The training is not
-followed: a worker does it after it has started, a prediction on fake tensors (`trace_trial`).
+A command of `WAYS` runs with this file's `record` in each of its Python processes. `record` notes the first call of
+each named function of the product that is handed a trial (planned, resolved, as a row, or a collection whose first is
+one). A stay is a stretch of these calls in one module. A return is a stay in a module that had one before. Training is
+not followed: a worker trains after it has started, a prediction trains on fake tensors (`trace_trial`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 ROOT, OUT = "VRAMSWEEP_FOLLOWED", "VRAMSWEEP_FOLLOWED_OUT"
 PACKAGES = ("harness", "runners", "analysis", "vramsweep", "hydra_plugins")
 TRIAL = ["model=tiny", "runner=torch", "micro_batch=1", "isolation=cold", "report=false"]
-TRAINING = ("runners/predict/make_trace:trace_trial", "runners/tracing:trace_trial")  # now, and before the rooms
+TRAINING = ("runners/predict/make_trace:trace_trial", "runners/tracing:trace_trial")  # now, and its earlier name
 
 
 class Way(NamedTuple):
     """A command and the part of its way that is counted: from the first call of `begin` to the first of `end`.
 
-    Both have a name of before the rooms too.
+    Both also name the function as it was before the code was split into rooms.
     """
 
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ WAYS = {
 
 
 class Call(NamedTuple):
-    """A function's first call, or its first with a trial: its module as a path without `.py`, its name, which it is."""
+    """A function's first call, or its first with a trial (`handed`); `module` is a path without `.py`."""
 
     module: str
     function: str
@@ -66,7 +66,7 @@ class Call(NamedTuple):
 
 
 def follow(words: Sequence[str], code: Path) -> list[Call]:
-    """Run a command of the checkout `code`; return every named function's first calls, in order of time."""
+    """Run a command of the checkout `code`; return first calls in order of time. Raises SystemExit if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         site, out = Path(folder) / "site", Path(folder) / "out"
         site.mkdir()
@@ -87,7 +87,7 @@ def follow(words: Sequence[str], code: Path) -> list[Call]:
 
 
 def cut(calls: Sequence[Call], way: Way) -> list[Call]:
-    """Return the part of a way that is counted: what was handed a trial, and the end."""
+    """Return the counted part of a way: the calls that were handed a trial, and the end."""
     names = [f"{call.module}:{call.function}" for call in calls]
     begin = next(n for n, name in enumerate(names) if name in way.begin)
     end = next((n for n, name in enumerate(names) if name in way.end), len(names) - 1)
@@ -96,19 +96,19 @@ def cut(calls: Sequence[Call], way: Way) -> list[Call]:
 
 
 def count(calls: Sequence[Call]) -> tuple[int, int, int]:
-    """Count stays, modules and returns."""
+    """Return the numbers of stays, modules and returns."""
     modules = [call.module for call in calls]
     stays = sum(one != before for one, before in zip(modules, [None, *modules], strict=False))
     return stays, len(set(modules)), stays - len(set(modules))
 
 
 def record() -> None:
-    """Note calls in this process, and those that it forks, in a file for each of them."""
+    """Note calls in this process and in those that it forks, each in its own file."""
     root, out = os.environ[ROOT], os.environ[OUT]
     modules: dict[Any, str | None] = {}
     files: dict[int, Any] = {}
     seen: set[tuple[str, bool]] = set()
-    inside: dict[int, Any] = {}  # by thread: the frame that trains
+    inside: dict[int, Any] = {}  # by thread: the frame of the training
 
     def module_of(code: Any) -> str | None:
         path = os.path.realpath(code.co_filename)
@@ -143,7 +143,7 @@ def record() -> None:
 
 
 def is_trial(value: Any, within: bool = False) -> bool:
-    """Whether a value is a trial in some form, or a collection whose first is one."""
+    """Return whether a value is a trial in some form, or a collection whose first is one."""
     if type(value).__name__ in ("Planned", "Trial"):
         return True
     if isinstance(value, dict):

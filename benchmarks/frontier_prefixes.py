@@ -1,10 +1,10 @@
-"""What fits, asked of the beginning of a sweep, against what the rest of the sweep says.
+"""Compare the maximum length or batch, fitted to the beginning of a sweep, with the rest of the sweep.
 
     python benchmarks/frontier_prefixes.py ROWS [--columns ...] [--set ...] [--axis seq_len|micro_batch]
 
-The first rows of a sweep, all of them or eight, and a memory size that a later row exceeds: does the 95 % interval hold
-the largest value that fits? Prints how often, also of those questions alone for which both ends are known (an end of
-which nothing is said cannot miss), how often every row up to the lower end fits, and how far off the curve is (median).
+A question takes the first rows of a sweep, all of them or eight, and a memory size that a later row exceeds. Does the
+95 % interval hold the largest value that fits? Prints how often, for all questions and for those whose interval has
+both ends (an open end cannot miss), how often every row up to the lower end fits, and the curve's median error.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.model.memory_frontier import frontier
 from vramsweep.analysis.model.observations import along
 
-REACH = 4  # as frontier.REACH
+REACH = 4  # as memory_frontier.REACH
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One question and its answer: `low` and `high` are null where the fit knows no such end.
+    """A question and its answer; `low` and `high` are None where the fit gives no such end.
 
-    `truth`: the longest row of those that fit without exception, and the largest value that may be said to fit: one
-    less than `first_over`, the first row that did not, or, where rows waver, the last that did.
+    `truth` is the longest row up to which all rows fit, and the largest value that may fit. The latter is one less than
+    `first_over`, the first row that does not fit; if a later row fits again, the last row that fits.
     """
 
     upto: float
@@ -43,24 +43,24 @@ class Asked:
 
     @property
     def open(self) -> bool:
-        """Whether an end is not known."""
+        """Return whether the interval lacks an end."""
         return self.low is None or self.high is None
 
     @property
     def safe(self) -> bool:
-        """Whether every row up to the lower end fits."""
+        """Return whether every row up to the lower end fits."""
         return self.low is None or self.low < self.first_over
 
     @property
     def holds(self) -> bool:
-        """Whether some right value lies in the interval: rows that waver, and gaps, make more than one right."""
+        """Return whether a right value lies in the interval; several are right if rows have gaps or waver."""
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high
         return low <= self.truth[1] and high >= self.truth[0]
 
 
 def ask(table: Table, axis: str = "seq_len", counts: Sequence[int] = (0, 8), questions: int = 24) -> list[Asked]:
-    """Questions to the prefixes of a table of one group; a count of 0 is all rows of the prefix."""
+    """Return questions about prefixes of a table of one group, answered; a count of 0 takes all rows of a prefix."""
     frame = table.frame[table.frame["peak_reserved_bytes"].notna()]
     x, y = along(frame, axis), frame["peak_reserved_bytes"].to_numpy(float)
     order = np.argsort(x, kind="stable")

@@ -1,14 +1,14 @@
-"""Coverage-guided fuzzing of what reads data from outside: a promise each, broken by no input.
+"""Fuzz the readers of outside data, guided by coverage: no input may break a reader's promise.
 
     pip install atheris
     python benchmarks/fuzz.py --inputs 1000000 [--only recording] [--seed 1]
 
-Prints a table: target, inputs, seconds, crashes (places that raised what is not documented), the slowest input and the
-process's peak memory. Exit status 1 where anything crashed. Each target runs in a process of its own, whose fuzzer
-(atheris: libFuzzer) starts from small valid inputs: the shipped recordings cut to their first events, whole ones being
-too long to mutate by the million. The slowest input is by wall time, so a busy machine shows in it.
+Prints a table: target, inputs, seconds, crashes (places that raised an undocumented exception), the slowest input and
+the process's peak memory. The exit status is 1 if a target crashed or ended early. Each target runs in its own process.
+Its fuzzer (atheris: libFuzzer) starts from small valid inputs: the last events of the shipped recording, because whole
+ones are too long to mutate by the million. The slowest input is by wall time, which a busy machine lengthens.
 
-Not covered: verbs as a whole, and files that are read by libraries alone (tests/secure/).
+tests/secure/ tests whole verbs, and files that only libraries read.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import fuzz_seeds as seeds
 
 LONGEST = 4096  # bytes of an input
 HANGS = 20  # seconds after which libFuzzer ends the process
-MEMORY = 4096  # MiB, the same
+MEMORY = 4096  # MiB above which libFuzzer ends it
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed: `modules` are watched for coverage; `made` gives the function, which raises nothing but what is
-    documented of it."""
+    """A target. `modules` are watched for coverage. `made` returns the function under test, which raises only
+    documented exceptions. `seeds` returns the first inputs."""
 
     modules: tuple[str, ...]
     made: Callable[[], Callable[[bytes], None]]
@@ -48,7 +48,7 @@ class Target:
 
 
 def recording() -> Callable[[bytes], None]:
-    """Bytes of a file: UserError, or a recording."""
+    """Return a reader of a file's bytes: it gives a recording or raises UserError."""
     from vramsweep.harness.allocator import recording, safe_unpickle
     from vramsweep.harness.messages.errors import UserError
 
@@ -62,7 +62,7 @@ def recording() -> Callable[[bytes], None]:
 
 
 def replayed() -> Callable[[bytes], None]:
-    """A valid recording with values changed as the bytes say: UserError, or replays."""
+    """Return a test that changes values of a valid recording by the bytes and replays it; UserError is allowed."""
     from vramsweep.harness.allocator import recording, replay
     from vramsweep.harness.allocator.config import parse
     from vramsweep.harness.allocator.initial_state import undo
@@ -84,7 +84,7 @@ def replayed() -> Callable[[bytes], None]:
 
 
 def allocator() -> Callable[[bytes], None]:
-    """A text of settings: AllocatorConfigError, or settings whose canonical text says the same."""
+    """Return a test of a text: AllocatorConfigError, or settings that parse again from their canonical text."""
     from vramsweep.harness.allocator.config import AllocatorConfigError, parse
 
     def one(data: bytes) -> None:
@@ -99,7 +99,7 @@ def allocator() -> Callable[[bytes], None]:
 
 
 def journal() -> Callable[[bytes], None]:
-    """A line of a journal: a row, or None."""
+    """Return a reader of a journal's line: it gives a row or None."""
     from vramsweep.harness.rows import journal, migrations
 
     def one(data: bytes) -> None:
@@ -107,14 +107,14 @@ def journal() -> Callable[[bytes], None]:
         assert row is None or isinstance(row["trial_id"], str)
         journal.finished([] if row is None else [row], {"0": (None,)})
         if row is not None and isinstance(row.get("trial"), dict):
-            # as if its id were that of its trial, which no mutation comes upon
+            # given its trial's id, because no mutation finds it
             migrations.upgrade_row(row | {"schema_version": 1, "trial_id": migrations.first_id(row["trial"])})
 
     return one
 
 
 def formula() -> Callable[[bytes], None]:
-    """A text: ValueError, or a formula, which has a whole number at a point or raises ValueError there."""
+    """Return a test of a text: ValueError, or a formula, which at a point gives an integer or raises ValueError."""
     from vramsweep.runners.trace import symbolic_trace
 
     point = symbolic_trace.Point(1 << 24, 1 << 24, 3)
@@ -147,14 +147,14 @@ TARGETS = {
 
 
 def short(error: Exception) -> None:
-    """What a user is told is two lines at most."""
+    """Check that a message has under 1,000 characters in two lines at most."""
     said = str(error)
     assert len(said) < 1000, f"a message of {len(said)} characters"
     assert said.count("\n") <= 1, "a message of many lines"
 
 
 def fuzz(name: str, inputs: int, seed: int, out: Path) -> None:
-    """Fuzz one target in this process, which the fuzzer ends; what was found is left in `out`."""
+    """Fuzz one target in this process, which the fuzzer ends; write the findings to the file `out`."""
     atheris: Any = importlib.import_module("atheris")
     target = TARGETS[name]
     importlib.import_module("vramsweep.harness.messages.errors")
@@ -179,7 +179,7 @@ def fuzz(name: str, inputs: int, seed: int, out: Path) -> None:
         state["inputs"] += 1
         if took > state["slowest_s"]:
             state["slowest_s"], state["slowest"] = took, repr(data[:300])
-        if state["inputs"] % 5000 == 0 or state["inputs"] >= inputs:  # the fuzzer leaves without a word to Python
+        if state["inputs"] % 5000 == 0 or state["inputs"] >= inputs:  # the fuzzer exits without telling Python
             told = state | {"seconds": time.perf_counter() - began, "peak_mib": peak_mib()}
             out.write_text(json.dumps(told | {"crashes": crashes, "examples": examples}))
 
@@ -192,18 +192,18 @@ def fuzz(name: str, inputs: int, seed: int, out: Path) -> None:
 
 
 def place(error: BaseException) -> str:
-    """The kind of an error and where it was raised."""
+    """Return the type of an error and the file and line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__} in {Path(last.filename).name}:{last.lineno}"
 
 
 def peak_mib() -> float:
-    """The largest resident set of this process so far."""
+    """Return the largest resident set of this process so far, in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def told(name: str, inputs: int, seed: int) -> dict[str, Any]:
-    """Fuzz one target in a process of its own; what it left, and how it ended."""
+    """Fuzz one target in its own process; return its findings, with `ended` "" or the end of its stderr."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         words = ["--child", str(out), "--only", name, "--inputs", str(inputs), "--seed", str(seed)]

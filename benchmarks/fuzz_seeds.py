@@ -1,7 +1,7 @@
-"""What fuzz.py starts from: small valid inputs, and how the bytes of an input change a recording.
+"""Starting inputs of fuzz.py, small and valid, and the changes that the bytes of an input make to a recording.
 
-The recordings are the shipped one's last events with its final state, which is what a ring buffer would have kept, and
-one of expandable segments made by hand. Stack frames are left out: nothing checks them (peak_blocks.py looks at them).
+The recordings are the last events of the shipped one with its final state, as a ring buffer keeps them, and one of
+expandable segments made by hand. Stack frames are left out because no check reads them (peak_blocks.py does).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FORMULAS = (
     "64 * seq_len * micro_batch", "-(-seq_len // 8) * 16", "max(4, min(seq_len, 512)) + kept",
     "(3 * seq_len * seq_len + 7 * micro_batch) // 2", "seq_len >= 2 and not micro_batch == 1 or seq_len % 64 != 3",
 )  # fmt: skip
-SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # written out, 10**30 values
+SHARED: list[Any] = functools.reduce(lambda inner, _: [inner] * 10, range(30), [0])  # 10**30 values if written out
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 2, 511, 512, 1 << 20, (10 << 20) + 1, 2 << 20, 20 << 20, (1 << 47) - 1, 1 << 47,
     (1 << 63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**100, 0.5, float("nan"), float("inf"), "", "small", "large",
@@ -42,7 +42,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def recordings() -> Iterator[dict[str, Any]]:
-    """Valid recordings of a few events each."""
+    """Yield valid recordings of a few events each."""
     for path in SHIPPED:
         whole = safe_unpickle.load(path)
         for count in LAST:
@@ -59,7 +59,7 @@ def _bare(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _expandable() -> dict[str, Any]:
-    """Two pages mapped, a block made and freed."""
+    """Return a recording of expandable segments: two pages mapped, a block made and freed."""
     page, at = 20 << 20, 1 << 40
     free = {"address": at, "size": 2 * page, "requested_size": 0, "state": "inactive"}
     segment = {"device": 0, "address": at, "total_size": 2 * page, "stream": 0, "segment_type": "large",
@@ -71,7 +71,7 @@ def _expandable() -> dict[str, Any]:
 
 
 def pickles() -> Iterator[bytes]:
-    """Recordings as files, by an old and a new protocol, and with each value in turn one that shares what it holds."""
+    """Yield pickled recordings, by an old and a new protocol, and with each value in turn replaced by `SHARED`."""
     for one in recordings():
         yield from (pickle.dumps(one, protocol) for protocol in (2, 4))
     small = _expandable()
@@ -82,16 +82,16 @@ def pickles() -> Iterator[bytes]:
 
 
 def changes() -> Iterator[bytes]:
-    """Inputs of `changed`: each kind of change on its own, and none."""
+    """Yield inputs of `changed`: no change, and each kind of change alone."""
     yield b""
     for kind in range(5):
         yield bytes((kind, kind, 0, 40 * kind, 7 * kind))
 
 
 def changed(valid: Sequence[bytes], data: bytes) -> Any:
-    """One of the pickled recordings, with a value replaced, left out, doubled, moved or copied for every four bytes."""
+    """Return a pickled recording, with a value replaced, left out, doubled, moved or copied for every four bytes."""
     which, edits = data[:1], data[1:]
-    whole = pickle.loads(valid[which[0] % len(valid)] if which else valid[0])  # our own, of `recordings`
+    whole = pickle.loads(valid[which[0] % len(valid)] if which else valid[0])  # safe: our own, from `recordings`
     for at in range(0, len(edits) - 3, 4):
         kind, high, low, value = edits[at : at + 4]
         places = list(_places(whole))
@@ -103,7 +103,7 @@ def changed(valid: Sequence[bytes], data: bytes) -> Any:
 
 
 def _places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any]]:
-    """Every key of every dict and index of every list, with what holds it; what is shared is entered once."""
+    """Yield each dict or list with each of its keys or indices; enter a shared one once."""
     seen = set() if seen is None else seen
     if isinstance(value, (dict, list)) and id(value) not in seen:
         seen.add(id(value))
@@ -115,7 +115,7 @@ def _places(value: Any, seen: set[int] | None = None) -> Iterator[tuple[Any, Any
 def _change(kind: int, parent: Any, key: Any, value: int, places: Sequence[tuple[Any, Any]]) -> None:
     other, its = places[value * 7 % len(places)]
     if kind == 0:
-        parent[key] = copy.deepcopy(VALUES[value % len(VALUES)])  # with what it shares; a later edit may change it
+        parent[key] = copy.deepcopy(VALUES[value % len(VALUES)])  # a copy, with what it shares: later edits change it
     elif kind == 1:
         del parent[key]
     elif kind == 2 and isinstance(parent, list):
@@ -128,17 +128,17 @@ def _change(kind: int, parent: Any, key: Any, value: int, places: Sequence[tuple
 
 
 def settings() -> Iterator[bytes]:
-    """Texts of PYTORCH_CUDA_ALLOC_CONF."""
+    """Yield texts of PYTORCH_CUDA_ALLOC_CONF."""
     yield from (text.encode() for text in TEXTS)
 
 
 def formulas() -> Iterator[bytes]:
-    """Formulas as runners write them."""
+    """Yield formulas as runners write them."""
     yield from (text.encode() for text in FORMULAS)
 
 
 def lines() -> Iterator[bytes]:
-    """Rows of this version and the first one, with a checksum and without: only those are believed when changed."""
+    """Yield rows of this version and the first, with a checksum and without; only the latter are read if changed."""
     yield journals.line({"schema_version": 2, "trial_id": "0", "terminal": True, "outcome": "ok"}).rstrip(b"\n")
     first = json.loads(REFERENCE.read_text().splitlines()[0])
     told = {name: value for name, value in first.items() if value is not None and name not in ("environment", "notes")}

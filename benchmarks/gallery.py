@@ -1,14 +1,13 @@
-"""The figures of docs/gallery.md: runs their commands, draws them at column size and writes the page.
+"""Draw the figures of docs/gallery.md at column size, by running their commands, and write the page.
 
     python benchmarks/gallery.py [--work build/gallery] [--only memory_by_length]
 
-Each command is run as the page shows it, in a folder of its own whose results/ has the reference rows; sweeps are
-resumed, so a second run only draws. Ten minutes on two cores, no GPU; Chromium is needed (apt-get install
-chromium). To add a figure is an entry in PICTURES. Machine, versions, and whether it is measured or predicted are read
-from its rows.
+Each command runs as the page shows it, in the folder --work, whose results/ has the reference rows. Sweeps are resumed,
+so a second run only draws. It takes ten minutes on two cores without a GPU and needs Chromium (apt-get install
+chromium). A new figure is an entry in PICTURES. A figure's rows give its machine, its versions, and whether it is
+measured or predicted.
 
-Not covered: figures of published_runs.md and of the published sweep, which take hours; the page shows those that are
-kept.
+Figures of published_runs.md and of the published sweep take hours; the page shows the stored ones (`KEPT`).
 """
 
 from __future__ import annotations
@@ -52,15 +51,15 @@ REPLAY = f"vramsweep replay {RECORDING} --allocator expandable_segments:True --f
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page: what it is drawn from, by which command, and what it shows."""
+    """A figure of the page: its command, the file that it is drawn from, its caption, its machine and versions."""
 
-    name: str  # of its file in docs/images/gallery
+    name: str  # the stem of its file in docs/images/gallery
     title: str
-    command: str  # its lines: of pictures one after another the page shows each line once
-    file: str  # what the command leaves, below the working folder: .svg, or .html whose first plot is taken
+    command: str  # one a line; the page shows a line only where it first occurs
+    file: str  # the command's output, below the working folder: .svg, or .html whose first plot is taken
     caption: str
-    rows: str | None = None  # the results folder that says machine and versions
-    made: str = ""  # the same in words, where there is none
+    rows: str | None = None  # the results folder with machine and versions
+    made: str = ""  # machine and versions in words if `rows` is None
 
 
 PICTURES = (
@@ -132,13 +131,13 @@ replaces](results.md#which-files-a-command-replaces).
 
 
 def prepared(work: Path) -> None:
-    """The folder that commands run in, with the reference rows and the recording where the repository has them."""
+    """Copy the reference rows and the recording into the folder that commands run in, at the repository's paths."""
     for name in ("results/reference/gpt2-cpu", "results/reference/h100-80gb", "tests/data/snapshots"):
         shutil.copytree(ROOT / name, work / name, dirs_exist_ok=True)
 
 
 def run(command: str, work: Path) -> None:
-    """One command as the page shows it, and the figures of its sweep as SVG. Raises SystemExit where one fails."""
+    """Run a command as the page shows it, and draw its sweep's figures as SVG. Raises SystemExit if a command fails."""
     words = shlex.split(command)[1:]
     print(f"$ {command}", flush=True)
     if words[0] == "sweep":
@@ -152,12 +151,12 @@ def _call(words: list[str], work: Path) -> None:
     call = [sys.executable, "-m", "vramsweep", *words]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(call, cwd=work, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode not in ((0, 1) if words[0] == "compare" else (0,)):  # compare's 1 is a verdict
+    if done.returncode not in ((0, 1) if words[0] == "compare" else (0,)):  # compare's exit status 1 is a verdict
         raise SystemExit(f"vramsweep {shlex.join(words)} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
 
 
 def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
-    """PNGs of SVG files and of the first plots of pages, as fine as LARGEST allows. Raises FileNotFoundError."""
+    """Draw PNGs of SVG files and pages' first plots, as fine as LARGEST allows. Raises FileNotFoundError."""
     from playwright.sync_api import sync_playwright
 
     browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -192,7 +191,7 @@ def draw(wanted: Iterable[tuple[Path, Path]]) -> None:
 
 
 def made(rows: Path) -> str:
-    """Of the last finished row: measured or predicted, on which machine, with which versions."""
+    """Return whether the last row that ended ok was measured or predicted, its machine and its versions."""
     lines = [json.loads(line) for line in journal.files(rows)[0].read_text().splitlines()]
     row: dict[str, Any] = next(row for row in reversed(lines) if row["outcome"] == "ok")
     if row["device"] == "simulated":

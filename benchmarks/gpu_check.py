@@ -1,13 +1,13 @@
-"""The GPU check: everything that only a real card can prove, in one command and under nine minutes.
+"""The GPU check: one command that proves in under nine minutes what only a real GPU can prove.
 
     python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520] [--only PART,PART]
 
-Writes seven files into OUT, at most 16 MiB, to be kept under results/reference/<gpu>/: `summary.json` (verdicts and
-figures), `rows.jsonl` (every row of every part), `residuals.csv` (predicted against measured), `recordings.zip` (the
+Writes seven files of at most 16 MiB into OUT, to keep under results/reference/<gpu>/: `summary.json` (verdicts and
+figures), `rows.jsonl` (rows of all parts), `residuals.csv` (predicted compared with measured), `recordings.zip` (the
 allocator's events under each setting), `report.html` (of the user's sweep), `tests.txt` and `log.txt`. Parts can be
-done in several goes, each adding to OUT; `predicted` needs no card, so it can be done elsewhere. A part that fails or
-finds no time is said so in the summary and does not stop the others. With --device cpu the same parts run on the tiny
-model as far as they go, which is how the kit itself is tested.
+split over several runs, each adding to OUT. `predicted` needs no GPU, so another machine can run it. A part that fails
+or finds no time is reported in the summary and does not stop the others. With --device cpu the parts run on the tiny
+model as far as possible, which tests the check itself.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NEEDED = ("torch", "transformers", "hydra", "omegaconf", "pydantic", "pandas", "
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """The modules among these that this interpreter does not have."""
+    """Return those of the modules that this interpreter does not have."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
@@ -67,18 +67,18 @@ from vramsweep.harness.rows.schema import Row  # noqa: E402
 KIB = 1 << 10
 MIB = 1 << 20
 MOST_FILES, MOST_BYTES = 8, 16 * MIB
-# A user's public measurement of GPT-2 with the Trainer's defaults, length 512, fp32, torch 2.9.1, transformers 4.57.3.
+# A user published this measurement: GPT-2, the Trainer's defaults, length 512, fp32, torch 2.9.1, transformers 4.57.3.
 PUBLIC_GPT2 = {"peak_allocated_bytes": round(8_450_177.5 * KIB), "peak_reserved_bytes": 9_154_560 * KIB}
-MISSED = 0.01  # of a reserved peak; a trial that was predicted worse is recorded
+MISSED = 0.01  # share of a reserved peak; a trial with a larger prediction error is recorded
 MOST_PROFILED = 24
-DRAWN = 60  # seconds that a user's sweep has left for its report when its budget is used up
-REHEARSED = "h100-80gb"  # the card that a rehearsal without one predicts for
-# What a prediction does not depend on, or refuses: these overrides of a measured sweep are left out of its predictions.
+DRAWN = 60  # seconds left for the report of the user's sweep after its budget
+REHEARSED = "h100-80gb"  # the GPU that a rehearsal without a GPU predicts for
+# A prediction does not depend on these overrides of a measured sweep, or refuses them; predictions omit them.
 NOT_PREDICTED = ("isolation=", "repeats=", "protocol=", "record=")
 
 
 def gpt2_trainer(check: Check) -> dict[str, Any]:
-    """GPT-2 at the Trainer's defaults beside the public measurement."""
+    """Measure GPT-2 at the Trainer's defaults, next to the public measurement."""
     shape = ["model=gpt2", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64"]
     if not check.real:
         shape.append("protocol=brief")
@@ -90,10 +90,10 @@ def gpt2_trainer(check: Check) -> dict[str, Any]:
 
 
 def recordings(check: Check) -> dict[str, Any]:
-    """The allocator's events from the first on under each setting: is their replay exact?
+    """Record the allocator's events from the first on under each setting, and check that their replay is exact.
 
-    Limits are shares of what the default setting reserves. Which one makes the allocator retry and still fits depends
-    on the card's kernels, so the largest of a few that does is taken; with far too little memory the run must fail.
+    Limits are shares of the default setting's reserved peak. Which limit causes retries and still fits depends on the
+    GPU's kernels, so the largest of a few that does is kept. With far too little memory the run must fail.
     """
     if not check.real:
         return {"skipped": "recordings need CUDA"}
@@ -114,10 +114,10 @@ def recordings(check: Check) -> dict[str, Any]:
         name, conf, limit, more = setting
         try:
             return recorded(check, name, conf, limit, *more)
-        except Exception as error:  # one that fails is a finding, and the others are kept
+        except Exception as error:  # a failure is a finding, and the others are kept
             return {"conf": conf, "failed": f"{type(error).__name__}: {error}"}
 
-    with ThreadPoolExecutor(4) as pool:  # side by side: nothing is timed, and each process has its own allocator
+    with ThreadPoolExecutor(4) as pool:  # concurrent: nothing is timed, and each process has its own allocator
         found |= zip((setting[0] for setting in settings), pool.map(attempt, settings), strict=True)
     for share in (0.985, 0.97, 0.955, 0.94):
         retried = recorded(check, "retry", "", round(share * peak))
@@ -133,7 +133,7 @@ def recordings(check: Check) -> dict[str, Any]:
 
 
 def recorded(check: Check, name: str, conf: str, limit: int | None, *more: str) -> dict[str, Any]:
-    """Record one run in a process of its own, replay it, and say whether that was exact."""
+    """Record a run in its own process and replay it; return both and whether they agree. RuntimeError if it fails."""
     path = check.scratch / f"{name}.pickle"
     script = str(ROOT / "benchmarks" / "recorded_steps.py")
     done = check.python([script, str(path), *(["--limit", str(limit)] if limit else []), *more], conf)
@@ -149,16 +149,16 @@ def recorded(check: Check, name: str, conf: str, limit: int | None, *more: str) 
 
 
 def isolation(check: Check) -> dict[str, Any]:
-    """Cold against warm: memory to the byte, speed within the spread, overhead of each."""
+    """Compare cold with warm trials: is memory byte-identical, is speed within the spread, what is the overhead?"""
     shape = ["model=qwen0.5b", "seq_len=512"] if check.real else ["model=tiny", "seq_len=64"]
     kinds = ("cold", "warm")
     rows: dict[str, list[Row]] = {}
-    for number in range(3):  # in turns, each goes first in every other round: what drifts with time hits both
+    for number in range(3):  # in turns, each first in every other round: drift affects both
         for kind in kinds if number % 2 else reversed(kinds):
             rows[kind] = check.sweep(f"isolation-{kind}", *shape, f"isolation={kind}", f"repeats={number + 1}")
     ok = {kind: ended_ok(rows[kind]) for kind in kinds}
     every = [*ok["cold"], *ok["warm"]]
-    # on a CPU reserved memory is the process's resident set, which the template's imports are part of
+    # on a CPU reserved memory is the process's resident set, which includes the fork server's imports
     names = [c for c in COMPONENTS if every[0][c] is not None and (check.real or "allocated" in c)]
     sides = [load(check.scratch / f"isolation-{kind}") for kind in kinds]
     try:
@@ -176,8 +176,8 @@ def isolation(check: Check) -> dict[str, Any]:
 
 
 def instruments(check: Check) -> dict[str, Any]:
-    """Our loop against a bare one on the same shapes. In a process of its own: one that has touched the GPU and lives
-    on would count as a foreign user of it in every sweep to come."""
+    """Compare our loop with a bare one on the same shapes. It runs in its own process because later sweeps would count
+    this one, once it has touched the GPU, as a foreign user of it. Raises RuntimeError if it fails."""
     if missing(["pytest"]):
         return {"skipped": "pytest is not installed here, and the tiny model is the tests'"}
     code = "import json, sys; sys.path.insert(0, 'benchmarks'); import overhead; "
@@ -190,7 +190,7 @@ def instruments(check: Check) -> dict[str, Any]:
 
 
 def zero3(check: Check) -> dict[str, Any]:
-    """Qwen1.5-0.5B, ZeRO-3, fp16, with and without expandable segments: the shape of the public curve."""
+    """Measure Qwen1.5-0.5B, ZeRO-3, fp16, with and without expandable segments, as in the public curve."""
     if missing(["deepspeed"]):
         return {"skipped": "deepspeed is not installed here"}
     if check.real:
@@ -211,12 +211,12 @@ def zero3(check: Check) -> dict[str, Any]:
 
 
 def tests(check: Check) -> dict[str, Any]:
-    """The tests marked `gpu` of the whole path; those of single techniques, minutes each, are `pytest -m gpu`'s."""
+    """Run the end-to-end tests marked `gpu`. `pytest -m gpu` also runs those of single techniques, minutes each."""
     if missing(["pytest", "pytest_timeout"]):
         return {"skipped": "pytest or pytest-timeout is not installed here"}
     words = ["-m", "pytest", "-m", "gpu", "-vv", "-rfEs", "-p", "no:cacheprovider", "tests/test_gpu.py"]
     path, status = check.out / "tests.txt", None
-    with path.open("w") as stream:  # as they run: what was told is kept where the time is up
+    with path.open("w") as stream:  # written as they run, so that a timeout leaves the output
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=stream, stderr=stream)
         try:
             status = process.wait(check.left())
@@ -224,14 +224,14 @@ def tests(check: Check) -> dict[str, Any]:
             process.kill()
             process.wait()
     text = path.read_text(errors="replace")[-MIB:]
-    path.write_text(text.replace(sys.executable, "python").replace(f"{ROOT}", "."))  # no paths of that machine
+    path.write_text(text.replace(sys.executable, "python").replace(f"{ROOT}", "."))  # no paths of this machine
     return {"exit_status": status, "cut_short": status is None, "last_line": last_line(text)}
 
 
 def misses(check: Check) -> dict[str, Any]:
-    """Trials whose reserved peak was predicted more than `MISSED` off, recorded from the first allocation on.
+    """Record trials whose reserved peak has a prediction error above `MISSED`, from the first allocation on.
 
-    After `predicted`, in a later go with the card: a measured row says how far off a prediction is, not where.
+    This runs after `predicted`, in a later run with the GPU, because a row shows the size of an error, not its place.
     """
     path = check.out / "residuals.csv"
     if not check.real or not path.exists():
@@ -259,7 +259,7 @@ def misses(check: Check) -> dict[str, Any]:
 
 
 def profiles(check: Check) -> dict[str, Any]:
-    """Where the steps of the measured trials of the plain loop spend their time: the card, or the host before it."""
+    """Profile steps of the plain loop's measured trials: is the time spent on the GPU or on the host before it?"""
     if not check.real:
         return {"skipped": "profiles need CUDA"}
     plain = {"runner": "torch", "sharding": "none", "outcome": "ok", "device": "cuda", "grad_accum": 1}
@@ -278,7 +278,7 @@ def profiles(check: Check) -> dict[str, Any]:
 
 
 def allocators(check: Check) -> dict[str, Any]:
-    """The allocator settings that the user's sweep does not have, each twice."""
+    """Measure the allocator settings that the user's sweep does not have, each twice."""
     grid = ["model=tiny", "seq_len=32,64", "precision=bf16", "protocol=brief"]
     if check.real:
         grid = ["model=qwen0.5b", "repeats=2", "seq_len=512,2048", "micro_batch=4", "allocator=default,gc,roundup"]
@@ -286,29 +286,29 @@ def allocators(check: Check) -> dict[str, Any]:
 
 
 def factors(check: Check) -> dict[str, Any]:
-    """The preset `factors`: everything that decides memory, each at least twice."""
+    """Measure the preset `factors`: everything that decides memory, each at least twice."""
     return preset(check, "factors", "checkpointing=none,full")
 
 
 def techniques(check: Check) -> dict[str, Any]:
-    """The preset `techniques`: every other technique that one card can run."""
+    """Measure the preset `techniques`: every other technique that one GPU can run."""
     return preset(check, "techniques", "optimizer=sgd,adafactor")
 
 
 def models(check: Check) -> dict[str, Any]:
-    """The preset `models`: one model of each architecture that a card of 80 GB can train somehow."""
+    """Measure the preset `models`: one model of each architecture that a GPU of 80 GB can train somehow."""
     return preset(check, "models", "precision=bf16,bf16_pure")
 
 
 def preset(check: Check, name: str, rehearsed: str) -> dict[str, Any]:
-    """Measure a preset; what it could not measure, and why. Without a card: the tiny model and the words given."""
+    """Measure a preset; return outcomes and reasons of failures. Without a GPU, use the tiny model and `rehearsed`."""
     rows = check.sweep(name, *([f"sweep={name}"] if check.real else ["model=tiny", "seq_len=32", rehearsed]))
     failed = [f"{r['trial_id']}: {r['reason']}"[:300] for r in rows if r["outcome"] not in ("ok", "oom")]
     return {"outcomes": outcomes(rows), "not_measured": failed}
 
 
 def sweep(check: Check) -> dict[str, Any]:
-    """`make sweep MODEL=qwen0.5b` as a user types it, in the time there is; its report, MFU at the larger shapes."""
+    """Run `make sweep MODEL=qwen0.5b` as a user types it, in the time left; keep its report, return the highest MFU."""
     model, name = ("qwen0.5b" if check.real else "tiny"), "make-sweep"
     where = ["name=" + name, f"results={check.scratch}", f"budget={max(30, int(check.left()) - DRAWN)}s"]
     device = "auto" if check.real else "cpu"
@@ -328,7 +328,7 @@ def sweep(check: Check) -> dict[str, Any]:
     plan = own_files(folder) / journal.PLAN
     if status and not plan.exists():
         raise RuntimeError(f"make sweep did not begin: {last_line(log.read_text())}")
-    if len(rows) < len(json.loads(plan.read_text())["trials"]):  # the budget did not last
+    if len(rows) < len(json.loads(plan.read_text())["trials"]):  # the budget was too short
         check.cut_short.add(name)
     if (report := folder / "report.html").exists():
         (check.out / report.name).write_bytes(report.read_bytes())
@@ -342,14 +342,14 @@ def sweep(check: Check) -> dict[str, Any]:
 
 
 def predicted(check: Check) -> dict[str, Any]:
-    """The simulated device's prediction of every trial that the other parts measured, and how far off it was."""
+    """Predict, on the simulated device, every trial that the other parts measured; return the prediction errors."""
     name = next((r["gpu_name"] for r in check.rows if r["gpu_name"] is not None), None)
     card = find_gpu(name) if name else None
     if check.real and card is None:
         return {"skipped": f"{name or 'the GPU'} is not in `vramsweep gpus`, so nothing can be predicted for it"}
     gpu = card.name if card else REHEARSED
     grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is the interpreter's work, and several run at once
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is Python, and several run at once
 
     def predict(number: int) -> list[Row]:
         return check.run_sweep(f"predicted-{number}", "device=simulated", f"device.gpu={gpu}", *grids[number])
@@ -362,17 +362,17 @@ def predicted(check: Check) -> dict[str, Any]:
 
 
 def by_length(overrides: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of a measured sweep as those of predictions, one set a length: these run side by side."""
+    """Return the overrides of a measured sweep as those of its predictions, one set a length, run in parallel."""
     kept = [word for word in overrides if not word.startswith(NOT_PREDICTED)]
     lengths = next((word for word in kept if word.startswith("seq_len=")), "").removeprefix("seq_len=").split(",")
-    if lengths == [""]:  # a preset's
+    if lengths == [""]:  # a preset names the lengths
         return [tuple(kept)]
     rest = [word for word in kept if not word.startswith("seq_len=")]
     return [(f"seq_len={length}", *rest) for length in lengths]
 
 
 def compared(measured: list[Row], predicted: list[Row], path: Path) -> dict[str, Any]:
-    """Residuals of the predictions, written to `path`; per component and in words, and what has none and why."""
+    """Write the predictions' residuals to `path`; return them by component, in words, and rows without one and why."""
     if not any(row["device"] == "cuda" for row in measured):
         return {"not_compared": ["needs cuda rows"]}
     with tempfile.TemporaryDirectory() as scratch:
@@ -390,7 +390,7 @@ def compared(measured: list[Row], predicted: list[Row], path: Path) -> dict[str,
 
 
 def bounded(out: Path) -> dict[str, Any]:
-    """Hold the folder to its limits: recordings are left out, the largest first, until it fits; what is in it."""
+    """Leave out recordings, the largest first, until the folder is within its limits; return sizes and omissions."""
     archive = out / "recordings.zip"
     left_out: list[str] = []
     while archive.exists() and sum(path.stat().st_size for path in out.iterdir()) > MOST_BYTES:
@@ -408,17 +408,17 @@ def bounded(out: Path) -> dict[str, Any]:
     return {"bytes": sizes, "within_limits": within, "recordings_left_out": left_out}
 
 
-# In this order, each with the seconds that it may take. The comments say what it should take on an H100 with 16 cores,
-# reckoned from 4 s to start a process that imports everything and 3 to 4 s a trial.
+# Parts run in this order, each with the seconds it may take. The comments give the seconds expected on an H100 with 16
+# cores, reckoned from 4 s to start a process that imports everything and 3 to 4 s a trial.
 PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
-    (gpt2_trainer, 60),  # 12: a template and a trial
+    (gpt2_trainer, 60),  # 12: a fork server and a trial
     (recordings, 90),  # 30: ten processes at 6 s, four at a time
-    (factors, 200),  # 180: 32 trials from templates, eight cold ones
+    (factors, 200),  # 180: 32 trials from fork servers, eight cold ones
     (tests, 110),  # 80: seven processes to start, eight trials
-    (isolation, 140),  # 120: three cold trials at 20 s, three templates at 15 s, three warm trials
+    (isolation, 140),  # 120: three cold trials at 20 s, three fork servers at 15 s, three warm trials
     (sweep, 200),  # as many of 112 trials as there is time for, the coarse grid first
-    (zero3, 110),  # 70: two templates, 12 trials
-    (allocators, 75),  # 60: three templates, 12 trials
+    (zero3, 110),  # 70: two fork servers, 12 trials
+    (allocators, 75),  # 60: three fork servers, 12 trials
     (instruments, 40),  # 15
     (techniques, 360),  # 80 trials
     (models, 180),  # 18 trials
@@ -426,12 +426,12 @@ PARTS: tuple[tuple[Callable[[Check], dict[str, Any]], float], ...] = (
     (profiles, 90),  # 60: two seconds a trial
     (predicted, 90),  # 60: nothing on the GPU, half as many at once as there are cores
 )
-APART = (techniques, models)  # in goes of their own (--only), as they take all of the time
-RESERVED = 60  # seconds that the parts before `predicted` leave it, where it is among them
+APART = (techniques, models)  # each in its own run (--only), because it takes all of the time
+RESERVED = 60  # seconds that the parts before `predicted` leave it, if it is chosen
 
 
 def main() -> int:
-    """Run every part; the exit status is 1 if one of them failed."""
+    """Run the chosen parts; return 1 if one of them failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -440,17 +440,17 @@ def main() -> int:
     arguments = parser.parse_args()
     apart = {part.__name__ for part in APART}
     names = arguments.only.split(",") if arguments.only else [name for name in NAMES if name not in apart]
-    arguments.out = arguments.out.resolve()  # sweeps run in the repository's folder, wherever this was called
+    arguments.out = arguments.out.resolve()  # absolute, because sweeps run in the repository's folder
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"there is no part {unknown[0]}; allowed: {', '.join(NAMES)}")
     if arguments.device == "cuda" and names != [predicted.__name__] and not machine.gpus():
         sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
     before = read_summary(arguments.out)
-    unfinished = {"skipped", "failed", "cut_short"}  # these another go does, or goes on with
+    unfinished = {"skipped", "failed", "cut_short"}  # another run does or continues these
     did = {name for name, part in before.get("parts", {}).items() if not part.keys() & unfinished}
-    did -= {predicted.__name__}  # of the present code, whenever it is asked for
-    work = arguments.out.with_name(f"{arguments.out.name}.work")  # there where an earlier go was killed
+    did -= {predicted.__name__}  # always made anew, because it is the present code's
+    work = arguments.out.with_name(f"{arguments.out.name}.work")  # exists if an earlier run was killed
     if work.exists() and not arguments.only:
         names = [name for name in names if name not in did]
     done = sorted(did & set(names))
@@ -492,7 +492,7 @@ def main() -> int:
                     found = part(check)
                     if check.cut_short:
                         found["cut_short"] = True
-                except Exception:  # one part's failure is a finding, and must not cost the others
+                except Exception:  # a part's failure is a finding, and must not stop the others
                     found = {"failed": traceback.format_exc().strip().splitlines()[-1]}
                     failed = True
             summary["parts"][part.__name__] = found | elsewhere | {"seconds": round(time.monotonic() - start, 1)}
@@ -506,8 +506,8 @@ def main() -> int:
 
 @contextlib.contextmanager
 def kept_till_done(folder: Path) -> Iterator[Path]:
-    """A folder that is removed once all is done, and still there where this go is killed: the next one takes up the
-    rows it had measured."""
+    """Make a folder and remove it once all is done. If this run is killed, the folder stays, and the next run takes up
+    the rows in it."""
     folder.mkdir(parents=True, exist_ok=True)
     yield folder
     shutil.rmtree(folder)
@@ -517,7 +517,7 @@ NAMES = tuple(part.__name__ for part, _ in PARTS)
 
 
 def read_summary(out: Path) -> dict[str, Any]:
-    """What summary.json of an earlier go says, or nothing."""
+    """Return the content of an earlier run's summary.json, {} without one."""
     path = out / "summary.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return found

@@ -1,7 +1,7 @@
-"""What the parts of the GPU check share (gpu_check.py): the folder, the deadline, the rows of every sweep so far.
+"""State and helpers that the parts of the GPU check share (gpu_check.py): the folder, the deadline, the rows so far.
 
-A sweep is a command in a process of its own, as a user's is. One that the time does not last for is ended, its finished
-rows are kept, and a later go continues it. Not covered: what is measured, and in which order.
+Each sweep is a command in its own process, as a user's is. One that runs out of time is ended, its finished rows are
+kept, and a later run continues it. gpu_check.py decides what is measured, and in which order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass
 class Check:
-    """What the parts share: where things go, the device, the deadline, the rows so far and the sweeps asked for."""
+    """State of a check: its folders, the device, the deadline, the rows so far, the overrides of its sweeps."""
 
     out: Path
     scratch: Path
@@ -35,27 +35,27 @@ class Check:
     deadline: float
     rows: list[Row] = field(default_factory=list)
     asked: list[tuple[str, ...]] = field(default_factory=list)
-    log: str = ""  # of earlier goes
-    cut_short: set[str] = field(default_factory=set)  # sweeps that the time did not last for
+    log: str = ""  # of earlier runs
+    cut_short: set[str] = field(default_factory=set)  # sweeps that ran out of time
 
     @property
     def real(self) -> bool:
-        """Whether this is the card itself and not the rehearsal on a CPU."""
+        """Return whether this runs on a GPU, not as a rehearsal on a CPU."""
         return self.device == "cuda"
 
     def left(self) -> float:
-        """Seconds until the part must have ended."""
+        """Return the seconds until the part must have ended, at least 1."""
         return max(1.0, self.deadline - time.monotonic())
 
     def keep(self, rows: list[Row]) -> None:
-        """Take in the rows of a sweep; one that is gone on with replaces what there was of it."""
+        """Add the rows of a sweep; those of a continued sweep replace its earlier ones."""
         names = {r["sweep"] for r in rows}
         self.rows = [r for r in self.rows if r["sweep"] not in names] + rows
 
     def sweep(self, name: str, *overrides: str) -> list[Row]:
-        """Measure one sweep on the device; its terminal rows. The predictions are for what was asked here.
+        """Measure one sweep on the device and return its terminal rows. `predicted` predicts these overrides later.
 
-        Raises RuntimeError when it left none.
+        Raises RuntimeError if the sweep left no row.
         """
         if overrides not in self.asked:
             self.asked.append(overrides)
@@ -67,7 +67,7 @@ class Check:
         return rows
 
     def take_up(self) -> None:
-        """What a go that was killed had measured here, and what its sweeps said. Predictions are made anew."""
+        """Take up the rows and logs that a killed run left in `scratch`. Predictions are made anew."""
         for folder in [path for path in self.scratch.iterdir() if path.is_dir()]:
             rows = [row for row in swept(folder) if row["device"] == self.device]
             if rows:
@@ -80,14 +80,14 @@ class Check:
             log.unlink()
 
     def seed(self, name: str) -> None:
-        """Give a sweep the rows that an earlier go left of it, so that it goes on with the others."""
+        """Give a sweep the rows that an earlier run left of it, so that it continues with the others."""
         folder = self.scratch / name
         if kept := [row for row in self.rows if row["sweep"] == name and not folder.exists()]:
             folder.mkdir()
             (folder / journal.NAME).write_text("".join(json.dumps(row) + "\n" for row in kept))
 
     def run_sweep(self, name: str, *overrides: str) -> list[Row]:
-        """Run one sweep and return its terminal rows; ends it when the time is up and keeps what there is."""
+        """Run one sweep and return its terminal rows; end it when the time is up and keep the rows so far."""
         words = ["-m", *overrides, f"name={name}", f"results={self.scratch}", "report=false", "retries=1"]
         words += ["backoff_s=1", "timeout_s=120"]
         log = self.scratch / f"{name}.log"
@@ -100,7 +100,7 @@ class Check:
         return swept(self.scratch / name)
 
     def run(self, words: Sequence[str], stream: IO[str]) -> int | None:
-        """Run a command in the time there is; its exit status, None where it had to be ended."""
+        """Run a command in the time left; return its exit status, or None if it had to be ended."""
         process = subprocess.Popen(words, cwd=ROOT, stdout=stream, stderr=stream)
         try:
             return process.wait(self.left())
@@ -114,7 +114,7 @@ class Check:
         return None
 
     def python(self, arguments: Sequence[str], conf: str = "") -> subprocess.CompletedProcess[str]:
-        """Run Python in a worker's environment. Raises RuntimeError when it is not done in time."""
+        """Run Python in a worker's environment. Raises RuntimeError if it is not done in time."""
         cards = machine.visible_gpus(os.environ)[:1] if self.real else []
         try:
             return subprocess.run(
@@ -126,28 +126,28 @@ class Check:
             raise RuntimeError(f"not done within its {error.timeout:.0f} s") from None
 
     def finish_log(self) -> None:
-        """One log.txt of all sweeps after what it said of earlier goes, each with its end: a log that grew without
-        bounds must not fill the folder."""
+        """Write log.txt: logs of earlier runs, then the end of each sweep's log, because a whole log could fill the
+        folder."""
         logs = sorted(self.scratch.glob("*.log"), key=lambda path: path.stat().st_mtime)
         (self.out / "log.txt").write_text(self.log + "".join(map(self.ending, logs)))
 
     def ending(self, log: Path) -> str:
-        """The end of a log, without paths of this machine."""
+        """Return the end of a log, without paths of this machine."""
         return log.read_text(errors="replace")[-40_000:].replace(f"{self.scratch}{os.sep}", "")
 
 
 def swept(folder: Path) -> list[Row]:
-    """The terminal rows of a sweep's folder, none where there is none."""
+    """Return the terminal rows of a sweep's folder; none if it has no journal."""
     return list(journal.terminal(journal.read(folder)[0]).values()) if journal.files(folder)[0].exists() else []
 
 
 def last_line(text: str) -> str:
-    """What a program said last."""
+    """Return the last line of a program's output, or "no output"."""
     return (text.strip().splitlines() or ["no output"])[-1]
 
 
 def ended_ok(rows: list[Row]) -> list[Row]:
-    """The rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
+    """Return the rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
     ok = [r for r in rows if r["outcome"] == "ok"]
     if not ok:
         raise RuntimeError(f"no row ended ok: {rows[0]['outcome']}, {rows[0]['reason']}")
@@ -155,5 +155,5 @@ def ended_ok(rows: list[Row]) -> list[Row]:
 
 
 def outcomes(rows: list[Row]) -> dict[str, int]:
-    """How many rows of each outcome."""
+    """Count rows by outcome."""
     return {name: sum(r["outcome"] == name for r in rows) for name in sorted({str(r["outcome"]) for r in rows})}
