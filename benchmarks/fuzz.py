@@ -133,10 +133,10 @@ def formula() -> Callable[[bytes], None]:
 ALLOCATOR = "vramsweep.harness.allocator."
 TARGETS = {
     "recording": Target(
-        (ALLOCATOR + "safepickle", ALLOCATOR + "recording", ALLOCATOR + "config"), recording, seeds.pickles
+        (ALLOCATOR + "safe_unpickle", ALLOCATOR + "recording", ALLOCATOR + "config"), recording, seeds.pickles
     ),
     "replayed": Target(
-        tuple(ALLOCATOR + name for name in ("recording", "restore", "replay", "follow", "simulator")),
+        tuple(ALLOCATOR + name for name in ("recording", "initial_state", "replay", "verify_replay", "simulator")),
         replayed,
         seeds.changes,
     ),

@@ -3,6 +3,7 @@ says, and nothing else. Examples are stated; docs/checks.md has the counts of th
 
 from __future__ import annotations
 
+import importlib
 import json
 import pickle
 import sys
@@ -22,6 +23,7 @@ from vramsweep.harness.rows.schema import BY_NAME, is_plausible
 from vramsweep.harness.sweep import publication_check as check
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import fuzz
 import fuzz_seeds
 
 NO_DEADLINE: dict[str, Any] = {
@@ -42,6 +44,12 @@ def edited(data: bytes, edits: list[tuple[int, int]]) -> bytes:
     for at, value in edits:
         changed[at % len(changed)] = value
     return bytes(changed)
+
+
+def test_the_modules_that_the_long_form_watches_exist() -> None:
+    for target in fuzz.TARGETS.values():
+        for module in target.modules:
+            importlib.import_module(module)
 
 
 OPERANDS = ("seq_len", "micro_batch", "kept", "max", "min", "1", "0", "64", "lambda:")
