@@ -1,14 +1,14 @@
-"""Host memory, predicted against real processes on this CPU: what DeepSpeed keeps there, loading, imports, workers.
+"""Compare predicted host memory with real processes on this CPU: DeepSpeed's storages, loading, imports, workers.
 
     python benchmarks/host_check.py [WORD...] [--megabytes 512]
 
-Words choose the lines whose names hold all of them.
+WORDs choose the lines of the table: those whose names contain every WORD.
 
-- DeepSpeed: real ranks over gloo train with `offload_optimizer`; the storages that its optimizer keeps in host memory
-  are counted after the third step and compared with those of the trace, byte for byte.
-- Loading: a checkpoint of about `--megabytes` in fp32 is saved and read with `from_pretrained`; anonymous memory of a
-  fresh process, looked at every 2 ms, against the prediction.
-- Imports and data loader workers: the sizes that harness/machine/host_memory.py takes for a process, measured.
+- DeepSpeed: real ranks train over gloo with `offload_optimizer`. The storages that its optimizer keeps in host memory
+  after the third step are compared with those of the trace, byte for byte.
+- Loading: a fresh process reads a checkpoint with `from_pretrained`; in fp32 it has about `--megabytes`. Its anonymous
+  and shared memory, read every 2 ms, is compared with the prediction.
+- Imports and data loader workers: measures the sizes that harness/machine/host_memory.py assumes for a process.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ KEPT = (  # attributes of ZeRO's optimizers (deepspeed 0.19, runtime/zero) that 
 
 
 def offloaded(stage: int, precision: str, accumulated: int = 1) -> sharded.Case:
-    """A case of DeepSpeed with its optimizer's state in host memory."""
+    """Return a DeepSpeed case whose optimizer state is in host memory."""
     options = {"zero_optimization": sharded.SMALL}
     name = f"ZeRO-{stage}, accumulation {accumulated}"
     return sharded.case(name, "deepspeed", f"zero{stage}", precision, options=options,
@@ -68,7 +68,7 @@ CASES = [offloaded(stage, precision) for stage in (1, 2, 3) for precision in ("b
 
 
 class Kept(sharded.Rests):
-    """Notes what ZeRO's optimizer keeps in host memory after each step, in bytes."""
+    """A meter that notes the bytes that ZeRO's optimizer keeps in host memory after each step."""
 
     def step_end(self, loss: torch.Tensor | None = None) -> None:
         super().step_end(loss)
@@ -76,7 +76,7 @@ class Kept(sharded.Rests):
 
 
 def kept() -> int:
-    """Bytes of the storages that a DeepSpeed optimizer of this process keeps in host memory."""
+    """Return the bytes that this process's DeepSpeed optimizers keep in host memory, without one-element tensors."""
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
     storages: dict[int, int] = {}
@@ -91,7 +91,7 @@ def kept() -> int:
 
 
 def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists and dictionaries."""
+    """Yield the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -101,7 +101,7 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def traced(chosen: trial.Trial) -> Trace:
-    """The trial's trace."""
+    """Trace the trial."""
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         return make_trace.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), sharded.runner(chosen))[
             0
@@ -109,7 +109,7 @@ def traced(chosen: trial.Trial) -> Trace:
 
 
 def predicted_kept(case: sharded.Case, world: int) -> dict[str, int]:
-    """Host memory between steps in the trace, of tensors of more than one element."""
+    """Return the trace's host bytes between steps, without one-element tensors, and those that page-locking adds."""
     host = traced(sharded.make(case, world, CARD)).host
     events = [event for event in host.events if host.sizes[abs(event) - 1] > 8]
     live = sum((1 if event > 0 else -1) * host.sizes[abs(event) - 1] for event in events)
@@ -117,7 +117,7 @@ def predicted_kept(case: sharded.Case, world: int) -> dict[str, int]:
 
 
 def loaded(path: str, dtype: str) -> dict[str, int]:
-    """Anonymous memory that `from_pretrained` takes at its peak and keeps, in bytes."""
+    """Return the bytes that `from_pretrained` takes at its peak, and keeps: anonymous and shared memory."""
     from transformers import AutoModelForCausalLM
 
     worker.preload("torch")
@@ -132,7 +132,7 @@ def loaded(path: str, dtype: str) -> dict[str, int]:
 
 
 def predicted_load(path: str, dtype: str) -> dict[str, int]:
-    """The same of the trace of a trial whose weights are in that dtype."""
+    """Predict the peak host bytes of a trial that loads this checkpoint with its weights in `dtype`."""
     values = {
         "model": {"name": "hub", "path": path}, "seq_len": 8, "micro_batch": 1, "weights": "pretrained",
         "precision": "bf16_pure" if dtype == "bfloat16" else "fp32", "runner": {"name": "torch"}, "device": CARD,
@@ -142,13 +142,13 @@ def predicted_load(path: str, dtype: str) -> dict[str, int]:
 
 
 def imported(runner: str) -> dict[str, int]:
-    """Anonymous memory after a runner's imports."""
+    """Return the bytes of anonymous and shared memory after a runner's imports."""
     worker.preload(runner)
     return {"held": counters.Process().held() or 0}
 
 
 def workers(count: int) -> dict[str, int]:
-    """What `count` data loader workers have for themselves after 200 batches, beside a rank that holds 1 GiB."""
+    """Return the private bytes of `count` data loader workers after 200 batches, next to a rank that holds 1 GiB."""
     from torch.utils.data import DataLoader
     from transformers import default_data_collator
 
@@ -164,7 +164,7 @@ def workers(count: int) -> dict[str, int]:
 
 
 def fresh(function: Callable[..., dict[str, int]], *arguments: Any) -> dict[str, int]:
-    """The function's result in a new interpreter: a forked one has its parent's pages."""
+    """Call the function in a new interpreter, because a forked one has its parent's pages; return its result."""
     import json
     import subprocess
 
@@ -181,7 +181,7 @@ def fresh(function: Callable[..., dict[str, int]], *arguments: Any) -> dict[str,
 
 
 def save(folder: Path, megabytes: int) -> dict[str, str]:
-    """A checkpoint in each dtype, about this large in fp32."""
+    """Save a checkpoint in each dtype, of about `megabytes` in fp32; return the paths by dtype."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = {**sharded.MODEL, "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8,
@@ -231,7 +231,7 @@ def main() -> None:
 
 
 def line(name: str, real: int, predicted: int, remark: str = "") -> None:
-    """One row of the table."""
+    """Print one row of the table, with predicted minus real bytes."""
     off = "exact" if predicted == real else f"{predicted - real:+,}"
     print(f"| {name} | {real:,} | {predicted:,} ({off}) | {remark} |", flush=True)
 

@@ -1,10 +1,10 @@
-"""What operators allocate on this card beside their outputs, call by call.
+"""Record what operators allocate on this GPU besides their outputs, call by call.
 
     python benchmarks/operators_on_a_card.py OUT.json
 
-Attention: each case is one call of scaled_dot_product_attention and its backward pass; the kernel that ran (a fused one
-is an operator of its own), and every block asked of the allocator and given back (negative), in bytes and in order, of
-both passes. Sums over rows, as of a bias's gradient: the same of one call.
+Attention: a case is one call of scaled_dot_product_attention and its backward pass. We record the kernel that ran; a
+fused one is an operator of its own. For both passes we record every block requested and freed (negative), in bytes and
+in order. Sums over rows, as for a bias's gradient: we record the blocks of one call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ SHAPES = (
     (2, 8, 2, 512, 64, 64), (2, 8, 1, 512, 64, 64), (2, 8, 1, 512, 128, 128), (1, 4, 4, 64, 16, 16),
 )  # fmt: skip
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-MASKS = ("none", "causal", "bool", "float", "row")  # row: of the keys alone, the same for every query
+MASKS = ("none", "causal", "bool", "float", "row")  # row: one mask of the keys for every query
 ROWS = (64, 256, 512, 769, 1024, 2048, 4096, 8192, 16384)
 COLUMNS = (48, 64, 512, 768, 1000, 1024, 2048, 2304, 2560, 3072, 4096, 5120, 10240, 50257)
 DROPOUTS = (0.0, 0.1, 0.125)
 
 
 def mask_of(kind: str, batch: int, length: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """The mask of a call, made on the card."""
+    """Return a call's mask on the GPU; None for kinds that need no tensor."""
     if kind == "bool":
         return torch.ones(batch, 1, length, length, dtype=torch.bool, device="cuda").tril()
     if kind == "float":
@@ -49,7 +49,7 @@ def mask_of(kind: str, batch: int, length: int, dtype: torch.dtype) -> torch.Ten
 
 
 def requests() -> list[int]:
-    """What was asked of the allocator and given back (negative) since the last call, in bytes."""
+    """Return the blocks requested and freed (negative) since the last call, in bytes, and start recording anew."""
     found = []
     for event in torch.cuda.memory._snapshot()["device_traces"][0]:
         if event["action"] == "alloc":
@@ -62,7 +62,7 @@ def requests() -> list[int]:
 
 
 def case(shape: tuple[int, ...], dtype: torch.dtype, mask: str, dropout: float, gqa: bool) -> dict[str, Any]:
-    """One call and its backward pass."""
+    """Run one call and its backward pass; return its kernels and blocks, or the error."""
     batch, heads, shared, length, width, wide = shape
     sizes = ((heads, width), (shared, width), (shared, wide))
     made = [torch.randn(batch, length, h, w, dtype=dtype, device="cuda").transpose(1, 2) for h, w in sizes]
@@ -86,7 +86,7 @@ def case(shape: tuple[int, ...], dtype: torch.dtype, mask: str, dropout: float, 
 
 
 def added(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
-    """A sum over rows."""
+    """Sum a tensor over its rows; return the blocks that this takes."""
     made = torch.randn(rows, columns, dtype=dtype, device="cuda")
     torch.cuda.synchronize()
     requests()
@@ -97,8 +97,8 @@ def added(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Every case; those with shared heads both ways: told of it, and broadcast."""
-    for _ in range(2):  # handles and workspaces are there before the first case
+    """Run every case and write OUT.json; cases with shared heads run with `enable_gqa` and broadcast."""
+    for _ in range(2):  # creates handles and workspaces before the first case
         case(SHAPES[0], torch.bfloat16, "causal", 0.0, False)
     found = []
     for shape, dtype, mask, dropout in itertools.product(SHAPES, DTYPES, MASKS, DROPOUTS):

@@ -1,10 +1,10 @@
-"""Overhead per trial, cold and warm, beside a plain subprocess per length; and what the instruments themselves cost.
+"""Measure the overhead per trial, cold and warm, next to a plain process per length, and the instruments' cost.
 
     python benchmarks/overhead.py [--trials 6] [--json FILE]
 
-Everything runs on CPU with the tiny model, in one go on one machine, so that the ratios are comparable even where the
-absolute times are not. Overhead of a trial is its wall time minus all its training steps. "plain" is the script that
-people write: one interpreter for each length, which imports, builds, trains and prints.
+Everything runs on the CPU with the tiny model, in one run on one machine. So ratios are comparable even if absolute
+times are not. A trial's overhead is its wall time minus all its training steps. "plain" is the script that people
+write: one interpreter for each length, which imports, builds, trains and prints.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PROTOCOL = {"name": "brief", "warmup_steps": 1, "measured_steps": 3}
 
 
 def plain(lengths: list[int]) -> list[float]:
-    """Overhead in seconds of a plain script per length."""
+    """Return the overhead of a plain script in seconds, for each length."""
     found = []
     for length in lengths:
         code = PLAIN.format(config=tiny()["model"]["config"], steps=6, batch=2, length=length)
@@ -63,7 +63,7 @@ def plain(lengths: list[int]) -> list[float]:
 
 
 def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: list[int]) -> dict[str, float]:
-    """Median overhead of a trial, and the one-time cost of the template, in seconds."""
+    """Return the median overhead of a trial, and the one-time cost of the fork server, in seconds."""
     values = [tiny(seq_len=n, runner=runner, precision=precision, protocol=PROTOCOL) for n in lengths]
     with tempfile.TemporaryDirectory() as scratch, Launcher(isolation, Path(scratch) / "logs") as launcher:
         found, walls = [], []
@@ -85,9 +85,9 @@ def overhead(runner: dict[str, Any], precision: str, isolation: str, lengths: li
 
 
 def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float]:
-    """Measured steps of our loop against bare ones in between, the medians of each round's; the median of their ratios.
+    """Compare measured steps of our loop with bare steps: the median ratio of the rounds' medians, and its range.
 
-    Step by step in turns, as the machine's speed drifts by more within seconds than what is looked for.
+    Measured and bare steps alternate, because the machine's speed drifts within seconds by more than the difference.
     """
     import torch
 
@@ -127,7 +127,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
                 step(index)
                 clock.mark()
     times = clock.times()
-    ours, bare = times[::3], times[1::3]  # the third is from one pair to the next
+    ours, bare = times[::3], times[1::3]  # the third interval lies between two pairs
     parts = [slice(at, at + steps) for at in range(0, rounds * steps, steps)]
     ratios = [statistics.median(ours[part]) / statistics.median(bare[part]) for part in parts]
     return {
@@ -139,7 +139,7 @@ def instruments(rounds: int, steps: int, device: str = "cpu") -> dict[str, float
 
 
 def parent_cpu() -> float:
-    """The parent's own CPU time over wall time while a worker measures for about six seconds."""
+    """Return the parent's CPU time divided by wall time, while a worker measures for about six seconds."""
     with tempfile.TemporaryDirectory() as scratch, Launcher("warm", Path(scratch) / "logs") as launcher:
         os.environ["SLEEPY_LOG"] = str(Path(scratch) / "clock")
         protocol = {"name": "x", "warmup_steps": 1, "measured_steps": 200}

@@ -1,11 +1,11 @@
-"""How long it takes to plan grids of 10,000 trials, and to see that all of them are finished.
+"""Measure how long it takes to plan grids of 10,000 trials, and to find that all of them are finished.
 
     python benchmarks/planning.py [--lengths 1250]
 
-Two grids, each with a journal that has a row for every trial (made by the functions that write rows; nothing runs):
-"lengths", many lengths by eight combinations of plain values and a group, and "groups", a twelfth of these lengths by a
-hundred combinations of config groups, each of which Hydra composes. Prints one JSON object: for each grid the seconds
-of each part in this process, and the wall time and the CPU time of `sweep` as a process that finds nothing to do.
+Each of two grids has a journal with a row for every trial; the functions that write rows make it, and nothing runs.
+"lengths" has many lengths, each with eight combinations of plain values and a group. "groups" has about a twelfth of
+these lengths, each with a hundred combinations of config groups, which Hydra composes. Prints one JSON object: for each
+grid the seconds of each part in this process, and wall and CPU time of a `sweep` process that finds nothing to do.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def measured(grid: list[str]) -> dict[str, float]:
-    """Seconds of each part, and of the whole as a process, of a sweep that is finished already."""
+    """Return the seconds of each part of a sweep that is already finished, and of the whole as a process."""
     with tempfile.TemporaryDirectory() as results:
         words = ["-m", *grid, f"results={results}", "report=false"]
         seconds: dict[str, float] = {}
@@ -90,14 +90,14 @@ def measured(grid: list[str]) -> dict[str, float]:
 
 
 def row(item: Planned, sweep_name: str) -> dict[str, Any]:
-    """The row of a trial as if it had been measured."""
+    """Return the row of a trial as if it had been measured."""
     ran = {"sweep": sweep_name, "isolation": "warm", "outcome": "ok", "terminal": True, "duration_s": 2.0}
     return row_builder.initial_columns(item) | row_builder.started_columns(1) | ran
 
 
 @contextlib.contextmanager
 def timed(seconds: dict[str, float], module: Any, name: str) -> Any:
-    """For the block, what a function of a module takes is added up under its name."""
+    """Add up, within the block, the seconds that a module's function takes, in `seconds` under its name."""
     own = getattr(module, name)
 
     def watched(*arguments: Any) -> Any:
@@ -113,7 +113,7 @@ def timed(seconds: dict[str, float], module: Any, name: str) -> Any:
 
 
 def clocked(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds that a call takes, and its answer; what it prints is left out."""
+    """Return the seconds that a call takes, and its result; hide what it prints."""
     began = time.perf_counter()
     with contextlib.redirect_stdout(io.StringIO()):
         answer = call()

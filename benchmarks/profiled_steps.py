@@ -1,11 +1,11 @@
-"""Where a measured trial's step spends its time: kernels on the card against the host that launches them.
+"""Profile a measured trial's step: the time of kernels on the GPU, next to that of the host that launches them.
 
     python benchmarks/profiled_steps.py OUT.json ROWS.jsonl TRIAL_ID [TRIAL_ID ...]
 
-For each trial of a journal (the plain loop's, on one card): the bare step timed without a profiler, then three steps
-under torch.profiler. Says how long the card was busy in a step (the union of its kernels' and copies' times), how many
-were launched, and the longest kinds of kernel. A step that is much longer than the card is busy waits for the host.
-Timings under the profiler are longer on the host's side; the card's are its own clock's.
+For each trial of a journal (of the plain loop, on one GPU) we time bare steps without a profiler, then three steps
+under torch.profiler. The GPU's busy time is the union of its kernels' and copies' times. We write that time, the number
+of launches, and the longest kinds of kernel. A step that is much longer than the busy time waits for the host. The
+profiler makes the host slower; times on the GPU come from its own clock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WARMUP, TIMED, PROFILED = 5, 10, 3
 
 
 def main() -> None:
-    """Profile each trial; one that fails is said so and does not stop the others."""
+    """Profile each trial and write OUT.json; record a failure there, and go on with the next trial."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("rows", type=Path)
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def profiled(trial: trials.Trial) -> dict[str, Any]:
-    """Seconds of a step with and without the profiler, and what the card did in it."""
+    """Return the seconds of a step with and without the profiler, and what the GPU did in it."""
     device = torch.device("cuda", 0)
     step = stepper(trial, device)
     for _ in range(WARMUP):
@@ -79,7 +79,7 @@ def profiled(trial: trials.Trial) -> dict[str, Any]:
         kinds[event.name[:100]] += event.time_range.end - event.time_range.start
     return {
         "step_s": statistics.median(one[0] for one in times),
-        "issued_s": statistics.median(one[1] for one in times),  # until the host had launched it all
+        "issued_s": statistics.median(one[1] for one in times),  # until the host had launched everything
         "profiled_step_s": wall,
         "card_busy_s": busy(spans) / 1e6 / PROFILED,
         "launches": len(events) / PROFILED,
@@ -88,7 +88,7 @@ def profiled(trial: trials.Trial) -> dict[str, Any]:
 
 
 def busy(spans: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of the spans, in their unit."""
+    """Return the length of the union of the spans, in their unit."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, until))
@@ -97,7 +97,7 @@ def busy(spans: Iterable[tuple[float, float]]) -> float:
 
 
 def stepper(trial: trials.Trial, device: torch.device) -> Callable[[], None]:
-    """One step of the plain loop of the trial, without instruments."""
+    """Build the trial's model; return a function that runs one step of the plain loop, without instruments."""
     build.prepare(trial)
     net = build.model(trial, device)
     optimizer = build.optimizer(trial, net.parameters(), device)

@@ -1,13 +1,13 @@
-"""Llama-3-8B under ZeRO-3 on 8 A100, predicted against what was published: active and reserved memory.
+"""Compare predictions for Llama-3-8B under ZeRO-3 on 8 A100 with what was published: active and reserved memory.
 
     python benchmarks/published_8b.py [--all] [--data FOLDER] [--only lengths|batches|checkpointing] [--json]
 
 Published: github gpjt/fine-tune-2024-04, per length and batch (length 2,048), with and without checkpointing; DeepSpeed
 0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, model made before the training arguments, text padded to the
-length, no allocator setting; the Trainer, here runner=deepspeed. The columns are MiB: what the ranks had at most (their
-median, least and most), and the prediction: for a card that keeps up with the host, with its error against the median,
-and for a host that runs as far ahead as it may (peak_active_most_bytes). One trace takes about half a minute; without
---all a few points are predicted.
+length, no allocator setting; the Trainer, here runner=deepspeed. Columns in MiB: the peaks of the ranks (median, least
+and most), and two predictions. The lower bound is for a GPU that keeps up with the host; its error is from the median.
+The upper bound is for a host that runs as far ahead as it may (peak_active_most_bytes). One trace takes about half a
+minute; without --all a few points are predicted.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from vramsweep.runners.predict.replay_trace import replay  # noqa: E402
 MIB = 1 << 20
 DATA = ROOT.parent / "shared" / "data" / "llama3-8b-zero3-8gpu"
 FORK = multiprocessing.get_context("fork")
-# file, what its first column varies, checkpointing, and what is predicted without --all
+# file, setting in its first column, checkpointing, and the points that are predicted without --all
 FILES = {
     "lengths": ("lengths-zero3.csv", "seq_len", False, (1, 1041, 2041)),
     "batches": ("batches-zero3.csv", "micro_batch", False, (1, 2, 3)),
@@ -56,7 +56,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Published peaks of every rank, in MiB, at one length or batch; None where it ran out of memory."""
+    """Published peaks of every rank, in MiB, at one length or batch; None if the run was out of memory."""
 
     value: int
     active: list[int] | None
@@ -64,7 +64,7 @@ class Reading:
 
 
 def readings(path: Path) -> Iterator[Reading]:
-    """One for each value of the first column. A line knows some ranks, and has zeros for the others."""
+    """Yield a reading for each value of the first column. A line has some of the ranks, and zeros for the others."""
     found: dict[int, list[tuple[int, int]]] = {}
     for line in path.read_text().splitlines():
         first, *rest = (cell.strip() for cell in line.split(","))
@@ -78,7 +78,7 @@ def readings(path: Path) -> Iterator[Reading]:
 
 
 def trial_of(axis: str, value: int, checkpointing: bool) -> trial.Trial:
-    """The published run as a trial."""
+    """Return the published run as a trial."""
     values = {
         "model": yaml.safe_load((ROOT / "conf" / "model" / "llama3-8b.yaml").read_text()),
         "seq_len": 2048, "micro_batch": 1, "world_size": 8, "sharding": "zero3", "precision": "fp16",
@@ -94,7 +94,7 @@ def trial_of(axis: str, value: int, checkpointing: bool) -> trial.Trial:
 
 
 def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
-    """Peaks in MiB, what was applied, and whether it fits the card."""
+    """Predict peaks in MiB; return them, the known differences that were applied, and whether it fits the GPU."""
     chosen, card = trial_of(axis, value, checkpointing), gpu_lookup.gpu_named("a100-80gb")
     with tempfile.TemporaryDirectory() as folder:
         trace, details = make_trace.trace_trial(chosen, card, Path(folder), deepspeed_engine)
@@ -111,7 +111,7 @@ def predicted(axis: str, value: int, checkpointing: bool) -> dict[str, Any]:
 
 
 def apart(*arguments: Any) -> dict[str, Any]:
-    """`predicted` in a process of its own."""
+    """Call `predicted` in a new process."""
     here, there = FORK.Pipe(duplex=False)
 
     def run() -> None:
@@ -127,7 +127,7 @@ def apart(*arguments: Any) -> dict[str, Any]:
 
 
 def line(name: str, reading: Reading, found: dict[str, Any]) -> str:
-    """A row of the table."""
+    """Return a row of the table."""
     cells = [name, str(reading.value)]
     if not found["fits"]:
         published = "OOM" if reading.active is None else f"{statistics.median(reading.active):,.0f}"

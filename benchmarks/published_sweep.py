@@ -1,10 +1,10 @@
-"""Qwen1.5-0.5B under ZeRO-3 at every length from 1 to 2,048, predicted and drawn over what was published.
+"""Predict Qwen1.5-0.5B under ZeRO-3 at every length from 1 to 2,048, and draw it over what was published.
 
     python benchmarks/published_sweep.py [--data FILE] [--figure OUT.png] [--results FOLDER]
 
-Published: github gpjt/fine-tune-2024-04, results-without-env-var.csv: peak active and reserved MiB of a 24 GB card, by
+Published: github gpjt/fine-tune-2024-04, results-without-env-var.csv: peak active and reserved MiB of a 24 GB GPU, by
 the Trainer with DeepSpeed 0.14.2, transformers 4.40.0, torch 2.2.2, fp16, FusedAdam, one sample, text padded to the
-length, no allocator setting. Predicted by one command, `vramsweep predict` with those versions; see WORDS.
+length, no allocator setting. Predicted by one command: `vramsweep predict` with WORDS, which name these versions.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LINES = {
 
 
 def published(path: Path) -> dict[int, tuple[int, int]]:
-    """MiB active and reserved by length; of a length that occurs twice the last."""
+    """Read active and reserved MiB by length; if a length occurs twice, the last line counts."""
     found = {}
     for line in path.read_text().splitlines():
         length, active, reserved, *_ = (cell.strip() for cell in line.split(","))
@@ -49,14 +49,14 @@ def published(path: Path) -> dict[int, tuple[int, int]]:
 
 
 def predicted(results: Path) -> dict[int, Row]:
-    """The rows by length, predicted if they are not there yet."""
+    """Return the rows by length; predict those that `results` does not have yet."""
     command = [sys.executable, "-m", "vramsweep", "predict", *WORDS, f"results={results}", "name=published"]
     subprocess.run(command, check=True, cwd=ROOT, stdout=sys.stderr)
     return {row["seq_len"]: row for row in terminal(read(results / "published")[0]).values()}
 
 
 def table(rows: dict[int, Row], truth: dict[int, tuple[int, int]]) -> list[str]:
-    """Errors by range of length, as a table."""
+    """Return the prediction errors by range of length, as lines of a table."""
     lines = ["| lengths | counter | median error | worst | | |", "|---|---|---|---|---|---|"]
     for low, high in ((1, 511), (512, 1023), (1024, 1535), (1536, 2048)):
         at = [n for n in truth if low <= n <= high and n in rows and rows[n]["outcome"] == "ok"]
@@ -73,7 +73,7 @@ def table(rows: dict[int, Row], truth: dict[int, tuple[int, int]]) -> list[str]:
 
 
 def draw(rows: dict[int, Row], truth: dict[int, tuple[int, int]], out: Path) -> None:
-    """Published points under predicted lines."""
+    """Draw published points under predicted lines."""
     figure = go.Figure()
     order = sorted(rows)
     for index, (name, (column, most, colour)) in enumerate(LINES.items()):

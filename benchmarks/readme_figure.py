@@ -1,9 +1,9 @@
-"""The README's picture: memory by component against length, the GPU's limit, what an H100 measured on top.
+"""Draw the README's picture: memory by component over length, the GPU's limit, and points measured on an H100.
 
     python benchmarks/readme_figure.py [--work build/readme] [--out docs/images/memory.png]
 
-Bars are predicted here (Qwen1.5-0.5B, bf16, batch 4); points are rows of results/reference/h100-80gb with the same
-settings. Two minutes on two cores, no GPU.
+Bars are predicted here (Qwen1.5-0.5B, bf16, batch 4). Points are rows of results/reference/h100-80gb with the same
+settings. It takes two minutes on two cores and needs no GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTHS = "128,512,1024,2048,3072,4096,5120,6144"
 
 
 def main() -> int:
-    """Predict, add the measured rows, draw."""
+    """Predict, add the measured rows, and draw."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=ROOT / "build" / "readme")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "memory.png")

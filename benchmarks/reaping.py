@@ -1,9 +1,9 @@
-"""How long ending orphans takes: zombies that wait for us, and daemons in sessions of their own.
+"""Measure how long it takes to end orphans: zombies that wait for us, and daemons in sessions of their own.
 
     python benchmarks/reaping.py [--json FILE]
 
-Each case is made anew in one run: a process starts children and ends, so that they fall to us, then most of them end.
-`listings` counts how often all processes of the machine were listed, which is what the time consists of.
+One run makes each case anew: a process starts children and ends, so that we adopt them; then most of them end. The
+time consists of listing all processes of the machine; `listings` counts how often that was done.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ os._exit(0)
 
 
 def measure(zombies: int, daemons: int) -> dict[str, float]:
-    """Seconds and listings that ending so many takes. Raises SystemExit where one is still there."""
+    """Return the seconds and listings that ending so many takes. Raises SystemExit if one is still there."""
     with tempfile.TemporaryDirectory() as logs, Launcher("cold", Path(logs)) as launcher:
         command = [sys.executable, "-S", "-c", LEAVE, str(zombies), str(daemons)]
         subprocess.run(command, start_new_session=True, check=True)

@@ -3,12 +3,12 @@
     PYTORCH_CUDA_ALLOC_CONF=... python benchmarks/recorded_steps.py OUT.pickle [--limit BYTES] [--streams | --ddp]
     python benchmarks/recorded_steps.py OUT.pickle --row ROWS.jsonl TRIAL_ID
 
-GPT-2, length 256, batch 4, bf16: loading and three steps; or the trial of a row, by the code that measured it, with
-the Python frames that asked for each block, to see where its prediction went wrong. A sweep's `record=true` keeps one
-step after warm-up, when the cache has what it needs and no segment comes or goes; growth, garbage collection and
-retries are before that. The limit is `torch.cuda.set_per_process_memory_fraction`, which every torch has. Prints one
-line of JSON: the limit that the allocator makes of it, peaks, retries, and whether the run ended out of memory, which
-is recorded too.
+Records GPT-2 (length 256, batch 4, bf16): loading and three steps. With --row it runs a row's trial by the code that
+measured it. It then keeps each block's Python frames, to show why the prediction was wrong. A sweep's
+`record=true` keeps one step after warm-up, when the cache is full enough that no segment comes or goes. Growth, garbage
+collection and retries come before that. --limit sets `torch.cuda.set_per_process_memory_fraction`, which every torch
+has. Prints one line of JSON: the limit as the allocator rounds it, peaks, retries, and whether the run ran out of
+memory; such a run is recorded too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRIAL: dict[str, Any] = {
     "seq_len": 256,
     "micro_batch": 4,
     "precision": "bf16",
-    "allocator": {"name": "default"},  # the environment's decides
+    "allocator": {"name": "default"},  # the environment variable decides
     "runner": {"name": "torch"},
     "device": {"name": "cuda"},
     "protocol": {"name": "recorded", "warmup_steps": 1, "measured_steps": 1},
@@ -50,7 +50,7 @@ TRIAL: dict[str, Any] = {
 
 
 def main() -> None:
-    """Record, dump, print."""
+    """Record the run, write the recording and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int)
@@ -88,17 +88,17 @@ def main() -> None:
 
 
 def as_measured(rows: str, trial_id: str) -> None:
-    """Run the trial of a row as its worker did, but for the number of measured steps."""
+    """Run the trial of a row as its worker did, but with two measured steps."""
     found = next(row for row in map(json.loads, Path(rows).read_text().splitlines()) if row["trial_id"] == trial_id)
     trial = trials.Trial.model_validate(found["trial"])
     few = trial.protocol.model_copy(update={"measured_steps": 2})
-    # ended early: what follows the measured steps failed
+    # EndedEarly: something after the measured steps failed
     with tempfile.TemporaryDirectory() as folder, contextlib.suppress(result_file.EndedEarly):
         run_rank.run(trial.model_copy(update={"protocol": few}), Path(folder))
 
 
 def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp: bool = False) -> None:
-    """A few steps of the plain loop; `streams` and `ddp` as main's options."""
+    """Run a few steps of the plain loop; `streams` and `ddp` are main's options."""
     build.prepare(trial)
     net: torch.nn.Module = build.model(trial, device)
     if ddp:
@@ -110,7 +110,7 @@ def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp:
     side = torch.cuda.Stream(device) if streams else None
 
     def fetch(index: int) -> dict[str, torch.Tensor]:
-        """The batch on the device: as a prefetching loader does it, where there is a stream for that."""
+        """Return the batch on the device, copied on the side stream if there is one, as a prefetching loader does."""
         batch = data.batch(index, trial.micro_batch)
         if side is None:
             return {k: v.to(device) for k, v in batch.items()}
@@ -129,7 +129,7 @@ def train(trial: trials.Trial, device: torch.device, streams: bool = False, ddp:
         if index + 1 < STEPS:
             following = fetch(index + 1)
         loss.backward()
-        if side is not None:  # a norm beside the step, as loggers take it: blocks of the step that two streams use
+        if side is not None:  # a norm as loggers take it, on another stream: two streams use blocks of the step
             side.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(side):
                 for one in net.parameters():

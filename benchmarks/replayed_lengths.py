@@ -1,8 +1,8 @@
-"""Predict lengths that 8 divides and others of a few models, for `fit_cover.py --grids`.
+"""Predict a few models at lengths divisible by 8 and at others, for `fit_cover.py --grids`.
 
     python benchmarks/replayed_lengths.py FOLDER
 
-writes results/reference/replayed_lengths.csv from sweeps in FOLDER; ten minutes on two cores.
+Writes results/reference/replayed_lengths.csv from sweeps in FOLDER. It takes ten minutes on two cores.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SWEEPS = {
 
 
 def main() -> None:
-    """Predict and write."""
+    """Predict all sweeps and write the CSV file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder

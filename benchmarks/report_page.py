@@ -1,14 +1,13 @@
-"""A report's page in a real browser: how large it is, what it asks for, how soon it can be used. Prints a table.
+"""Measure a report's page in a real browser: its size, its requests, and how soon it can be used. Prints a table.
 
     python benchmarks/report_page.py [--rows 200 20000] [--times 5] [--keep DIR]
 
-Half of the rows say that they were measured and half that they were predicted, of 3 allocators and 2 batches, made from
-a row of results/reference/gpt2-cpu, so that they have all columns and whole trials; they are no measurements. Times are
-medians over so many loads from a file: until the answers can be read (first contentful paint), until picker and links
-respond, until the main figure is drawn, until all are. No task of the page keeps a click waiting for longer than the
-longest one. Other work on the machine slows all of them, so how busy it was is printed too.
-
-Not covered: Firefox and Safari; what a page costs on a phone.
+The rows are generated, not measured. They are made from a row of results/reference/gpt2-cpu, so that they have all
+columns and whole trials. They have 3 allocators and 2 batches; half say that they were measured, half that they were
+predicted. Times are medians over `--times` loads from a file: until the answers can be read (first contentful paint),
+until picker and links respond, until the main figure is drawn, and until all are. A click waits at most for the longest
+task of the page. Other work on the machine slows all of them, so its load is printed too. Firefox, Safari and phones
+are not measured.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ new MutationObserver(() => {
 
 
 def rows(count: int) -> Iterator[dict[str, Any]]:
-    """So many generated rows, the same each time."""
+    """Yield `count` generated rows, the same in every run."""
     line = (ROOT / "results" / "reference" / "gpt2-cpu" / "journal.jsonl").read_text(encoding="utf-8").splitlines()[0]
     base = json.loads(line) | {"sweep": "generated", "notes": ["generated, not a measurement"], "outcome": "ok"}
     settings = [
@@ -94,7 +93,7 @@ def _row(one: dict[str, Any], number: int, of: tuple[str, str, int], length: int
 
 
 def made(count: int, folder: Path) -> dict[str, Any]:
-    """A report of so many rows in the folder: seconds it took, MB of its page."""
+    """Write a report of `count` rows in the folder; return its seconds and the MB of its page."""
     from vramsweep.analysis.data.load import load
     from vramsweep.analysis.report.write import write_report
 
@@ -111,8 +110,8 @@ def made(count: int, folder: Path) -> dict[str, Any]:
 
 
 def opened(page: Path, times: int) -> tuple[dict[str, Any], str]:
-    """What a browser says of the page, medians over so many loads; and which browser it was. Raises RuntimeError if the
-    page asks for anything, or an error is said."""
+    """Load the page `times` times in a browser; return the medians, and the browser's name and version. Raises
+    RuntimeError if the page requests anything but itself, or reports an error."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

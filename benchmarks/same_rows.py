@@ -1,17 +1,18 @@
-"""Rows and tables of one version of the code, kept in a folder, and what differs between two such folders.
+"""Keep the rows and tables of one version of the code in a folder, and print the differences of two such folders.
 
     python benchmarks/same_rows.py write --code BEFORE evidence/before
     python benchmarks/same_rows.py write --code AFTER --before evidence/before evidence/after
     python benchmarks/same_rows.py compare evidence/before evidence/after
 
 `compare` ends with status 1 if anything differs that LEFT_OUT does not name. Use one interpreter for both sides,
-because rows record versions of packages. The script uses the command line alone (`PYTHON -m vramsweep`, with the
+because rows record versions of packages. The script uses only the command line (`PYTHON -m vramsweep`, with the
 checkout CODE first on PYTHONPATH), so one version of it checks two of the code. Its inputs are in same_rows_inputs/.
 
-A folder of evidence holds results/ (337 predicted trials, 47 trials on the CPU, 12 of a sweep whose launcher was killed
-and which was resumed), tables/ (what the verbs of tables.txt printed, and rows of old journals as CSV) and the rows
-that were there at the kill. With --before the script also resumes that folder's sweeps, which must add no row. It skips
-each step whose output is there, so the same command resumes an interrupted one. It takes about 20 minutes on two cores.
+A folder of evidence holds results/, tables/ and the rows that the journal had at the kill. results/ has 337 predicted
+trials, 47 trials on the CPU, and 12 of a sweep whose launcher was killed and which was resumed. tables/ has the output
+of the verbs in tables.txt, and rows of old journals as CSV. With --before the script also resumes that folder's sweeps,
+which must add no row. It skips steps whose output exists, so the same command resumes an interrupted one. It takes
+about 20 minutes on two cores.
 
 Rows cannot show the following, but tests do:
 
@@ -61,14 +62,14 @@ WAIT_S = 600
 
 
 class LeftOut(NamedTuple):
-    """Something that two runs of the same code do not have in common."""
+    """A difference between two runs of the same code; it is not compared."""
 
-    where: str  # rows: columns of every row; measured: of those with device=cpu; flags: of these; texts: expressions
+    where: str  # rows: columns of every row; measured: of rows with device=cpu; flags: of these; texts: expressions
     what: str
     why: str
 
 
-# Found by comparing two runs of the same code: only what differed is here, git_commit, and the like of what differed.
+# Found by comparing two runs of the same code: only what differed is here, with similar things and git_commit.
 LEFT_OUT = (
     LeftOut("rows", "git_commit", "the code that is compared"),
     LeftOut("rows", "started_at", "a date"),
@@ -92,7 +93,7 @@ LEFT_OUT = (
 
 
 class Code:
-    """The command line of one checkout, as it is used in a folder of evidence."""
+    """The command line of one checkout, run in a folder of evidence."""
 
     def __init__(self, checkout: Path, python: Path, folder: Path) -> None:
         if not (checkout / "vramsweep").is_dir():
@@ -104,7 +105,7 @@ class Code:
         self.environment = os.environ | more
 
     def run(self, *words: str) -> str:
-        """Run a verb to its end; return its status and what it printed on both streams."""
+        """Run a verb to its end; return the command, its output on both streams and its status."""
         done = subprocess.run(
             [*self.command, *words], cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
         )
@@ -120,14 +121,14 @@ class Code:
 
 
 def sweep_words(preset: str, folder: str | None = None) -> list[str]:
-    """Name the words of the sweep of one of the inputs' presets, in results/ under its own name or `folder`."""
+    """Return the command of the sweep of one of the inputs' presets, in results/ under its own name or `folder`."""
     return ["sweep", "--config-dir", ".", f"sweep={preset}", f"name={folder or preset}", "report=false"]
 
 
 def read_rows(folder: Path) -> list[dict[str, Any]]:
-    """Read the rows of a sweep's journals, without empty lines and those that a killed launcher did not finish."""
+    """Read the rows of a sweep's journals; skip empty lines and lines that a killed launcher did not finish."""
     rows = []
-    for path in sorted([*folder.glob("journal*.jsonl"), *folder.glob("trials/journal*.jsonl")]):  # of older code, too
+    for path in sorted([*folder.glob("journal*.jsonl"), *folder.glob("trials/journal*.jsonl")]):  # first: of older code
         for line in path.read_text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
                 rows.append(json.loads(line))
@@ -149,7 +150,7 @@ def kill_and_note(code: Code) -> None:
 
 
 def write(code: Code, before: Path | None) -> None:
-    """Write a folder of evidence: sweeps, the kill, tables; what is there already is kept."""
+    """Write a folder of evidence: sweeps, the kill, and tables; keep what exists."""
     folder = code.folder
     for name in ("old", "tables", "sweep"):
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -177,7 +178,7 @@ def write(code: Code, before: Path | None) -> None:
 
 
 def compared_columns(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the columns of a row, and the flags among them, that two runs of the same code have in common."""
+    """Return the columns and flags of a row in which two runs of the same code agree."""
     measured = row["device"] != "simulated"
     wheres = {"rows", "measured"} if measured else {"rows"}
     columns = {name for entry in LEFT_OUT if entry.where in wheres for name in entry.what.split()}
@@ -189,7 +190,7 @@ def compared_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_what_varies(value: Any) -> Any:
-    """Remove what two runs do not have in common from a text, or from all texts of a value."""
+    """Remove what varies between runs of the same code from a text, or from all texts of a value."""
     if isinstance(value, dict):
         return {key: without_what_varies(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -202,7 +203,7 @@ def without_what_varies(value: Any) -> Any:
 
 
 def rows_by_attempt(folder: Path) -> dict[str, dict[str, Any]]:
-    """Read a sweep's rows by trial and attempt; one that is there twice counts as two."""
+    """Read a sweep's rows by trial and attempt; a repeated row gets a key of its own."""
     rows: dict[str, dict[str, Any]] = {}
     for row in read_rows(folder):
         key = f"{row['trial_id']} attempt {row['attempt']}"
@@ -231,7 +232,7 @@ def differing_texts(one: Path, other: Path) -> Iterator[str]:
     """Describe each table that only one folder has, and the lines in which two tables differ."""
     for name in sorted({path.name for folder in (one, other) for path in folder.iterdir()}):
         if name.startswith(("sweep-", "resumed-")):
-            continue  # in the order in which trials ended; their rows are compared
+            continue  # their order is that in which trials ended; their rows are compared
         if not (one / name).exists() or not (other / name).exists():
             yield f"{name}: only in {'the first' if (one / name).exists() else 'the second'}"
             continue
@@ -242,7 +243,7 @@ def differing_texts(one: Path, other: Path) -> Iterator[str]:
 
 
 def lost_rows(folder: Path) -> Iterator[str]:
-    """Describe each row that was there at the kill and is not any more, and each trial that has two terminal rows."""
+    """Describe each row from before the kill that is lost or changed, and each trial that has two terminal rows."""
     rows = read_rows(folder / "results" / "killed")
     for row in json.loads((folder / "rows_at_the_kill.json").read_text()):
         if row not in rows:
@@ -252,7 +253,7 @@ def lost_rows(folder: Path) -> Iterator[str]:
 
 
 def trials_run_again(folder: Path, before: Path) -> Iterator[str]:
-    """Describe each sweep of the folder before to which resuming it added rows."""
+    """Describe each sweep of the folder `before` to which resuming added rows."""
     for name in SWEEPS:
         resumed = folder / "results" / f"resumed-{name}"
         if resumed.exists() and read_rows(resumed) != read_rows(before / "results" / name):
@@ -260,7 +261,7 @@ def trials_run_again(folder: Path, before: Path) -> Iterator[str]:
 
 
 def compare(one: Path, other: Path) -> int:
-    """Print every difference of two folders of evidence; return how many there are."""
+    """Print every difference of two folders of evidence; return their number."""
     found = [*lost_rows(one), *lost_rows(other), *trials_run_again(other, one)]
     for name in SWEEPS:
         found += differing_rows(one / "results" / name, other / "results" / name)
@@ -273,7 +274,7 @@ def compare(one: Path, other: Path) -> int:
 
 
 def main() -> int:
-    """Read the command line and do what it asks; return the exit status."""
+    """Read the command line and run the verb; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     verbs = parser.add_subparsers(dest="verb", required=True)
     writer = verbs.add_parser("write", help="write a folder of evidence")

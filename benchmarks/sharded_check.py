@@ -1,16 +1,16 @@
-"""Sharded training, predicted against what real ranks hold on this CPU: every way of sharding, one and two ranks.
+"""Compare predictions of sharded training with real ranks on this CPU: every way of sharding, one and two ranks.
 
     python benchmarks/sharded_check.py [WORD...] [--exact] [--worlds 1,2] [--json]
 
-Words choose the cases whose names hold all of them; with --exact each word is the whole name of a case.
+WORDs choose the cases whose names contain all of them; with --exact each WORD is the whole name of a case.
 
-Nothing is timed. The real ranks train over gloo while every tensor storage is counted; the prediction is the runner
-traced on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
-everything is built, at rest between steps, and the largest in each phase of the third step; and what its collectives
-move in that step, under "sent" (the whole of what is gathered, scattered or reduced). Left out on both sides: token
-ids, one-element tensors, which are on the host for the one and on the device for the other, CUDA's workspaces, and
-gloo's own copies: it reduces and scatters in a copy of the input, which NCCL does without. The real ranks' optimizer
-updates all parameters at once, as on CUDA, not one after the other.
+Nothing is timed. The real ranks train over gloo while we count every tensor storage. The prediction traces the runner
+on fake tensors over a fake process group, as device=simulated does. Both count bytes of rank 0: at rest after
+everything is built, at rest between steps, and the peak of each phase of the third step. "sent" is what collectives
+move in that step, all of what is gathered, scattered or reduced. Both sides leave out token ids, CUDA's workspaces and
+one-element tensors, which one side has on the host and the other on the device. gloo's own copies are left out too: it
+reduces and scatters in a copy of the input, and NCCL does not. The real ranks' optimizer updates all parameters at
+once, as on CUDA, not one after the other.
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ MODEL = {
     "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
 SMALL = {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}  # the default's buckets take 1 GB and more
-Case = dict[str, Any]  # a trial's values beside those that all cases share, and its name
+Case = dict[str, Any]  # a case's name, and its values besides those that all cases share
 
 
 def case(name: str, runner: str, sharding: str, precision: str, **over: Any) -> Case:
-    """A case; `options` are the runner's."""
+    """Return a case; `options` in `over` are the runner's."""
     options = over.pop("options", {})
     about = {"sharding": sharding, "precision": precision, "runner": {"name": runner, "options": options}}
     return {"name": f"{name}, {precision}", **about, **over}
@@ -91,7 +91,7 @@ OWN_ADAM = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_deca
 
 
 def ds_config(stage: int, **more: Any) -> dict[str, str]:
-    """A file as users of the Trainer have it, with buckets of the size above; what `more` says goes over it."""
+    """Write a file as users of the Trainer have it, with the bucket sizes of SMALL; `more` overrides its keys."""
     zero = {"stage": stage, **SMALL, **more.pop("zero_optimization", {})}
     auto = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto")
     text = json.dumps({**auto, "zero_optimization": zero, **more}, sort_keys=True)
@@ -154,7 +154,7 @@ CASES = [
 
 
 def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
-    """One trial of the check."""
+    """Return the case as a trial of `world` ranks on the device."""
     values = {
         "model": {"name": "check", "model_type": "qwen2", "config": MODEL},
         "seq_len": 64, "micro_batch": 2, "world_size": world, "device": device,
@@ -164,7 +164,7 @@ def make(case: Case, world: int, device: dict[str, str]) -> trial.Trial:
 
 
 def impossible(case: Case) -> str | None:
-    """Why this machine cannot run the case, as for want of an optional package; None if it can."""
+    """Return why this machine cannot run the case, such as a missing optional package; None if it can."""
     try:
         make(case, 1, {"name": "cpu"})
     except trial.InvalidTrial as error:
@@ -173,12 +173,12 @@ def impossible(case: Case) -> str | None:
 
 
 def runner(chosen: trial.Trial) -> Any:
-    """The module that drives it."""
+    """Return the module of the trial's runner."""
     return import_entry(runner_table.runner(chosen.runner.name).module)
 
 
 class Sent(TorchDispatchMode):
-    """Counts what collectives move."""
+    """Counts the bytes that collectives move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,22 +186,22 @@ class Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if sharded(types):
-            return NotImplemented  # what DTensor makes of it comes here
+            return NotImplemented  # the operators that DTensor makes of it come here
         if func.namespace in operator_cost.C10D and (called := operator_cost.collective(func, args)) is not None:
             self.nbytes += called.nbytes
         return func(*args, **(kwargs or {}))
 
 
 class Host:
-    """Which storages of a real rank would be in host memory, where FSDP2 offloads: on a CPU both places are one.
+    """The storages of a real rank that FSDP2's offloading would keep in host memory; on a CPU both memories are one.
 
-    They are the divided parameters, what FSDP2 copies to the "cpu" (gradients), the optimizer's state, and what is
-    computed from any of these. What FSDP2 copies from there to the device is a copy here too.
+    They are the divided parameters, what FSDP2 copies to the "cpu" (gradients), the optimizer's state, and what
+    operators compute from any of these. A copy that FSDP2 makes from there to the device is a copy here too.
     """
 
     def __init__(self) -> None:
         self.storages: set[int] = set()
-        self.leaving = False  # a copy to the device is made just now
+        self.leaving = False  # a copy to the device is under way
         to = torch.Tensor.to
 
         def placed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -240,8 +240,8 @@ class Host:
 class Live(LiveBytes):
     """Live bytes without those in host memory, and without the copy that gloo makes of what it reduces and scatters.
 
-    Its reduce-scatter is an allreduce of a clone, of which each rank then takes its chunk (ProcessGroupGloo.cpp,
-    reduce_scatter_tensor_coalesced); NCCL's makes none. The clone is first seen when it is cut, in `Work.wait`.
+    gloo's reduce-scatter all-reduces a clone, of which each rank takes its chunk (ProcessGroupGloo.cpp,
+    reduce_scatter_tensor_coalesced); NCCL makes no clone. We first see the clone when it is cut, in `Work.wait`.
     """
 
     def __init__(self, host: Host | None) -> None:
@@ -271,7 +271,7 @@ class Live(LiveBytes):
 
 
 class Rests:
-    """A measure.StepMeter that notes what is alive at rest and the peaks of the third step's phases, in bytes."""
+    """A StepMeter that notes the bytes alive at rest, the peaks of the third step's phases, and the bytes it sends."""
 
     def __init__(self, rank: int, host: Host | None) -> None:
         self.rank, self.index, self.host = rank, 0, host
@@ -288,7 +288,7 @@ class Rests:
         if self.index == 2:
             self.apart = resting(self.host)
             self.live.__enter__()
-            self.apart = self.live.live - self.apart + offloaded()  # ids and counters, and what is not the device's
+            self.apart = self.live.live - self.apart + offloaded()  # not counted: ids, counters, and host memory
             self.sent.__enter__()
 
     def fed(self, batch: Any) -> None: ...
@@ -312,7 +312,7 @@ class Rests:
 
 
 def resting(host: Host | None) -> int:
-    """Bytes of the floating-point storages that are alive now, one-element ones and those on the host left out."""
+    """Return the bytes of the live floating-point storages, without one-element ones and those in host memory."""
     gc.collect()
     storages = {}
     for tensor in tensors_alive():
@@ -327,7 +327,7 @@ def resting(host: Host | None) -> int:
 
 
 def offloaded() -> int:
-    """Bytes of what DeepSpeed's optimizer keeps in host memory, which a CPU cannot tell from the device's."""
+    """Return the bytes that DeepSpeed's optimizer keeps in host memory; a CPU cannot tell them from the device's."""
     zero = next((o for o in gc.get_objects() if issubclass(type(o), base_optimizer.ZeROOptimizer)), None)
     if zero is None:
         return 0
@@ -346,7 +346,7 @@ def offloaded() -> int:
 
 
 def real(case: Case, world: int) -> dict[str, int]:
-    """What rank 0 of `world` real ranks held."""
+    """Train on `world` real ranks; return the bytes that rank 0 held and sent."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -356,7 +356,7 @@ def real(case: Case, world: int) -> dict[str, int]:
 
 
 def forked(function: Callable[..., dict[str, Any]], *arguments: Any) -> Any:
-    """Call the function in a process of its own; the result comes through the connection that is returned."""
+    """Call the function in a new process; return the connection through which its result comes."""
     here, there = FORK.Pipe(duplex=False)
 
     def run() -> None:
@@ -364,13 +364,13 @@ def forked(function: Callable[..., dict[str, Any]], *arguments: Any) -> Any:
         there.send(function(*arguments))
         os._exit(0)  # without interpreter teardown, as a worker ends
 
-    FORK.Process(target=run, daemon=True).start()  # if one fails the others, who wait for it, end with us
+    FORK.Process(target=run, daemon=True).start()  # daemon: if one fails, the others wait for it and end with us
     there.close()
     return here
 
 
 def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
-    """Train as one real rank."""
+    """Train as one real rank; return the bytes that it held and sent."""
     where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in where.items()})
     IMPORTED.extend(storages_alive())
@@ -386,7 +386,7 @@ def as_rank(case: Case, world: int, rank: int, port: int) -> dict[str, int]:
 
 
 def predicted(case: Case, world: int) -> dict[str, int]:
-    """The same of the trace."""
+    """Return the bytes that the trace predicts for rank 0: held, without token ids, and sent."""
     chosen = make(case, world, {"name": "simulated", "gpu": "a100-80gb"})
     with tempfile.TemporaryDirectory() as folder:
         trace, _ = make_trace.trace_trial(chosen, gpu_lookup.gpu_named("a100-80gb"), Path(folder), runner(chosen))
@@ -397,7 +397,7 @@ def predicted(case: Case, world: int) -> dict[str, int]:
 
 
 def sums(trace: Trace) -> dict[str, int]:
-    """Bytes at rest and peaks of the third step's phases, workspaces and one-element tensors left out."""
+    """Return a trace's bytes at rest and peaks of the third step, without workspaces and one-element tensors."""
     found: dict[str, int] = {}
     live = start = 0
     for mark in trace.marks:
@@ -447,7 +447,7 @@ def main() -> None:
 
 
 def line(result: dict[str, Any]) -> str:
-    """One row of the table: real bytes, and how far the prediction is off."""
+    """Return one row of the table: real bytes, and the prediction error."""
     cells = []
     for column in COLUMNS:
         bytes_, off = result["real"][column], result["predicted"][column] - result["real"][column]

@@ -1,9 +1,9 @@
-"""What eight places gain over one, and what the launcher itself takes of a CPU for each trial.
+"""Measure how much faster eight slots are than one, and how much CPU time the launcher needs for each trial.
 
     python benchmarks/slots.py [--slots 8] [--trials 48] [--seconds 2]
 
-Trials that sleep stand for training on cards: the machine's own CPUs are then not what they wait for, and what is left
-is what the harness costs. One process of templates serves all places. The template is started before the clock is.
+Trials that sleep stand for training on GPUs: they do not wait for the machine's CPUs, so the remaining time is the cost
+of the harness. One fork server serves all slots. It is started before the clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def sleeps(trial):
 
 
 def run(folder: Path, trials: int, slots: int, seconds: float, launcher: Launcher) -> tuple[float, float]:
-    """Trials a second, and the launcher's CPU seconds for each."""
+    """Return trials per second, and the launcher's CPU seconds per trial."""
     target = folder / "target.py"
     target.write_text(TARGET.format(seconds=seconds))
     runner = {"name": "custom", "target": f"{target}:sleeps"}

@@ -1,10 +1,9 @@
-"""Published speeds against estimates: factors by card and kind of arithmetic, judged by leaving out sources or cards.
+"""Fit estimates to published speeds: factors by GPU and kind of arithmetic, judged by leaving out sources or GPUs.
 
-The model is harness/hardware/roofline_efficiency.py's; what a user's own rows say of a card is
-analysis/compare/calibrate.py's. Factors are fitted to logarithms of measured over estimated seconds, robustly (soft
-L1), every source counting the same however many readings it has, and drawn towards those of all cards together: one
-card's readings rarely tell five factors apart. A roofline cannot be beaten, so the factors of compute, attention and
-memory are 1 at least.
+The model is in harness/hardware/roofline_efficiency.py; analysis/compare/calibrate.py fits factors to a user's own
+rows. The fit is robust (soft L1), to logarithms of measured over estimated seconds. Every source has the same weight,
+however many readings it has. A GPU's factors are drawn towards those of all GPUs, because one GPU's readings rarely
+tell five factors apart. A roofline cannot be beaten, so the factors of compute, attention and memory are at least 1.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from vramsweep.harness.hardware.roofline_efficiency import PARTS, arithmetic_kin
 
 SECONDS = tuple(f"estimated_{part}_s" for part in PARTS)
 LAUNCHES = "estimated_launches"
-START = np.array([1.5, 2.0, 1.3, 1.5, 0.5, 8e-6])  # where nothing is known; the last is the host's seconds a launch
+START = np.array([1.5, 2.0, 1.3, 1.5, 0.5, 8e-6])  # without readings; the last is the host's seconds per launch
 LEAST = np.array([1.0, 1.0, 1.0, 0.1, 0.01, 1e-6])
 MOST = np.array([20.0, 20.0, 20.0, 20.0, 20.0, 1e-4])
-LOOSE, TIGHT = 0.02, 0.2  # how strongly all cards' factors are drawn to START, and one card's to those of all cards
+LOOSE, TIGHT = 0.02, 0.2  # how strongly all GPUs' factors are drawn to START, and one GPU's to those of all
 
 
 def readings(found: pd.DataFrame) -> pd.DataFrame:
-    """The readings of speed that have an estimate: seconds measured and estimated by part, card, kind, source."""
+    """Return the readings of speed that have an estimate: seconds measured and estimated by part, GPU, kind, source."""
     speed = found[found["quantity"].isin(SPEED) & found["error"].notna()].copy()
     for name in SECONDS:
         speed[name] = speed[name].astype(float)
@@ -41,14 +40,14 @@ def readings(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def predicted(speed: pd.DataFrame, known: Array) -> Array:
-    """Seconds a step by these factors."""
+    """Predict the seconds per step by the factors `known`."""
     card = speed[list(SECONDS)].to_numpy(float) @ known[:-1]
     found: Array = np.maximum(card, known[-1] * speed[LAUNCHES].to_numpy(float))
     return found
 
 
 def factors(speed: pd.DataFrame, towards: Array, strength: float) -> Array:
-    """The factors of these readings, and the host's seconds a launch."""
+    """Fit the factors, and the host's seconds per launch, to these readings."""
     step = speed["measured"].to_numpy(float)
     of_source = speed.groupby("title")["measured"].transform("size").to_numpy(float)
     weights = np.sqrt(1 / of_source)
@@ -65,7 +64,7 @@ def factors(speed: pd.DataFrame, towards: Array, strength: float) -> Array:
 
 
 def of_card(speed: pd.DataFrame, gpu: str, of: str) -> Array | None:
-    """Factors for a card and kind: by its own readings, drawn to all cards', or by all cards'; None without any."""
+    """Fit a GPU's factors for a kind to its own readings, drawn to all GPUs'; else all GPUs'; None without readings."""
     same = speed[speed["kind"].eq(of)]
     if same.empty:
         return None
@@ -75,8 +74,8 @@ def of_card(speed: pd.DataFrame, gpu: str, of: str) -> Array | None:
 
 
 def left_out(speed: pd.DataFrame) -> pd.DataFrame:
-    """The readings with `calibrated`, the relative error by factors of all other sources, and whether those had
-    readings of the same card (`own`); null where no other source has this kind of arithmetic."""
+    """Add `calibrated`, the relative error by factors of all other sources, and `own`, whether those have readings of
+    the same GPU; `calibrated` is null if no other source has this kind of arithmetic."""
     found = speed.assign(calibrated=np.nan, own=False)
     for title in speed["title"].unique():
         rest, mine = speed[speed["title"].ne(title)], speed[speed["title"].eq(title)]
@@ -90,7 +89,7 @@ def left_out(speed: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_speed(found: pd.DataFrame) -> pd.DataFrame:
-    """Errors of seconds a step by source and kind: as estimated, and calibrated by the other sources."""
+    """Tabulate errors of seconds per step by source, GPU and kind: as estimated, and calibrated by other sources."""
     speed = readings(found)
     if speed.empty:
         return pd.DataFrame()

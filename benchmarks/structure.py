@@ -1,12 +1,12 @@
-"""Count what a reader of the code meets: files a folder, lines, floors, arrows, circles, and imports between rooms.
+"""Count what a reader of the code meets: files per folder, lines, floors, arrows, circles, imports between rooms.
 
     python benchmarks/structure.py [--rooms] [--follow] [FOLDER]
 
-An arrow is an import of one of our modules by another, wherever it stands (top, function, `TYPE_CHECKING`) or a string
-that names a module (`-m`, preload lists, tables of functions). A circle is a set of modules each of which reaches the
-others by arrows. A floor is a step of the longest chain of arrows, each circle taken as one. An `__init__` that only
-has a docstring is not counted as a module. `--follow` counts how often a reader of a trial's way changes the module
-(followed.py).
+An arrow is an import of one of our modules by another, at the top, in a function or under `TYPE_CHECKING`. A string
+that names a module is an arrow too (`-m`, preload lists, tables of functions). A circle is a set of modules each of
+which reaches the others by arrows. A floor is a step of the longest chain of arrows; each circle counts as one step. An
+`__init__` with only a docstring is not counted as a module. `--follow` counts how often a reader who follows a trial
+changes the module (followed.py).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MODULE_IN_TEXT = re.compile(r"\bvramsweep(?:\.\w+)+")
 
 
 def module_name(path: Path, root: Path) -> str:
-    """Return the whole name by which `path` is imported, such as `vramsweep.harness.allocator.sizes`."""
+    """Return the full name by which `path` is imported, such as `vramsweep.harness.allocator.sizes`."""
     parts = path.relative_to(root).with_suffix("").parts
     parts = parts[:-1] if parts[-1] == "__init__" else parts
     return ".".join(parts if parts[0] in ("vramsweep", "hydra_plugins") else ("vramsweep", *parts))
 
 
 def find_modules(root: Path) -> dict[str, Path]:
-    """Return every module of the product by its whole name, `__init__` files without code left out."""
+    """Return every module of the product by its full name, without `__init__` files that have no code."""
     found = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -65,7 +65,7 @@ def read_targets(path: Path, modules: Mapping[str, Path]) -> set[str]:
 
 
 def _module_of(name: str, modules: Mapping[str, Path]) -> str | None:
-    """Return the module that `name` is, or of which it is a function or class: `a.b.function` is of module `a.b`."""
+    """Return the module that `name` is or belongs to: `a.b.function` belongs to module `a.b`; None if not ours."""
     return next((m for m in (name, name.rpartition(".")[0]) if m in modules), None)
 
 
@@ -98,7 +98,7 @@ def find_circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def count_floors(arrows: Mapping[str, Iterable[str]]) -> int:
-    """Return the number of modules on the longest chain of arrows, each circle taken as one."""
+    """Return the number of modules on the longest chain of arrows; each circle counts as one."""
     one_of = {name: circle[0] for circle in find_circles(arrows) for name in circle}
     merged: dict[str, set[str]] = defaultdict(set)
     for name, targets in arrows.items():
@@ -114,8 +114,7 @@ def count_floors(arrows: Mapping[str, Iterable[str]]) -> int:
 
 
 def room_of(name: str) -> str:
-    """Return the room of a module: package and first folder, `harness/allocator`; a module without a folder: its
-    package."""
+    """Return a module's room: package and first folder (`harness/allocator`), or its package if it has no folder."""
     parts = name.removeprefix("vramsweep.").split(".")
     return "/".join(parts[:2]) if len(parts) > 2 else parts[0] if len(parts) > 1 else "vramsweep"
 

@@ -1,9 +1,9 @@
-"""docs/published_runs.md, its figure and the CSV of every reading, from what `vramsweep validate` wrote.
+"""Write docs/published_runs.md, its figure and the CSV of every reading from the file of `vramsweep validate`.
 
     python benchmarks/validation_page.py READINGS.json OUT.md FIGURE.png OUT.csv
 
-No reading is predicted again. Two tables of the page are not made here: those of the last two sections, which
-benchmarks/published_sweep.py and tests/runners/predict/test_predicted_row.py repeat.
+No reading is predicted again. The tables of the page's last two sections are not made here:
+benchmarks/published_sweep.py and tests/runners/predict/test_predicted_row.py repeat them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from vramsweep.harness.messages.errors import UserError
 
 TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 PAGE = Path(__file__).with_name("published_runs_page.md")  # the prose, with %(name)s for what is computed
-REACH = 10.0  # percent: errors beyond it stand at the edge, with their number
-WIDTH, TOP, LINE = 270, 260, 26  # pixels: of a panel, of the upper ones' height, of a source
-NEAR = 0.01  # errors within it are counted
-_RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # what the ranks of a run had, in its note
+REACH = 10.0  # percent: larger errors are drawn at the edge, with their number
+WIDTH, TOP, LINE = 270, 260, 26  # pixels: width of a panel, height of the upper ones, height of a source
+NEAR = 0.01  # errors up to it are counted
+_RANKS = re.compile(r"; active \d+ to \d+, reserved \d+ to \d+")  # the peaks of a run's ranks, in its note
 _SPEED = """\
 Errors of seconds a step. *estimated* is the roofline estimate, the longer of computation and communication.
 *calibrated* multiplies it by factors from all other sources, those of the same GPU if another source has it."""
@@ -57,7 +57,7 @@ Readings of memory that are more than 3 % off, grouped by the known reason. The 
 
 
 def of_differences(found: pd.DataFrame) -> pd.DataFrame:
-    """Errors with and without the known differences of the versions that ran, by source and counter."""
+    """Tabulate errors with and without the known differences of the versions that ran, by source and counter."""
     both = found[found["error"].notna() & found["plain_error"].notna() & found["quantity"].isin(MEMORY)]
     return pd.DataFrame(
         {
@@ -75,7 +75,7 @@ def of_differences(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
-    """What was not predicted, and why; mistakes have a list of their own, and all runs are in the CSV file."""
+    """Tabulate the readings that were not predicted, by reason. Mistakes have their own list; the CSV has all runs."""
     gone = found[found["reason"].notna() & ~found["mistake"]]
     lines = []
     for (title, reason), mine in gone.groupby(["title", "reason"], sort=False):
@@ -87,7 +87,7 @@ def of_left_out(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_reasons(found: pd.DataFrame) -> pd.DataFrame:
-    """`of_misses`, a line for all readings of a source and counter that have the same reason."""
+    """Tabulate `of_misses`, with one line for all readings of a source and counter that have the same reason."""
     misses = of_misses(found)
     if misses.empty:
         return misses
@@ -114,7 +114,7 @@ def of_reasons(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def of_near(found: pd.DataFrame, *by: str) -> pd.DataFrame:
-    """`of_summary` with how many readings are within 1 %."""
+    """Return `of_summary` with the number of readings whose error is within 1 %."""
     text = of_summary(found, *by)
     if text.empty:
         return text
@@ -128,8 +128,8 @@ def of_near(found: pd.DataFrame, *by: str) -> pd.DataFrame:
 
 
 def every_reading(found: pd.DataFrame) -> pd.DataFrame:
-    """A line for every reading: memory in bytes, times in seconds, errors as shares; `why` there is no prediction, or
-    what is known of the run. Of an outcome, measured and predicted are `ok` or `oom`."""
+    """Tabulate every reading: memory in bytes, times in seconds, errors as shares. `why` says why there is no
+    prediction, or has notes on the run. For an outcome, measured and predicted are `ok` or `oom`."""
     lines = []
     for _, line in of_class(found[~found["mistake"]]).iterrows():
         memory, outcome = line["quantity"] in MEMORY, line["quantity"] == "outcome"
@@ -174,7 +174,7 @@ def _share(value: float | None) -> str:
 
 
 def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
-    """Every table of the page with its title and what it shows."""
+    """Return every table of the page, with its title and a text about it."""
     found = made.readings[~made.readings["again"]]
     whole = found[found["phase"].isna()]
     tools = "Sources of the rules and versions of the tools:\n\n" + "\n".join(
@@ -196,7 +196,7 @@ def all_tables(made: Validation) -> list[tuple[str, str, pd.DataFrame]]:
 
 
 def page(made: Validation, folder: Path, figure: Path, every: Path) -> str:
-    """The page in Markdown, as it is in `folder`; it shows `figure` and links `every`."""
+    """Return the page in Markdown. It shows `figure` and links `every`, by paths relative to `folder`."""
     versions = ", ".join(f"{name} {version}" for name, version in made.made.items() if version)
     taken = made.readings.loc[~made.readings["context_said"].fillna(True).astype(bool), "context_bytes"].dropna()
     lines: list[str] = []
@@ -216,17 +216,17 @@ def page(made: Validation, folder: Path, figure: Path, every: Path) -> str:
 
 
 def csv_text(made: Validation) -> str:
-    """Every reading as CSV."""
+    """Return every reading as CSV."""
     return every_reading(made.readings).to_csv(index=False, lineterminator="\n")
 
 
 def _without_empty(frame: pd.DataFrame) -> pd.DataFrame:
-    """Without columns in which nothing is said."""
+    """Drop columns whose cells are all empty."""
     return frame[[name for name in frame if not frame[name].isin(["", "–"]).all()]]
 
 
 def draw_errors(found: pd.DataFrame) -> go.Figure | None:
-    """Whole-run memory that was predicted; filled markers move with batch and length. None where there is nothing."""
+    """Draw predicted whole-run memory; filled: the peak depends on batch and length. None if nothing was predicted."""
     known = found[found["error"].notna() & found["phase"].isna() & found["quantity"].isin(MEMORY)]
     kinds = [kind for kind in MEMORY if known["quantity"].eq(kind).any()]
     titles = list(dict.fromkeys(known["title"]))[::-1]
@@ -283,7 +283,7 @@ def draw_errors(found: pd.DataFrame) -> go.Figure | None:
 
 
 def main(readings: Path, out: Path, figure: Path, every: Path) -> None:
-    """Write the page and the CSV file, then the figure. Raises UserError where there is nothing to draw."""
+    """Write the page and the CSV file, then the figure. Raises UserError if there is nothing to draw."""
     made = load(readings)
     outputs.write(out, page(made, out.parent, figure, every))
     outputs.write(every, csv_text(made))

@@ -1,13 +1,12 @@
-"""Which versions of Python, torch and transformers work together: an environment for each, and the core tests in it.
+"""Test which versions of Python, torch and transformers work together: the core tests, in an environment for each.
 
     python benchmarks/versions.py --torch 2.13.0 --transformers 4.57.6 5.0.0 5.23.0
     python benchmarks/versions.py --python python3.12 --light
 
-writes the table of tested versions in docs/compatibility.md; what it found before stays there until it is found again.
-`--light` installs no extras and runs the tests that read rows. Everything but torch, transformers and what transformers
-asks for itself is as constraints.txt says. It needs the network, and about five minutes for each combination.
-
-Not covered: GPUs, DeepSpeed, builds of torch for CUDA; what no row of the table says was not tried.
+Writes the table of tested versions in docs/compatibility.md. Earlier results stay there until their combination is
+tested again. `--light` installs no extras and runs the tests that read rows. constraints.txt pins everything except
+torch, transformers and what transformers requires itself. It needs the network, and about five minutes for each
+combination. GPUs, DeepSpeed, CUDA builds of torch and combinations without a row are not tested.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ CORE = (
     "tests/runners/scripts/test_watch.py",
 )  # fmt: skip
 TOOLS = ("pytest", "pytest-timeout", "hypothesis")
-FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers asks for the last two by version
+FREE = ("torch", "transformers", "huggingface_hub", "tokenizers")  # transformers requires versions of the last two
 BEGIN, END = "<!-- found by benchmarks/versions.py: ", " -->"
 PART, END_OF_PART = "<!-- tested versions -->", "<!-- end of tested versions -->"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of one combination; `torch` and `transformers` are None in a light install. `failed` are test names."""
+    """The results of one combination; `torch` and `transformers` are None in a light install, `failed` names tests."""
 
     python: str
     torch: str | None
@@ -53,17 +52,17 @@ class Found:
     passed: int
     failed: tuple[str, ...]
     skipped: int
-    problem: str | None  # where the tests could not be run
+    problem: str | None  # why the tests could not be run
     day: str
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from others."""
+        """Return the versions that identify the combination."""
         return self.python, self.torch or "", self.transformers or ""
 
 
 def main() -> int:
-    """Try each combination; returns 1 if a test failed in any."""
+    """Try each combination; return 1 if in any a test failed or the tests could not be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
     parser.add_argument("--torch", help="its version, as pip takes it")
@@ -89,7 +88,7 @@ def main() -> int:
 
 
 def environment(folder: Path, python: str, torch: str | None) -> Environment:
-    """A fresh one of that Python, with the project (editable) and what the tests need."""
+    """Make a new environment of that Python, with the project (editable) and what the tests need."""
     found = Environment(folder / "bin" / "python", _version(python), torch)
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pins = [line for line in lines if line.partition("==")[0] not in FREE]
@@ -103,14 +102,14 @@ def environment(folder: Path, python: str, torch: str | None) -> Environment:
 
 @dataclass(frozen=True)
 class Environment:
-    """An interpreter, its version, and the torch that is there; transformers is exchanged."""
+    """An interpreter, its version, and the torch that is installed; transformers is replaced for each test."""
 
     own: Path
     python: str
     torch: str | None
 
     def install(self, *words: str) -> None:
-        """Raises RuntimeError with pip's last word."""
+        """Install packages by pip. Raises RuntimeError with the last line of pip's error."""
         pins = self.own.parents[1] / "constraints.txt"
         line = [str(self.own), "-m", "pip", "install", "--quiet", "-c", str(pins), *words]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
@@ -118,7 +117,7 @@ class Environment:
             raise RuntimeError((done.stderr.strip().splitlines() or ["pip gave no reason"])[-1][:300])
 
     def tried(self, transformers: str | None) -> Found:
-        """What came of the tests with this transformers."""
+        """Run the tests with this version of transformers; return the results."""
         day = f"{datetime.now(UTC):%Y-%m-%d}"
         report = self.own.parents[1] / "report.xml"
         report.unlink(missing_ok=True)
@@ -136,7 +135,7 @@ class Environment:
 
 
 def counted(report: Path) -> tuple[int, tuple[str, ...], int]:
-    """Passed, the names of those that failed, and skipped: from pytest's JUnit file."""
+    """Read pytest's JUnit file; return the number of passed tests, the names of failed ones, and the number skipped."""
     passed, skipped, failed = 0, 0, []
     for case in ET.parse(report).getroot().iter("testcase"):
         kinds = {child.tag for child in case}
@@ -150,7 +149,7 @@ def counted(report: Path) -> tuple[int, tuple[str, ...], int]:
 
 
 def read(path: Path) -> list[Found]:
-    """What the page says was found before."""
+    """Read the earlier results from the page; none if it has none."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     start = text.find(BEGIN)
     if start < 0:
@@ -169,7 +168,7 @@ def write(path: Path, results: list[Found]) -> None:
 
 
 def table(results: list[Found]) -> str:
-    """Return the results as a table, the tests that failed as a list, and all of it as data in a comment."""
+    """Return the results as a table, the failed tests as a list, and all of it as data in a comment."""
     results = sorted(results, key=lambda one: (one.torch is None, _numbers(one.python), _numbers(one.transformers)))
     lines = [
         "| Python | torch | transformers | passed | failed | skipped | day |",

@@ -1,10 +1,10 @@
-"""What watching a script costs: its steps alone and under the observer, in turns in one process, by its own clock.
+"""Measure the cost of watching a script: its steps alone and observed, in turns in one process, by its own clock.
 
     python benchmarks/watched.py [--rounds 10] [--steps 60]
 
-The steps are those of the tiny model, some milliseconds each. What watching costs is the same for every size, so this
-is the most that it can be of a step. Of each block the first steps are left out: the observer counts FLOPs and tells
-phases apart in them. Prints the ratio of each round's medians, and their median.
+The steps are those of the tiny model, a few milliseconds each. Watching costs the same for every model, so its share
+of a step is largest here. The first steps of each block are left out, because in them the observer counts FLOPs and
+separates phases. Prints the ratio of each round's medians, and their median.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CONFIG = Qwen2Config(
 
 
 def trained(steps: int) -> list[float]:
-    """Seconds of each step of a script's loop, by its own clock."""
+    """Run a script's loop; return the seconds of each step by its own clock, without the first LEFT_OUT."""
     times = []
     for _ in range(steps):
         began = time.perf_counter()
@@ -51,7 +51,7 @@ def trained(steps: int) -> list[float]:
 
 
 def watched(steps: int) -> list[float]:
-    """The same under the observer, which must have measured every one of them."""
+    """Run `trained` under the observer, which must measure all steps but four; return the seconds of each step."""
     with tempfile.TemporaryDirectory() as name:
         asked: dict[str, object] = {
             "warmup_steps": 1,
@@ -72,7 +72,7 @@ def watched(steps: int) -> list[float]:
 
 
 def main() -> None:
-    """Rounds of both, each first in turn."""
+    """Run rounds of both, each first in turn, and print their ratios."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", type=int, default=60)

@@ -1,8 +1,8 @@
-"""The documentation site, by Sphinx: `make docs` writes build/docs/index.html. Nothing is fetched, here or by a reader.
+"""Settings of the documentation site (Sphinx): `make docs` writes build/docs/index.html. Nothing is fetched, by anyone.
 
-The pages are plain Markdown, as a code host shows them: what only a site needs is added here. The menu is the lists of
-index.md, and a link to a file that is no page (../conf/config.yaml) becomes its path, or leads to REPOSITORY where that
-is given.
+The pages are plain Markdown, as a code host shows them; this file adds what only a site needs. The lists of index.md
+become the menu. A link to a file that is no page (../conf/config.yaml) becomes its path, or leads to REPOSITORY if that
+is set.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ smartquotes = False  # -- begins an option
 
 REPOSITORY = os.environ.get(
     "VRAMSWEEP_REPOSITORY", ""
-)  # where its files can be read: https://HOST/OWNER/vramsweep/blob/main
+)  # the address of its files: https://HOST/OWNER/vramsweep/blob/main
 
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _SECTION = re.compile(r"(?m)^## (.+)$")
@@ -46,7 +46,7 @@ _ENTRY = re.compile(r"(?m)^- \[([^\]]+)\]\(([a-z0-9_]+)\.md\)")
 
 
 def files(text: str) -> str:
-    """Links to files of the repository that are no pages: their path in code, or a link to where the repository is."""
+    """Replace links to files that are no pages by the path in code, or by a link into REPOSITORY."""
 
     def shown(found: re.Match[str]) -> str:
         name, path = found[1], posixpath.normpath(posixpath.join("docs", found[2]))
@@ -58,7 +58,7 @@ def files(text: str) -> str:
 
 
 def menu(text: str) -> str:
-    """index.md with a hidden toctree for each of its sections: its list is the menu."""
+    """Append to index.md a hidden toctree for each of its sections, so that its lists are the menu."""
     heads = list(_SECTION.finditer(text))
     trees = []
     for head, after in zip(heads, [*heads[1:], None], strict=True):

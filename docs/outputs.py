@@ -1,17 +1,17 @@
-"""What commands print, as README.md and these pages show it: `python docs/outputs.py` runs them and writes it again.
+"""Run the commands whose output README.md and these pages show, and write it into them: `python docs/outputs.py`.
 
-A block that shows an output stands below a mark:
+A block that shows an output follows a mark:
 
     <!-- output: vramsweep explain model=gpt2 seq_len=512 -->
     ```
     ...
     ```
 
-`output of 12 lines` keeps the first 12 and says that there is more. `output by hand` takes minutes: `--quick` leaves it
-out, and so does tests/test_docs.py, which runs every other command. Each command runs in an empty folder, once however
-many pages show it, without a GPU. Progress and the paths of a report are left out: they are not the answer.
+`output of 12 lines` keeps the first 12 and marks that there are more. `output by hand` takes minutes: `--quick` skips
+it, and so does tests/test_docs.py, which runs every other command. Each command runs once, even if several pages show
+it, in an empty folder and without a GPU. Progress and a report's paths are left out, because they are not the answer.
 
-`python docs/outputs.py README.md fit.md` writes these pages alone; `--new` fills only blocks that are empty.
+`python docs/outputs.py README.md fit.md` writes only these pages; `--new` fills only empty blocks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LEFT_OUT = re.compile(
 
 @dataclass(frozen=True)
 class Shown:
-    """One block of a page: the command, the most lines of it that are shown, whether it takes minutes, its text now."""
+    """One block of a page: the command, the most lines shown, whether it takes minutes, and the present text."""
 
     command: str
     lines: int | None
@@ -52,7 +52,7 @@ class Shown:
 
 
 def shown(text: str) -> Iterator[Shown]:
-    """The blocks of a page that show what a command prints."""
+    """Yield the blocks of a page that show the output of a command."""
     for found in _BLOCK.finditer(text):
         yield _shown(found)
 
@@ -63,12 +63,12 @@ def _shown(found: re.Match[str]) -> Shown:
 
 
 def run(command: str) -> str:
-    """What the command prints to a file, in an empty folder. Raises RuntimeError where it is a mistake."""
+    """Run the command in an empty folder; return what it prints. Raises RuntimeError if the command is a mistake."""
     program, *words = shlex.split(command)
     if program != "vramsweep":
         raise RuntimeError(f"{command}: only vramsweep is run")
     if words[0] == "predict" and not any(word.startswith("report=") for word in words):
-        words.append("report=false")  # figures take long, and are not shown
+        words.append("report=false")  # figures take long and are not shown
     environ = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": str(WIDTH), "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
@@ -81,7 +81,7 @@ def run(command: str) -> str:
 
 
 def trimmed(printed: str, lines: int | None = None) -> str:
-    """What a page shows of an output: without progress, paths and blanks at the end; so many lines at most."""
+    """Return the part of an output that a page shows: no progress, paths or trailing blanks, at most `lines` lines."""
     kept = [line.rstrip() for line in printed.splitlines() if not _LEFT_OUT.match(line)]
     text = re.sub(r"\n{3,}", "\n\n", "\n".join(kept)).strip("\n").split("\n")
     if lines is not None and len(text) > lines:
@@ -90,7 +90,7 @@ def trimmed(printed: str, lines: int | None = None) -> str:
 
 
 def filled(text: str, of: Callable[[str], str | None]) -> str:
-    """A page with what `of` says that each command prints; where that is None the block stays."""
+    """Fill a page's blocks with the outputs that `of` gives for their commands; a block stays if `of` gives None."""
 
     def again(found: re.Match[str]) -> str:
         one = _shown(found)
@@ -101,7 +101,7 @@ def filled(text: str, of: Callable[[str], str | None]) -> str:
 
 
 def pages(names: Iterable[str] = ()) -> list[Path]:
-    """README.md and the pages of docs/, or those of these names. Raises FileNotFoundError."""
+    """Return README.md and the pages of docs/, or those named. Raises FileNotFoundError if a name is no page."""
     every = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
     chosen = [page for name in names for page in every if page.name == Path(name).name]
     if len(chosen) < len(list(names)):
@@ -110,7 +110,7 @@ def pages(names: Iterable[str] = ()) -> list[Path]:
 
 
 def main(words: list[str]) -> int:
-    """Write the blocks again, and say what is run and what has changed; 1 where a command failed."""
+    """Write the blocks again and print what is run and what has changed; return 1 if a command failed."""
     chosen = pages([word for word in words if not word.startswith("--")])
     blocks = [one for page in chosen for one in shown(page.read_text())]
     if "--quick" in words:
@@ -127,7 +127,7 @@ def main(words: list[str]) -> int:
             print(f"    {time.monotonic() - begun:.0f} s", flush=True)
         except (RuntimeError, subprocess.TimeoutExpired) as error:
             print(f"    stays as it was: {error}", flush=True)
-        for page in chosen:  # at once, so that what was run is kept where a later one is interrupted
+        for page in chosen:  # at once, so that outputs are kept if a later command is interrupted
             if (new := filled(old := page.read_text(), printed.get)) != old:
                 page.write_text(new)
                 print(f"    {page.name}: written again", flush=True)

@@ -1,11 +1,11 @@
-"""The parts of these pages that the code writes: `python docs/reference.py` puts them in, `make docs` does so first.
+"""Write the generated parts of these pages: `python docs/reference.py`; `make docs` does so first.
 
-A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in some page; what is around it is written by hand.
-Pages are kept in git whole, so that they can be read where no site is built; tests/test_docs.py holds them to the code.
-To add a part is a line in PARTS and its two marks in a page.
+A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in a page; people write the text around it. Git keeps
+whole pages, so that they can be read without building the site; tests/test_docs.py compares them with the code. To add
+a part, add a line to PARTS and its two marks to a page.
 
-Not covered: docs/published_runs.md, which takes an hour (`make validate`), docs/gallery.md (benchmarks/gallery.py) and
-the table of tested versions (benchmarks/versions.py).
+Written elsewhere: docs/published_runs.md (`make validate`, an hour), docs/gallery.md (benchmarks/gallery.py) and the
+table of tested versions (benchmarks/versions.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vramsweep.harness.spec.techniques import catalog, wording  # noqa: E402
 
 @dataclass(frozen=True)
 class Part:
-    """What the code writes into the pages that have its marks: Markdown, without a heading."""
+    """A part that the code writes into the pages that have its marks: Markdown without a heading."""
 
     name: str
     text: Callable[[], str]
@@ -42,12 +42,12 @@ def _cell(text: str) -> str:
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table. Cells are text: what would end a cell is escaped."""
+    """Return a Markdown table. Cells are text; characters that would end a cell are escaped."""
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
-# The page that says how a command is used; one that is not here needs no more than its line and its --help.
+# The page that explains how to use a command; a command without one needs only its line and its --help.
 GUIDES = {
     "sweep": "start", "run": "own_script", "status": "start", "predict": "will_it_fit", "advise": "explain",
     "explain": "explain", "timeline": "explain", "replay": "allocator_settings", "validate": "published_runs",
@@ -58,7 +58,7 @@ GUIDES = {
 
 
 def commands() -> str:
-    """Write the commands by the sections of `vramsweep --help`, each with the meaning of its exit status 1."""
+    """Return the commands by section of `vramsweep --help`, each with the meaning of its exit status 1."""
     parts = []
     for section in verbs.SECTIONS:
         here = [verb for verb in verbs.VERBS if verb.section == section]
@@ -76,12 +76,12 @@ def statuses() -> str:
 
 
 def _head(name: str, more: str, level: int = 2) -> str:
-    """Write a heading and, where there is more to say, a sentence below it."""
+    """Return a heading and, if `more` is given, a sentence below it."""
     return f"{'#' * level} {name[0].upper()}{name[1:]}" + (f"\n\n{more[0].upper()}{more[1:]}." if more else "")
 
 
 def _headings(text: str) -> str:
-    """What the code writes in bold above a table, for terminals too, as a heading that a page can link to."""
+    """Turn the bold lines above tables, as terminals show them, into headings that a page can link to."""
 
     def heading(found: re.Match[str]) -> str:
         more = re.sub(r"^\((.*)\)$", r"\1", found[2].strip(" :"))
@@ -96,7 +96,7 @@ def columns() -> str:
 
 
 def promised() -> str:
-    """The columns that stay, by group, and those that may change."""
+    """List the columns that stay, by group, and those that may change."""
     groups = dict.fromkeys(one.group for one in schema.COLUMNS)
     lines = {name: [f"`{one.name}`" for one in schema.COLUMNS if one.group == name and schema.is_stable(one)]
              for name in groups}  # fmt: skip
@@ -106,7 +106,7 @@ def promised() -> str:
 
 
 def techniques() -> str:
-    """A table for each axis of techniques, and one of the settings that take any value."""
+    """Return a table for each axis of techniques, and one of the settings that take any value."""
     parts = []
     head = ("value", "what it does", "needs", "not with", "tested", "proven on a GPU")
     for axis in catalog.AXES:
@@ -126,7 +126,7 @@ def _belongs(axis: catalog.Axis) -> str:
 
 
 def _without(entry: catalog.Technique) -> list[str]:
-    """What does not go with it, as it is typed; reasons are what a refused trial says."""
+    """List the settings that exclude the technique, as they are typed; a refused trial gives the reason."""
     ours = [runner for runner in runner_table.RUNNERS if not runner.user_code]
     used = [runner for runner in ours if runner.name in runner_table.technique_runners(entry)]
     runners = [f"runner={runner.name}" for runner in ours if runner not in used]
@@ -177,9 +177,9 @@ def _said(default: str) -> str:
 
 
 def settings() -> str:
-    """The settings of conf/config.yaml that are no group's, by its headings, with its comments or else what the column
-    of that name means. A comment that begins a line is a heading; one further in goes on with the one above.
-    """
+    """Return the settings of conf/config.yaml that belong to no group, by its headings, with its comments. A setting
+    without a comment gets the meaning of the column of its name. An unindented comment is a heading; an indented one
+    continues the comment above it."""
     found: dict[str, list[list[str]]] = {}
     lines = (CONF / "config.yaml").read_text().split("\n# the trial\n")[1].split("\nhydra:\n")[0].splitlines()
     for line in ("# the trial", *lines):
@@ -202,7 +202,7 @@ _STEPS = {"protocol.warmup_steps": "warm-up steps", "protocol.measured_steps": "
 
 
 def groups() -> str:
-    """Write each group of conf/: its options, a protocol's with its numbers of steps, and the settings below it."""
+    """Return each group of conf/: its options (protocols with their numbers of steps), and the settings below it."""
     parts = []
     for group in sorted(settings_reference.groups(), key=lambda group: group.name):
         steps = _STEPS if group.name == "protocol" else {}
@@ -231,11 +231,11 @@ PARTS = (
 )
 
 
-_PAGE = re.compile(r"\(docs/(\w+)\.md\)")  # as the code's own texts name a page
+_PAGE = re.compile(r"\(docs/(\w+)\.md\)")  # how the code's own texts name a page
 
 
 def filled(text: str) -> str:
-    """A page with every part that it has marks for as the code writes it now."""
+    """Fill every part for which a page has marks with the text that the code gives now."""
     for part in PARTS:
         begin, end = f"<!-- {part.name} -->", f"<!-- end of {part.name} -->"
         if begin in text:

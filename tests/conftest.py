@@ -1,4 +1,4 @@
-"""What several tests share: a tiny trial as plain values, and small sweeps with real workers."""
+"""Helpers and fixtures of several tests: a tiny trial as plain values, and small sweeps with real workers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from vramsweep.harness.sweep import plan, run_trials
 
 __all__ = ["pytest_addoption", "pytest_configure"]
 
-hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine must not fail a test
 hypothesis.settings.load_profile("untimed")
 
-os.environ["VRAMSWEEP_CACHE"] = ""  # no test depends on, or leaves anything in, what is kept for a user
-os.environ.pop("COLUMNS", None)  # pytest-xdist sets it to 80 for its workers; a test that wants a width says which
+os.environ["VRAMSWEEP_CACHE"] = ""  # no test reads or writes the user's cache
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it to 80 for its workers; a test that needs a width sets it
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests" / "targets"
@@ -66,7 +66,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
-    """Until the condition holds; it fails the test where that takes too long."""
+    """Wait until the condition holds; fail the test if that takes longer than `seconds`."""
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, "waited in vain"
@@ -74,19 +74,19 @@ def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether the process has ended."""
+    """Return whether the process has ended."""
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def on_terminal(code: str, *words: str, columns: int = 80) -> tuple[int, str]:
-    """The status of a Python process on a pseudo-terminal, and all that it wrote there."""
+    """Run Python code on a pseudo-terminal; return its exit status and all that it wrote there."""
     parent, child = pty.openpty()
     environ = os.environ | {"TERM": "xterm", "COLUMNS": str(columns), "LINES": "24"}
     environ.pop("NO_COLOR", None)
     process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=child, stderr=child, env=environ, cwd=ROOT)
     os.close(child)
     said = b""
-    with contextlib.suppress(OSError):  # how a terminal ends
+    with contextlib.suppress(OSError):  # raised when the terminal is closed
         while piece := os.read(parent, 65536):
             said += piece
     os.close(parent)
@@ -94,7 +94,7 @@ def on_terminal(code: str, *words: str, columns: int = 80) -> tuple[int, str]:
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `over` laid on it, key by key."""
+    """Return a copy of `base` with the values of `over`, key by key."""
     out = copy.deepcopy(base)
     for key, value in over.items():
         out[key] = merged(out[key], value) if isinstance(value, dict) and isinstance(out.get(key), dict) else value
@@ -102,30 +102,30 @@ def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny(**over: Any) -> dict[str, Any]:
-    """The tiny trial's values with some of them replaced."""
+    """Return the tiny trial's values with some of them replaced."""
     return merged(TINY, over)
 
 
 def custom(function: str, **over: Any) -> dict[str, Any]:
-    """A trial of one of the functions in tests/targets/faults.py."""
+    """Return the values of a trial that runs a function of tests/targets/faults.py."""
     return tiny(runner={"name": "custom", "target": f"{TARGETS / 'faults.py'}:{function}"}, **over)
 
 
 def refusal(kind: type[BaseException], call: Callable[..., object], /, *given: Any, **named: Any) -> str:
-    """What the call says in the exception of this kind that it has to end with."""
+    """Return the message of the exception of this kind that the call must raise."""
     with pytest.raises(kind) as raised:
         call(*given, **named)
     return str(raised.value)
 
 
 def cases(name: str) -> list[tuple[str, ...]]:
-    """The cases of tests/data/tables/NAME.tsv: a line each, below its headings, with tabs between its cells."""
+    """Read the cases of tests/data/tables/NAME.tsv: one per line below the headings, with tabs between cells."""
     lines = (ROOT / "tests" / "data" / "tables" / f"{name}.tsv").read_text().removesuffix("\n").split("\n")
     return [tuple(line.split("\t")) for line in lines[1:]]
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A tokenizer of five whole words, as transformers loads it."""
+    """Save a tokenizer of five whole words, as transformers loads it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -137,7 +137,7 @@ def save_tokenizer(folder: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _left_alone_afterwards() -> Iterator[None]:
-    """A worker runs one trial and ends; here the next test must not find a group of ranks, or who joined it."""
+    """Restore the environment and remove the group of ranks after a test, because no worker process ends here."""
     found = dict(os.environ)
     yield
     if os.environ != found:
@@ -154,13 +154,13 @@ Run = Callable[..., list[Row]]
 
 
 class Cli:
-    """The command line, in this process."""
+    """The command line, run in this process."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self.capsys = capsys
 
     def run(self, *words: object, status: int = 0) -> CaptureResult[str]:
-        """What the verb prints (`out`, `err`); it has to end with this status."""
+        """Run the verb, which must end with this status; return what it prints (`out`, `err`)."""
         self.capsys.readouterr()
         ended = front_door.main([str(word) for word in words])
         printed = self.capsys.readouterr()
@@ -171,7 +171,7 @@ class Cli:
         return json.loads(self.run(*words, "--json", status=status).out)
 
     def refuse(self, *words: object) -> str:
-        """What a user's mistake is told."""
+        """Run the verb with a user's mistake, so with status 2; return its message."""
         return self.run(*words, status=2).err
 
 
@@ -182,7 +182,7 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 @pytest.fixture
 def as_in_a_terminal() -> Iterator[None]:
-    """Where the tests run in the background, SIGINT may be ignored, and stays so."""
+    """Set Python's handler of SIGINT, which tests that run in the background would inherit as ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -190,25 +190,25 @@ def as_in_a_terminal() -> Iterator[None]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The test's own folder, which is the current one."""
+    """Make the test's own folder the current one, and return it."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Say of each test whether its result is kept."""
+    """Note in the test's report if its result is kept."""
     unchanged.note_kept(item)
 
 
 @pytest.fixture(autouse=True)
 def _locks_of_cards_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tests beside each other make up cards of the same names."""
+    """Give each test process its own lock folder, because concurrent tests invent GPUs of the same names."""
     monkeypatch.setattr(gpu_lock, "PLACE", tmp_path_factory.getbasetemp() / "locks")
 
 
 @pytest.fixture(scope="session")
 def warm_launcher(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launcher]:
-    """One launcher for all sweeps of this process: its fork servers import torch once, not once a trial."""
+    """Yield one launcher for all sweeps of this process: its fork servers import torch once, not once a trial."""
     with Launcher("warm", tmp_path_factory.mktemp("fork-servers")) as launcher:
         yield launcher
 
@@ -238,6 +238,6 @@ def _skip_gpu(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def unpacked(page: str) -> str:
-    """A page's text with what is packed in it: its rows and the data of its figures."""
+    """Return a page's text followed by what is packed in it: its rows and the data of its figures."""
     packed = re.findall(r'<script type="text/plain"[^>]*>([^<]*)</script>', page)
     return "\n".join([page, *(zlib.decompress(base64.b64decode(text)).decode() for text in packed)])

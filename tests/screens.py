@@ -1,7 +1,7 @@
-"""The screens of the verbs that answer questions, as golden files: `python tests/screens.py --write` makes them anew.
+"""Write the screens of the verbs that answer questions, as golden files: `python tests/screens.py --write`.
 
-A screen is what a command prints to a pipe of 100 columns, without progress; only what varies from run to run is
-masked. Look at each before committing it: a newcomer must understand every line.
+A screen is what a command prints to a pipe of 100 columns, without progress. Only what varies from run to run is
+masked. Look at each screen before committing it: a newcomer must understand every line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PROGRESS = re.compile(r"\[\d+/\d+\]|tracing |.* finished before, .* to do")
 
 
 def capture_screen(name: str, folder: Path) -> str:
-    """Run the screen's command in an empty folder; return what it prints, what varies masked."""
+    """Run the screen's command in an empty folder; return its output, with what varies masked."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("VRAMSWEEP")}
     environ |= {"COLUMNS": "100", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(folder)}
     command = [sys.executable, "-m", "vramsweep", *SCREENS[name].split()]
@@ -51,7 +51,7 @@ def capture_screen(name: str, folder: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Write the screens that are named, or all."""
+    """Write the named screens, or all; return 2 if the first word is not --write."""
     if words[:1] != ["--write"]:
         print(__doc__)
         return 2

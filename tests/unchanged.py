@@ -1,11 +1,11 @@
-"""Results that are kept: which slow tests need not run again, because nothing that they depend on has changed.
+"""A pytest plugin that keeps results: slow tests do not run again if nothing that they depend on has changed.
 
-A test marked `deterministic` depends on code, data and packages alone: it traces, replays, compares tensors on the CPU,
-or is torture of a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
-tests that passed with them. The inputs: the file's code and that of the tests' helpers, all code and data of the
-product (of analysis/ and benchmarks/ only where the file or a helper reaches it), DATA (SCREENS likewise), the
-platform, its compiler and the installed versions; comments and docstrings are none. `make test-all` leaves out what
-passed with the same inputs and keeps what passes now; `make test-all ALL=1` runs everything.
+A test marked `deterministic` depends only on code, data and packages: it traces, replays, compares tensors on the CPU,
+or is torture with a fixed seed. tests/data/passed.json keeps, for each file of such tests, a hash of its inputs and the
+tests that passed with them. The inputs are the code of the file and of the tests' helpers, the product's code, DATA,
+the platform, its compiler and the installed versions. analysis/, benchmarks/ and SCREENS count only if the file or a
+helper reaches them; comments and docstrings never count. `make test-all` skips tests that passed with the same inputs
+and keeps those that pass now; `make test-all ALL=1` runs everything.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ KEPT = ROOT / "tests" / "data" / "passed.json"
 PRODUCT = ("harness", "runners", "vramsweep", "hydra_plugins")
 ANALYSIS = ("analysis",)
 BENCHMARKS = ("benchmarks",)
-# Read at run time, by tests or by the product: each file counts, whoever reads it.
+# Tests or the product read these at run time. Every file counts for every test.
 DATA = ("conf", "results/reference", "tests/data", "tests/targets", "tests/scripts", "pyproject.toml")
-SHARED = "../shared/data"  # public data that may be beside a checkout, of which some tests read what is there
-SCREENS = "tests/data/screens"  # golden screens: their words change often, and only their own tests read them
+SHARED = "../shared/data"  # public data that may lie next to a checkout; some tests read it if it exists
+SCREENS = "tests/data/screens"  # golden screens: they change often, and only their own tests read them
 UNPINNED = ("triton", "flash-attn", "gptqmodel", "peft", "bitsandbytes", "torchao", "liger-kernel")
-DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that lead to the whole product
+DOORS = {"cli", "run_sweep"}  # fixtures of conftest.py that reach the whole product
 LENGTH = 16  # hexadecimal digits of a hash
 
 
@@ -54,7 +54,7 @@ def parse_code(path: Path) -> ast.Module:
 
 @cache
 def hash_file(path: Path) -> str:
-    """Hash what the file holds; of Python what it does, neither its comments nor its docstrings nor its form."""
+    """Hash a file's bytes; for Python hash its syntax tree, without comments, docstrings and layout."""
     held = ast.dump(parse_code(path)).encode() if path.suffix == ".py" else path.read_bytes()
     return hashlib.sha256(held).hexdigest()
 
@@ -74,7 +74,7 @@ def hash_folders(*names: str) -> str:
 
 @cache
 def hash_machine() -> str:
-    """Hash the platform, its C++ compiler, and the versions of what constraints.txt pins and of UNPINNED."""
+    """Hash the platform, its C++ compiler, and the versions of UNPINNED and of the packages in constraints.txt."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))  # as torch chooses it
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout if compiler else ""
     texts = [platform.system(), platform.machine(), *platform.python_version_tuple()[:2], version.partition("\n")[0]]
@@ -87,12 +87,12 @@ def hash_machine() -> str:
 
 @cache
 def helpers() -> dict[str, Path]:
-    """Return the tests' modules by the name that others import, files of tests among them."""
+    """Return the tests' modules, files of tests included, by the name that others import."""
     return {path.stem: path for path in sorted((ROOT / "tests").rglob("*.py")) if path.name != "conftest.py"}
 
 
 def find_helpers(path: Path) -> set[Path]:
-    """Return the file of tests and every helper that it reaches by imports."""
+    """Return the file of tests, and every helper that it reaches by imports."""
     found, new = {path}, {path}
     while new:
         names = {name for file in new for name in _imported(file)}
@@ -113,7 +113,7 @@ def _imported(path: Path) -> frozenset[str]:
 
 
 def reaches_analysis(path: Path) -> bool:
-    """Say whether a file of tests may run code of analysis/: by an import, a fixture or a command."""
+    """Return whether a file of tests may run code of analysis/: by an import, a fixture or a command."""
     if DOORS & {node.arg for node in ast.walk(parse_code(path)) if isinstance(node, ast.arg)}:
         return True
     for file in find_helpers(path):
@@ -126,17 +126,17 @@ def reaches_analysis(path: Path) -> bool:
 
 
 def reaches_benchmarks(path: Path) -> bool:
-    """Say whether a file of tests, or a helper of it, names a file there; the product itself reads none unasked."""
+    """Return whether a file of tests or its helpers name benchmarks/; the product reads it only on request."""
     return any("benchmarks" in file.read_text() for file in find_helpers(path))
 
 
 def reaches_screens(path: Path) -> bool:
-    """Say whether a file of tests, or a helper of it, names SCREENS or what writes them."""
+    """Return whether a file of tests, or one of its helpers, names SCREENS or the module that writes them."""
     return any("screens" in file.read_text() for file in find_helpers(path))
 
 
 def reaches_shared(path: Path) -> bool:
-    """Say whether a file of tests names SHARED, itself or in a helper or a benchmark that it imports."""
+    """Return whether a file of tests names SHARED, itself or in a helper or benchmark that it imports."""
     found = find_helpers(path)
     names = {name for file in found for name in _imported(file)}
     found |= {file for file in (ROOT / "benchmarks").glob("*.py") if file.stem in names}
@@ -165,8 +165,8 @@ def read_kept() -> dict[str, dict[str, list[str]]]:
 
 
 def write_kept(passed: Iterable[str], failed: Iterable[str], inputs: Mapping[str, str]) -> None:
-    """Keep that these passed with the inputs of their files, and forget what failed, what earlier inputs gave and files
-    that have gone."""
+    """Keep the tests that passed, with the inputs of their files. Forget tests that failed, results of earlier inputs,
+    and files that no longer exist."""
     kept, new = read_kept(), defaultdict[str, set[str]](set)
     for node in passed:
         new[node.partition("::")[0]].add(node.partition("::")[2])
@@ -179,7 +179,7 @@ def write_kept(passed: Iterable[str], failed: Iterable[str], inputs: Mapping[str
 
 
 def find_unchanged() -> set[str]:
-    """Return the tests that passed with the inputs of now."""
+    """Return the tests that passed with the present inputs."""
     return {
         f"{file}::{name}"
         for file, results in read_kept().items()
@@ -189,9 +189,9 @@ def find_unchanged() -> set[str]:
 
 
 class KeptResults:
-    """The plugin: leaves out what passed with the same inputs (`unchanged`), and keeps what passes now.
+    """The plugin: it skips tests that passed with the same inputs (`unchanged`), and keeps those that pass now.
 
-    Inputs are hashed when the session begins, so that what is edited meanwhile is not taken for what ran.
+    Inputs are hashed when the session begins, so that files edited during it do not count as those that ran.
     """
 
     def __init__(self, unchanged: set[str]) -> None:
@@ -223,24 +223,24 @@ class KeptResults:
 
 
 def is_kept(item: pytest.Item) -> bool:
-    """Say whether the test's result is kept: slow, of code, data and packages alone, in any folder."""
+    """Return whether the test's result is kept: slow, deterministic, and without this checkout's path in its name."""
     return all(map(item.get_closest_marker, ("deterministic", "slow"))) and str(ROOT) not in item.nodeid
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option, off unless `make test-all` sets it."""
+    """Add the option; its default keeps nothing, and `make test-all` sets it."""
     text = "skip: leave out slow deterministic tests whose inputs have not changed since they passed, and keep results"
     parser.addoption("--unchanged", choices=("run", "skip", "keep"), default="run", help=text + "; keep: run all, keep")
 
 
 def note_kept(item: pytest.Item) -> None:
-    """Let the report of a test say that its result is kept; call it before the test runs."""
+    """Mark in a test's report that its result is kept; call it before the test runs."""
     if is_kept(item):
         item.user_properties.append(("kept", True))
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Begin to leave out and to keep, where that is asked for."""
+    """Register the plugin if the option asks for it."""
     chosen = config.getoption("--unchanged")
     if chosen != "run":
         config.pluginmanager.register(KeptResults(find_unchanged() if chosen == "skip" else set()), "kept-results")

@@ -1,7 +1,7 @@
-"""A sweep that is tortured, and what is counted afterwards.
+"""A sweep that is tortured, and the counts of what was lost.
 
-Every process of it carries the arena's mark in its environment, from the launcher on; so it is known which are there,
-what each is, and which have outlived their launcher. Linux only.
+All its processes, from the launcher on, carry the sweep's mark in their environment. So we can find those that run,
+tell what each one is, and count those that outlive their launcher. Linux only.
 """
 
 from __future__ import annotations
@@ -27,48 +27,48 @@ from vramsweep.harness.rows.schema import Row
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = Path(__file__).with_name("misbehave.py")
 MARK = "VRAMSWEEP_TORTURE"
-GONE_S = 30.0  # for what a killed launcher leaves: its guard is given ten seconds, and Python's start
-ENDS_S = 300.0  # for a sweep of some short trials
+GONE_S = 30.0  # for orphans of a killed launcher: its guard gets ten seconds, and Python has to start
+ENDS_S = 300.0  # for a sweep of a few short trials
 USUAL = (
     "model=tiny", "device=cpu", "runner=custom", f"runner.target={TARGETS}:good", "protocol=brief", "sweep=none",
     "report=false", "retries=30", "backoff_s=0", "breaker=0", "timeout_s=60", "retry_failed=true",
 )  # fmt: skip
 SLOTS = (*USUAL, "slots=3")
-# Predicted together: several processes of one sweep at work at once.
+# Predicted together: several processes of one sweep work at once.
 SEVERAL = ("model=tiny", "device=simulated", "sweep=none", "report=false", "retries=30", "backoff_s=0", "breaker=0")
 
 
 @dataclass
 class Count:
-    """What came of a fault: how often it was injected; rows lost and doubled, orphans, and how often the sweep came to
-    its end all the same."""
+    """The results of a fault: how often it was injected, rows lost and doubled, orphans, and how often the sweep still
+    reached its end."""
 
     injected: int = 0
     lost: int = 0
     doubled: int = 0
     orphans: int = 0
     resumed: int = 0
-    said: list[str] = field(default_factory=list)  # of what should not be, in words
+    said: list[str] = field(default_factory=list)  # everything that went wrong, as text
 
     @property
     def well(self) -> bool:
-        """Whether nothing was lost, doubled or left, and every sweep went on."""
+        """Return whether nothing was lost, doubled or orphaned, and every sweep resumed."""
         return not (self.lost or self.doubled or self.orphans) and self.resumed == self.injected
 
     def say(self, text: str) -> None:
-        """Note what should not be."""
+        """Note something that went wrong."""
         self.said.append(text)
 
     def lose(self, text: str, number: int = 1) -> None:
-        """Note it, and count as many rows as lost."""
+        """Note something that went wrong, and count `number` rows as lost."""
         self.lost += number
         self.said.append(text)
 
 
 class Sweep:
-    """One sweep in a folder of its own, by the command line that a user would give."""
+    """One sweep in its own folder, run by the command line that a user would give."""
 
-    spent = False  # the system refuses what Python itself needs: then it, not we, says so
+    spent = False  # the system refuses what Python itself needs: then Python prints a traceback, not we
 
     def __init__(self, folder: Path, words: Sequence[str], count: Count, trials: int | None) -> None:
         self.place, self.count, self.trials = folder / "t", count, trials
@@ -83,7 +83,7 @@ class Sweep:
         self._rows = 0
 
     def start(self, prefix: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> None:
-        """Begin, or go on."""
+        """Start the sweep, or resume it."""
         self._before, self._rows = self.journal(), len(self.rows())
         command = [*prefix, sys.executable, "-m", "vramsweep", "sweep", "-m", *self.words]
         given = {**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1", **(environ or {})}
@@ -94,22 +94,22 @@ class Sweep:
             )  # fmt: skip
 
     def journal(self) -> bytes:
-        """The journal's bytes; none where there is none yet."""
+        """Return the journal's bytes; empty if there is no journal yet."""
         try:
             return journal.files(self.place)[0].read_bytes()
         except OSError:
             return b""
 
     def rows(self) -> list[Row]:
-        """The rows that can be believed."""
+        """Return the journal's rows that can be parsed."""
         return [row for row in map(journal.parsed, filter(None, self.journal().split(b"\n"))) if row is not None]
 
     def said(self) -> str:
-        """What the launcher wrote to stderr."""
+        """Return what the launcher wrote to stderr."""
         return self._err.read_text(errors="replace")
 
     def processes(self) -> dict[int, list[str]]:
-        """All processes of this sweep that run, and their command lines."""
+        """Return the running processes of this sweep, with their command lines."""
         found = {}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -118,7 +118,7 @@ class Sweep:
         return found
 
     def role(self, name: str) -> list[int]:
-        """The processes that play a role: launcher, template, init (an attempt's), worker, rank, guard, report, all."""
+        """Return a role's pids: launcher, template (fork server), attempt's init, worker, rank, guard, report, all."""
         assert self.launcher is not None
         found = self.processes()
         if name == "all":
@@ -150,15 +150,15 @@ class Sweep:
         return sorted(roles[name])
 
     def early(self) -> bool:
-        """Whether the launcher ended before it had begun, which it says first: Python was still starting."""
+        """Return whether the launcher ended before its first output, so while Python was still starting."""
         return not self._out.read_bytes()
 
     def ended(self) -> bool:
-        """Whether the launcher has ended."""
+        """Return whether the launcher has ended."""
         return self.launcher is not None and self.launcher.poll() is not None
 
     def wait(self, seconds: float = ENDS_S) -> int | None:
-        """The launcher's exit status, and what it has left counted; None, and killed, if it takes longer."""
+        """Wait for the launcher and count what it left; return its exit status, None if killed after `seconds`."""
         assert self.launcher is not None
         code: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -171,7 +171,7 @@ class Sweep:
         return code
 
     def _look(self) -> None:
-        """After a launcher's end: nobody is left, and no row that was there, or that it had told of, is gone."""
+        """Kill and count an ended launcher's orphans; note rows gone that were in the journal or shown as finished."""
         until = time.monotonic() + GONE_S
         while (left := self.processes()) and time.monotonic() < until:
             time.sleep(0.05)
@@ -194,7 +194,7 @@ class Sweep:
             self.count.lose(self.said()[-600:])
 
     def finish(self, attempts: int = 3) -> None:
-        """Undisturbed to the end, and judged."""
+        """Resume the sweep undisturbed until it is done, `attempts` times at most, and judge it."""
         code: int | None = 0
         if self.launcher is not None and not self.ended():
             code = self.wait()
@@ -215,26 +215,26 @@ class Sweep:
             )
 
     def done(self) -> bool:
-        """Whether every trial has an answer."""
+        """Return whether every trial has ended with `ok`."""
         last = {row["trial_id"]: row["outcome"] for row in self.rows() if row["terminal"]}
         return len(last) == self.trials and set(last.values()) == {"ok"}
 
     def inject(self) -> None:
-        """Count a fault."""
+        """Count an injected fault."""
         self.injected += 1
         self.count.injected += 1
 
 
 @dataclass
 class Arena:
-    """Where sweeps are tortured; the same seed, the same draws (not the same moments: those are the machine's)."""
+    """A folder for tortured sweeps. The same seed gives the same draws, but the machine decides the exact moments."""
 
     folder: Path
     random: Random
     number: int = 0
 
     def sweep(self, count: Count, *words: str, trials: int | None = 12, base: Sequence[str] = USUAL) -> Sweep:
-        """A new one, of `trials` by default, which differ in their seed or, predicted, their length."""
+        """Return a new sweep of `trials` trials, which by default differ in seed or, if predicted, in length."""
         self.number += 1
         axis = "seq_len" if base is SEVERAL else "seed"
         of = f"{axis}={','.join(str(8 * n) for n in range(1, (trials or 1) + 1))}"

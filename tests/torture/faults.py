@@ -1,7 +1,7 @@
-"""The faults, one entry each: what it is, how to inject it some times, and how often in the long and the short form.
+"""The table of faults: a name, a function that injects it some times, and how often in the long and short form.
 
-`inject(arena, times)` returns what came of it. Where the machine does not allow a fault (no root, no cgroup, no
-faketime) it raises Missing, and the table says why.
+`inject(arena, times)` returns the counts. It raises Missing if the machine does not allow the fault (no root, no
+cgroup, no faketime); the table then says why.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ sys.path[:0] = [str(ROOT / "tests" / "harness" / "rows"), str(TARGETS.parent)]  
 CGROUPS = Path("/sys/fs/cgroup")
 FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/faketime/libfaketime.so.1")
 FOREIGN = (b"half a line of somebody", b"", b"\r\n", b'{"trial_id": "a"}\n')
-WINDOW_S = {"launcher": 7.0, "all": 7.0, "guard": 3.0}  # from the start, or the last one, to the next; else 1.5
+WINDOW_S = {"launcher": 7.0, "all": 7.0, "guard": 3.0}  # most from the start, or last fault, to the next; else 1.5
 
 
 class Missing(Exception):
-    """The fault cannot be had on this machine; the text says why."""
+    """The fault cannot be injected on this machine; the text says why."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`long` and `short` are how often it is injected in the two forms; 0: not in that one."""
+    """A fault. `long` and `short` are how often it is injected in the two forms; 0: not in that form."""
 
     name: str
     inject: Callable[[Arena, int], Count]
@@ -43,7 +43,7 @@ class Fault:
 
 
 def each(does: Callable[[Arena, Sweep], None], *words: str, trials: int = 12) -> Callable[[Arena, int], Count]:
-    """Do it to new sweeps until a fault was injected so many times; each sweep is finished afterwards, and judged."""
+    """Return an `inject` that calls `does` on new sweeps until enough faults were injected; it finishes each sweep."""
 
     def inject(arena: Arena, times: int) -> Count:
         count = Count()
@@ -57,7 +57,7 @@ def each(does: Callable[[Arena, Sweep], None], *words: str, trials: int = 12) ->
 
 
 def killing(role: str, number: int, *words: str, base: Sequence[str] = USUAL) -> Callable[[Arena, int], Count]:
-    """A signal to one process of a role, whichever, at a random moment; to all of them at once where it is "all"."""
+    """Return an `inject` that sends a signal to a random process of a role, or to all if "all", at a random moment."""
 
     def inject(arena: Arena, times: int) -> Count:
         count, sweep = Count(), None
@@ -68,12 +68,12 @@ def killing(role: str, number: int, *words: str, base: Sequence[str] = USUAL) ->
                 sweep = arena.sweep(count, *words, base=base)
                 sweep.start()
             elif sweep.ended():
-                if sweep.wait() == 2:  # refused: it would be for ever
+                if sweep.wait() == 2:  # refused: this would repeat for ever
                     count.say(sweep.said()[-300:])
                     break
                 sweep.start()
             pids = _at_a_random_moment(arena, sweep, role)
-            if not pids or (sweep.done() and role != "report"):  # which comes when all is done
+            if not pids or (sweep.done() and role != "report"):  # the report is written when all is done
                 continue
             for pid in pids if role == "all" else [arena.random.choice(pids)]:
                 with contextlib.suppress(ProcessLookupError):
@@ -89,14 +89,14 @@ def killing(role: str, number: int, *words: str, base: Sequence[str] = USUAL) ->
 
 
 def _ended_as_told(sweep: Sweep, codes: set[int], number: int) -> None:
-    """Wait for the launcher; its exit status must be among these, or the signal's own before it had begun."""
+    """Wait for the launcher; its exit status must be one of `codes`, or the signal's if Python was still starting."""
     code = sweep.wait(60)
     if code not in codes and not (code == -number and sweep.early()):
         sweep.count.lose(f"exit status {code} after signal {number}: {sweep.said()[-300:]}")
 
 
 def _at_a_random_moment(arena: Arena, sweep: Sweep, role: str) -> list[int]:
-    """Wait for one; the processes of the role then, or as soon as there is one."""
+    """Wait for a random moment; return the processes of the role then, or as soon as there is one."""
     until = time.monotonic() + arena.random.uniform(0, WINDOW_S.get(role, 1.5))
     while time.monotonic() < until and not sweep.ended():
         time.sleep(0.01)
@@ -108,7 +108,7 @@ def _at_a_random_moment(arena: Arena, sweep: Sweep, role: str) -> list[int]:
 
 
 def stopped(role: str) -> Callable[[Arena, int], Count]:
-    """SIGSTOP, and SIGCONT some seconds later; a worker is never continued."""
+    """Return an `inject` that sends SIGSTOP, and SIGCONT 0.5 to 3 s later; a worker is never continued."""
 
     def stop(arena: Arena, sweep: Sweep) -> None:
         sweep.start()
@@ -124,7 +124,7 @@ def stopped(role: str) -> Callable[[Arena, int], Count]:
 
 
 def interrupted(presses: int, number: int = signal.SIGINT, status: int = 130) -> Callable[[Arena, int], Count]:
-    """Ctrl-C (or a terminal's end) at a random moment, as a terminal sends it: to the launcher's whole group."""
+    """Return an `inject` that sends Ctrl-C (or SIGHUP) as a terminal does, to the launcher's whole process group."""
 
     def interrupt(arena: Arena, sweep: Sweep) -> None:
         sweep.start()
@@ -143,7 +143,7 @@ def interrupted(presses: int, number: int = signal.SIGINT, status: int = 130) ->
 
 
 def _reported(sweep: Sweep) -> bool:
-    """Whether there is a report; one that the press has stopped is there once the same command has run again."""
+    """Return whether there is a report; if only its drawing was interrupted, run the same command again first."""
     page = sweep.place / "report.html"
     stopped_trials = not sweep.done() or "the same command goes on" in sweep.said()
     if not page.exists() and not stopped_trials:
@@ -162,7 +162,7 @@ MISBEHAVIOUR = {
 
 
 def misbehaving(*names: str) -> Callable[[Arena, int], Count]:
-    """A worker that does so, or some one after the other, and one that does not; each row says what its worker did."""
+    """Return an `inject` of sweeps with a worker for each name, and a good one; check each row's outcome."""
 
     def inject(arena: Arena, times: int) -> Count:
         count = Count()
@@ -179,7 +179,7 @@ def misbehaving(*names: str) -> Callable[[Arena, int], Count]:
 
 
 def _answered(sweep: Sweep, expected: dict[str, str], prefix: Sequence[str] = ()) -> None:
-    """Run a sweep with a trial for each of these targets; each must end as expected."""
+    """Run a sweep with a trial for each expected target; each must have the expected outcome."""
     sweep.words = [word for word in sweep.words if not word.startswith("seed=")]
     sweep.start(prefix)
     sweep.inject()
@@ -193,7 +193,7 @@ def _answered(sweep: Sweep, expected: dict[str, str], prefix: Sequence[str] = ()
 
 
 def memory_filled(arena: Arena, times: int) -> Count:
-    """In a cgroup of 3 GiB, which the kernel would end somebody in."""
+    """Let a worker fill a cgroup of 3 GiB; the launcher must end it before the kernel kills a process."""
     count = Count()
     with _cgroup("memory", {"memory.max": str(3 << 30), "memory.limit_in_bytes": str(3 << 30)}) as (enter, _):
         for _ in range(times):
@@ -201,14 +201,14 @@ def memory_filled(arena: Arena, times: int) -> Count:
             sweep = arena.sweep(count, targets, "timeout_s=60", "retries=0", trials=2)
             _answered(sweep, {"fills_memory": "host_oom", "good": "ok"}, enter)
             said = [str(row["reason"]) for row in sweep.rows() if row["outcome"] == "host_oom"]
-            if not any("ended when it held" in reason for reason in said):  # the kernel was sooner
+            if not any("ended when it held" in reason for reason in said):  # the kernel was faster
                 count.lose(f"not by the launcher: {said}")
     return count
 
 
 @contextlib.contextmanager
 def _cgroup(controller: str, limits: dict[str, str]) -> Iterator[tuple[list[str], Path]]:
-    """Words that begin a command in a new cgroup with the limit, by its name in version 2 or 1; the cgroup."""
+    """Make a cgroup with a limit, named as in version 2 or 1; yield the start of a command in it, and its folder."""
     second = (CGROUPS / "cgroup.controllers").exists()
     own = (CGROUPS if second else CGROUPS / controller) / f"vramsweep-torture-{os.getpid()}"
     try:
@@ -225,7 +225,7 @@ def _cgroup(controller: str, limits: dict[str, str]) -> Iterator[tuple[list[str]
 
 
 def processes_exhausted(arena: Arena, times: int) -> Count:
-    """From a random moment on, the system gives no process or thread more than there are."""
+    """Limit the number of processes and threads, for 2 s from a random moment, to those that exist and 0 to 2 more."""
     count = Count()
     with _cgroup("pids", {"pids.max": "max"}) as (enter, own):
         limit = own / "pids.max"
@@ -245,7 +245,7 @@ def processes_exhausted(arena: Arena, times: int) -> Count:
 
 
 def descriptors_exhausted(arena: Arena, sweep: Sweep) -> None:
-    """A launcher that may have so many files open."""
+    """Start a launcher that may open only 8 to 39 files."""
     sweep.spent = True
     sweep.start(["bash", "-c", f'ulimit -n {arena.random.randrange(8, 40)}; exec "$@"', "_"])
     sweep.inject()
@@ -255,7 +255,7 @@ def descriptors_exhausted(arena: Arena, sweep: Sweep) -> None:
 
 @contextlib.contextmanager
 def _small_disk(arena: Arena) -> Iterator[Path]:
-    """A file system of eight MiB."""
+    """Mount a file system of 8 MiB, and yield its folder. Raises Missing if it cannot be mounted."""
     place = arena.folder / "disk"
     place.mkdir(exist_ok=True)
     done = subprocess.run(
@@ -270,7 +270,7 @@ def _small_disk(arena: Arena) -> Iterator[Path]:
 
 
 def _on_a_disk(break_it: Callable[[Path], None], mend: Callable[[Path], None]) -> Callable[[Arena, int], Count]:
-    """The disk under the results fails at a random moment, and is mended once the launcher has ended."""
+    """Return an `inject` in which the results' disk fails at a random moment, until the launcher has ended."""
 
     def inject(arena: Arena, times: int) -> Count:
         count = Count()
@@ -300,7 +300,7 @@ def _fill(place: Path) -> None:
 
 def _remount(how: str) -> Callable[[Path], None]:
     def change(place: Path) -> None:
-        for _ in range(50):  # it is refused as long as a file is open for writing
+        for _ in range(50):  # refused as long as a file is open for writing
             done = subprocess.run(
                 ["mount", "-o", f"remount,{how},force" if how == "ro" else f"remount,{how}", str(place)],
                 capture_output=True,
@@ -314,7 +314,7 @@ def _remount(how: str) -> Callable[[Path], None]:
 
 
 def folder_gone(arena: Arena, sweep: Sweep) -> None:
-    """The results' folder is moved away at a random moment, and is back when the launcher has ended."""
+    """Move the results' folder away at a random moment, and back when the launcher has ended."""
     sweep.start()
     if _at_a_random_moment(arena, sweep, "launcher") and sweep.place.exists():
         aside = sweep.place.with_name("aside")
@@ -327,7 +327,7 @@ def folder_gone(arena: Arena, sweep: Sweep) -> None:
 
 
 def clock_jumps(arena: Arena, sweep: Sweep) -> None:
-    """The time of day jumps by up to a day, to and fro, for launcher and workers."""
+    """Let the time of day jump to and fro by up to a day for launcher and workers. Raises Missing without faketime."""
     library = next((path for path in FAKETIME if Path(path).exists()), None)
     if library is None:
         raise Missing("faketime is not installed")
@@ -346,7 +346,7 @@ def clock_jumps(arena: Arena, sweep: Sweep) -> None:
 
 
 def card_lost(arena: Arena, sweep: Sweep) -> None:
-    """One card of four, stand-ins, is lost at a random moment: it gets two trials more, and all are answered."""
+    """Lose one of four stand-in GPUs at a random moment; at most two attempts may meet it; all trials must succeed."""
     lost, card = sweep.place.parent / "lost", f"GPU-{arena.random.randrange(4)}"
     stand_ins = str(Path(__file__).parent / "four_cards")
     path = os.pathsep.join(filter(None, [stand_ins, os.environ.get("PYTHONPATH")]))
@@ -361,7 +361,7 @@ def card_lost(arena: Arena, sweep: Sweep) -> None:
 
 
 def two_launchers(without_locks: bool = False) -> Callable[[Arena, int], Count]:
-    """Two start on one sweep at the same time; one of them is refused, or finds all done."""
+    """Return an `inject` that starts two launchers on one sweep; one is refused, or finds everything done."""
     environ = {"PYTHONPATH": str(Path(__file__).parent / "without_locks")} if without_locks else {}
 
     def start_both(arena: Arena, sweep: Sweep) -> None:
@@ -373,7 +373,7 @@ def two_launchers(without_locks: bool = False) -> Callable[[Arena, int], Count]:
         other.start(environ=environ)
         sweep.inject()
         assert sweep.launcher is not None and other.launcher is not None
-        if arena.random.random() < 0.5:  # and the first dies
+        if arena.random.random() < 0.5:  # kill the first
             time.sleep(arena.random.uniform(0, 3))
             sweep.launcher.kill()
         sweep.launcher.wait()
@@ -385,7 +385,7 @@ def two_launchers(without_locks: bool = False) -> Callable[[Arena, int], Count]:
 
 
 def appended_to(arena: Arena, sweep: Sweep) -> None:
-    """Somebody else writes to the journal at a random moment; every row of the sweep's own must stay readable."""
+    """Write foreign text to the journal at a random moment; all rows of the sweep itself must stay readable."""
     sweep.start()
     at = arena.random.randrange(1, 5)
     while len(sweep.rows()) < at and not sweep.ended():
@@ -396,8 +396,8 @@ def appended_to(arena: Arena, sweep: Sweep) -> None:
 
 
 def faults_of_cuda(arena: Arena, times: int) -> Count:
-    """Each text in which CUDA, its libraries and the system say what went wrong: raised in a worker, as torch's own
-    class of error, and by C++ that ends the process."""
+    """Let workers fail with each text that CUDA, its libraries and the system report: raised as torch's own classes of
+    error, and printed by C++ that ends the process."""
     from misbehave import WAYS  # type: ignore[import-not-found]
     from test_error_patterns import TEXTS  # type: ignore[import-not-found]
 
@@ -421,7 +421,7 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
         own = [row for row in rows if row["trial"]["seed"] == seed]
         kinds = {str(row["outcome"]) for row in own}
         tried_again = len(own) > 1
-        # an exception that is none of CUDA's would only be raised again; a process that ended might not end again
+        # an exception that is not CUDA's would only be raised again; a process that ended might not end again
         wants = again[Outcome(expected)] and (expected != "crash" or way == "abort")
         if kinds != {expected} or tried_again != wants:
             count.lose(f"{way}: {text[:60]}: {kinds or 'no row'}, {len(own)} attempts")

@@ -1,4 +1,4 @@
-"""A module that never finishes being imported."""
+"""A module whose import never finishes."""
 
 import time
 

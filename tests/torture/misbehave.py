@@ -1,4 +1,4 @@
-"""Targets of the custom runner for the torture: each does one thing that nobody should."""
+"""Targets of the custom runner for the torture: each does one thing that no worker should do."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def good(trial: Any, pause_s: float = 0.005) -> Any:
 
 
 def does_not_sleep(trial: Any) -> Any:
-    """faketime gives the kernel moments to sleep until that there are not."""
+    """Train without sleeping, because faketime gives the kernel wrong moments to sleep until."""
     return good(trial, 0)
 
 
 def hangs_in_c(trial: Any) -> Any:
-    """In a call of C's that holds the interpreter's lock: no Python code of this process runs any more."""
+    """Hang in a C call that holds the interpreter's lock, so that no Python code of this process runs any more."""
     ctypes.PyDLL(None).pause()
 
 
@@ -57,7 +57,7 @@ def hangs_in_import(trial: Any) -> Any:
 
 
 def hangs_at_the_end(trial: Any) -> Any:
-    """After its result, where the worker lets go of its streams."""
+    """Hang after the result is written, when the worker flushes its streams."""
 
     class Stuck:
         def flush(self) -> None:
@@ -80,7 +80,7 @@ def ignores_signals(trial: Any) -> Any:
 
 
 def floods(trial: Any) -> Any:
-    """Two GiB on stdout and on stderr."""
+    """Write 2 GiB to stdout and 2 GiB to stderr."""
     block = b"x" * (1 << 20)
     for _ in range(2048):
         os.write(1, block)
@@ -89,7 +89,7 @@ def floods(trial: Any) -> Any:
 
 
 def forks_daemons(trial: Any) -> Any:
-    """In sessions of their own, one of them twice removed, one with an empty environment."""
+    """Start three daemons in their own sessions: a plain one, one with an empty environment, one as a grandchild."""
     sleeper = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
     subprocess.Popen(sleeper, start_new_session=True)
     subprocess.Popen(sleeper, start_new_session=True, env={})
@@ -102,7 +102,7 @@ def forks_daemons(trial: Any) -> Any:
 
 
 def forks_for_ever(trial: Any) -> Any:
-    """Four processes, each of which starts another in a session of its own, and ends; for 20 s at most."""
+    """Start four chains of processes; each process starts the next in its own session and ends, for 20 s at most."""
     code = (
         "import os, time\nend = time.monotonic() + 20\nwhile time.monotonic() < end:\n os.fork() and os._exit(0)\n"
         " os.setsid()\n time.sleep(0.05)"
@@ -117,7 +117,7 @@ def exits_without_a_word(trial: Any) -> Any:
 
 
 def _leaves(trial: Any, content: bytes) -> Any:
-    """A result in the worker's name; its folder is where its log is."""
+    """Write a result in the worker's name, into the folder of its log, and end the process."""
     folder = Path("/proc/self/fd/1").readlink().parent
     (folder / RESULT).write_bytes(content)
     os._exit(0)
@@ -146,7 +146,7 @@ def closes_its_pipes(trial: Any) -> Any:
 
 
 def closes_every_file(trial: Any) -> Any:
-    """Ours among them: it is not measured then, and says so."""
+    """Close every file, ours included: the trial is then not measured, and its row says so."""
     os.closerange(0, 1024)
     return good(trial)
 
@@ -158,7 +158,7 @@ def starts_threads_that_stay(trial: Any) -> Any:
 
 
 def fills_memory(trial: Any) -> Any:
-    """Every page touched, as fast as all cores can."""
+    """Fill memory and touch every page, as fast as all cores can."""
     held = []
     while True:
         held.append(torch.ones(64 << 20))
@@ -168,15 +168,15 @@ WAYS = ("RuntimeError", "OutOfMemoryError", "AcceleratorError", "abort")
 
 
 def raises(trial: Any) -> Any:
-    """One of the texts that CUDA, its libraries and the system say, in one of the ways that they come.
+    """Fail with a text that CUDA, its libraries or the system report, in one of WAYS.
 
-    The texts are those of tests/harness/rows/test_error_patterns.py; `seed` counts texts and, fastest, ways.
+    The texts are those of tests/harness/rows/test_error_patterns.py. `seed` counts texts and, fastest, ways.
     """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "harness" / "rows"))
     import test_error_patterns
 
     text, way = test_error_patterns.TEXTS[trial.seed // len(WAYS)][1], WAYS[trial.seed % len(WAYS)]
-    if way == "abort" and "\n" not in text:  # C++ says what Python has said only where that is a line
+    if way == "abort" and "\n" not in text:  # C++ prints only texts of one line
         said = f"terminate called after throwing an instance of 'c10::Error'\n  what():  {text}\n"
         os.write(2, said.encode() + b"".join(b"frame #%d: main + 0x1f (0x7f in python)\n" % n for n in range(30)))
         os.abort()
