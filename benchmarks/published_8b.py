@@ -56,7 +56,7 @@ FILES = {
 
 @dataclass(frozen=True)
 class Reading:
-    """Published peaks of every rank, in MiB, at one length or batch; None if the run was out of memory."""
+    """Published peaks of every rank, in MiB, at one length or batch; None if the run ran out of memory."""
 
     value: int
     active: list[int] | None

@@ -63,7 +63,7 @@ def test_no_line_of_the_table_is_for_nothing() -> None:
 
 
 def test_no_circle_of_modules_and_none_of_rooms() -> None:
-    """What the harness starts as a process is its data, not its import: `-m` leads to the runners, and not back."""
+    """Modules that the harness starts as processes are data, not imports: `-m` leads to the runners, and not back."""
     assert structure.find_circles(arrows()) == []
     rooms = {room: set(others.split()) for room, (_, others) in ROOMS.items()}
     rooms["harness/process"] -= {"runners/worker"}

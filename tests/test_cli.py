@@ -274,7 +274,7 @@ def test_names_and_values_of_version_0_1_are_understood_on_the_command_line(old:
 def test_a_sweep_of_which_nothing_could_run_does_not_end_well(
     more: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is seen to be impossible only where it is to run, also by a sweeper that comes in batches."""
+    """Only the machine that is to run it shows that it is impossible, also for a sweeper that sends batches."""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [CARD])
     words = ["model=tiny", "device=cuda", "world_size=2", "sharding=ddp", "report=false"]
     assert "world_size=2 needs 2 GPUs and 1 is visible" in cli.refuse("sweep", "-m", *more.split(), *words)

@@ -60,7 +60,7 @@ def tokens(path: Path) -> list[Token]:
 
 @cache
 def anchors(path: Path) -> set[str]:
-    """What `#...` may name in a page: its headings, as code hosts and MyST write them."""
+    """Return what `#...` may name in a page: its headings, as code hosts and MyST write them."""
     found: set[str] = set()
     heading = False
     for token in tokens(path):
@@ -198,7 +198,7 @@ def errors(card: str, when: str, counter: str) -> tuple[str, ...]:
 
 
 def published(grade: str, counter: str) -> tuple[str, ...]:
-    """The same of published readings whose peak moves with batch and length."""
+    """Return the figures of `errors` for published readings whose peak depends on batch and length."""
     ((count, _, _, _, median, most, within, worst, *_),) = cells(
         "published_runs", f"Grade {grade}", f"{counter} | moves"
     )
@@ -333,7 +333,7 @@ def commands(path: Path) -> Iterator[list[str]]:
 
 @cache
 def usage(verb: str) -> str:
-    """What `vramsweep VERB --help` prints."""
+    """Return what `vramsweep VERB --help` prints."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
         front_door.main([verb, "--help"])
@@ -375,7 +375,7 @@ def test_commands_exist(path: Path) -> None:
 
 
 class Resources(HTMLParser):
-    """What a browser would fetch for a page."""
+    """The resources that a browser would fetch for a page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -144,7 +144,7 @@ def copy(root: Path) -> None:
 
 
 def call(root: Path, *words: str) -> str:
-    """What a process prints that finds the copy before anything that is installed."""
+    """Return what a process prints that finds the copy before any installed package."""
     environ = os.environ | {"PYTHONPATH": str(root), "COLUMNS": "200"}
     done = subprocess.run(
         [sys.executable, *words], cwd=root, env=environ, capture_output=True, text=True, timeout=300, check=False

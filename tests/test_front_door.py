@@ -82,7 +82,7 @@ def test_many_sweeps_are_counted_and_the_newest_named(here: Path, cli: Cli) -> N
 
 
 def made(*words: str, active: str = "") -> str:
-    """What make prints, or would run (-n), where the environment env/ is set up."""
+    """Return what make prints, or would run (-n), if the environment env/ is set up."""
     inherited = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")  # where make itself runs these tests
     environ = {name: value for name, value in os.environ.items() if name not in inherited} | {"VIRTUAL_ENV": active}
     done = subprocess.run(

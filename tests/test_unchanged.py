@@ -76,7 +76,7 @@ def test_public_data_count_for_those_who_read_them(monkeypatch: pytest.MonkeyPat
 def test_what_passed_is_left_out_until_its_inputs_change_or_it_fails(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of slow deterministic tests, one fails and one is named by a place; a slow one and a quick one."""
+    """Slow deterministic tests, of which one fails and one has a path in its name; a slow test and a quick one."""
     monkeypatch.setattr(unchanged, "ROOT", pytester.path)
     monkeypatch.setattr(unchanged, "KEPT", pytester.path / "passed.json")
     for name in ("hash_folders", "hash_machine"):

@@ -23,7 +23,7 @@ FINE = Evidence(exit_code=0, result={"values": {}})
 
 
 def error(kind: str, message: str, **values: Any) -> Evidence:
-    """What a worker leaves that ended with this error, and with these values."""
+    """Return the evidence of a worker that ended with this error and these values."""
     return Evidence(exit_code=1, result={"error": {"type": kind, "message": message}, "values": values})
 
 

@@ -143,7 +143,7 @@ def on_this_gpu(
 
 
 class Works(TorchDispatchMode):
-    """What each operator asks for, by its name."""
+    """Records the work of each operator, with its name."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def rows(evil: str, device: str = "cuda", **over: Any) -> list[Row]:
 
 
 def shown_to_act(text: str) -> list[str]:
-    """What a terminal would act on."""
+    """Return the parts of a text that a terminal would act on."""
     return ACTED_ON.findall(text)
 
 

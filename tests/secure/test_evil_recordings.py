@@ -73,7 +73,7 @@ def put(whole: dict[str, Any], path: tuple[Any, ...], value: Any) -> dict[str, A
 
 
 def replayed(snapshot: Any) -> str | None:
-    """What a user is told; None where it is a recording, and replays."""
+    """Return what a user is told; None if it is a recording that replays."""
     try:
         known = recording.check(snapshot, "evil")
         start = undo(known)

@@ -25,7 +25,7 @@ RUNS = "runs:\n- name: a\n  measured:\n  - {quantity: allocated, value: 1, unit:
 
 
 def soon(began: float) -> None:
-    """Of this process alone: a busy machine fails no test."""
+    """Check the CPU time of this process alone, so that a busy machine fails no test."""
     assert time.process_time() - began < 10
 
 

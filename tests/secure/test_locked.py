@@ -18,7 +18,7 @@ def called(name: str) -> str:
 
 
 def locked(name: str) -> dict[str, str]:
-    """What one of them pins; every line of it is a comment, a pin, or the hash of the pin above it."""
+    """Return the pins of a locked file; each line must be a comment, a pin, or the hash of the pin above it."""
     text = "".join(line for line in (ROOT / name).read_text().splitlines(True) if not line.startswith("#"))
     pins = list(PIN.finditer(text))
     assert "".join(pin[0] for pin in pins) == text, f"{name} holds something else"

@@ -44,7 +44,7 @@ EXCEPTIONS = {
 
 
 class Found(ast.NodeVisitor):
-    """What of the above a file uses: of each the name and the line. Names are followed through imports."""
+    """The names above that a file uses, each with its line. Names are followed through imports."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.imported: dict[str, str] = {}  # local names, and what they stand for

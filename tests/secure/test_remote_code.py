@@ -47,7 +47,7 @@ class Touch:
 
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where code that ran leaves a file; transformers keeps what it copies of it here too, if imported after that."""
+    """Make a folder in which code that runs leaves a file; transformers, if imported later, copies code next to it."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     (tmp_path / "marks").mkdir()
     return tmp_path / "marks"
@@ -71,7 +71,7 @@ def hub(path: Path, trusted: bool, **over: Any) -> dict[str, Any]:
 
 
 def ran(marks: Path) -> set[str]:
-    """What has run."""
+    """Return the names of the code that has run."""
     return {one.name for one in marks.iterdir()}
 
 

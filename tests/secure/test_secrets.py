@@ -50,7 +50,7 @@ def written(folder: Path) -> list[str]:
 
 
 def _bytes(file: Path) -> bytes:
-    """What the file holds, of a page also what is packed in it."""
+    """Return the file's content; a page's includes what is packed in it."""
     return unpacked(file.read_text()).encode() if file.suffix == ".html" else file.read_bytes()
 
 

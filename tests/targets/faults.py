@@ -100,7 +100,7 @@ def orphan(trial: Any) -> Any:
 
 
 def orphan_and_hangs(trial: Any) -> Any:
-    """The same, and goes no further."""
+    """Leave an orphan behind as `orphan` does, and hang."""
     orphan(trial)
     time.sleep(3600)
 

@@ -60,7 +60,7 @@ def attention(times: float) -> list[Row]:
 
 
 def optimizers(saved: float) -> list[Row]:
-    """What is held in the forward phase differs; the peaks are the same, as another phase has them."""
+    """Return rows with different forward peaks and the same whole peak, because another phase has that."""
     return [
         row(forward_peak_allocated_bytes=16 * P, optimizer="adamw_torch"),
         row(forward_peak_allocated_bytes=int((16 - saved) * P), optimizer="adamw_bnb_8bit"),

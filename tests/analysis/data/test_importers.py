@@ -22,7 +22,7 @@ MIB = 2**20
 
 
 def opened(folder: Path, text: str, columns: str | None = None, **how: Any) -> tuple[Table, list[str]]:
-    """What is read of a file x.csv that holds this."""
+    """Write the text to x.csv; return what is read from it."""
     (folder / "x.csv").write_text(text)
     return open_rows(folder / "x.csv", columns, **how)
 

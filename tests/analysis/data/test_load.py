@@ -211,7 +211,7 @@ def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
 
 
 def test_labels_name_every_setting_that_differs_also_one_that_follows_another() -> None:
-    """Of two questions in one folder the one has accumulation and checkpointing, the other neither: both decide."""
+    """One of two questions in a folder has accumulation and checkpointing, the other neither: labels name both."""
     apart = {"grad_accum": 2, "checkpointing": "full", "seq_len": 4096}
     rows = [
         *synthetic.curve((512, 1024)),

@@ -55,7 +55,7 @@ def drawn(plot: go.Figure, folder: Path) -> ET.Element:
 
 
 def places(root: ET.Element, wanted: str) -> list[tuple[float, float]]:
-    """Where paths of a class are moved to, in pixels of the picture."""
+    """Return the positions of the paths of a class, in pixels of the picture."""
     found = []
 
     def visit(element: ET.Element, x: float, y: float) -> None:

@@ -54,7 +54,7 @@ class Tab:
         return list(self.page.locator(f"{ROWS} td:first-child").all_text_contents())
 
     def traces(self) -> list[Any]:
-        """Of the first figure: each trace's allocator, where it says one, and whether it is visible."""
+        """Return each trace of the first figure: its allocator, if it names one, and whether it is visible."""
         told = "t => [(t.meta && t.meta.settings || {}).allocator, t.visible !== false]"
         return list(self.page.evaluate(f"document.querySelector('#figure-0').data.map({told})"))
 
@@ -94,7 +94,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def chosen(folder: Path) -> Path:
-    """The same with figures whose traces say what they are of."""
+    """Write a page of the rows of `folder` whose first figure's traces name their settings; return its path."""
     table = load(folder)
     content = collect(table)
     names = sorted({str(group.settings["allocator"]) for group in groups(table)})

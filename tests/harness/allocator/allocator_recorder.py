@@ -81,7 +81,7 @@ class Recorder:
 
 
 def settings_of(config: AllocatorConfig) -> dict[str, Any]:
-    """What `_snapshot()["allocator_settings"]` says of these settings."""
+    """Return `_snapshot()["allocator_settings"]` for these settings."""
     return {
         "PYTORCH_CUDA_ALLOC_CONF": config.render(),
         "max_split_size": -1 if config.max_split_size_mb is None else config.max_split_size_mb * MIB,

@@ -31,7 +31,7 @@ def trials() -> list[tuple[str, str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("card", "name"), trials())
 def test_which_of_two_segments_is_the_lower_is_as_the_driver_had_it(card: str, name: str) -> None:
-    """Of nearly all pairs of one pool; what lies between them is the driver's own."""
+    """This holds for nearly all pairs of one pool; the driver decides what lies between them."""
     with zipfile.ZipFile(ROOT / "results" / "reference" / card / "recordings.zip") as archive:
         events = pickle.loads(archive.read(f"miss-{name}.pickle"))["device_traces"][0]
     model = Addresses()

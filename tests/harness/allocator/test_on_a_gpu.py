@@ -43,7 +43,7 @@ def recorded(tmp_path: Path, name: str) -> tuple[Path, dict[str, Any]]:
 
 @contextlib.contextmanager
 def recorded_events(folder: Path, name: str) -> Iterator[list[dict[str, Any]]]:
-    """What a recording has of the first device, event by event."""
+    """Yield the events that a recording has of the first device."""
     with zipfile.ZipFile(folder / "recordings.zip") as archive, archive.open(f"{name}.pickle") as stream:
         yield pickle.load(stream)["device_traces"][0]
 
@@ -119,7 +119,7 @@ LARGE = 1 << 20
 
 
 def asked_for(events: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
-    """What a recording's run asked for and gave back, in order: the large blocks, in bytes, rounded as the allocator
+    """Return the large blocks that a recording's run requested and freed, in order, in bytes rounded as the allocator
     does."""
     sizes: dict[int, int] = {}
     found = []
@@ -133,7 +133,7 @@ def asked_for(events: Iterable[dict[str, Any]]) -> list[tuple[str, int]]:
 
 
 def traced(trace: Any, first: int, end: int) -> list[tuple[str, int]]:
-    """What a trace asks for and gives back between two of its events, in the same form."""
+    """Return the large blocks that a trace requests and frees between two of its events, in the form of `asked_for`."""
     sizes = [-(-size // 512) * 512 for size in trace.sizes]
     kinds = [("alloc" if event > 0 else "free", sizes[abs(event) - 1]) for event in trace.events[first:end]]
     return [one for one in kinds if one[1] >= LARGE]

@@ -27,7 +27,7 @@ def test_large_collectives_run_at_the_link_s_rate() -> None:
 
 
 def test_small_ones_take_nccl_s_latency() -> None:
-    """Of 8 ranks a ring's 7 steps of 0.47 us after 3.6 us; of an all-reduce 14, or a tree's 7 there and back."""
+    """8 ranks take a ring's 7 steps of 0.47 us after 3.6 us; an all-reduce takes 14, or a tree's 7 there and back."""
     assert seconds("all_gather", 8, 8) == pytest.approx(3.6e-6 + 7 * 0.47e-6, rel=1e-3)
     assert seconds("all_reduce", 8, 8) == pytest.approx(3.6e-6 + 14 * 0.47e-6, rel=1e-3)
     assert seconds("all_reduce", 8, 64, network="ib-ndr400") == pytest.approx(

@@ -101,7 +101,7 @@ def test_what_nvml_does_not_say_holds_nobody_up(driver: Driver, look: Look) -> N
 
 
 def test_a_desktop_that_grows_stops_nothing_and_hides_nothing(driver: Driver, look: Look) -> None:
-    """What only draws is not counted, then or now."""
+    """A process that only draws is counted neither before nor now."""
     found = []
     for used, drawn in ((GIB, GIB), (4 * GIB, 4 * GIB), (5 * GIB, 4 * GIB)):
         holds(driver, used)

@@ -72,7 +72,7 @@ def test_the_interval_is_student_s_on_logs(runs: int) -> None:
 
 
 def test_the_interval_holds_as_often_as_it_says() -> None:
-    """Of 2,000 configurations of three processes that differ by 3 %, 95 % of the intervals hold the truth."""
+    """For 2,000 configurations of three processes that differ by 3 %, 95 % of the intervals hold the truth."""
     speeds = 5000 * np.exp(np.random.default_rng(20266).normal(0, 0.03, (2000, 3)))
     found = [repeats.interval(row.tolist()) for row in speeds]
     held = np.mean([one is not None and one.low <= 5000 <= one.high for one in found])

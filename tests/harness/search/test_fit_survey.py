@@ -23,7 +23,7 @@ Evaluate = Callable[[Asked], Mapping[int, Mapping[str, RequiredBytes]]]
 def survey(
     floors: Mapping[str, Sequence[float | None]], cards: dict[str, Card], evaluate: Evaluate, **options: Any
 ) -> dict[str, Edge]:
-    """What a survey finds that is answered so."""
+    """Run a survey with these answers; return the limits that it finds."""
     one = Survey(floors, cards, **options)
     assert drive([one], lambda asked: {number: evaluate(points) for number, points in asked.items()})
     return one.found()
@@ -55,7 +55,7 @@ def edges(
     floor: Callable[[int], int] | None = None,
     **options: Any,
 ) -> tuple[dict[str, Edge], Looks]:
-    """What the survey finds; the floor is known beforehand where it is given, else it is the need."""
+    """Return what the survey finds and looks at. It knows `floor` beforehand if given; else the floor is the need."""
     evaluate, asked = of(need, floor or need)
     floors = [None if floor is None else floor(number) for number in range(points)]
     cards = {name: Card("setting", limit) for name, limit in limits.items()}
@@ -77,7 +77,7 @@ def answer(edges: dict[str, Edge]) -> dict[str, tuple[int | None, int | None]]:
 
 
 def jagged(seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
-    """What is needed, and the floor: lines with a knee, one class of eight that takes more, and on top of the floor
+    """Return need and floor. The floor has lines with a knee, and one class of eight that takes more; the need adds
     blocks of 2 MiB and jumps of up to 3 %."""
     dice = random.Random(seed)
     start, slope = dice.randint(2, 20) * GIB, dice.randint(1, 9) << 20
@@ -111,7 +111,7 @@ def test_it_is_what_looking_at_every_point_says(seed: int, known: bool) -> None:
 
 
 def one_in(period: int, seed: int) -> tuple[Callable[[int], int], Callable[[int], int]]:
-    """What is needed, and the floor: a line, a little noise, and one class of points that needs 3 % more."""
+    """Return need and floor: a line; the need adds a little noise, and 3 % for one class of points."""
     dice = random.Random(seed)
     start, slope = dice.randint(1000, 2000) * MIB, dice.randint(2 * MIB, 4 * MIB)
     turn, noise = dice.randrange(period), [1.02 + dice.random() * 0.004 for _ in range(2048)]
@@ -166,7 +166,7 @@ def test_far_from_every_edge_few_points_are_looked_at() -> None:
 
 
 def test_beyond_the_limit_samples_alone_are_looked_at_and_not_far() -> None:
-    """What they need closely: it is a measure for those that fit."""
+    """Their need is found closely, because it is a measure for points that fit."""
 
     def need(number: int) -> int:
         return GIB + (number << 23)

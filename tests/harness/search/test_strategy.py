@@ -16,7 +16,7 @@ Asked = Mapping[int, list[int]]
 
 
 def curves(seed: int, count: int = 3) -> list[list[int]]:
-    """What values 0 to 599 need, for each of some runs: growing, with dips, jumps and classes that need more."""
+    """Return the needs of values 0 to 599 for some runs: growing, with dips, jumps and classes that need more."""
     dice = random.Random(seed)
     every = []
     for _ in range(count):

@@ -45,7 +45,7 @@ def test_what_plan_says(tmp_path: Path, cli: Cli) -> None:
 
 @pytest.mark.slow
 def test_hours_and_money_before_anything_ran(here: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sweep for a GPU that is not here, and of one that predicts: what measuring would take."""
+    """A sweep for a GPU that is not here, and one that predicts: both say what measuring would take."""
     monkeypatch.setattr(machine, "visible_gpus", lambda _: [])
     words = ["-m", "model=gpt2", "seq_len=256,1024", "price_per_hour=25"]
     found = cli.json("plan", *words, "device=cuda", "predict=false")

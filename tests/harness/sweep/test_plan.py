@@ -67,7 +67,7 @@ CONFIGURATIONS = [
 @settings(max_examples=25, deadline=None)
 @given(lengths_of, lengths_of, st.integers(1, 2), st.randoms(use_true_random=False))
 def test_any_beginning_is_balanced(seq_lens: list[int], batches: list[int], repeats: int, random: Random) -> None:
-    """Of each configuration as many trials, give or take one; and of each, the ends before what lies between them."""
+    """All configurations have equally many trials, give or take one; each has its ends before what lies between."""
     grid = [tiny(seq_len=n, micro_batch=b, **c) for n in seq_lens for b in batches for c in CONFIGURATIONS]
     random.shuffle(grid)
     ordered = plan.order_trials(plan.expand_trials(grid, repeats))

@@ -142,7 +142,7 @@ def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_runs_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    """Where a log gets a line now and then; on a terminal the region has it."""
+    """A log gets such a line now and then; on a terminal the region shows it."""
     items = planned(*(simulated(card) for card in CARDS))
     lines, region = Lines(5, items), Region(5, items, Console(width=100))
     for one in (lines, region):

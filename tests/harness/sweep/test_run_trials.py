@@ -359,7 +359,7 @@ def test_ctrl_c_once_finishes_the_running_trial_and_reports_twice_or_sigterm_sto
 def test_a_report_of_the_same_rows_is_not_drawn_again(
     run_scripted: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where only its place is said; `vramsweep report`, and a sweep, draw it."""
+    """This holds if only its path is printed; `vramsweep report` and a sweep draw it."""
     run_scripted(*scripted(_1=[FINE]))
     drawn: list[Any] = []
     monkeypatch.setattr(

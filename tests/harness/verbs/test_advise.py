@@ -35,7 +35,7 @@ def planned(**over: Any) -> plan.Planned:
 
 
 class Stub:
-    """What `show` asks of Asked."""
+    """The attributes of Asked that `show` uses."""
 
     most, axis = 1024, None
 

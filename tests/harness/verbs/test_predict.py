@@ -119,7 +119,7 @@ FULL = {"outcome": "oom", "unlimited_peak_reserved_bytes": 200 << 30, "phase": "
 def answer(
     capsys: pytest.CaptureFixture[str], trials: list[dict[str, Any]], came: list[dict[str, Any]], *words: str
 ) -> list[str]:
-    """What is printed of these trials and what came of them."""
+    """Return the lines that are printed for these trials and their results."""
     device = {"device": {"name": "simulated", "gpu": "h100-80gb"}}
     items = [one for (one,) in plan.expand_trials([one | device for one in trials], 1)]
     rows = {

@@ -151,7 +151,7 @@ data=wikitext seed=7
 
 
 def dry(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """What a dry run prints on a card of these words, through Hydra, without the option."""
+    """Return what a dry run of these words prints for device=cuda, through Hydra, without the option."""
     assert run.main(["--dry-run", "device=cuda", *words]) == 0
     return capsys.readouterr().out.splitlines()
 

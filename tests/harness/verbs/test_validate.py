@@ -240,7 +240,7 @@ Said = Callable[..., tuple[int, dict[str, Any], str]]
 
 @pytest.fixture
 def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Said:
-    """What `validate FILE... --json` answers where each trial's row has these values: status, record, stderr."""
+    """Return a function that runs `validate FILE... --json` with these values in each row: status, record, stderr."""
 
     def run(*words: str, **values: Any) -> tuple[int, dict[str, Any], str]:
         def predict(asked: Any, settings: Any, folder: Path) -> tuple[dict[str, Any], int]:

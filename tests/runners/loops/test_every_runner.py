@@ -28,7 +28,7 @@ def deepspeed(stage: int, **over: Any) -> dict[str, Any]:
 
 
 def same_but_for_the_machine(row: Row) -> Row:
-    """What must not depend on how the process was started: everything but time, resident sets and bookkeeping."""
+    """Return the columns that must not depend on how the process started: no times, resident sets and bookkeeping."""
     kept = ("memory_source", "outcome", "optimizer_effective", "attention_effective", "parameters", "runner_config",
             "trial_id")  # fmt: skip
     columns = {k: v for k, v in row.items() if "allocated" in k or "flops" in k or k.startswith("loss") or k in kept}

@@ -16,7 +16,7 @@ CARD = torch.device("cuda", 0)
 
 
 class Counters:
-    """What torch has of each card: bytes now, and the most since the last reset, whoever resets."""
+    """A stand-in for torch's counters of each GPU: bytes now, and the most since the last reset, whoever resets."""
 
     def __init__(self) -> None:
         self.now, self.peak = [0, 0], [0, 0]

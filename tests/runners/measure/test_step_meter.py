@@ -358,7 +358,7 @@ child.communicate(b"\\n")
 def test_updates_that_the_scaler_skips_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: float
 ) -> None:
-    """Of the measured steps only, against what the optimizer itself was asked to do."""
+    """Only measured steps count; the steps that the optimizer really made are the reference."""
     monkeypatch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=start))
     trial, meter = metered(tmp_path, precision="fp16", protocol={"warmup_steps": 2, "measured_steps": 12})
     updated: set[int] = set()

@@ -96,7 +96,7 @@ def test_batches_cycle_through_the_pool_and_depend_on_the_seed() -> None:
 
 
 def test_no_batch_has_the_same_tensor_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an operator moves is told by its tensors: a batch of 100 is 100, though values repeat after 64."""
+    """Tensors tell what an operator moves: a batch of 100 has 100 of them, though values repeat after 64."""
     many, stack = 100, torch.stack
     stacked: list[list[torch.Tensor]] = []
     monkeypatch.setattr(torch, "stack", lambda rows: stacked.append(rows) or stack(rows))

@@ -152,7 +152,7 @@ def test_a_mask_is_made_where_there_is_something_to_hide(
 
 @pytest.mark.slow
 def test_the_masks_of_a_trace_are_those_of_a_real_step(tmp_path: Path) -> None:
-    """What padding, packing and a cache add to what a forward pass leaves behind, real and traced, in fp32."""
+    """Padding, packing and a cache add the same to what a forward pass leaves behind, real and traced, in fp32."""
     heads = {"config": {"num_key_value_heads": 4}}
 
     def held(**over: Any) -> tuple[int, int]:

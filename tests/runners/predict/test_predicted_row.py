@@ -99,7 +99,7 @@ def test_a_card_with_other_memory_keeps_what_is_known_of_its_speed(tmp_path: Pat
 
 @pytest.mark.slow
 def test_what_the_optimizer_takes_does_not_go_with_the_tokens(tmp_path: Path) -> None:
-    """Of a single token all that counts is the optimizer's step, whose temporaries are as large as the weights."""
+    """With few tokens only the optimizer's step counts; its temporaries are as large as the weights."""
     values: dict[str, Any] = {"seq_len": 8, "micro_batch": 1, "precision": "fp32"}
     chosen = trial_parser.parse(tiny(device=SIMULATED, **values))
     _, whole = predicted(tiny(device=SIMULATED, **values), tmp_path)
@@ -156,7 +156,7 @@ def test_a_share_of_the_card_is_what_its_row_speaks_of(tmp_path: Path) -> None:
 def test_a_setting_that_does_nothing_runs_with_a_note_and_a_collected_run_that_does_not_fit_says_what_it_needs(
     run_sweep: Run,
 ) -> None:
-    """What forums advise has a threshold without a limit, which torch takes and never uses."""
+    """Forums advise a threshold without a limit; torch accepts it and never uses it."""
     forum = "max_split_size_mb:128,garbage_collection_threshold:0.8"
     small = {"device": {"name": "simulated", "gpu": "t4-16gb"}, "seq_len": 4096, "micro_batch": 512}
     collected = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.99"

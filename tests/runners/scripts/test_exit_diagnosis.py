@@ -41,7 +41,7 @@ LAUNCHER = {"pid": 1, "program": "/bin/torchrun", "error": CHILD, "at": 9.0}
 
 
 def seen(**over: Any) -> dict[str, Any]:
-    """What a process leaves that has imported torch and ended well."""
+    """Return the record of a process that has imported torch and ended well."""
     said: dict[str, Any] = {"pid": 1, "at": 1.0, "rank": 0, "world_size": 1, "program": "t.py", "problem": None}
     said |= {"ended": True, "variables": {}, "index": None, "forwards": 0, "backwards": 0, "steps": 0}
     return said | over
@@ -125,7 +125,7 @@ def test_each_end_has_its_cause(case: str, tmp_path: Path) -> None:
 
 
 def hooked(tmp_path: Path, code: str, version: str) -> str:
-    """What the hook says of a process that imports a torch of this version."""
+    """Return what the hook reports for a process that imports a torch of this version."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text(f"__version__ = {version!r}")
     environ = launch_command.environment(tmp_path) | {"PYTHONPATH": f"{launch_command.HOOK}{os.pathsep}{tmp_path}"}
@@ -190,7 +190,7 @@ MEASURED |= {"columns": SHORT}
 
 
 def left(folder: Path, seconds: float, said: dict[str, Any], **over: Any) -> str:
-    """What becomes of a command that leaves this of its one process, then goes on for so long."""
+    """Run a command that leaves the record `said` and goes on for `seconds`; return its error's message."""
     (folder / "attempt").mkdir()
     (folder / "t.py").write_text(LEAVES)
     (folder / "said.json").write_text(json.dumps(said))

@@ -179,7 +179,7 @@ print(sorted(vars(w)), len(torch.nn.modules.module._global_forward_pre_hooks))
 
 
 def test_the_script_notices_nothing(run_sweep: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it prints, finds and imports is what it does alone; the user's own sitecustomize is imported, too."""
+    """It prints, finds and imports the same as when it runs alone; the user's own sitecustomize is imported, too."""
     (here / "own").mkdir()
     (here / "own" / "sitecustomize.py").write_text("MINE = 1\n")
     (here / "peek.py").write_text(PEEK)

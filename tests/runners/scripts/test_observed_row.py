@@ -82,7 +82,7 @@ STEPS = {  # passes of a step: what is seen of its batches
 
 
 def volume(passes: str, ids: torch.Tensor = IDS, first: str = "") -> Volume:
-    """Of five such steps; the first may be another."""
+    """Return the volume of five steps with these passes; `first` replaces those of the first step."""
     one = Volume()
     for step in (first or passes, *[passes] * 4):
         one.begin_step()

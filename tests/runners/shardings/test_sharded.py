@@ -62,7 +62,7 @@ def test_what_fsdp_gathers_is_freed_after_the_forward_pass_if_asked(tmp_path: Pa
 
 @pytest.mark.slow
 def test_a_predicted_row_has_one_rank_and_says_what_of_it_is_estimated(run_sweep: Run) -> None:
-    """What real ranks hold is compared with predictions, to the byte, in test_data_parallel.py."""
+    """test_data_parallel.py compares predictions with what real ranks hold, byte for byte."""
     (row,) = run_sweep(fsdp_trial(2, SIMULATED))
     assert row["outcome"] == "ok" and row["parameters"] == PARAMETERS, row["reason"]
     for kind in ("allocated", "reserved", "active"):

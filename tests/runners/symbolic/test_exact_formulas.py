@@ -22,7 +22,7 @@ def up(value: int, multiple: int) -> int:
 
 
 def learned(points: Sequence[Point], truth: Callable[[Point], int], most: int = 30) -> tuple[str | Unknown, int]:
-    """What is found once every point that was asked for is known, and how many that were."""
+    """Answer every point that is asked for; return what is found, and the number of points."""
     candidates = Candidates(points)
     at = candidates.choose([], candidates.enough)
     while True:

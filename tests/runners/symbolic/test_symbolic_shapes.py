@@ -279,7 +279,7 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
 
 
 def test_of_a_length_the_share_of_padding_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the batch it does not depend."""
+    """The share does not depend on the batch."""
     made, data = [], build.data
     monkeypatch.setattr(build, "data", lambda of: made.append(of.seq_len) or data(of))
 

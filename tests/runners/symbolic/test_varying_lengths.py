@@ -141,7 +141,7 @@ def test_a_custom_target_has_the_columns_of_its_batches(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_changed_since_the_plan_is_refused(tmp_path: Path) -> None:
-    """Where its lengths are read, and wherever a file of another kind is."""
+    """This holds when its lengths are read, and wherever a file of another kind is read."""
     of_lengths, target = tmp_path / "lengths", tmp_path / "target.py"
     of_lengths.write_text("9\n")
     target.write_text("def build(trial): ...\n")

@@ -134,7 +134,7 @@ class Library:
 
 
 def statistics(net: nn.Module) -> Iterator[torch.Tensor]:
-    """What bitsandbytes keeps beside its weights, the map of its 8-bit statistics among it."""
+    """Yield the tensors that bitsandbytes keeps besides its weights, with the map of its 8-bit statistics."""
     states = [p.quant_state for p in net.parameters() if hasattr(p, "quant_state")]
     for state in states:
         yield from (state.absmax, state.code)
@@ -164,7 +164,7 @@ def test_the_model_s_state_is_the_library_s_to_the_byte(tmp_path: Path, values: 
 
 
 def steps(trace: Trace) -> list[int]:
-    """What the steps ask for and give back, in order."""
+    """Return the bytes that the steps request and free, in order."""
     return signed(trace, trace.marks[0].end, trace.marks[-1].end)
 
 

@@ -31,7 +31,7 @@ GPT2 = {"model_type": "gpt2", "config": {"n_embd": 64, "n_layer": 1, "n_head": 2
 
 
 def networks(**over: Any) -> tuple[Any, Any]:
-    """The same weights with transformers' own loss, and with the trial's."""
+    """Return two networks of equal weights: with transformers' own loss, and with the trial's."""
     chosen = trial_parser.parse(tiny(**over))
     torch.manual_seed(0)
     plain = build.model(chosen.model_copy(update={"loss": "plain"}), CPU)

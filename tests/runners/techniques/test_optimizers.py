@@ -191,7 +191,7 @@ LARGE: dict[str, Any] = {"seq_len": 16, "micro_batch": 1, "model": {"config": {"
      *((name, "bf16_master") for name in ("adamw_torch_loop", "adamw_torch_foreach", "sgd"))],
 )  # fmt: skip
 def test_temporaries_are_those_of_the_library_on_a_cpu(tmp_path: Path, name: str, precision: str) -> None:
-    """What a step needs beside weights, gradients and state, by a watch over every operator of a real step."""
+    """We watch every operator of a real step for what it needs besides weights, gradients and state."""
     over = {"optimizer": name, "precision": precision}
     chosen = trial_parser.parse(tiny(**LARGE, **over))
     net = build.model(chosen, CPU)

@@ -128,7 +128,7 @@ def test_the_stand_in_allocates_what_torchao_does(tmp_path: Path, monkeypatch: p
 
 @pytest.mark.slow
 def test_the_norms_gradient_takes_a_row_for_each_multiprocessor(tmp_path: Path) -> None:
-    """Of two cards of one generation, which otherwise trace alike."""
+    """Two GPUs of one generation otherwise have the same trace."""
     large, small = gpu_lookup.gpu_named("h100-80gb"), gpu_lookup.gpu_named("h100-pcie-80gb")
     counts = {card: Counter(traced(tmp_path, card.name, **PLAIN)[0].sizes) for card in (large, small)}
     width, norms, steps = 64, 2 * 2 + 1, 3

@@ -99,7 +99,7 @@ def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
 def test_parameters_that_may_live_are_counted_as_then(
     tmp_path: Path, versions: dict[str, str], upstream: tuple[int, ...]
 ) -> None:
-    """Where stage3_max_live_parameters holds back prefetching: two layers' parameters of eight."""
+    """stage3_max_live_parameters holds back prefetching: it allows the parameters of two layers of eight."""
     zero = {
         "stage3_max_live_parameters": 1_600_000, "stage3_max_reuse_distance": 100,
         "stage3_prefetch_bucket_size": 168_000, "stage3_param_persistence_threshold": 1000, "reduce_bucket_size": MIB,

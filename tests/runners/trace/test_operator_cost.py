@@ -27,7 +27,7 @@ CAPABILITY = A100.capability
 
 
 def asked(run: Callable[..., Any], *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[Any]:
-    """What `run` of tensors of these shapes asks for."""
+    """Run `run` on tensors of these shapes; return the work of each operator."""
     with cuda_emulation.behave(CAPABILITY), FakeTensorMode():
         tensors = [torch.empty(shape, dtype=dtype) for shape in shapes]
         with Works() as works:
@@ -115,7 +115,7 @@ def test_a_step_of_gpt2_has_the_flops_of_the_formula(tmp_path: Path, precision: 
 
 @pytest.mark.slow
 def test_the_optimizer_s_bytes_and_launches(tmp_path: Path) -> None:
-    """What AdamW moves is in the difference to SGD, which reads the weight and its gradient and writes the weight."""
+    """The difference to SGD shows what AdamW moves; SGD reads the weight and its gradient, and writes the weight."""
 
     def total(optimizer: str) -> tuple[int, int, int]:
         _, trace, parameters = traced(tmp_path, optimizer=optimizer, seq_len=8, micro_batch=1)

@@ -61,8 +61,8 @@ def asked(tracer: Tracer, first: int, last: int) -> list[int]:
 
 
 def shown(sizes: list[int]) -> tuple[list[int], int]:
-    """What is asked for, in order, and the most that is held: but for what fits one block of the smallest size (seeds,
-    whose order differs) and the workspace that the card's handle for fp32 took in the first such call."""
+    """Return the requested sizes in order, and the most bytes held. Left out are blocks of the smallest size (seeds,
+    whose order differs) and the workspace that the GPU's handle for fp32 took in the first such call."""
     kept = [size for size in sizes if abs(size) > 512 and size != WORKSPACE]
     return [size for size in kept if size > 0], max(itertools.accumulate(kept))
 

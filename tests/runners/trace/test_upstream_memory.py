@@ -27,7 +27,7 @@ SCORES = {"phi", "gpt_bigcode"}  # models whose own attention before 4.48 makes 
 
 
 def cases(version: str, model: str) -> dict[str, list[int]]:
-    """What was recorded, but the cache of checkpointed layers, which only GPTBigCode kept."""
+    """Return the recorded cases, without the cache of checkpointed layers, which only GPTBigCode kept."""
     return {
         name: recorded
         for name, recorded in RECORDED[version][model].items()

@@ -196,7 +196,7 @@ def test_a_trace_says_what_it_does(tmp_path: Path) -> None:
 
 
 def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one length the trial's own attempt tells more."""
+    """If there is only one length, the trial's own attempt tells more."""
     refuse = mock.Mock(side_effect=trial.InvalidTrial("not this one"))
     monkeypatch.setattr(predictor, "curve", mock.Mock(**{"return_value.at.return_value": (None, {})}))
     monkeypatch.setattr(batch_server.predicted_row, "predict", refuse)

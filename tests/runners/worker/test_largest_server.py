@@ -156,7 +156,7 @@ def test_what_is_asked_for_at_all_points_of_a_formula_is_that_at_each(tmp_path: 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [True, False])
 def test_an_edge_is_what_each_prediction_says(tmp_path: Path, every: bool) -> None:
-    """Of cards, shares of them, hosts and nodes; what they share is looked at once."""
+    """This covers GPUs, shares of them, hosts and nodes; what they share is computed once."""
     lengths = [16, 64, 128, 192, 256]
     plain = {n: simulated(seq_len=n, micro_batch=16) for n in lengths}
     card = A100
