@@ -18,7 +18,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 CONF = HERE.parent / "conf"
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE)]
+
+import accuracy_numbers  # noqa: E402
 
 from vramsweep import verbs  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
@@ -217,7 +219,14 @@ def groups() -> str:
     return "\n\n".join(parts)
 
 
+def accuracy() -> str:
+    """The table of accuracy, from the pages that own its numbers."""
+    head = ("compared with", "peak", "readings", "median error", "90th percentile", "within 1 %", "worst")
+    return table(head, accuracy_numbers.lines()).replace("|" + " --- |" * 7, "|---|---|" + "---:|" * 5)
+
+
 PARTS = (
+    Part("accuracy", accuracy),
     Part("commands", commands),
     Part("exit statuses", statuses),
     Part("columns", columns),

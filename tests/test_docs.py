@@ -7,7 +7,6 @@ command does not take minutes. Not covered: other blocks, and prose.
 from __future__ import annotations
 
 import contextlib
-import csv
 import hashlib
 import importlib.util
 import io
@@ -89,43 +88,14 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not wrong
 
 
-# Words that the glossary (CONTRIBUTING) replaces, where one reading alone is possible.
-BANNED = (
-    r"verbs?", "mended", r"go(?:es)? on with", "gone on with", r"passing faults?", r"leftovers?", "monotone",
-    "reserved beyond", "hangs? on", "moves? with", "rests? on", "what stays", "whoever", "foreign files?",
-)  # fmt: skip
-OPENINGS = ("What", "Where", "Of", "Who", "Whoever")
-
-
-def sentences(path: Path) -> Iterator[str]:
-    """The sentences of a page's paragraphs and lists, code as `x`: neither headings nor tables, which may ask."""
-    inside: list[str] = []
-    for token in tokens(path):
-        inside = [*inside, token.tag] if token.nesting == 1 else inside[:-1] if token.nesting == -1 else inside
-        if token.type == "inline" and "table" not in inside and not {"h1", "h2", "h3", "h4"} & {*inside}:
-            parts = token.children or ()
-            text = "".join(
-                "x" if part.type == "code_inline" else " " if part.type == "softbreak" else part.content
-                for part in parts
-                if part.type in ("text", "code_inline", "softbreak")
-            )
-            yield from re.split(r"(?<=[.!?]) +(?=[A-Z`*])", text)
-
-
 @pytest.mark.parametrize("path", FILES, ids=name)
 def test_words_and_openings_are_those_of_the_glossary(path: Path) -> None:
-    wrong = [
-        f"{found[0]}: {sentence[:100]}"
-        for sentence in sentences(path)
-        for found in re.finditer(rf"(?i)\b(?:{'|'.join(BANNED)})\b", sentence)
-    ]
-    wrong += [one for one in sentences(path) if one.split(" ")[0] in OPENINGS and "?" not in one]
-    assert not wrong
+    assert script("words").offences(path) == [], "python docs/words.py lists them"
 
 
 def test_the_documentation_stays_short() -> None:
     """At most 30 pages and 45,000 words, without tables and what the code writes."""
-    words = sum(len(sentence.split()) for path in PAGES for sentence in sentences(path))
+    words = sum(len(sentence.split()) for path in PAGES for sentence in script("words").sentences(path))
     assert len(PAGES) <= 30 and 20_000 < words <= 45_000
 
 
@@ -180,136 +150,13 @@ def test_outputs_are_written_without_progress_and_paths_and_cut_where_the_mark_s
     assert [(one.lines, one.by_hand) for one in outputs.shown(page)] == [(2, False), (None, True)]
 
 
-def cells(page: str, section: str, first: str) -> list[list[str]]:
-    """The cells after those of `first`, of each line of a section of a page that begins with them."""
-    text = (ROOT / "docs" / f"{page}.md").read_text()
-    part = re.split(r"(?m)^## ", text.partition(f"\n## {section}\n")[2])[0]
-    lines = [line.removesuffix(" |") for line in part.splitlines() if line.startswith(f"| {first}")]
-    return [line.removeprefix(f"| {first}").removeprefix(" | ").split(" | ") for line in lines]
+numbers = script("accuracy_numbers")
 
 
-def errors(card: str, when: str, counter: str) -> tuple[str, ...]:
-    """Readings, median, 90th percentile, within 1 % and worst of a card's page."""
-    ((one, count, of, median, most, within, _, worst),) = [
-        [when, *line] for line in cells(card, "Predicted and measured", when) if line[1] == counter
-    ]
-    assert (one, of) == (when, counter)
-    return count, median, most, within, worst
-
-
-def published(grade: str, counter: str) -> tuple[str, ...]:
-    """Return the figures of `errors` for published readings whose peak depends on batch and length."""
-    ((count, _, _, _, median, most, within, worst, *_),) = cells(
-        "published_runs", f"Grade {grade}", f"{counter} | moves"
-    )
-    return count, median, most, within, worst
-
-
-def test_the_accuracy_that_the_readme_states_is_its_sources() -> None:
-    readme, rows = (ROOT / "README.md").read_text().replace("−", "-"), []
-    for card in ("h100", "h200"):
-        count, median, _, within, worst = errors(card, "blind", "reserved")
-        rows.append(f"| {count} | {median} | {within} | {float(worst.split()[0]):+.{1 if card == 'h100' else 0}f} %")
-    count, median, _, _, worst = published("A", "reserved")
-    rows.append(f"| {count} | {float(median.split()[0]):.1f} % | | {float(worst.split()[0]):.0f} %")
-    assert [row for row in rows if row not in readme] == []
-    fitted, out, wrongly, missed = fits()
-    assert missed == 0 and f"all {out} that ran out of memory" in readme
-    assert f"{wrongly} of the {fitted + wrongly} that fitted" in readme
-
-
-def fits() -> list[int]:
-    """Published runs: fitted and predicted to, ran out and predicted to, fitted and predicted to run out, the other way
-    round."""
-    lines = [line[1:5] for line in cells("published_runs", "Which runs fit", "") if line[1].isdecimal()]
-    return [sum(map(int, column)) for column in zip(*lines, strict=True)]
-
-
-def test_the_accuracy_page_states_what_its_sources_do() -> None:
-    page = (ROOT / "docs" / "accuracy.md").read_text()
-    known = {}
-    for card in ("h100", "h200"):
-        for when, words in (("blind", ", before it was measured"), ("now", ", with the fixes that followed")):
-            for counter in ("allocated", "reserved"):
-                known[card.upper(), words, counter] = errors(card, when, counter)
-    for grade in "AB":
-        for counter in ("allocated", "active", "reserved", "device"):
-            known["published runs", f", grade {grade}", counter] = published(grade, counter)
-    lines = re.findall(r"(?m)^\| (?:one |\[one |\[)([\w ]+?)(?:\]\(\w+\.md\))?(, [\w ]+) \| (\w+) \| (.*) \|$", page)
-    assert {(of, words, counter): tuple(rest.split(" | ")) for of, words, counter, rest in lines} == known
-    blind = [known[card, ", before it was measured", "reserved"] for card in ("H100", "H200")]
-    total, within = (sum(int(line[n]) for line in blind) for n in (0, 3))
-    text = " ".join(page.split())
-    assert f"predicted {total} training runs of one GPU" in text and f"within 1 % in {within} of them" in text
-    grade_a = known["published runs", ", grade A", "reserved"]
-    assert f"reserved memory is {float(grade_a[1].split()[0]):.1f} % off in the median" in text
-    fitted, out, wrongly, missed = fits()
-    assert missed == 0 and f"All {out} published runs that ran out of memory" in text
-    assert f"Among the {fitted + wrongly} that fitted, {wrongly} are wrongly predicted" in text
-    for card in ("h100", "h200"):
-        (ratios,) = re.findall(
-            r"A step took (\S+ to \S+) times .*?is (\S+)\.\n", (ROOT / "docs" / f"{card}.md").read_text()
-        )
-        assert f"{ratios[0]} times in nine" in text and f"{ratios[1]} times as long" in text
-    ((*_, middle, far),) = cells("published_runs", "Speed", "all")
-    assert f"are {middle} off in the median; the 90th percentile is {far}." in text
-
-
-def largest(source: str, counter: str, run: str = "") -> tuple[int, float, float]:
-    """Readings, least and worst error in percent, without signs, of a source's group with the largest error."""
-    groups = []
-    for of, kind, count, least, worst, _, _, name, *_ in cells("published_runs", "Large errors", ""):
-        if (of, kind) == (source, counter) and run in name:
-            small, large = (float(one.split()[0].lstrip("+-–") or 0) for one in (least, worst))
-            groups.append((int(count), small, large))
-    return max(groups, key=lambda group: group[2])
-
-
-def test_known_failures_are_as_large_as_their_sources_say() -> None:
-    text = " ".join((ROOT / "docs" / "accuracy.md").read_text().split())
-    active, reserved = (largest("fine-tune-2024-04", counter)[2] for counter in ("active", "reserved"))
-    assert f"active memory is up to {active} % too low, and reserved up to {reserved} %" in text
-    with (ROOT / "results" / "reference" / "validation" / "every_reading.csv").open(newline="") as file:
-        kept = [row for row in csv.DictReader(file) if row["world_size"] == "8" and row["peak"] == "moves"]
-    bounded = {
-        counter: [row["between_bounds"] for row in kept if row["counter"] == counter and row["between_bounds"]]
-        for counter in ("active", "reserved")
-    }
-    ((all_active, inside, of),) = re.findall(r"All (\d+) active peaks and (\d+) of (\d+) reserved peaks", text)
-    assert bounded["active"] == ["True"] * int(all_active)
-    assert (bounded["reserved"].count("True"), len(bounded["reserved"])) == (int(inside), int(of))
-    low = [
-        line[-1].split()[0].lstrip("-") for line in cells("h200", "Predicted and measured", "") if "fsdp1" in line[0]
-    ]
-    assert len(low) == 2 and f"{low[0]} % and {low[1]} % below" in text
-    assert f"up to {largest('torchtitan', 'reserved')[2]} % too high" in text
-    assert f"up to {largest('fms-acceleration', 'device', 'SantaCoder')[2]} % too low" in text
-    for source, counter, words in (("litgpt", "allocated", "too high"), ("milabench", "device", "too low")):
-        count, least, most = largest(source, counter)
-        assert f"{count} {counter} peaks are {least:.0f} to {most:.0f} % {words}" in text
-
-
-def test_other_tools_are_next_to_what_the_readings_say_of_them() -> None:
-    page = (ROOT / "docs" / "accuracy.md").read_text()
-    names = {
-        "16 bytes a parameter": "16 bytes",
-        "accelerate estimate-memory": "[`accelerate",
-        "DeepSpeed estimate_zero": "DeepSpeed's",
-        "training_hub": "training_hub",
-        "torch MemTracker": "`MemTracker",
-    }
-    for name, begins in names.items():
-        (line,) = [line for line in page.splitlines() if line.startswith(f"| {begins}")]
-        *_, theirs, ours = line.removesuffix(" |").split(" | ")
-        said = re.findall(r"(\d\S*) % of (\w+) \((\d+)\)", theirs)
-        assert len(said) == len(ours.split(", ")) > 0
-        for (off, counter, count), own in zip(said, ours.split(", "), strict=True):
-            (known,) = cells("published_runs", "Next to other tools", f"{counter} | moves | {name}")
-            readings, _, median, _, same, _ = known
-            assert count == readings, line
-            for stated, source in ((off, median), (own.split()[0], same)):
-                digits = len(stated.partition(".")[2])
-                assert float(stated) == round(float(source.split()[0]), digits), line
+def test_numbers_of_accuracy_are_those_of_their_sources() -> None:
+    for page, statements in numbers.statements().items():
+        text = " ".join((ROOT / page).read_text().replace("−", "-").split())
+        assert len(statements) >= 5 and [one for one in statements if one not in text] == [], page
 
 
 _COMMAND = re.compile(r"(?:^|[\s(])(?:(?:python3? -m )?(vramsweep|harness|analysis)|(make)) +[a-z]")
