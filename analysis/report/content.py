@@ -125,7 +125,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     calibrations, calibration_notes = calibrate(table) if len(worlds) > 1 else ([], [])
     estimates = calibrated(table, calibrations)
     told = [one for one in drawn if one.caption and one.name.startswith("allocators") and "by_speed" not in one.name]
-    found += [f"{'Predicted: ' * one.title.endswith(PREDICTED)}{one.caption}" for one in told]
+    found += [f"{'Predicted: ' * one.title.endswith(f'({PREDICTED})')}{one.caption}" for one in told]
     found += [*findings.estimates(table), *findings.calibrations(calibrations, estimates)]
     notes += calibration_notes if len(estimates) else []
     apart = residuals(table)
