@@ -74,7 +74,7 @@ endif
 setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt, by the hashes in locked*.txt
 	@$(REACH)
 
-sweep: $(READY)  ## run a sweep, or go on with it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
+sweep: $(READY)  ## run a sweep, or resume it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
 	$(PY) -m vramsweep sweep $(GRID)
 	@$(REACH)
 
@@ -124,7 +124,7 @@ docs: $(READY)  ## the documentation site: build/docs/index.html; needs no netwo
 	$(PY) docs/reference.py
 	$(PY) -m sphinx -W --keep-going --quiet -b html docs build/docs
 
-gpu-check: $(READY)  ## prove it on a real card, in nine minutes: OUT=results/reference/NAME
+gpu-check: $(READY)  ## compare predictions with a real GPU, in nine minutes: OUT=results/reference/NAME
 	$(PY) benchmarks/gpu_check.py $(OUT)
 
 validate: $(READY)  ## predict published runs, and write docs/published_runs.md: one to two hours on two cores
