@@ -179,7 +179,7 @@ def resolve(argv: Sequence[str], verb: str = "sweep", action: str = "resolve", s
 def _preset(args: argparse.Namespace) -> list[str]:
     """Return the overrides without `device=auto`, the default, and with `sweep=auto` replaced by the device's preset.
 
-    A user's file can choose another device than the default, but not than an override. Raises UserError for
+    A user's file that chooses a device replaces the default; it could not replace an override. Raises UserError for
     `sweep=auto` with several devices.
     """
     words = [word for word in args.overrides if word != "device=auto"]

@@ -59,9 +59,9 @@ def parse(argv: Sequence[str], action: str, verb: str = "sweep") -> tuple[argpar
 
 
 def today(override: str) -> str:
-    """Return an override of version 0.1 (`runner.zero_stage=1`) in today's words; others unchanged. Raises UserError.
+    """Return an override of version 0.1 (`runner.zero_stage=1`) in today's words. Raises UserError.
 
-    A size or time (device.memory_gib=24GiB) becomes a bare number in the unit that its key names.
+    A size or time (device.memory_gib=24GiB) becomes a bare number in the unit that its key names. All else is kept.
     """
     key, _, value = override.partition("=")
     if key == "runner.zero_stage":

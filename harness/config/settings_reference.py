@@ -45,7 +45,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Group:
-    """A group: its options, and the settings below it as the option describes them that describes most."""
+    """A group: its options, and the settings below it, as described by the option that describes most of them."""
 
     name: str
     options: tuple[Option, ...]

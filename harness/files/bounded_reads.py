@@ -1,7 +1,7 @@
 """Files of a results folder, which anybody may have made: read only if they are regular, written whole.
 
 Reading a pipe would wait, and a device has no end. A link is followed only if `links` is true, and only to a regular
-file. It is not for files that the user names for other purposes.
+file. This module is not for files that the user names for other purposes.
 """
 
 from __future__ import annotations

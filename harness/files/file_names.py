@@ -31,7 +31,7 @@ def name_problem(name: str) -> str | None:
 
 
 def make_safe(text: str) -> str:
-    """Return a file name for any text, unchanged if it is safe. Texts that differ only in unsafe signs share a name."""
+    """Return a file name for any text, unchanged if it is safe. Texts with different unsafe signs may share one."""
     kept = "".join(sign if sign.isprintable() and sign != "/" and escape_text(sign) == sign else "_" for sign in text)
     bare = kept.lstrip(".")
     whole = "_" * (len(kept) - len(bare)) + bare if bare.strip() else f"_{'_' * len(kept)}"

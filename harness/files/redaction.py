@@ -2,8 +2,8 @@
 
 The results are published, and contain what users type, what is recorded and what errors say. A secret is recognised by
 its name, by the form that a service gives it, or by its place in an address. It is also recognised by its value, if the
-environment has it under such a name. Other secrets are not found, nor is what a worker or a script writes itself (logs,
-its own files) searched. Every search takes time in proportion to the text.
+environment has it under such a name. Other secrets are not found. What a worker or a script writes itself (logs, its
+own files) is not searched. Every search takes time in proportion to the text.
 """
 
 from __future__ import annotations

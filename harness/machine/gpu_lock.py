@@ -1,9 +1,9 @@
 """Locks that let one trial at a time use a GPU, over all sweeps that this user runs on the machine.
 
 Within a sweep its slots ensure this (scheduler.py). Two sweeps can share a node, for example shards started by hand.
-Then each trial holds the locks of its GPUs while it runs. A trial waits for them before it measures anything, so that
-it does not meet the other sweep's process halfway. Sweeps of other users and other programs are not covered;
-gpu_occupancy.py finds their processes.
+Then each trial holds the locks of its GPUs while it runs. A trial waits for them before it measures anything. Otherwise
+it could find the other sweep's process there in the middle of its run. Sweeps of other users and other programs are not
+covered; gpu_occupancy.py finds their processes.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def lock_gpus(
 def _taken(
     card: machine.Gpu, place: Path, sleep: Callable[[float], None], patience_s: float, locks: contextlib.ExitStack
 ) -> str | None:
-    """Take the head of a GPU's queue, then the GPU; return None, or why it is not ours. Then release the head, so that
-    a process that has just released the GPU queues behind those that wait."""
+    """Take the head of a GPU's queue, then the GPU, and release the head. So a process that has just released the GPU
+    queues behind those that wait. Return None, or why the GPU is not ours."""
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

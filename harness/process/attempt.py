@@ -301,7 +301,7 @@ class Launcher(contextlib.AbstractContextManager["Launcher"]):
 
     def _leftovers(self) -> Iterator[tuple[int, bool]]:
         """Yield the orphans of ended attempts, each with whether it has ended: our children that belong to no running
-        attempt or server, and all processes below them. Reap those of these children that have ended.
+        attempt or server, and all processes below them. Reap the ended ones of these children.
 
         A child in our session is a program that we called, no orphan. Children in sessions of their own are started and
         noted under the lock. It is taken here after a child was listed, so a child just started is already noted.

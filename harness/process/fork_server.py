@@ -320,7 +320,7 @@ class WarmWorker:
         return self._descriptor is None or bool(readable([self._descriptor], 0))
 
     def _adopted(self) -> int | None:
-        """Return the exit code of a worker that outlived its server as our child (PR_SET_CHILD_SUBREAPER)."""
+        """Return the exit code of a worker that ended before its server: our child now (PR_SET_CHILD_SUBREAPER)."""
         with contextlib.suppress(ChildProcessError):
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             return os.waitstatus_to_exitcode(status) if pid else None

@@ -85,8 +85,8 @@ def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:
-    """Return, for each model and runner, the predicted row with the largest peak that fits and the one that does not
-    fit by least."""
+    """Return, for each model and runner, the predicted row with the largest peak that fits, and the one with the
+    smallest that does not."""
     predicted = list(rows)
     found: list[Row] = []
     for kind in dict.fromkeys((row.get("model"), row.get("runner")) for row in predicted):

@@ -104,7 +104,7 @@ class Advice:
 
     @property
     def least(self) -> list[Option]:
-        """Unchanged run, and the two options of each level that need least memory: candidates for the furthest."""
+        """Unchanged run, and the two options up to each level that need least memory: one of them may get furthest."""
         found = [self.base]
         for level in range(len(LEVELS)):
             own = [one for one in self.tried if one.level <= level and one.need is not None]

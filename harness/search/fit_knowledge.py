@@ -77,7 +77,7 @@ class Bracket:
 
     @property
     def proven(self) -> int | None:
-        """Largest value that fits, if no smaller value and no other trial of it does not fit."""
+        """Largest value that fits; None if a smaller value, or another trial of it, did not fit."""
         return self.largest if self.largest == self.below else None
 
     @property

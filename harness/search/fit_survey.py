@@ -8,9 +8,9 @@ exceeds a GPU's limit does not fit.
   GPU has. Else all measures near its limit would come from points that fit.
 - For each GPU, more and more points are tried at its limit, until the first that does not fit and the last that fits
   are known.
-- Points that fit by a margin are skipped. Such a point's need is estimated as floor x (need / floor of the nearest
-  measured points on both sides). The margin is twice the most that any of these nearby needs more than both its
-  neighbours, and at least 1 %. Close to the limit not many in a row are skipped.
+- Points that fit by a margin are skipped. Such a point's need is estimated as its floor, times the larger need / floor
+  of the nearest measured points on both sides. The margin is twice the most that any of these nearby needs more than
+  both its neighbours, and at least 1 %. Close to the limit not many in a row are skipped.
 - The ends are tried before they are believed, with a whole stretch below the first that does not fit. One point in 64
   may need more and be in no sample.
 

@@ -148,7 +148,7 @@ def words(given: Sequence[str], remedies: Iterable[MemorySaving]) -> list[str]:
 
 
 def _without_cache(one: MemorySaving) -> MemorySaving:
-    """Turn the cache off with checkpointing, which needs that, for a trial that asks for a cache."""
+    """Return the change; if it is checkpointing, also turn the cache off, because checkpointing needs that."""
     if one.group != "checkpointing":
         return one
     return replace(one, words=f"{one.words} use_cache=off", change={**one.change, "use_cache": "off"})

@@ -67,7 +67,7 @@ DIFFERENCES = (
 
 
 def find_differences(trial: Trial) -> list[Difference]:
-    """Return the differences of the versions that a simulated trial names from the installed ones."""
+    """Return the known differences between the versions that a simulated trial names and the installed ones."""
     return [one for one in DIFFERENCES if one.when(trial) and _differs(one, trial.versions.get(one.package))]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vramsweep.harness.sweep.plan import Planned, Settings
 
 START_S = 2.0  # to start the process and build the model of a trial of which nothing is known
-TRACE_S = 10.0  # of a simulated configuration; about 9 s for models of 0.5 and 8 billion parameters
+TRACE_S = 10.0  # of a simulated configuration; 7 to 8 s for models of 0.5 and 8 billion parameters on two CPU cores
 REACHED = 1 / 3  # of a GPU's published peak, which a step is assumed to reach before anything is known of it
 PREDICTED_S = 0.1  # of each prediction, once its configuration is traced
 # Trials that differ only in these are of one configuration.

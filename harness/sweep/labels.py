@@ -65,7 +65,7 @@ def varying(planned: Sequence[Planned]) -> list[str]:
         if key not in NEVER and p.resolved.get(key) != first.get(key)
     }
     values = [flatten(p.resolved, top) for p in planned]
-    whole_ones = [p.trial is not None for p in planned]  # an invalid trial may lack settings: no difference
+    whole_ones = [p.trial is not None for p in planned]  # an invalid trial may lack settings: ignored
     keys = [
         key
         for key in dict.fromkeys(key for one in values for key in one)

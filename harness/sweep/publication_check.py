@@ -153,7 +153,7 @@ def _repeats(of: Evidence) -> Iterable[Finding]:
 
 
 def _processes(of: Evidence) -> Iterable[Finding]:
-    """Yield speeds of one process only: speed is a claim about processes, so nobody knows how far the next would be."""
+    """Yield configurations measured in one process, whose spread nobody knows, and the widest interval of others."""
     speeds = [[(row["tokens_per_s"], row) for row in runs if row.get("tokens_per_s") is not None] for runs in of.runs]
     speeds = [runs for runs in speeds if runs]
     alone = [runs[0][1] for runs in speeds if len(runs) == 1]
