@@ -33,7 +33,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     zero_config.heeded(config)
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trial.precision, torch.float32)
     # While this is alive, transformers makes models under zero.Init, and gathers each layer's weights to initialise
-    # them. Under a zero.Init of our own it would initialise empty partitions: weights would stay as torch's layers do.
+    # them. Under a zero.Init of our own it would initialise empty partitions: weights stay as torch's layers make them.
     divided = HfDeepSpeedConfig(config) if zero_config.divided(trial) else None
     net = build.model(trial, zero_config.place(trial, device), dtype)
     zero_config.fitting(trial, net)

@@ -64,7 +64,7 @@ class _Boundaries(TrainerCallback):
 
 
 class _Job(TrainerCallback):
-    """Callback that tells the meter which part of a job runs after the last step, or before a resume's first."""
+    """Callback that tells the meter a job's part after the last step, or before the first of a resumed training."""
 
     def __init__(self, meter: StepMeter) -> None:
         assert isinstance(meter, Meter)

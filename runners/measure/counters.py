@@ -187,7 +187,7 @@ class HostMemory:
         self._process = process
 
     def take(self) -> Peaks:
-        """Return the peaks in bytes: reserved since the process was first watched, allocated since the last call."""
+        """Return the peaks in bytes: reserved since `Process` was made, allocated since the last call."""
         peaks: Peaks = dict.fromkeys(COUNTERS)
         peaks["reserved"] = self._process.resident_peak()
         if self.live is not None:

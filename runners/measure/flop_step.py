@@ -28,7 +28,7 @@ class Count:
 
     The model's FLOPs are 3 x those of the forward passes if all weights are trained. Frozen weights need no gradients,
     and Liger's fused loss computes its gradients in the forward pass. Then they are all counted FLOPs without repeated
-    ones. `tokens` is the step's number on this rank, whose FLOPs are counted; None if unknown. If the step is our
+    ones. `tokens` is the number of this rank's tokens in the counted step; None if unknown. If the step is our
     `own`, compiled code is counted without torch.compile; a user's step may not fit that way.
     """
 

@@ -69,7 +69,7 @@ def answer_questions(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
-    """Yield functions that answer questions about masks and positions from the facts; versions have some of them."""
+    """Yield stand-ins that answer questions about masks and positions; each transformers version asks some of them."""
 
     def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor | None:
         if ask().documents == 1:

@@ -278,7 +278,7 @@ LEFT_UNUSED = 0.15  # margin, because reserved bytes a token vary with the batch
 
 
 def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
-    """Estimate, for the reason of a row, how many tokens of a pass would fit, by proportion.
+    """Tell, for a row whose run does not fit, about how many tokens a pass could have, by proportion.
 
     Activations, temporaries and reserved but unused memory are taken as proportional to tokens, all else as fixed.
     Memory of loading and the optimizer does not depend on tokens. Unused memory is proportional only roughly, so

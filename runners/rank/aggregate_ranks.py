@@ -32,7 +32,7 @@ OF_FIRST = ("loss_first", "loss_last", "host_total_bytes")  # each rank has a lo
 
 
 def worst_rank(ranks: Sequence[Columns]) -> int | None:
-    """Return the rank with the largest peak reserved, or allocated if not known of all; None if neither is."""
+    """Return the rank with the largest peak reserved (allocated, if a rank lacks that); None if ranks lack both."""
     for name in ("peak_reserved_bytes", "peak_allocated_bytes"):
         peaks = [columns.get(name) for columns in ranks]
         known = [peak for peak in peaks if peak is not None]

@@ -44,7 +44,7 @@ def oom_columns(error: BaseException) -> dict[str, Any]:
 def card_memory(device: torch.device | None) -> list[int] | None:
     """Return free and total bytes of the GPU as CUDA has them right after an error; None if it does not answer.
 
-    It does not after a fault that ended its context (an illegal access, an assert), however full the GPU is.
+    A fault that ended its context (an illegal access, an assert) is no OOM however full the GPU is; CUDA is silent then.
     """
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None
@@ -63,7 +63,7 @@ def phase(error: BaseException) -> str:
     """Return the phase of a step that an error was raised in, by the functions in its traceback, outermost first.
 
     A pass that checkpointing repeats in the backward phase belongs to backward. The meter knows no better, because it
-    watches backward passes only in the probe step, and memory runs out in the first. What a custom step does by itself
+    watches backward passes only in the probe step, and memory runs out in the first. A custom step's own work
     after them is called forward.
     """
     for frame, _ in traceback.walk_tb(error.__traceback__):

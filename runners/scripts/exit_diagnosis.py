@@ -117,8 +117,8 @@ def describe_end(code: int, folder: Path) -> str:
 def _causes(end: End) -> Iterator[Seen]:
     """Yield the processes whose error may have ended the command, the first to fail first.
 
-    If another process ended later without an error, it survived the failure, so the failed one was a helper. This does
-    not hold if that one trained, has several ranks or is the command's own.
+    If another process ended later without an error, it survived the failure, so the failed one was a helper. A failed
+    process is no helper if it trained, is one of several ranks, or is the command's own.
     """
     for one in end.seen:
         survived = any(
@@ -209,7 +209,7 @@ def _too_early(end: End) -> str:
 
 
 def _steps(end: End) -> int:
-    """Return the least number of optimizer steps seen; recorded ones count for a process without a last report."""
+    """Return how many optimizer steps there were at least; recorded ones count for a process without a last report."""
     recorded = sum("step" in record for record in attempt.read_steps(end.folder))
     return max((max(one["steps"], recorded) for one in end.seen), default=0)
 

@@ -94,7 +94,7 @@ def _ended(process: subprocess.Popen[bytes], folder: Path, job: bool) -> int:
     """Wait for the command, or end it once nothing more can be measured. Return its exit status; 0 if all was measured
     or it was ended here.
 
-    What follows, an evaluation or an upload, would take this training for a whole one. A whole `job` runs to its end,
+    Later parts, an evaluation or an upload, would take this training for a whole one. A whole `job` runs to its end,
     unless it cannot be watched any further.
     """
     while True:

@@ -11,7 +11,7 @@ again for its backward pass.
 Under the Trainer `runner.options.fsdp_config` is the user's fsdp_config, without what axes set
 (harness/spec/runner_table.py). Precision is accelerate's: bf16 and fp16 gather, compute and reduce in half precision,
 with parameters in fp32 (accelerate/state.py AcceleratorState, utils/fsdp_utils.py fsdp2_prepare_model, accelerator.py
-prepare_model). What accelerate and FSDP need without a GPU is in fsdp_traced.py, loaded only there.
+prepare_model). fsdp_traced.py has what both need without a GPU, and is loaded only there.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Candidates:
         """Return each term's part (column) that earlier polynomial terms lack, per point (row); scale columns alike."""
         columns = np.stack([*self._directions, *self._residues], 1)
         columns = columns / np.abs(columns).max(0)
-        found: Floats = columns / np.linalg.norm(columns, axis=1)[:, None]  # else all would be among the longest rows
+        found: Floats = columns / np.linalg.norm(columns, axis=1)[:, None]  # else only the longest would be chosen
         return found
 
 

@@ -39,7 +39,7 @@ Job = tuple[Callable[[], int | None], float]  # a call for process_end.py, and i
 class Tracer:
     """Traces trials, each in a process of its own and at most once, into the sweep's folder of traces.
 
-    If it does not fork, it traces in this process and lets exceptions of tracing pass.
+    If it does not fork, it traces in this process and raises what tracing raises.
     """
 
     folder: Path

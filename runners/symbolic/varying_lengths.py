@@ -469,7 +469,7 @@ def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapp
 
 
 def _basis(rests: Counter[str]) -> str:
-    """Return the text of what the sizes of the steps depend on."""
+    """Return the text of the bases of the steps' sizes, each with its number of steps if there are several."""
     if len(rests) == 1:
         return next(iter(rests))
     return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())

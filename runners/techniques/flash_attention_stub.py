@@ -6,8 +6,8 @@ transformers calls flash_attn_func, or flash_attn_varlen_func for samples withou
 FlashAttnFunc, FlashAttnVarlenFunc), which has allocated the same since 2.3. The forward pass makes no copies for shared
 heads. The backward pass makes dK and dV of every head, and then sums them.
 
-Not covered: partial results of sequences that are split over a GPU's processors (set_params_splitkv), because batch,
-heads and length are too small to fill it; FLASH_ATTENTION_DETERMINISTIC.
+Not covered: FLASH_ATTENTION_DETERMINISTIC; partial results of sequences that are split over a GPU's processors, which
+happens if batch, heads and length are too small to fill the GPU (set_params_splitkv).
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class QuantLinear(nn.Module):
         keep("wf_unsqueeze_neg_one", torch.int32, 1, PACKED, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Unpack the whole weight, multiply by it, free it, and add the bias."""
+        """Unpack the whole weight, multiply by it and add the bias; only autograd may keep the unpacked weight."""
         shape = (*x.shape[:-1], self.out_features)
         x = x.reshape(-1, x.shape[-1])
         weight = torch.empty(self.in_features, self.out_features, dtype=self.scales.dtype, device=x.device)

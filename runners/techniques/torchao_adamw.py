@@ -16,7 +16,7 @@ is overwritten in between (torch/_inductor/runtime/triton_heuristics.py `Caching
 `InductorBenchmarker`). Copies stay below the peak allocated so far, or are made in host memory
 (`copy_args_to_cpu_if_needed`). This happens in the first step, for each shape, unless Inductor's cache has an earlier
 run's choice. The prediction assumes a fresh cache. The timing adds 148 MiB to what GPT-2 reserves with 4 bits, and 594
-to Qwen1.5-0.5B.
+MiB to Qwen1.5-0.5B.
 
 Not covered: those copies in host memory; a smaller cache, which counts if this block is a small model's peak; peaks
 that are reset before, which leave less room. Small kernels with one way to launch are taken to be timed as well.

@@ -1,7 +1,7 @@
 """A trace of few layers, lengthened to that of many layers that are alike.
 
 Each storage is assigned to a layer: the one whose module requested it, or was made just before it, or whose parameter
-the optimizer made it from. What the middle one of `FEW` layers requests and frees is then recorded again for each
+the optimizer made it from. Requests and frees of the middle one of `FEW` layers are then recorded again for each
 further layer. A free belongs to the layer of the request before it. If storages of all layers are freed in a row, each
 belongs to its own layer.
 

@@ -1,7 +1,7 @@
 """Allocations of CUDA's operators that differ from those on fake tensors: scratch, their order, and what is in place.
 
-Sources: recordings of a GPU (docs/h100.md), and the code cited with each. Which operators run is decided elsewhere
-(cuda_emulation.py, sdpa_kernels.py).
+Sources: recordings of a GPU (docs/h100.md), and the code cited with each. Other modules decide which operators
+run (cuda_emulation.py, sdpa_kernels.py).
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _of_a_sum(tensor: torch.Tensor, dims: list[int] | None, capability: Capabili
     Source: setReduceConfig, set_block_dimension, get_output_vec_size and global_memory_size in
     ATen/native/cuda/Reduce.cuh; a test compares 378 sums of an H200. Not covered: sums over the first of several
     dimensions, usually the few samples of a batch; dtypes summed in more than 4 bytes; more than 2 GiB, which is summed
-    in parts. Nor that a GPU's multiprocessors bound the largest scratch, and that none is taken at that very bound.
-    If the columns are a length, each length has its own formula.
+    in parts. GPUs differ in multiprocessors, which bound the largest scratch, and take none at that very bound; both
+    are ignored. If the columns are a length, each length has its own formula.
     """
     if tensor.dim() < 2 or tensor.dtype not in SUMMED_IN_FP32 or not dims or not tensor.is_contiguous():
         return []
@@ -124,9 +124,9 @@ def as_run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], zeros: Call
 
 
 def _accumulates(args: tuple[Any, ...]) -> bool:
-    """Return whether autograd's engine adds two gradients of one tensor, in place because nobody else holds the first.
+    """Return whether autograd's engine adds two gradients of one tensor, and no other code holds the first.
 
-    It is out of place for a subclass, as a fake tensor is (torch/csrc/autograd/input_buffer.cpp, accumulate)."""
+    Then it adds in place; but out of place to a subclass like a fake tensor (torch/csrc/autograd/input_buffer.cpp)."""
     if not in_backward() or torch.is_grad_enabled() or not isinstance(args[0], FakeTensor):
         return False
     if not isinstance(args[1], torch.Tensor) or args[0].dtype is not args[1].dtype or args[0].shape != args[1].shape:

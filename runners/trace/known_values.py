@@ -1,9 +1,9 @@
 """Values of a traced script's integers and booleans, so that what comes from the host is known on the GPU too.
 
-Token ids, labels, attention masks and positions come from real data (traced_devices.py). What depends on them alone is
-computed for real next to the fake tensors: whether a mask hides anything, how many labels count, where they are. Memory
-in a training step nearly always depends on nothing else. A value is a real tensor that a fake one carries; a view's
-value is a view, so a write into one is seen in the other.
+Token ids, labels, attention masks and positions come from real data (traced_devices.py). All that depends on them alone
+is computed for real next to the fake tensors: whether a mask hides anything, how many labels count, where they are.
+Memory in a training step nearly always depends on nothing else. A value is a real tensor that a fake one carries; a
+view's value is a view, so a write into one is seen in the other.
 
 Not covered: what depends on weights, as losses do; large tensors; random numbers made on the GPU.
 """

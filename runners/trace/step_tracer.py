@@ -255,7 +255,7 @@ class Tracer(TorchDispatchMode):
         return list(self._streams.values())
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """Record a `record_stream`: once freed, the tensor's block waits until this stream has done its work so far."""
+        """Record a `record_stream`: the tensor's block, once freed, waits for all work of this stream until then."""
         number = self._card.number(tensor)
         if number is not None and self.trace.streams[number] != stream:
             self.note("use", number, stream)

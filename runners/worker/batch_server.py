@@ -66,7 +66,7 @@ def main(folder: Path, spec: Mapping[str, Any]) -> int:
 
 
 def lacks_traces(folder: Path, spec: Mapping[str, Any]) -> bool:
-    """Check that an attempt that predicts will have to trace, as far as that is known before."""
+    """Return whether an attempt that predicts will have to trace, as far as that is known before."""
     asked = spec.get("trials", [spec])
     trials = {str(number): Trial.model_validate(one.get("trial", one)) for number, one in enumerate(asked)}
     tracer, axis = Tracer(folder, 0.0), spec.get("axis")

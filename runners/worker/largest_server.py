@@ -164,7 +164,7 @@ def _floors(settings: Trials, trials: Sequence[Trial], known: Curve) -> dict[str
 
 
 def _requested_together(trials: Sequence[Trial], known: Curve, workspace: int) -> dict[int, float]:
-    """Compute `requested` by number for trials whose sizes are formulas, for all points of a formula at once."""
+    """Compute `requested` by number for trials with formulas, at once per formula; `workspace` is a GPU's, in bytes."""
     groups: dict[int, tuple[SymbolicTrace, list[int]]] = {}
     for number, trial in enumerate(trials):
         if (form := known.formulas(point(trial))) is not None:

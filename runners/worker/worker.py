@@ -1,8 +1,8 @@
 """One attempt's worker, from spec to result: the same code whether it was started cold or forked warm.
 
 It reads `spec.json`, runs the trial (or answers for the many that it names: batch_server.py, largest_server.py,
-query_server.py), and writes `result.json` (result_file.py). It forks several ranks, each as a process of its own, and
-waits; rank 0 writes the result. It imports nothing that a fork server must not have touched.
+query_server.py), and writes `result.json` (result_file.py). With several ranks it forks a process for each and waits;
+rank 0 writes the result. It imports nothing that a fork server must not have touched.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def preload(runner: str) -> None:
 
 
 def needs_imports(folder: Path) -> bool:
-    """Check that the attempt in `folder`, which predicts, has to trace; True if that is unknown."""
+    """Return whether the attempt in `folder`, which predicts, has to trace; True if that is unknown."""
     from vramsweep.runners.worker import batch_server
 
     try:
