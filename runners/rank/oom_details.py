@@ -44,7 +44,7 @@ def oom_columns(error: BaseException) -> dict[str, Any]:
 def card_memory(device: torch.device | None) -> list[int] | None:
     """Return free and total bytes of the GPU as CUDA has them right after an error; None if it does not answer.
 
-    A fault that ended its context (an illegal access, an assert) is no OOM however full the GPU is; CUDA is silent then.
+    After a fault that ended its context (an illegal access, an assert) it does not: no OOM, however full the GPU is.
     """
     try:
         return list(torch.cuda.mem_get_info(device)) if device is not None and device.type == "cuda" else None

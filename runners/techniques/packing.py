@@ -1,4 +1,4 @@
-"""Documents of one sample that do not see each other, because the positions of its tokens tell the model."""
+"""Documents of one sample that do not see each other; the positions of its tokens tell the model where each begins."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from vramsweep.runners.measure.patches import Replacement
 
 
 def additive(trial: Trial) -> Iterator[Replacement]:
-    """Make the causal mask one that is added to the scores, not one of what is let through."""
+    """Make the causal mask additive: it is added to the scores, and does not name what is let through."""
     module = _code(trial)
     for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):  # the second: models with a window
         if hasattr(module, maker):
