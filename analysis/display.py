@@ -175,7 +175,7 @@ class Compared(Shown):
 
     @property
     def worse(self) -> bool:
-        """Verdict that B needs more memory in any pair, or is slower over all."""
+        """Return whether B needs more memory in any pair, or is slower over all."""
         return self.comparison.worse
 
     @property
@@ -297,5 +297,5 @@ def _gib(value: Any) -> str:
 
 
 def titled(figure: Figure) -> Any:
-    """Return the plot as a file has it, with title and source, but as wide as its page; `layout.meta`: its caption."""
+    """Return the plot as a file has it, with title and source, but as wide as there is room; `layout.meta`: caption."""
     return page(figure).update_layout(width=None, meta={"name": figure.name, "caption": figure.caption})

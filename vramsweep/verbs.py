@@ -51,7 +51,7 @@ class Verb:
 
     @property
     def reads_rows(self) -> bool:
-        """Mark of a verb whose first word may be a folder or file of rows."""
+        """Return whether the verb's first argument may be a folder or file of rows."""
         return self.side == ANALYSIS or self.name in ("explain", "timeline", "status", "check")
 
     def parser(self) -> argparse.ArgumentParser:

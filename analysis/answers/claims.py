@@ -149,7 +149,7 @@ def _any(frame: pd.DataFrame) -> pd.Series[bool]:
 
 
 def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Select rows of one GPU, which holds all there is."""
+    """Select rows of a single GPU without sharding."""
     return is_(frame, "sharding", "none") & is_(frame, "world_size", 1)
 
 

@@ -32,7 +32,7 @@ _STEP = re.compile(r"step (\d+)(?:: (.*))?")
 class Held:
     """One run: reserved at the end of each measured step, the most allocated in each.
 
-    `waste` is the share of peak reserved that was never allocated; `retries` is None if not known.
+    `waste` is the share of peak reserved above the peak allocated; `retries` is None if not known.
     """
 
     allocator: str

@@ -144,7 +144,7 @@ class Comparison:
 
     @property
     def worse(self) -> bool:
-        """Verdict for a CI job, which should fail if B needs more memory in any pair or is slower over all."""
+        """Return whether B needs more memory in any pair or is slower over all; a CI job should fail on that."""
         larger = any(m.verdict == "LARGER" for pair in self.pairs for m in pair.memory)
         return larger or self.speed.verdict == "SLOWER"
 

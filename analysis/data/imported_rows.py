@@ -126,7 +126,7 @@ def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[st
 
 
 def _not_measured(value: pd.Series[Any], source: Source) -> dict[str, pd.Series[bool]]:
-    """Return masks of numbers that no measurement, and no setting, can be, by their name in words."""
+    """Return masks of impossible numbers (infinite, negative, ...), by their name in words."""
     found = {"infinite value": value.abs().eq(np.inf)}
     at_least_one = source.column in COUNTS
     if source.zero_is_missing or source.inverse or at_least_one:

@@ -81,7 +81,7 @@ class Source:
 
     @property
     def measured(self) -> bool:
-        """Return whether the column is one that a run out of memory leaves unknown."""
+        """Return whether the column is unknown if its run ran out of memory."""
         column = BY_NAME[self.column]
         of_device = column.name.startswith(("device_", "memory_limit_", "oom_"))
         is_peak_or_speed = column.group in ("memory", "speed") and column.type in (int, float) and not of_device
@@ -148,7 +148,7 @@ class FileMapping:
 
 
 def by_position(text: str) -> FileMapping:
-    """Parse `seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*()` once per rank, `-` for none.
+    """Parse `seq_len,8*(peak_active_mib,peak_reserved_mib),-`: names by position, `N*()` once per rank, `-` to skip.
 
     Raises UserError for what cannot be read and for names that are not ours.
     """

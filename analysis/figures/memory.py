@@ -94,7 +94,7 @@ def of_fit(fit: Fit, curves: Sequence[str] = PLAIN) -> Figure:
 
 
 def _add_plain(plot: Any, fit: Fit, look: Look, unit: int, asked: Sequence[str]) -> None:
-    """Draw line and parabola of all points, hidden unless `asked` for; all fits share one legend entry a kind."""
+    """Draw line and parabola of all points, shown if `asked` for or clicked in the legend; it has one entry a kind."""
     x = np.linspace(*fit.range, 160)
     for one in fit.shown[:-1]:
         kind = one.model.kind

@@ -138,7 +138,7 @@ class Search:
     _known: dict[str, Inferred] | None = None
 
     def ask(self) -> list[int]:
-        """Return the positions to measure next; none if enough is known."""
+        """Return the positions to measure next; none if enough is known, `most` are measured, or nothing could run."""
         done = sum(answer.measured for answer in self.answers.values())
         left = min(self.most - done, len(self.grid.length) - len(self.answers))
         if left <= 0:
@@ -293,8 +293,8 @@ class Search:
         return [int(open_[len(open_) // 2])]
 
     def _uncertain(self, count: int) -> list[int]:
-        """Return the least certain points, measured by the tolerance, one in the surroundings of a measured point.
-        Surroundings with most outside the tolerance come first."""
+        """Return up to `count` points: the least certain one, relative to the tolerance, around each of some measured
+        points. Measured points come first around which the uncertainty exceeds the tolerance most."""
         done = np.array(list(self.answers))
         score = np.zeros(len(self.grid.length))
         for column, one in self.inferred().items():

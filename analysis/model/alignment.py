@@ -31,7 +31,7 @@ def classes(x: Array) -> set[bool]:
 
 
 def as_round(x: Array, measured: Array) -> Mask:
-    """Return whether x (n,) is divisible by the gcd of measured multiples of `PADDED_TO`, or of all without any."""
+    """Return the mask of x (n,) divisible by the gcd of `measured`: of its multiples of `PADDED_TO`, if it has any."""
     even = measured % PADDED_TO == 0
     return np.asarray(x % np.gcd.reduce(measured[even if even.any() else ~even].astype(int)) == 0)
 

@@ -213,8 +213,8 @@ class Posterior:
     def draws(self, axis: Array, features: Array) -> tuple[Array, Array]:
         """Return draws of the curve, (draws, n), and the standard deviation of a new observation's noise there.
 
-        Beyond the observations the noise grows with distance. How far the truth strays from any such model was observed
-        only there, not beyond.
+        Beyond the observations the noise grows with distance, because they only show within their range how far the
+        truth strays from any such model.
         """
         curves, noises = [], []
         logs = np.array([c.log for c in self.components])
@@ -347,7 +347,7 @@ class _Weighed:
         return found
 
     def _component(self, cuts: tuple[int, ...], places: Sequence[int], random: np.random.Generator) -> Component | None:
-        """Draw a component, without draws that contradict it; `log` is the share of the others. None without any."""
+        """Draw a component without draws that contradict it; its `log` is that of the share kept. None if none is."""
         data, kind, runs, per_size = self.data, self.kind, self.cut(cuts), self.tried[cuts]
         chances = np.exp(per_size - _log_sum(per_size))
         known = data.sizes(self.noise)

@@ -40,7 +40,7 @@ _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 class Limit:
     """The largest `axis` value (tokens or samples) that fits in `gib` for one group, `usable_gib` of it usable.
 
-    `value` comes from the fit. It is null if nothing fits, or more than the fit can tell, see `remark`. `low` and
+    `value` comes from the fit. It is null if nothing fits, or if the limit is beyond the fit (see `remark`). `low` and
     `high` are its 95 % interval for a new run: up to `low` a run is safe, beyond `high` it hardly fits. They are null
     where the fit has no such end. `largest_ok` and `smallest_too_large` are measured rows that prove the limit, and no
     number contradicts them. The `remark` `ALL` means that the model takes no more, `multiples_of` that the limit is of

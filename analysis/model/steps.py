@@ -1,8 +1,8 @@
-"""Jumps and wavering of a quantity, found in what a curve leaves: reserved memory comes in blocks.
+"""Jumps and wavering of a quantity along an axis, found in the residuals of its curve.
 
-From one length to the next a layer's block may vanish. No curve has a jump, so the median of the residuals after a
-length is compared with that before it. A jump stands out of all such differences, is more than 2 % of the value, and
-has its two sides apart. Single lengths, and short runs of them, that go as far and come back are reported as such.
+Reserved memory comes in blocks, and a layer's may vanish from one length to the next. No curve has a jump, so medians
+of residuals before and after a length are compared. A jump stands out of all such differences, is more than 2 % of the
+value, and has its two sides apart. Lengths, alone or in short runs, that go as far and return are wavering.
 """
 
 from __future__ import annotations

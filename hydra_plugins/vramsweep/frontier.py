@@ -1,7 +1,7 @@
 """The thin Hydra side of `sweep=frontier`: finds the maximum that fits of one axis with a range, round by round.
 
-Every other word with several values makes configurations. A round has one trial of each configuration whose maximum is
-not known yet. harness/questions/edge_search.py says what is tried next, and what is known before.
+Every other setting with several values makes configurations. A round has one trial of each configuration whose maximum
+is not known yet. harness/questions/edge_search.py says what is tried next, and what is known before.
 """
 
 from collections.abc import Mapping
@@ -76,7 +76,7 @@ class FrontierSweeper(VramsweepSweeper):
 
 
 def _axis(overrides: list[Override]) -> Override:
-    """Return the word whose maximum is searched: that of edge_of=, else the length or batch with a range."""
+    """Return the override to search: edge_of=, else the length or batch with a range. Raises UserError if unclear."""
     last = {one.key_or_group: one for one in overrides if one.key_or_group in FREE}
     swept = {key: one for key, one in last.items() if one.is_sweep_override()}
     named = [one for one in overrides if one.key_or_group == "edge_of"]
@@ -99,7 +99,7 @@ def _ranged(override: Override) -> bool:
 
 
 def _values(axis: Override) -> list[int]:
-    """Return the axis's values, ascending. Raises UserError for what is no length or batch."""
+    """Return the axis's values, ascending. Raises UserError without values, or if one is no integer from 1."""
     texts = list(map(str, axis.sweep_string_iterator()))
     name = axis.key_or_group
     if not all(text.isascii() and text.isdigit() and int(text) > 0 for text in texts):
