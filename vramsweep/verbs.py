@@ -101,13 +101,13 @@ INTERNAL = ("errors", "draw")  # of the analysis, started by validate, timeline 
 
 def overview() -> str:
     """Return what `vramsweep --help` prints: the verbs in their sections, and what exit statuses mean."""
-    parts = ["usage: vramsweep VERB [ARGUMENT ...]"]
+    parts = ["usage: vramsweep COMMAND [ARGUMENT ...]"]
     for section in SECTIONS:
         lines = [f"  {verb.name:<12}{verb.line}" for verb in VERBS if verb.section == section]
         parts.append("\n".join([section, *lines]))
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
-    parts.append("vramsweep VERB --help tells more, --help-all has every setting; --version prints the version")
+    parts.append("vramsweep COMMAND --help tells more, --help-all has every setting; --version prints the version")
     parts.append("\n".join(["Start here", *START]))
     return "\n\n".join(parts) + "\n"
 

@@ -202,7 +202,7 @@ def _alone(one: Setting) -> str:
     retries = [held.retries for held in one.held if held.retries]
     tries = f", with {sum(retries):,} retr{'y' if sum(retries) == 1 else 'ies'}" if retries else ""
     waste = [held.waste for held in one.held if held.waste is not None]
-    idle = f"; {_range(waste, _share)} of its peak reserved was never allocated" if waste else ""
+    idle = f"; {_range(waste, _share)} of its peak reserved was above its peak allocated" if waste else ""
     return f"{one.name} holds {ends} after {_count(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
 
 
@@ -232,7 +232,7 @@ def _against(first: Setting, other: Setting) -> str:
     waste = [(its.waste, mine.waste) for mine, its in pairs if its.waste is not None and mine.waste is not None]
     if waste:
         its_, mine_ = ([pair[side] for pair in waste] for side in (0, 1))
-        text += f"; {_range(its_, _share)} of its peak reserved was never allocated,"
+        text += f"; {_range(its_, _share)} of its peak reserved was above its peak allocated,"
         text += f" against {_range(mine_, _share)} of {first.name}'s"
     tries = [(its.retries, mine.retries) for mine, its in pairs if its.retries is not None and mine.retries is not None]
     if any(map(any, tries)):

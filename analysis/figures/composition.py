@@ -114,7 +114,7 @@ def _stacked(
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "", fewer,
         _phases(rows, axis),
-        f"Points: {shown}{len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, square: reserved)."
+        f"Points: {shown}{len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, diamond: reserved)."
         if len(ran) else "",
         f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
     )  # fmt: skip

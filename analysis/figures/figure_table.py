@@ -78,7 +78,7 @@ def _ids(figure: Figure) -> set[str]:
 def source(frame: pd.DataFrame) -> str:
     """Return the small print of rows: measured or predicted, GPU, model, precision, batch, versions, sweep, count."""
     predicted = frame["device"].eq("simulated").fillna(False)
-    sweep = _few("sweeps", frame["sweep"])
+    sweep = f"{'sweep ' * (1 <= frame['sweep'].nunique() <= 3)}{_few('sweeps', frame['sweep'])}"
     foreign = frame["foreign"].dropna().unique()
     kinds = ["measured"] * bool((~predicted).any()) + ["predicted"] * bool(predicted.any())
     cards = _few("GPUs", frame["simulated_gpu"].fillna(frame["gpu_name"]).fillna(frame["cpu_name"]))
@@ -88,7 +88,7 @@ def source(frame: pd.DataFrame) -> str:
         for name in ("torch", "transformers", "deepspeed", "vramsweep")
         if (told := _few("versions", frame[f"{name}_version"], 2))
     ]
-    of = f"from {_few('files', frame['foreign'])}" if len(foreign) else f"sweep {sweep}" if sweep else ""
+    of = f"from {_few('files', frame['foreign'])}" if len(foreign) else sweep
     rows = ", ".join(filter(None, (of, f"{len(frame):,} row{'s' * (len(frame) != 1)}")))
     batches = _few("batches", frame["micro_batch"])
     what = (_few("models", frame["model"]), _few("precisions", frame["precision"]), f"batch {batches}" * bool(batches))

@@ -156,7 +156,7 @@ FLAGS = (
     Flag("contended", "other processes used the GPU before or after the steps", _known("foreign_processes", bool)),
     Flag("high_baseline", "more than 1 GiB of the GPU was in use before the trial started; in a container, "
          "other processes are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
-    Flag("throttled", "the GPU or its board lowered the clocks, for example because of heat",
+    Flag("throttled", "the clocks were lowered because of heat, or by the board",
          _known("throttle_reasons", lambda reasons: bool(HEAT_AND_FAULTS & set(reasons))), (SPEED,)),
     Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the GPU's highest before or after the "
          "steps, for example by a power cap; state it with the speed", _low_clocks, ()),
@@ -182,8 +182,8 @@ FLAGS = (
          _known("skipped_steps", lambda count: count > 0)),
     Flag("other_settings", "settings read back (allocator, attention, optimizer, ranks) differ from the trial's",
          _other_settings),
-    Flag(CORRECTED, "measured by an earlier version whose numbers were corrected since (CHANGELOG); not fitted "
-         "with other rows", lambda row: None),
+    Flag(CORRECTED, "measured by an earlier version whose numbers were corrected since (CHANGELOG); fitted "
+         "separately from other rows", lambda row: None),
     Flag("not_alone", "other trials of this tool ran on the machine at the same time", _known("node_trials", bool),
          (SPEED,)),
 )
