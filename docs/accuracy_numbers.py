@@ -55,13 +55,17 @@ def fits() -> list[int]:
 
 
 def largest(source: str, counter: str, run: str = "") -> tuple[int, float, float]:
-    """Return readings, least and worst error (percent, unsigned) of a source's group with the largest error."""
+    """Return readings, least and worst error (percent, signed) of a source's group with the largest error."""
     groups = []
     for of, kind, count, least, worst, _, _, name, *_ in cells("published_runs", "Large errors", ""):
         if (of, kind) == (source, counter) and run in name:
-            small, large = (float(one.split()[0].lstrip("+-–") or 0) for one in (least, worst))
+            small, large = (float(one.split()[0]) if one != "–" else 0.0 for one in (least, worst))
             groups.append((int(count), small, large))
-    return max(groups, key=lambda group: group[2])
+    return max(groups, key=lambda group: abs(group[2]))
+
+
+def _far(error: float) -> str:
+    return f"{abs(error)} % too {'low' if error < 0 else 'high'}"
 
 
 def lines() -> list[tuple[str, ...]]:
@@ -90,7 +94,7 @@ def _readme() -> Iterator[str]:
     count, median, _, _, worst = published("A", "reserved")
     yield f"| {count} | {float(median.split()[0]):.1f} % | | {float(worst.split()[0]):.0f} %"
     fitted, out, wrongly, missed = fits()
-    yield f"all {out - missed} that ran out of memory"
+    yield f"all {out} that ran out of memory" if not missed else f"{out} of the {out + missed} that ran out of memory"
     yield f"{wrongly} of the {fitted + wrongly} that fitted"
 
 
@@ -101,7 +105,7 @@ def _accuracy() -> Iterator[str]:
     yield f"within 1 % in {within} of them"
     yield f"reserved memory is {float(published('A', 'reserved')[1].split()[0]):.1f} % off in the median"
     fitted, out, wrongly, missed = fits()
-    yield f"All {out - missed} published runs that ran out of memory"
+    yield f"{'All' if not missed else f'{out} of the'} {out + missed} published runs that ran out of memory"
     yield f"Among the {fitted + wrongly} that fitted, {wrongly} are wrongly predicted"
     for card in ("h100", "h200"):
         text = (DOCS / f"{card}.md").read_text()
@@ -114,7 +118,8 @@ def _accuracy() -> Iterator[str]:
 
 def _failures() -> Iterator[str]:
     active, reserved = (largest("fine-tune-2024-04", counter)[2] for counter in ("active", "reserved"))
-    yield f"active memory is up to {active} % too low, and reserved up to {reserved} %"
+    assert max(active, reserved) < 0
+    yield f"active memory is up to {_far(active)}, and reserved up to {-reserved} %"
     with READINGS.open(newline="") as file:
         eight = [row for row in csv.DictReader(file) if row["world_size"] == "8" and row["peak"] == "moves"]
     active_in, reserved_in = (
@@ -126,11 +131,11 @@ def _failures() -> Iterator[str]:
     lines = cells("h200", "Predicted and measured", "")
     low, lower = (line[-1].split()[0].lstrip("-") for line in lines if "fsdp1" in line[0])
     yield f"{low} % and {lower} % below"
-    yield f"up to {largest('torchtitan', 'reserved')[2]} % too high"
-    yield f"up to {largest('fms-acceleration', 'device', 'SantaCoder')[2]} % too low"
-    for source, counter, words in (("litgpt", "allocated", "too high"), ("milabench", "device", "too low")):
+    yield f"up to {_far(largest('torchtitan', 'reserved')[2])}"
+    yield f"up to {_far(largest('fms-acceleration', 'device', 'SantaCoder')[2])}"
+    for source, counter in (("litgpt", "allocated"), ("milabench", "device")):
         count, least, most = largest(source, counter)
-        yield f"{count} {counter} peaks are {least:.0f} to {most:.0f} % {words}"
+        yield f"{count} {counter} peaks are {abs(least):.0f} to {_far(round(most))}"
 
 
 def _tools() -> Iterator[str]:

@@ -295,5 +295,5 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:
     """Return the drawn numbers of a configuration, a line for each row."""
     kept = [*AXES, *OF_PEAK.values(), *PEAKS, "trial_id"]
-    return rows[kept].assign(group=group.label, **{BEYOND.replace(" ", "_") + "_bytes": sizes(rows)[BEYOND]},
-                             phase=highest(rows))  # fmt: skip
+    beyond = sizes(rows)[BEYOND]
+    return rows[kept].assign(group=group.label, reserved_beyond_bytes=beyond, phase=highest(rows))

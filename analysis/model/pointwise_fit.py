@@ -199,11 +199,11 @@ def estimate_classes(
             _, first = np.unique(np.column_stack([x, y]), axis=0, return_index=True)
             x, y = x[first], y[first]
         bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
-        noises = ("constant", "proportional") if metric.memory else ("proportional",)
+        noises = ("constant",) * metric.memory + ("proportional",) * bool(y.any())
         resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
         data = Data(
             x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, share, noises,
-            expected=(BLOCKS if metric.limited else UNSPLIT) * float(np.abs(y).max()) if metric.memory else None,
+            expected=(BLOCKS if metric.limited else UNSPLIT) * max(np.abs(y).max(), 1.0) if metric.memory else None,
             surely=1.0 if metric.limited else OFTEN,
         )  # fmt: skip
         found[key] = estimate(data, kinds, every=True)

@@ -95,7 +95,7 @@ def _write_figures(
     worlds = [(world, paper_tables.context(world, rows)) for world, rows in split_worlds(content.table)]
     drawn = [figure for figure in figures if (folder / f"{figure.name}.pdf").is_file()]
     for figure in drawn:
-        mine = [about for world, about in worlds if figure.title.rstrip(")").endswith(world)]
+        mine = [about for world, about in worlds if figure.title.endswith(f"({world})")]
         about = " ".join(mine or [about for _, about in worlds])
         caption = f"{paper_tables.sentence(figure.title, figure.caption)} {about}"
         text = latex.render("figure.tex.j2", name=latex.Tex(figure.name), caption=caption, prefix=latex.Tex(prefix))

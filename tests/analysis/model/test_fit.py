@@ -107,11 +107,12 @@ def test_a_piece_with_one_length_is_known_not_to_be_known() -> None:
 
 
 def test_flat_to_the_end_has_a_lower_bound_only() -> None:
-    fit = fitted(np.array([64.0, 128, 192, 256, 320, 384, 448]), np.full(7, 9e9))
+    fit = fitted(x := np.array([64.0, 128, 192, 256, 320, 384, 448]), np.full(7, 9e9))
     at = fit.predict(np.array([300.0, 900.0]))
     assert np.isfinite(at.new_high[0]) and at.new_high[1] == np.inf and at.new_low[1] > 8.9e9
     assert fit_wording.as_json(fit)["predicted"][1]["new_run"][1] is None
     assert "up to no known end" in fit_wording.text(fit)
+    assert fitted(x, 0 * x).predict(300).new_high < 2 * MIB > reserved(x, 0 * x).predict(300).new_high  # all zero
 
 
 @pytest.mark.parametrize("lengths", [3, 4, 5])
@@ -399,8 +400,7 @@ def test_lengths_less_round_than_those_measured_may_need_more_as_blocks_go_in_51
         each = [np.ceil(2 * width * x / 512) * 512 for width in (12, 52, 68, 76, 100, 180, 324, 500, 772)]
         return 4e9 + 12 * np.sum(each, axis=0)
 
-    odd = np.array([1151.0])
-    for known in (x, np.sort([*x, *odd])):
+    for known in (x, np.sort([*x, 1151.0])):
         found = fitted(known, needs(known)).predict(asked)
         assert ((found.new_low <= needs(asked)) & (needs(asked) <= found.new_high)).all()
     assert needs(asked).max() - fitted(x, needs(x)).value(asked)[-1] > 0  # more than the line has
