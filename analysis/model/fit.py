@@ -48,7 +48,7 @@ from vramsweep.harness.search.fit_knowledge import PADDED_TO
 LEVEL = 0.95
 CUT = "seq_len is only where their samples are cut"
 FEWEST_TIMES = 5  # lengths: two lines (four numbers) would fit fewer step times exactly
-ROUNDED = 32 * 1024  # bytes that rounding to blocks of 512 may add at lengths less round than the measured: 1 to 28 KiB
+ROUNDED = 32 * 1024  # bytes that blocks of 512 may add at lengths less round than the measured: to 28 KiB, eager 40
 HIDDEN = 0.1  # share of the peak: if the curve rises less over all points, they do not show activations yet
 
 
