@@ -171,7 +171,8 @@ class Fit:
             np.minimum(low, value), np.maximum(high, value), np.minimum(new_low, value), np.maximum(new_high, value)
         )  # fmt: skip
         low, new_low = np.maximum(low, 0), np.maximum(new_low, 0)
-        if self.metric.memory and not self.metric.limited and self.axis == "seq_len" and self.basis != "prediction":
+        blocks = self.metric.memory and not self.metric.limited and self.settings.get("device") != "cpu"
+        if blocks and self.axis == "seq_len" and self.basis != "prediction":
             new_high = new_high + np.where(as_round(x, self.points.x), 0, ROUNDED)
         if self.one_sided:
             high, new_high = (np.where(x > last, np.inf, edge) for edge in (high, new_high))

@@ -199,7 +199,7 @@ def estimate_classes(
             _, first = np.unique(np.column_stack([x, y]), axis=0, return_index=True)
             x, y = x[first], y[first]
         bound_x, bound_y = points.bound_x[bounds[key]], points.bound_y[bounds[key]]
-        noises = ("constant",) * metric.memory + ("proportional",) * bool(y.any())
+        noises = ("constant",) * metric.memory + ("proportional",) * bool(y.any() or not metric.memory)
         resolution = _quantum(x, y, metric.resolution) if metric.memory else CLOCK * float(y.min())
         data = Data(
             x, powers(x), y, resolution, bound_x, powers(bound_x), bound_y, share, noises,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -404,6 +405,8 @@ def test_lengths_less_round_than_those_measured_may_need_more_as_blocks_go_in_51
         found = fitted(known, needs(known)).predict(asked)
         assert ((found.new_low <= needs(asked)) & (needs(asked) <= found.new_high)).all()
     assert needs(asked).max() - fitted(x, needs(x)).value(asked)[-1] > 0  # more than the line has
+    cpu = replace(fitted(x, needs(x)), settings={"device": "cpu"}).predict(np.array([131.0, 128]))
+    assert np.ptp(cpu.new_high - fitted(x, needs(x)).predict(np.array([131.0, 128])).new_high) == 32 * 1024  # no blocks
 
 
 def test_four_lengths_whose_blocks_are_not_split_tell_more_than_nothing() -> None:
