@@ -133,7 +133,7 @@ def page(folder: Path) -> str:
         f"# {words.title}",
         "",
         f"vramsweep predicted {len(pairs(rows, blind))} training runs without a GPU before one "
-        f"{gpu['name'].split()[1]} measured them.",
+        f"{gpu['name'].removeprefix('NVIDIA ').split()[0]} measured them.",
         words.seen,
         "[Accuracy](accuracy.md) has the summary of all comparisons.",
         "",
