@@ -46,7 +46,8 @@ def remaining_trials(
     mine, others = finished_rows(rows, planned, settings.any_system)
     outdated = provenance.find_outdated(planned, others | mine)
     notes = [f"{n} trial{'s were' if n > 1 else ' was'} {why}" for why, n in Counter(outdated.values()).items()]
-    if others := {trial_id: row for trial_id, row in others.items() if trial_id not in outdated}:
+    # a trial that was refused before it started has a row of no system
+    if others := {trial: row for trial, row in others.items() if trial not in outdated and any(system_of(row))}:
         notes.append(f"{other_systems(others)}; any_system=true counts them")
     todo = reject_too_many_ranks(pending_trials(planned, mine, settings.retry_failed, outdated))
     # again, because trials that still cannot run here have their answer

@@ -24,7 +24,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.outcome import Evidence
-from vramsweep.harness.rows.schema import Outcome, complete_row
+from vramsweep.harness.rows.schema import SYSTEM, Outcome, complete_row
 from vramsweep.harness.sweep import attempt_trial, plan, provenance, resume, row_builder, run_trials, sweep_status
 from vramsweep.harness.sweep.scheduler import Slot
 
@@ -269,6 +269,9 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     assert len(table.frame) == 4
     assert len(groups(table)) == 2
     assert any("rows of 2 systems, never fitted together: one; two" in note for note in table.warnings)
+    file.write_text("".join(json.dumps(row | dict.fromkeys(SYSTEM)) + "\n" for row in rows[:2]))
+    run_scripted(*values)  # rows of trials that never started are of no system
+    assert "another system" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.slow
