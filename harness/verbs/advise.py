@@ -36,10 +36,10 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep advise`; return the exit status. Raises UserError for a mistake that the user can fix."""
     options, given = PARSERS["advise"]().parse_settings(argv)
     if options.most < 0:
-        raise UserError(f"--most {options.most}: allowed is 0 or more")
+        raise UserError(f"--most is {options.most}; it must be 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
-        raise UserError(f"{other}: advice is from predictions; leave it out, gpu=NAME says for which GPU")
+        raise UserError(f"advise only predicts, so it takes no {other}; leave it out, and set the GPU with gpu=NAME")
     asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
     level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
     from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
             return 0
         refuse_invalid(p.reason for p in session.trials)
         if len(session.trials) != 1:
-            raise UserError(f"advise takes one trial, and these are {len(session.trials)}; give each setting one value")
+            raise UserError(f"advise takes one trial, not {len(session.trials)}; give each setting one value")
         with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
             asked = AdviceRequest(
                 session.trials[0], session.settings, session.folder, session.start(), axis, session.command
@@ -109,46 +109,46 @@ def show(
         f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted; limit {format_gib(found.limit)} GiB{spare}"
     )
     if axis:
-        console.print(f"the largest {axis} that fits, up to {asked.most:,}, is the goal; what helps is compared here")
+        console.print(f"goal: largest {axis} that fits, up to {asked.most:,}; changes are compared for the run above")
     if found.base.need is None and not found.base.full:
         console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     if found.base.fits(found.limit):
-        console.print(f"as it is, {fit_text.describe_fit(found.base.least, found.base.need or 0, found.limit)}")
+        console.print(f"unchanged, it {fit_text.describe_fit(found.base.least, found.base.need or 0, found.limit)}")
     else:
-        console.print(f"as it is, {escape(_too_much(found.base, found.limit))}")
+        console.print(f"unchanged, it {escape(_too_much(found.base, found.limit))}")
     for text in fit_text.list_exclusions(trial):
         console.print(escape(f"not included: {text}"))
     if found.base.seconds is None:
-        console.print("times are not known here; what is called fast has fewest FLOPs, then fewest kernel launches")
+        console.print("step times are unknown here; fewer FLOPs count as faster, then fewer kernel launches")
     alone = sorted((one for one in found.singles if one.need is not None), key=lambda one: one.need or 0)
     console.print(_compared("Each change alone", alone, found))
     known = [remedy for one in found.singles if one.need is not None for remedy in one.remedies if remedy.result]
     if known:
-        console.print("[dim]result: the same, or but for rounding, with less precision, or by another method[/]")
+        console.print("[dim]result: the same, or changed by rounding, less precision, or another training method[/]")
     for remedy in known:
         console.print(f"[dim]{escape(remedy.words)}: {escape(remedy.result)}[/]")
     left_out = [one for one in (*found.singles, *found.on_gpus) if one.need is None]
     for one in left_out:
         console.print(f"[dim]left out: {escape(_name(one.remedies))}: {escape(str(one.reason))}[/]")
     if found.front:
-        console.print(_compared("Fits, and no other is both smaller and faster; the fastest first", found.front, found))
+        console.print(_compared("These fit, fastest first; no other is both smaller and faster", found.front, found))
     if (rest := found.space - len(found.tried)) > 0:
         console.print(f"[dim]Not tried: {rest:,} of {found.space:,} combinations (--most N predicts more).[/]")
     if axis:
         console.print(_reached(found, reached, axis))
     if found.on_gpus:
         predicted = [one for one in found.on_gpus if one.need is not None]
-        console.print(_compared("Divided among GPUs: what each of them needs", predicted, found))
+        console.print(_compared("Divided among GPUs: memory per GPU", predicted, found))
     for one in found.fitting_gpus:  # only the last may also fit what is not included
-        change, tight = one.remedies[0].change, "" if one.fits_well(found.limit) else f", without {fit_text.NO_ROOM}"
-        gpus = f"{change['world_size']} x {card.name} with {change['sharding']}"
-        console.print(f"{gpus} fits ({one.remedies[0].result}){tight}", soft_wrap=True)
+        change, tight = one.remedies[0].change, "" if one.fits_well(found.limit) else f", excluding {fit_text.NO_ROOM}"
+        gpus = f"the run fits on {change['world_size']} x {card.name} with {change['sharding']}"
+        console.print(f"{gpus} ({one.remedies[0].result}){tight}", soft_wrap=True)
     goal = advice.best(reached)
     chosen = (goal.option if goal else None) if axis else found.recommended
     if chosen is None:
         near = found.nearest
-        why = "" if near is None else f"The nearest is {_name(near.remedies)}, which {_too_much(near, found.limit)}"
+        why = "" if near is None else f"Closest: {_name(near.remedies)}, which {_too_much(near, found.limit)}"
         console.print("nothing is known to fit" if near is None else f"[bold]Nothing fits.[/] {escape(why)}")
         return
     more = [f"{axis}={goal.value}"] if axis and goal else []
@@ -157,10 +157,10 @@ def show(
     command = shlex.join(["vramsweep", "sweep", *words([*said, *more], chosen.remedies), "device=cuda"])
     fits = fit_text.describe_fit(chosen.least, chosen.need or 0, found.limit)
     if axis and goal and goal.value:  # its need there is unknown, but within the limit
-        fits = f"predicted to fit up to {axis}={goal.value:,}{', the most that was tried' * (goal.value >= asked.most)}"
+        fits = f"predicted to fit up to {axis}={goal.value:,}{', the largest value tried' * (goal.value >= asked.most)}"
     console.print(
         f"[bold]Recommended: {escape(_name(chosen.remedies))}[/] ({LEVELS[chosen.level]}); {fits}\n"
-        f"to be confirmed by measuring it: {escape(command)}",
+        f"measure it to confirm: {escape(command)}",
         soft_wrap=True,
     )
     if chosen.beside:
@@ -171,13 +171,13 @@ def show(
 def exact(trial: Trial) -> str:
     """Describe what is known of a model that cannot be traced."""
     if (count := trial.model.parameters) is None:
-        return "How many parameters it has is not known either: nothing can be said without measuring."
+        return "Its number of parameters is unknown too, so only a measurement can tell what it needs."
     plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
     other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)
     return (
-        f"What is known without: {count:,} parameters, {BYTES_A_PARAMETER} bytes each in fp32 with gradients and "
-        f"AdamW's state: {format_gib(BYTES_A_PARAMETER * count)} GiB{f', {other} not regarded' if other else ''}, and "
-        "activations beside; measure the rest."
+        f"It has {count:,} parameters of {BYTES_A_PARAMETER} bytes each in fp32, with gradients and AdamW's state: "
+        f"{format_gib(BYTES_A_PARAMETER * count)} GiB{f' (ignoring {other})' if other else ''}. Activations come on "
+        "top; measure the run to know them."
     )
 
 
@@ -199,7 +199,7 @@ def _compared(title: str, options: Sequence[Option], found: Advice) -> Table:
 
 
 def _reached(found: Advice, reached: Sequence[ReachedLimit], axis: str) -> Table:
-    title = f"How far it goes: the largest {axis} that fits"
+    title = f"The largest {axis} that fits with each change"
     table = make_table(("changes", axis, TIME, "result"), title=title, numbers=(axis, TIME))
     for one in sorted(reached, key=lambda one: -(one.value or 0)):
         value = "none" if one.value is None else f"{one.value:,}"
@@ -209,8 +209,8 @@ def _reached(found: Advice, reached: Sequence[ReachedLimit], axis: str) -> Table
 
 def _compare_time(one: Option, found: Advice) -> str:
     ratio = one.seconds / found.base.seconds if one.seconds and found.base.seconds else None
-    return "not known" if ratio is None else f"x {ratio:.2f}"
+    return "unknown" if ratio is None else f"x {ratio:.2f}"
 
 
 def _name(remedies: Sequence[MemorySaving]) -> str:
-    return " ".join(one.words for one in remedies) or "as it is"
+    return " ".join(one.words for one in remedies) or "no change"

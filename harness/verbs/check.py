@@ -21,7 +21,7 @@ def screen(verdict: Verdict) -> list[str]:
     kind = kind or f"{verdict.measured:,} of them measured"
     lines = [f"{verdict.folder}, {verdict.rows:,} rows, {kind}: {_answer(verdict)}"]
     for number, one in enumerate(verdict.findings):
-        what = f"forbids {' and '.join(one.forbids)}" if one.forbids else "say"
+        what = f"forbids {' and '.join(one.forbids)}" if one.forbids else "mention"
         some = f" ({', '.join(one.examples)}{', …' * (one.count > len(one.examples))})" if one.examples else ""
         text = f"{what}: {one.text}{some}".replace(" %", "\xa0%")  # so that no line breaks there
         more = textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="      ")
@@ -43,9 +43,9 @@ def _answer(verdict: Verdict) -> str:
 def parser() -> Parser:
     """Return the parser of the verb's options and words."""
     parser = Parser(prog="vramsweep check")
-    parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal")
+    parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal file")
     parser.add_argument("--claim", choices=BOTH, help="only this claim counts for the exit status (default: both)")
-    parser.add_argument("--json", action="store_true", help="print the data instead")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
 

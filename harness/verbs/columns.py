@@ -11,8 +11,8 @@ from vramsweep.harness.messages.argument_parser import Parser
 
 def parser() -> Parser:
     """Return the parser of the verb's options."""
-    found = Parser(prog="vramsweep columns", description="Also of runners and ways of sharding.")
-    found.add_argument("--json", action="store_true", help="print the data instead")
+    found = Parser(prog="vramsweep columns", description="Also lists runners and kinds of sharding.")
+    found.add_argument("--json", action="store_true", help="print JSON instead of tables (columns only)")
     return found
 
 

@@ -69,7 +69,7 @@ def _auto(environ: Mapping[str, str]) -> list[Check]:
         said = f"device=cuda, measured: {why}"
     else:
         card = settings_reference.of_option("device", device)["device.gpu"]
-        said = f"device=simulated, predicted for {card} (gpu=NAME for another): {why}"
+        said = f"device=simulated, predicted for {card} (gpu=NAME for another), because {why}"
     preset = settings_reference.option("sweep", device)
     return [
         Check("device=auto", "ok" if device == "cuda" else "note", said),
@@ -83,10 +83,10 @@ def _card(card: Gpu) -> list[Check]:
     level, said = "ok", ""
     if card.problem is not None and "permission" in card.problem.lower():
         where = "as in a container that has a MIG slice"
-        level, said = "note", f"; not all of it may be read here ({card.problem}), {where}"
+        level, said = "note", f"; some values cannot be read here ({card.problem}), {where}"
     elif card.problem is not None:
-        cure = "leave it out with CUDA_VISIBLE_DEVICES, or reset it or reboot the node"
-        level, said = "problem", f"; NVML says: {card.problem}; {cure}"
+        cure = "exclude it with CUDA_VISIBLE_DEVICES, reset it, or reboot the node"
+        level, said = "problem", f"; NVML reports: {card.problem}; {cure}"
     checks = [Check(name, level, f"{card.name or 'unknown GPU'}, {size}, driver {driver}{said}")]
     if card.uuid is not None:
         checks.append(_state(card))
@@ -94,13 +94,13 @@ def _card(card: Gpu) -> list[Check]:
         slices = machine.again([replace(card, uuid=uuid) for uuid in card.slices])
         parts = [f"{one.name or one.uuid} of {_size(one)}" for one in slices]
         said = f"in MIG mode with {len(card.slices)} slice(s){': ' * bool(parts)}{', '.join(parts)}"
-        how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "it has none: nvidia-smi mig"
+        how = f"choose one with CUDA_VISIBLE_DEVICES={card.slices[0]}" if card.slices else "create one: nvidia-smi mig"
         checks.append(Check(name, "note", f"{said}; {how}"))
     elif card.processes:
         pids = ", ".join(map(str, card.processes))
         checks.append(Check(name, "problem", f"other processes use it: pid {pids}; end them first"))
     elif card.memory_used is not None and card.memory_used > GIB:
-        text = f"{card.memory_used / GIB:.1f} GiB in use though no process is listed; nvidia-smi may tell more"
+        text = f"{card.memory_used / GIB:.1f} GiB in use although no process is listed; nvidia-smi may show more"
         checks.append(Check(name, "problem", text))
     return checks
 
@@ -116,10 +116,10 @@ def _state(card: Gpu) -> Check:
         "ECC": ecc and mode[ecc[0]] + (f" ({mode[ecc[1]]} after a reboot)" if ecc[0] != ecc[1] else ""),
         "uncorrected errors": errors,
         "row remaps pending": rows and ("no", "yes")[rows[2]],
-        "failed": rows and ("no", "yes")[rows[3]],
+        "row remaps failed": rows and ("no", "yes")[rows[3]],
         "NUMA node": nodes or None,
     }
-    said = ", ".join(f"{name} {'not known' if value is None else value}" for name, value in state.items())
+    said = ", ".join(f"{name} {'unknown' if value is None else value}" for name, value in state.items())
     if errors or (rows and (rows[2] or rows[3])):
         return Check(f"gpu {card.index} state", "problem", f"{said}; reset the GPU, or have it replaced")
     cure = "; sudo nvidia-smi -pm 1 keeps the driver loaded" if kept == 0 else ""
@@ -137,7 +137,7 @@ def _visible(environ: Mapping[str, str]) -> list[Check]:
     if value is None:
         return notes
     if not (seen := machine.visible_gpus(environ)):
-        text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU: unset it, or name one by index or uuid"
+        text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU; unset it, or name a GPU by index or uuid"
         return [*notes, Check("visible", "problem", text)]
     names = ", ".join(
         (card.name or card.uuid or "unknown GPU") + (f" ({card.problem})" if card.problem else "") for card in seen
@@ -156,7 +156,7 @@ def compatible(
     if torch is None:
         return []
     if cuda is None:
-        return [Check("torch", "problem", f"{torch} is a CPU build, it will not see the GPU; install a CUDA build")]
+        return [Check("torch", "problem", f"{torch} is a CPU build, which cannot use the GPU; install a CUDA build")]
     need = _numbers(cuda)
     has = None if driver_cuda is None else (driver_cuda // 1000, driver_cuda % 1000 // 10)
     branch = None if driver is None else _numbers(driver)[0]
@@ -168,19 +168,18 @@ def compatible(
     if old:
         wanted = "a newer driver" if oldest is None else f"driver {oldest} or newer"
         other = f"a torch built for CUDA {has[0]}" if has is not None else "a torch built for an older CUDA"
-        checks.append(
-            Check("cuda", "problem", f"torch is built with CUDA {cuda}, {said}: install {wanted}, or {other}")
-        )
+        text = f"torch is built with CUDA {cuda}, too new for {said}; install {wanted}, or {other}"
+        checks.append(Check("cuda", "problem", text))
     else:
         newer = has is not None and has < need[:2]
-        note = "; older than torch's within one major version, which works for compiled kernels only" if newer else ""
+        note = "; the driver's CUDA is older, of the same major version, so only compiled kernels work" if newer else ""
         checks.append(Check("cuda", "note" if newer else "ok", f"torch is built with CUDA {cuda}, {said}{note}"))
     low, high = capabilities(torch, cuda)
     for card in cards:
         if card.capability is not None and not low <= card.capability < high:
             has_text, where = ".".join(map(str, card.capability)), f"gpu {card.index}"
             cure = "CUDA 12.8 or newer" if card.capability >= high else "CUDA 12.6"
-            text = f"compute capability {has_text}: torch {torch} has no kernels for it; install one built with {cure}"
+            text = f"torch {torch} has no kernels for compute capability {has_text}; install one built with {cure}"
             checks.append(Check(where, "problem", text))
     return checks
 
@@ -212,7 +211,7 @@ def _disk(results: Path) -> Check:
         folder = next((folder for folder in (place, *place.parents) if folder.exists()), Path("/"))
         free = shutil.disk_usage(folder).free / GIB
     except OSError as error:
-        return Check("disk", "problem", f"{results} cannot be looked at: {error.strerror}; name another --results")
+        return Check("disk", "problem", f"cannot read {results}: {error.strerror}; give another folder with --results")
     return Check("disk", "ok" if free > 5 else "problem", f"{free:.1f} GiB free for {results}")
 
 
@@ -231,8 +230,8 @@ def _host() -> list[Check]:
 def parser() -> Parser:
     """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep doctor")
-    found.add_argument("--results", type=Path, default=Path("results"), help="where rows will be written")
-    found.add_argument("--json", action="store_true", help="print the data instead")
+    found.add_argument("--results", type=Path, default=Path("results"), help="folder where rows will be written")
+    found.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return found
 
 

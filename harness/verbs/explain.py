@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep explain`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["explain"]().parse_settings(argv)
     if not words:
-        raise UserError(f"explain what? {_USAGE}")
+        raise UserError(f"explain needs a trial or a sweep's folder: {_USAGE}")
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("explain", words)) is None:
             return 0
@@ -105,7 +105,7 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
     unit = choose_unit(most)
     console.print(f"\n[bold]{escape(fit_text.describe_run(trial))}[/], predicted")
     if answer["host_refused"] is not None:
-        console.print(f"[red]does not fit[/] the host: {escape(answer['host_refused'])}; the GPU would do:")
+        console.print(f"[red]does not fit[/] in host memory: {escape(answer['host_refused'])}. On the GPU:")
     if refused is None:
         console.print(fit_text.describe_fit(answer["peak_reserved"], most, limit))
     else:
@@ -113,9 +113,9 @@ def show(trial: Trial, answer: Mapping[str, Any], console: Console) -> None:
         maker = filter(None, (held["category"].replace("_", " "), escape(held["module"]), held["operator"]))
         console.print(
             f"[red]{fit_text.describe_misfit(answer['peak_reserved'], limit)}[/]\n"
-            f"memory runs out {_locate(held)}: {format_size(refused['request'])} are asked for "
-            f"({' by '.join(maker)}), {format_size(refused['allocated'])} are allocated and "
-            f"{format_size(refused['reserved'])} reserved. All below is as if there were no limit."
+            f"memory runs out {_locate(held)}: a request of {format_size(refused['request'])} fails "
+            f"({', '.join(maker)}), with {format_size(refused['allocated'])} allocated and "
+            f"{format_size(refused['reserved'])} reserved. The tables show the run as if there were no limit."
         )
     for line in (*list_gpus(trial, most), *(f"not included: {text}" for text in fit_text.list_exclusions(trial))):
         console.print(escape(line))
@@ -133,7 +133,7 @@ def list_gpus(trial: Trial, need: int) -> Iterator[str]:
     own, share = trial.device.card, allocator_config.parse(trial.allocator.conf).per_process_memory_fraction
     least = min(own.capability, AMPERE)  # because it is unknown what the run needs of its generation
     enough = gpu_lookup.gpus_with_enough(math.ceil(need / share), own.headroom_gib, least)
-    each = f", {trial.world_size} of them" if trial.world_size > 1 else ""
+    each = f" ({trial.world_size} of each)" if trial.world_size > 1 else ""
     alike = [gpu.name for gpu in enough if gpu.capability == own.capability]
     others = [gpu.name for gpu in enough if gpu.capability != own.capability]
     if not enough:
@@ -141,7 +141,7 @@ def list_gpus(trial: Trial, need: int) -> Iterator[str]:
     if alike:
         yield f"would fit on{each}: {_shorten(alike)}"
     if others:
-        yield f"probably also on: {_shorten(others)} (other generations, whose steps need a little more or less)"
+        yield f"probably also on: {_shorten(others)} (other generations, which need a little more or less)"
 
 
 def _shorten(names: Sequence[str]) -> str:
@@ -154,7 +154,7 @@ def _phases(answer: Mapping[str, Any], unit: str) -> Table:
     show_size = partial(format_in, unit)
     phases, refused, most = answer["phases"], answer["refused"], answer["most"]
     names = ["loading" if one["step"] is None else one["phase"] for one in phases]
-    last = ["its own peak", *([] if refused is None else ["when memory ran out"])]
+    last = ["peak of part", *([] if refused is None else ["when memory ran out"])]
     table = make_table(("", *names, *last), title=f"Peak of each phase, by part, in {unit}", numbers=(*names, *last))
     for name in filter(most.get, most):
         held = [one["parts"][name] for one in (*phases, {"parts": most}, *([] if refused is None else [refused]))]
@@ -169,9 +169,9 @@ def _phases(answer: Mapping[str, Any], unit: str) -> Table:
 
 def _holders(answer: Mapping[str, Any], unit: str) -> Table:
     peak = answer["peak"]
-    title = f"The largest tensors at the peak, {_locate(peak)}; layers count as one"
+    title = f"The largest tensors at the peak, {_locate(peak)}; equal layers are merged"
     numbers = (unit, "share", "tensors")
-    table = make_table((*numbers, "part", "asked for by"), title=title, numbers=numbers)
+    table = make_table((*numbers, "part", "requested by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
@@ -196,13 +196,13 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any], unit: str) -> Table:
     table = make_table(("", unit), title="From weights and optimizer state to the GPU", numbers=(unit,))
     texts = {
         "states": "weights, buffers, gradients and optimizer state, each at its peak",
-        "states_not_there_at_the_peak": "of these, not there at the peak",
+        "states_not_there_at_the_peak": "of these, not allocated at the run's peak",
         "peak_allocated": "= peak allocated",
         "reserved_beyond_allocated": "reserved but unused",
         "peak_reserved": "= peak reserved",
-        "context": "CUDA context, at most: 0.22 to 0.75 GiB were seen",
-        "device": f"= what nvidia-smi shows, about, at most{'; not in it: ' * bool(missing)}{', '.join(missing)}",
-        "unknown": "of this, not in an estimate from weights and optimizer state alone",
+        "context": "CUDA context, upper bound (0.22 to 0.75 GiB measured)",
+        "device": f"= shown by nvidia-smi (approximate upper bound){'; without ' * bool(missing)}{', '.join(missing)}",
+        "unknown": "of this, missing in an estimate from weights and optimizer state",
     }
     for name, size in to_card(answer):
         if size:

@@ -12,7 +12,7 @@ from vramsweep.harness.messages.argument_parser import Parser
 def parser() -> Parser:
     """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep gpus")
-    found.add_argument("--json", action="store_true", help="with sources; bytes, bytes/s and FLOP/s")
+    found.add_argument("--json", action="store_true", help="print JSON with sources, in bytes, bytes/s and FLOP/s")
     return found
 
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     console.print(table)
     console.print(
-        "\nGiB: nominal; limit: what the allocator can have; cap.: compute capability; then dense peaks in TFLOP/s. "
-        "Any other GPU: device.memory_gib=8 device.capability=7.5; sources: --json."
+        "\nGiB: nominal memory; limit: GiB that the allocator may use; cap.: compute capability; fp32 to fp8: dense "
+        "peaks in TFLOP/s. For a GPU not listed, set device.memory_gib=8 device.capability=7.5. --json prints sources."
     )
     return 0

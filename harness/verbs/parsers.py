@@ -19,46 +19,45 @@ _TRIALS = "%(prog)s [OPTION ...] KEY=VALUE ... | results/SWEEP [TRIAL_ID ...]"
 
 
 _ADVISE = """\
-Recommended is what changes least of the result (same, but for rounding, less precision, another training),
-and of those the fastest that fits, with 1 % to spare if any has it; with --goal longest or largest-batch
-what gets furthest with rounding changed at most, if that fits at all, in steps of 3 %. --accept rounding
-leaves out what changes more.
-Rows and traces are kept, so the same command is quick the second time."""
+It recommends the changes that fit and alter the result least (same, rounding, precision, method). Among equals it
+takes the fastest, with 1 % of memory to spare if possible. With --goal longest or largest-batch it takes the changes
+that get furthest, in steps of 3 %; they alter more than rounding only if nothing else fits. --accept rounding leaves
+out changes that alter more. Rows and traces are kept, so the same command is quick the second time."""
 
 
 def _advise() -> Parser:
     parser = Parser(prog="vramsweep advise", usage=_SETTINGS, description=_ADVISE)
-    parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what is to be best (default: fastest)")
-    parser.add_argument("--accept", choices=ACCEPTED, help="the most of the result that may change")
+    parser.add_argument("--goal", choices=tuple(GOALS), default="fastest", help="what to optimize (default: fastest)")
+    parser.add_argument("--accept", choices=ACCEPTED, help="how much the result may change (default: method)")
     parser.add_argument(
         "--most",
         type=int,
         default=MOST,
         metavar="N",
-        help=f"combinations to predict (default: {MOST})",
+        help=f"combinations of changes to predict, at most (default: {MOST})",
     )
-    parser.add_argument("--json", action="store_true", help="print the data instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     return parser
 
 
 _EXPLAIN = """\
-Its parts in each phase, the largest tensors with module and operator, and what lies between weights and
-GPU. Of a run that does not fit: the request for which there was no room. Of a sweep's folder whose trials
-are not named: for each model the largest that fits and the smallest that does not. Of a trial that is named
-in settings device=simulated is understood."""
+It shows the memory of each phase by part, the largest tensors with module and operator, and the sum from weights to
+GPU memory. If the run does not fit, it shows the request that failed. For a sweep's folder without TRIAL_ID it takes,
+for each model and runner, the largest trial that fits and the smallest that does not. If you give settings,
+device=simulated is assumed."""
 
 
 def _explain() -> Parser:
     parser = Parser(prog="vramsweep explain", usage=_TRIALS, description=_EXPLAIN)
-    parser.add_argument("--json", action="store_true", help="print the data, in bytes")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser
 
 
 _PREDICT = """\
-It is a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are all whole numbers between,
-both ends included, also within lists (1..4,8,16). Rows, traces and report are in
-results/MODEL-RUNNER-predicted, or what name= says; the same command resumes one that was interrupted. Several
-lengths or batches give a table. Up to six other trials are answered one by one (report=true adds a report)."""
+It runs a sweep with device=simulated. FIRST..LAST and FIRST..LAST:STEP are ranges of whole numbers, both ends
+included, also within lists (1..4,8,16). Rows, traces and report go to results/MODEL-RUNNER-predicted (name=NAME:
+results/NAME); the same command resumes an interrupted sweep. Several lengths or batches give a table; up to six other
+trials give a few lines each (report=true adds a report)."""
 
 
 def _predict() -> Parser:
@@ -66,26 +65,25 @@ def _predict() -> Parser:
     parser.add_argument(
         "--largest",
         choices=("seq_len", "micro_batch"),
-        help="the largest length or batch that fits instead of rows, for all settings and GPUs at once; of those in "
-        "its range, else of all that the model takes",
+        help="find the largest length or batch that fits, for all settings and GPUs; in its range if "
+        "given, else up to the model's maximum (batch: 4096)",
     )
-    parser.add_argument("--every", action="store_true", help="with --largest: replay also what fits by a margin")
-    parser.add_argument("--json", action="store_true", help="with --largest: as JSON")
+    parser.add_argument("--every", action="store_true", help="with --largest: also replay values that fit by a margin")
+    parser.add_argument("--json", action="store_true", help="with --largest: print JSON")
     parser.add_argument(
-        "--max-reserved", type=units.parse_size, metavar="SIZE", help="exit with 1 if any reserves more, as 22GiB"
+        "--max-reserved", type=units.parse_size, metavar="SIZE", help="exit with status 1 if a trial reserves more"
     )
     return parser
 
 
 _RUN = """\
-Every combination of the settings before -- is a trial of it. A {name} in the command is a setting
-(seq_len, micro_batch, grad_accum, precision, world_size, ...), a name of your own given before --, or
-{output_dir}, a folder for what the script writes, or {steps}. {name:value=TEXT:...} writes TEXT for a value,
-as in python train.py {precision:bf16=--bf16:fp32=}. What the command is not told is unknown in the rows,
-whatever it does.
+Each combination of the settings before -- is one trial of COMMAND. A {name} in COMMAND stands for a setting (seq_len,
+micro_batch, grad_accum, precision, world_size, ...) or for a name of your own given before --. {output_dir} is a folder
+for the script's output, {steps} the number of steps. {name:value=TEXT:...} writes TEXT for a value, as in python
+train.py {precision:bf16=--bf16:fp32=}. A setting without a placeholder is unknown in the rows.
 
-The script needs no change. It is watched from inside: optimizer steps, forward and backward passes, the
-allocator's counters. Once the protocol's steps are over it is ended, unless runner.stop=false.
+The script needs no change. vramsweep watches its optimizer steps, forward and backward passes and the allocator's
+counters from inside. It ends the script after the protocol's steps, unless runner.stop=false.
 More: docs/own_script.md"""
 
 
@@ -95,20 +93,22 @@ def _run() -> Parser:
         usage="%(prog)s [--dry-run] [GROUP=OPTION ...] [KEY=VALUE ...] -- COMMAND",
         description=_RUN,
     )
-    parser.add_argument("--dry-run", action="store_true", help="only show the command of every trial")
+    parser.add_argument("--dry-run", action="store_true", help="print the command of every trial and run nothing")
     return parser
 
 
 _TIMELINE = """\
-Of a sweep whose trials are not named: for each model and runner the largest row that fits, and the smallest
-that does not. A GPU's own recording: vramsweep replay FILE --figure OUT.html."""
+For a sweep's folder without TRIAL_ID, the page shows for each model and runner the largest trial that fits and the
+smallest that does not. For a GPU's own recording: vramsweep replay FILE --figure OUT.html."""
 
 
 def _timeline() -> Parser:
     parser = Parser(prog="vramsweep timeline", usage=_TRIALS, description=_TIMELINE)
-    parser.add_argument("--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html, in the sweep)")
-    parser.add_argument("--json", action="store_true", help="print the data instead of drawing it")
-    parser.add_argument("--kept", action="store_true", help="only of traces that the sweep kept: trace nothing")
+    parser.add_argument(
+        "--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html here or in the sweep)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of drawing a page")
+    parser.add_argument("--kept", action="store_true", help="use only traces that the sweep kept, and trace nothing")
     return parser
 
 

@@ -111,7 +111,7 @@ def test_what_is_said() -> None:
     text = said(found(), given=["model=tiny", "results=elsewhere", "seq_len=32", "device.gpu=t4-16gb"])
     assert "does not fit: needs 3.9 of 2.9 GiB, 0.98 GiB are missing" in text
     assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
-    alone, _, together = text.partition("Fits, and no other is both smaller and faster")
+    alone, _, together = text.partition("These fit, fastest first; no other is both smaller and faster")
     assert alone.index("optimizer=sgd") < alone.index("checkpointing=full")  # ranked by what they save
     assert " 1.5 " in alone and "x 1.30" in alone and "SGD without momentum" in alone
     assert "checkpointing=full optimizer=sgd" in together
@@ -132,13 +132,13 @@ def test_small_runs_are_compared_in_mib() -> None:
 def test_a_bound_that_reaches_the_limit_is_no_fit_for_sure() -> None:
     bound = search([], lambda taken: [Option(one, 3000 * MIB, 1e-5, least=2000 * MIB) for one in taken], 3000 * MIB)
     text = said(bound)
-    assert "as it is, probably fits: peak reserved 2.0 to 2.9 of 2.9 GiB (100 %)" in text
-    assert "Recommended: as it is (the same result); probably fits" in text
+    assert "unchanged, it probably fits: peak reserved 2.0 to 2.9 of 2.9 GiB (100 %)" in text
+    assert "Recommended: no change (the same result); probably fits" in text
 
 
 def test_what_cannot_be_met_names_the_nearest() -> None:
     text = said(found(limit=300 * MIB))
-    assert "Nothing fits. The nearest is checkpointing=full optimizer=sgd, which does not fit: needs 0.49 of" in text
+    assert "Nothing fits. Closest: checkpointing=full optimizer=sgd, which does not fit: needs 0.49 of" in text
     assert "Recommended" not in text
 
 
@@ -162,10 +162,10 @@ def test_a_node_that_is_too_small_is_what_advice_is_for(need: int | None) -> Non
 
     found = search([FULL, SGD], predict, 1000 * MIB)
     text = said(found)
-    assert "as it is, does not fit: a node's 64 GiB are too few" in text and "cannot be predicted" not in text
+    assert "unchanged, it does not fit: a node's 64 GiB are too few" in text and "cannot be predicted" not in text
     assert "Recommended: optimizer=sgd" in text
     nothing = said(search([FULL], predict, 1000 * MIB))
-    assert ("The nearest is as it is, which does not fit: a node's" if need else "nothing is known to fit") in nothing
+    assert ("Closest: no change, which does not fit: a node's" if need else "nothing is known to fit") in nothing
 
 
 def on_gpus(
@@ -198,15 +198,15 @@ def test_more_gpus_are_looked_at_until_it_fits() -> None:
     assert names(told.on_gpus) == changes
     assert told.recommended is not None and names([told.recommended]) == changes[1:]  # nothing else fits
     text = said(told, given=["model=tiny", "micro_batch=8"])
-    assert "4 x t4-16gb with fsdp2 fits (4 GPUs)" in text
+    assert "the run fits on 4 x t4-16gb with fsdp2 (4 GPUs)" in text
     assert "vramsweep sweep model=tiny world_size=4 sharding=fsdp2 micro_batch=2 device=cuda" in text
 
 
 def test_gpus_that_only_just_fit_are_said_and_more_are_looked_at() -> None:
     told = on_gpus({1: 8000, 2: 2900, 4: 2000}, beside=500, micro_batch=8)
     text = " ".join(said(told, given=["model=tiny", "micro_batch=8"]).split())
-    assert "2 x t4-16gb with fsdp2 fits (2 GPUs), without NCCL's buffers of 1 to 2 GiB, which may not fit" in text
-    assert "4 x t4-16gb with fsdp2 fits (4 GPUs)" in text and "(4 GPUs), without" not in text
+    assert "fits on 2 x t4-16gb with fsdp2 (2 GPUs), excluding NCCL's buffers of 1 to 2 GiB, which may not fit" in text
+    assert "the run fits on 4 x t4-16gb with fsdp2 (4 GPUs)" in text and "(4 GPUs), excluding" not in text
     assert "Recommended: world_size=4" in text and "not included: NCCL's buffers; leave 1 to 2 GiB" in text
 
 
@@ -279,7 +279,7 @@ def test_gpus_that_are_named_come_first_and_more_are_looked_at() -> None:
     assert names(told.on_gpus)[2:] == [least]
     divided: dict[str, Any] = {"world_size": 4, "sharding": "zero3", "runner": {"name": "deepspeed"}, "micro_batch": 2}
     assert names(on_gpus({4: 8000, 8: 100}, **divided).on_gpus) == ["world_size=8 sharding=zero3 micro_batch=1"]
-    assert "Nothing fits. The nearest is world_size=8" in said(on_gpus({4: 8000, 8: 5000}, **divided))
+    assert "Nothing fits. Closest: world_size=8" in said(on_gpus({4: 8000, 8: 5000}, **divided))
 
 
 def test_how_far_a_run_gets_ends_where_a_node_is_full() -> None:
@@ -292,8 +292,8 @@ def test_a_model_that_cannot_be_traced_has_its_states() -> None:
     text = said(nothing)
     parameters = trial_parser.parse(tiny()).model.parameters
     assert "cannot be predicted: an operator has no fake" in text
-    assert f"{parameters:,} parameters, 16 bytes each" in text
-    assert "nothing can be said without measuring" in said(nothing, model={"parameters": None})
+    assert f"{parameters:,} parameters of 16 bytes each" in text
+    assert "only a measurement can tell" in said(nothing, model={"parameters": None})
 
 
 def test_goals_of_length_say_how_far_each_gets() -> None:

@@ -148,7 +148,7 @@ def folder(at: Path, rows: list[Row]) -> Path:
 def test_the_verb_says_in_one_line_that_all_is_well(tmp_path: Path, cli: Cli) -> None:
     first, *rest = cli.run("check", folder(tmp_path / "well", sweep())).out.splitlines()
     assert first.endswith("well, 9 rows, measured: memory and speed may be published")
-    assert [line.strip().split(":")[0] for line in rest] == ["say"]  # the interval that belongs to the speed
+    assert [line.strip().split(":")[0] for line in rest] == ["mention"]  # the interval that belongs to the speed
 
 
 def test_claims_are_told_apart(tmp_path: Path, cli: Cli) -> None:

@@ -104,7 +104,7 @@ def test_it_says_on_which_gpus_it_would_fit() -> None:
     assert others.startswith("probably also on: ") and "other generations" in others
     assert list(explain.list_gpus(of_one, 10 << 40)) == ["would fit on none of the listed GPUs"]
     many = tiny(device={"name": "simulated", "gpu": "h100-80gb"}, sharding="ddp", world_size=8)
-    assert next(explain.list_gpus(trial_parser.parse(many), 1)).startswith("would fit on, 8 of them: ")
+    assert next(explain.list_gpus(trial_parser.parse(many), 1)).startswith("would fit on (8 of each): ")
     half = merged(many, {"allocator": {"name": "half", "conf": "per_process_memory_fraction:0.5"}})
     assert "h100-80gb" not in next(explain.list_gpus(trial_parser.parse(half), 45 << 30))
 
@@ -121,8 +121,8 @@ def test_what_is_printed_where_memory_ran_out() -> None:
                "allocated": 9400 * MIB, "reserved": 9500 * MIB,
                "parts": parts(parameters=400, activations=14000)}  # fmt: skip
     text = " ".join(said(answer(refused=refused, asked=request), width=120).split())
-    assert "memory runs out in the forward phase of step 2: 4.9 GiB are asked for (activations by lm_head by" in text
-    assert "9.2 GiB are allocated and 9.3 GiB reserved" in text
+    assert "memory runs out in the forward phase of step 2: a request of 4.9 GiB fails (activations, lm_head, " in text
+    assert "with 9.2 GiB allocated and 9.3 GiB reserved" in text
     assert "when memory ran out" in text
     assert "14.1" in text  # what was held and what was asked for
 
@@ -135,9 +135,9 @@ def test_names_are_no_markup() -> None:
 @pytest.mark.parametrize(
     ("over", "line"),
     [
-        ({}, "= what nvidia-smi shows, about, at most 4.9"),
-        ({"sharding": "ddp", "world_size": 2}, "at most; not in it: NCCL's buffers 4.9"),
-        ({"optimizer": "paged_adamw_8bit"}, "at most; not in it: pages of paged_adamw_8bit 4.9"),
+        ({}, "= shown by nvidia-smi (approximate upper bound) 4.9"),
+        ({"sharding": "ddp", "world_size": 2}, "upper bound); without NCCL's buffers 4.9"),
+        ({"optimizer": "paged_adamw_8bit"}, "upper bound); without pages of paged_adamw_8bit 4.9"),
     ],
 )
 def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], line: str) -> None:
@@ -146,7 +146,7 @@ def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], lin
 
 def test_the_host_and_the_allocator_s_share_decide_too() -> None:
     text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
-    assert "does not fit the host: a node's 8 GiB of host memory are too few" in text
+    assert "does not fit in host memory: a node's 8 GiB of host memory are too few" in text
     ahead = " ".join(said(answer(peak_reserved_most=3 * answer()["peak_reserved"])).split())
     assert "4.2 to 12.5 of 13.8 GiB (90 %)" in ahead and "the further the CPU runs ahead" in ahead
     half = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},
