@@ -103,7 +103,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     if unproven := sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)}):
-        print(f"unproven, as no GPU has run it as predicted yet: {', '.join(unproven)}")
+        print(f"unproven, because no GPU run has confirmed the prediction yet: {', '.join(unproven)}")
     for line in notes:
         print(line)
     price = settings.price_per_hour
@@ -148,8 +148,8 @@ def _together(pending: Sequence[Planned], one_by_one: Expected, total: Expected,
         "an unknown time" if one.seconds is None else duration_words(one.seconds) for one in (one_by_one, total)
     )
     return [
-        f"up to {count} trials run at the same time, so `check` lets no speed of theirs pass (flag not_alone): "
-        f"exclusive=true measures speed: one trial at a time, {alone} in place of {now}"
+        f"up to {count} trials run at the same time, so `check` rejects their speed (flag not_alone); "
+        f"to measure speed, exclusive=true runs one trial at a time, in {alone} instead of {now}"
     ] * (count > 1)
 
 
@@ -195,9 +195,9 @@ def list_measurements(
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
         known = all(p.trial_id in rows for p in items)
         basis = (
-            "from the step times that are predicted"
+            "from predicted step times"
             if known
-            else "rough, from parameters and tokens, until they are predicted"
+            else "rough, from parameters and tokens, until the trials are predicted"
         )
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
                       "basis": basis})  # fmt: skip
@@ -225,7 +225,7 @@ def _speed(planned: Sequence[Planned], settings: Settings) -> tuple[str, float |
         name = (here[0].name if here else None) or (card.name if card else "this GPU")
         peak = gpu_lookup.peak_of(card, trial.precision) if card else None
         on = f"{trial.world_size if trial.world_size > 1 else 'one'} {'x ' * (trial.world_size > 1)}{name}"
-        return on + ", as no GPU is here" * (not here), None if peak is None else REACHED * peak
+        return on + ", assumed for lack of a GPU" * (not here), None if peak is None else REACHED * peak
     import numpy as np
 
     side = 1024

@@ -79,7 +79,7 @@ def show_plan(planned: Sequence[Planned], told: Sequence[Line]) -> RenderableTyp
     parts += [f"and {len(told) - MOST} more configurations; --all prints every trial"] if len(told) > MOST else []
     for reason, labels in refused(planned).items():
         more = f" and {len(labels) - NAMED:,} more" if len(labels) > NAMED else ""
-        parts.append(f"cannot run, {len(labels):,}: {reason}: {', '.join(labels[:NAMED])}{more}")
+        parts.append(f"{len(labels):,} cannot run: {reason} ({', '.join(labels[:NAMED])}{more})")
     return Group(*parts)
 
 

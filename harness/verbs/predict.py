@@ -31,10 +31,10 @@ def main(argv: Sequence[str]) -> int:
     most = options.max_reserved
     if options.largest is not None:
         if most is not None:
-            raise UserError("--largest and --max-reserved do not go together: the first goes by the GPUs' memory")
+            raise UserError("--largest searches up to the GPU's limit, so it takes no --max-reserved; leave one out")
         return _largest(rest, options.largest, options.every, options.json)
     if options.every or options.json:
-        raise UserError("--every and --json are for --largest; rows are in the results folder")
+        raise UserError("--every and --json need --largest; without it, read the rows in the results folder")
     swept = run_words.sweep_words(words(rest), "predict", "predicted")
     own = swept.settings is not None and swept.settings.answer is None  # else the report answers the preset's question
     brief = own and predict_answer.show_answer(swept.trials, swept.rows, rest, swept.folder)
@@ -77,13 +77,13 @@ def show_edges(
         console.print("\n".join(["", *predict_answer.describe_largest(item, found, axis, last)]), soft_wrap=True)
     if margins := [found["margin"] for _, found in answered if found["margin"] is not None]:
         console.print(
-            f"\nWhat fits with more than {100 * min(margins):.1f} % to spare was judged by its neighbours (--every "
-            "replays all)."
+            f"\nValues that fit with more than {100 * min(margins):.1f} % to spare were judged by neighbouring values; "
+            "--every replays them too."
         )
     if any(not found["complete"] for _, found in answered):
         console.print(
-            "Some near an edge were not looked at, as there are many (give a shorter range, or --every) or they "
-            "cannot be traced (a sweep of them says why)."
+            "Some values near a maximum were not checked. If they are many, give a shorter range or --every. If they "
+            "cannot be traced, predict them without --largest to see why."
         )
     return status
 
@@ -104,8 +104,8 @@ def beyond(rows: Sequence[Row], most: int | None) -> int:
     invalid = row["outcome"] == Outcome.INVALID
     label = str(row["model"]) if invalid else describe_trial(Trial.model_validate(row["trial"]))
     told = row["reason"] if need is None else units.format_size(need)
-    found = [f"{len(above)} of {len(needs)} reserve more than {units.format_size(most)}"] if above else []
-    found += [f"of {len(unknown)} of {len(needs)} it is not known how much they reserve"] if unknown else []
+    found = [f"{len(above)} of {len(needs)} trials reserve more than {units.format_size(most)}"] if above else []
+    found += [f"{len(unknown)} of {len(needs)} trials reserve an unknown amount"] if unknown else []
     print(f"{', '.join(found)}; {label}: {told}", file=sys.stderr)
     return 1
 
@@ -116,11 +116,11 @@ def words(argv: Sequence[str]) -> list[str]:
         key, _, value = word.partition("=")
         if key in ("price_per_hour", "max_cost") and value != "null":
             raise UserError(
-                f"{word}: a prediction costs nothing; vramsweep plan price_per_hour=PRICE says what measuring would"
+                f"predict is free and takes no {word}; vramsweep plan price_per_hour=PRICE shows the cost of measuring"
             )
         if key == "device" and value != "simulated":
             raise UserError(
-                f"{word}: predictions are made on device=simulated; leave it out, or measure: vramsweep sweep {word}"
+                f"predict takes no {word}, because it measures nothing; leave it out, or run vramsweep sweep {word}"
             )
     given = {word.partition("=")[0] for word in argv}
     return ["-m", *([] if "device" in given else ["device=simulated"]), *argv]

@@ -42,7 +42,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
     named = Labels(planned, (axis, *WITHIN))
     configurations: dict[str, list[Row]] = {}
     for item, row in answered:
-        configurations.setdefault(named.apart(item) or "as asked", []).append(row)
+        configurations.setdefault(named.apart(item) or "all trials", []).append(row)
     few = len(answered) <= FEW and len(configurations) == len(answered)
     if few:
         for item, row in answered:
@@ -50,7 +50,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
     else:
         ordered = sorted(configurations.items(), key=lambda one: _order_key(one[0]))
         most = {
-            named.apart(item) or "as asked": item.trial.model.max_positions
+            named.apart(item) or "all trials": item.trial.model.max_positions
             for item, _ in answered
             if item.trial is not None
         }
@@ -101,7 +101,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
     yield from (f"  {text}" for text in allocator_config.estimates(allocator_config.parse(trial.allocator.conf)))
     yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, _find_free(item, row)))
     if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
-        yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N says what it has"
+        yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N sets what it has"
 
 
 def _verdict(trial: Trial, row: Row) -> str:
@@ -116,8 +116,8 @@ def _verdict(trial: Trial, row: Row) -> str:
         where = f" (memory runs out in {row['phase']})" if row["phase"] else ""
         return fit_text.describe_misfit(row["unlimited_peak_reserved_bytes"], limit) + where
     if kind == Outcome.HOST_OOM:
-        return f"does not fit the host: {row['reason']}"
-    return f"unknown: {kind}: {row['reason']}"
+        return f"does not fit in host memory: {row['reason']}"
+    return f"no prediction ({kind}): {row['reason']}"
 
 
 def _find_free(item: Planned, row: Row) -> int | None:
@@ -128,7 +128,7 @@ def _find_free(item: Planned, row: Row) -> int | None:
 
 def _speed(trial: Trial, row: Row) -> str | None:
     of = f" of all {trial.world_size} GPUs together" if trial.world_size > 1 else ""
-    fits = "" if row["outcome"] == Outcome.OK else ", were there enough memory"
+    fits = "" if row["outcome"] == Outcome.OK else " if it had enough memory"
     for name, sure in (("calibrated_tokens_per_s", "about"), ("estimated_tokens_per_s", "at most")):
         if row[name] is not None:
             return f"speed: {sure} {format_estimate(row[name])} tokens/s{of}{fits}; an estimate, not measured"
@@ -185,11 +185,11 @@ def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str,
     low, high = found.get("peak_reserved_bytes"), found.get("peak_reserved_most_bytes")
     ends = "" if low is None else fit_text.describe_range(low, fit_text.bound_reserved(low, high))
     peak = f" (peak {ends} of {format_gib(trial.memory_limit())} GiB)" if ends else ""
-    more = ", the largest that was asked for" if found["largest"] == last else ""
+    more = ", the largest value requested" if found["largest"] == last else ""
     if axis == "seq_len" and found["largest"] == trial.model.max_positions:
-        more = f", all that {trial.model.name} takes"
+        more = f", the maximum of {trial.model.name}"
     yield f"  {what[0]} that fits: {found['largest']:,} {what[1]}{more}{peak}"
     if found["all_up_to"] != found["largest"]:
         every = "none" if found["all_up_to"] is None else f"{found['all_up_to']:,}"
-        yield f"  every one fits up to: {every}; from there on some do not, as the allocator rounds sizes"
+        yield f"  all fit up to: {every}; above that some do not, because the allocator rounds sizes"
     yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial))

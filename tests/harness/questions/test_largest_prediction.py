@@ -60,11 +60,11 @@ def test_the_table_tells_what_does_not_fit_from_what_is_not_known(
 def test_peaks_and_gaps_are_said(capsys: pytest.CaptureFixture[str]) -> None:
     peaks = {"peak_reserved_bytes": 40 << 30, "peak_reserved_most_bytes": 44 << 30}
     predict.show_edges([(planned(), FITS | peaks)], "seq_len", as_json=False, last=8)
-    line = "longest sequence that fits: 8 tokens, the largest that was asked for (peak 40.0 to 44.0 of 78.4 GiB)"
+    line = "longest sequence that fits: 8 tokens, the largest value requested (peak 40.0 to 44.0 of 78.4 GiB)"
     assert line in capsys.readouterr().out
     predict.show_edges([(planned(), FITS | {"all_up_to": None})], "micro_batch", as_json=False)
     printed = capsys.readouterr().out
-    assert "largest batch that fits: 8 sequences per GPU\n  every one fits up to: none" in printed
+    assert "largest batch that fits: 8 sequences per GPU\n  all fit up to: none" in printed
 
 
 class Answers(Still):

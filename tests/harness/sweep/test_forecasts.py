@@ -51,7 +51,7 @@ def test_hours_and_money_before_anything_ran(here: Path, cli: Cli, monkeypatch: 
     found = cli.json("plan", *words, "device=cuda", "predict=false")
     assert found["estimated_s"] > 0 and found["estimated_cost"] == pytest.approx(found["estimated_s"] / 3600 * 25)
     said = cli.run("plan", *words, "device=cuda", "predict=false").out
-    assert "at 25 an hour for the node (measuring 2 trials on one h100-80gb, as no GPU is here: rough" in said
+    assert "at 25 an hour for the node (measuring 2 trials on one h100-80gb, assumed for lack of a GPU: rough" in said
     found = cli.json("plan", *words, "device=simulated", "sharding=ddp", "world_size=8")
     (measuring,) = found["measuring"]
     assert found["estimated_cost"] is None and (measuring["gpu"], measuring["gpus"]) == ("h100-80gb", 8)

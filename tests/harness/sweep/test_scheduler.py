@@ -268,8 +268,8 @@ def test_plan_says_that_trials_at_the_same_time_make_no_speed_and_what_another_w
         )
         return capsys.readouterr().out
 
-    assert "up to 4 trials run at the same time, so `check` lets no speed of theirs pass" in said()
-    assert "exclusive=true measures speed: one trial at a time, 8 h in place of 2 h" in said()
+    assert "up to 4 trials run at the same time, so `check` rejects their speed" in said()
+    assert "exclusive=true runs one trial at a time, in 8 h instead of 2 h" in said()
     assert '"estimated_exclusive_s": 28800.0' in said(output="json")
     assert "up to 2 trials run at the same time" in (two := said(ranks=(2,) * 8)) and "; 2 at the same time" in two
     for ranks in ((4,) * 8, (1, 4), (1, 4, 4)):  # a trial of four takes all places

@@ -104,7 +104,7 @@ def test_what_is_over_a_limit_and_what_is_not_known_are_told_apart(capsys: pytes
     assert capsys.readouterr().err == ""
     assert predict.beyond(rows, 4 << 20) == 1
     said = capsys.readouterr().err
-    assert said.startswith("1 of 3 reserve more than 4.0 MiB, of 1 of 3") and said.endswith(": 9.0 MiB\n")
+    assert said.startswith("1 of 3 trials reserve more than 4.0 MiB, 1 of 3 trials") and said.endswith(": 9.0 MiB\n")
     assert predict.beyond(rows, 9 << 20) == 1
     assert "reserve more" not in (said := capsys.readouterr().err) and "my own mistake" in said
 
@@ -219,7 +219,7 @@ def test_one_that_does_not_fit_says_what_is_missing_and_what_helps(capsys: pytes
     failed = {"outcome": "crash", "reason": "it broke"}
     said = answer(capsys, trials, [SIZES, FULL, failed], "model=tiny", "seq_len=64", "precision=fp32,bf16,fp16")
     assert "  does not fit: needs 200.0 of 78.3 GiB, 121.7 GiB are missing (memory runs out in step 1, forward)" in said
-    assert "  unknown: crash: it broke" in said
+    assert "  no prediction (crash): it broke" in said
     assert "  vramsweep advise model=tiny seq_len=64 precision=bf16  # what makes it fit" in said
     # a preset's axes are not the command's words
     said = answer(capsys, trials, [SIZES, FULL, failed], "sweep=fit-24gb")
