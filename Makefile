@@ -1,10 +1,10 @@
-# make sweep MODEL=qwen0.5b      everything from nothing: environment, sweep, figures, report
+# make sweep MODEL=qwen0.5b      set up the environment, run a sweep, make figures and a report
 # make test                      set up and run the tests
 #
-# PYTHON=python3 VENV=           use an environment that is already there (rented GPU images come with torch)
-# HASHES=                        set up by versions alone: where a hash of locked*.txt does not fit what your index serves
-# SWEEP=claims                   a preset of conf/sweep; its own models, unless MODEL= says another
-# ARGS='seq_len=128,256 ...'     further overrides, as on Hydra's command line
+# PYTHON=python3 VENV=           use an existing environment (rented GPU images come with torch)
+# HASHES=                        set up without hashes, if your index serves other files than locked*.txt names
+# SWEEP=claims                   a preset of conf/sweep; MODEL= replaces its models
+# ARGS='seq_len=128,256 ...'     further settings
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -23,8 +23,8 @@ else
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 TECHNIQUES := $(VENV)/.techniques
-# The last lines of what sets up: without them the shell finds no `vramsweep`.
-REACH := $(if $(filter $(abspath $(VENV)),$(VIRTUAL_ENV)),:,printf '%s\n' 'To have vramsweep as a command in this shell:' '  source $(VENV)/bin/activate')
+# The last lines of targets that set up: without them the shell finds no `vramsweep`.
+REACH := $(if $(filter $(abspath $(VENV)),$(VIRTUAL_ENV)),:,printf '%s\n' 'To use the command vramsweep in this shell:' '  source $(VENV)/bin/activate')
 endif
 
 GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
@@ -32,8 +32,8 @@ GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 .DEFAULT_GOAL := help
 .PHONY: help setup sweep plan status doctor check report paper test test-all lint format docs gpu-check validate bench torture lock audit
 
-help:  ## what there is to make
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # Everything that constraints.txt pins comes by its hash from locked*.txt, except torch and what its build brings (CUDA's
 # libraries, triton): which build that is, CPU or CUDA, is the index's choice, and its files are no others' files. What it
@@ -71,56 +71,56 @@ else
 endif
 	@touch $@
 
-setup: $(READY)  ## the virtual environment, from pyproject.toml and constraints.txt, by the hashes in locked*.txt
+setup: $(READY)  ## create the virtual environment from pyproject.toml, constraints.txt and the hashes in locked*.txt
 	@$(REACH)
 
 sweep: $(READY)  ## run a sweep, or resume it: MODEL=, DEVICE=auto|cuda|cpu|simulated, SWEEP=, ARGS=
 	$(PY) -m vramsweep sweep $(GRID)
 	@$(REACH)
 
-plan: $(READY)  ## list the sweep's trials, rejections and an estimated time
+plan: $(READY)  ## list the sweep's trials, those that cannot run, and the expected time
 	@$(PY) -m vramsweep plan $(GRID)
 
-status: $(READY)  ## how far the sweeps under results/ are; WATCH=1: as they run, WATCH=5: every 5 s; RESULTS=results/SWEEP
+status: $(READY)  ## show the progress of sweeps: RESULTS=results/SWEEP; WATCH=1 keeps watching, WATCH=5 every 5 s
 	@$(PY) -m vramsweep status $(RESULTS) $(if $(WATCH),--watch $(filter-out 1,$(WATCH)))
 
-doctor: $(READY)  ## check machine, driver, torch build, disk, foreign GPU processes
+doctor: $(READY)  ## check machine, driver, torch build, disk, other GPU processes
 	@$(PY) -m vramsweep doctor
 
-check: $(READY)  ## may it be published, memory and speed, and why not: RESULTS=results/SWEEP
+check: $(READY)  ## check whether memory and speed can be published, and why not: RESULTS=results/SWEEP
 	@$(PY) -m vramsweep check $(RESULTS)
 
-report: $(READY)  ## figures and report again: RESULTS=results/SWEEP
+report: $(READY)  ## write figures and report again: RESULTS=results/SWEEP
 	$(PY) -m vramsweep report $(RESULTS)
 
-paper: $(READY)  ## PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
+paper: $(READY)  ## write PDF figures, LaTeX tables, CSV, methods text: RESULTS=results/SWEEP
 	$(PY) -m vramsweep paper $(RESULTS)
 
 # Those on the GPU come first, one by one: they would be in each other's way. The others run in two processes, as most
 # of them wait for workers of their own.
 GPUS = $(PY) -c 'from vramsweep.harness.machine import machine; print(len(machine.gpus()))'
-NO_GPU = [ "$$($(GPUS))" = 0 ] && echo 'no NVIDIA GPU here: the tests marked gpu are left out'
+NO_GPU = [ "$$($(GPUS))" = 0 ] && echo 'no NVIDIA GPU here: skipping the tests marked gpu'
 
-test: $(READY)  ## run the tests, in three minutes: the pure core and one path per runner
+test: $(READY)  ## run the short tests (three minutes): the pure core and one path per runner
 	@$(NO_GPU) || $(PY) -m pytest -m gpu -rs
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
 	@$(REACH)
 
 # tests/unchanged.py leaves out what depends on code and packages alone and passed with those of now.
-test-all: $(READY) $(TECHNIQUES) test  ## and the long ones: wheel, ranks, browser, libraries; ALL=1: also what has not changed since
+test-all: $(READY) $(TECHNIQUES) test  ## also run the long tests: wheel, ranks, browser, libraries; ALL=1: even if their code has not changed
 	$(PY) -m pytest -m 'not gpu and slow' -n 2 --dist worksteal -rs --durations=20 --unchanged=$(if $(filter-out 0,$(ALL)),keep,skip)
 
-lint: $(READY)  ## ruff and mypy --strict
+lint: $(READY)  ## run ruff and mypy --strict
 	$(PY) -m ruff format --check .
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 	@MYPYPATH=benchmarks:tests $(PY) -m mypy --allow-untyped-calls $(wildcard benchmarks/*.py)
 
-format: $(READY)  ## let ruff rewrite
+format: $(READY)  ## format the code with ruff
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-docs: $(READY)  ## the documentation site: build/docs/index.html; needs no network, neither to build nor to read
+docs: $(READY)  ## build the documentation: build/docs/index.html; needs no network
 	$(PY) docs/reference.py
 	$(PY) -m sphinx -W --keep-going --quiet -b html docs build/docs
 
@@ -134,10 +134,10 @@ validate: $(READY)  ## predict published runs, and write docs/published_runs.md:
 	$(PY) benchmarks/validation_page.py results/reference/validation/readings.json docs/published_runs.md docs/images/validation.png \
 		results/reference/validation/every_reading.csv && exit $$status
 
-torture: $(READY)  ## every fault that a sweep should survive, many times, and what was lost: two hours; ARGS='--only SIGKILL'
+torture: $(READY)  ## inject the faults a sweep should survive, and count what is lost: two hours; ARGS='--only SIGKILL'
 	$(PY) benchmarks/faults.py $(ARGS)
 
-bench: $(READY)  ## overhead per trial, cold and warm, and of the instruments
+bench: $(READY)  ## measure the overhead per trial, cold and warm, and of the instruments
 	$(PY) benchmarks/overhead.py
 
 # The hashes of every file that the index serves of each version, whatever its platform. Left out: torch and what it brings,
@@ -151,7 +151,7 @@ LOCK = printf '%s\n' $(OF_TORCH) | $(TOOLS)/bin/uv pip compile - pyproject.toml 
   --custom-compile-command 'make lock'
 NAMES = $$(sed -n 's/^\([a-z0-9-]*\)==.*/--no-emit-package=\1/p' $(1))
 
-lock:  ## locked*.txt again, after a change of constraints.txt; needs the network
+lock:  ## write locked*.txt after a change of constraints.txt; needs the network
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet uv
 	@printf '%s\n' $(LEFT_OUT) > $(TOOLS)/left-out.txt
@@ -162,8 +162,8 @@ lock:  ## locked*.txt again, after a change of constraints.txt; needs the networ
 	  --output-file locked-techniques.txt >/dev/null
 
 # Strict, as advisories that cannot be read would else count as none.
-audit:  ## ask for known vulnerabilities of what constraints.txt pins; needs the network
+audit:  ## look up known vulnerabilities of the pinned packages; needs the network
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet pip-audit
 	@$(TOOLS)/bin/pip-audit --strict --no-deps --disable-pip --progress-spinner off --requirement constraints.txt || \
-	  { echo "where it 'could not be audited', the advisories could not be read: run it where they can" >&2; exit 1; }
+	  { echo "'could not be audited' means that the advisories could not be read; try again where they can" >&2; exit 1; }

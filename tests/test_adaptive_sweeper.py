@@ -124,7 +124,7 @@ def test_adaptive_counts_only_what_was_measured_where_a_budget_ends_it(
     monkeypatch.setattr(trial_loop, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + next(clock)))
     said, rows, lines = measured("seq_len=range(8,1025,8)", "budget=120s", "retries=0")
     assert 0 < len(rows) < 9 and len(rows) + len(lines) == 128
-    assert f"{len(rows)} of 128 points measured" in said and "the budget ended it" in said
+    assert f"{len(rows)} of 128 points measured" in said and "because the budget ended the search" in said
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def test_a_folder_that_is_gone_and_docstrings_that_are_are_no_traceback(
         place.rmdir()
         for example in () if verb.side == verbs.FRONT else verb.examples:
             assert front_door.main(words(example)) == 2
-            assert re.fullmatch(r"vramsweep: the current folder .*; cd to one that is there\n", capsys.readouterr().err)
+            assert re.fullmatch(r"vramsweep: the current folder .*; cd to one that exists\n", capsys.readouterr().err)
         assert front_door.main([verb.name, "--help"]) == 0
     monkeypatch.chdir(ROOT)
 

@@ -69,9 +69,9 @@ def _main(words: list[str]) -> int:
     verb = verbs.BY_NAME.get(name)
     if verb is None and ("=" in name or name.startswith("--")):
         key = name.partition("=")[0]  # its value may be a secret
-        raise UserError(f"{key}: a verb comes first, as in `vramsweep predict model=gpt2`; `vramsweep help` lists all")
+        raise UserError(f"{key}: a command comes first, as in `vramsweep predict model=gpt2`; see `vramsweep help`")
     if verb is None and name not in verbs.INTERNAL:
-        raise UserError(suggestions.no_such_value(name, "verb", name, verbs.BY_NAME))
+        raise UserError(suggestions.no_such_value(name, "command", name, verbs.BY_NAME))
     own = rest[: rest.index("--")] if "--" in rest else rest
     if verb is not None and verb.settings and verbs.NO_CACHE in own:
         os.environ[file_names.CACHE] = ""
@@ -108,7 +108,7 @@ def _stands_in_a_folder() -> None:
     try:
         Path.cwd()
     except OSError as error:
-        raise UserError(f"the current folder cannot be told ({error.strerror}); cd to one that is there") from None
+        raise UserError(f"the current folder cannot be found ({error.strerror}); cd to one that exists") from None
 
 
 if __name__ == "__main__":

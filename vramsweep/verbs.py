@@ -24,7 +24,7 @@ SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
 STATUSES = {
     0: "done",
     1: "the answer is no (the command's help says which question); or a bug in vramsweep, with a traceback",
-    2: "usage error: bad arguments, an unreadable file, or an unsuitable machine",
+    2: "an error: bad arguments, unreadable file, unsuitable machine, full disk; or stopped by `breaker`",
     129: "the terminal was closed (SIGHUP); the running trial was finished first",
     130: "interrupted",
     141: "the reader of the output closed it, as `| head` does",
@@ -33,8 +33,8 @@ STATUSES = {
 
 @dataclass(frozen=True)
 class Verb:
-    """One verb. `uses` are its arguments in examples; `no` says what status 1 means (None: it never ends so);
-    `settings`: it takes GROUP=OPTION, KEY=VALUE."""
+    """One verb. `uses` are its arguments in examples; `no` says what status 1 means (None: it never ends so), `error`
+    what 2 means; `settings`: it takes GROUP=OPTION, KEY=VALUE."""
 
     name: str
     section: str
@@ -42,6 +42,7 @@ class Verb:
     uses: tuple[str, ...]
     side: str
     no: str | None = None
+    error: str = "an error"
     settings: bool = False
 
     @property
@@ -58,11 +59,13 @@ class Verb:
         """Return the verb's own parser: usage, options, and in `description` what there is to say beyond the line."""
         if self.side == FRONT:
             parser = Parser(prog="vramsweep help")
-            parser.add_argument("verb", nargs="?", metavar="VERB", choices=list(BY_NAME), help="one that it lists")
+            parser.add_argument(
+                "verb", nargs="?", metavar="COMMAND", choices=list(BY_NAME), help="a command of the list"
+            )
             return parser
         found: argparse.ArgumentParser = importlib.import_module(f"vramsweep.{self.side}.cli").parser(self.name)
         if self.settings:  # the front door handles it
-            found.add_argument(NO_CACHE, action="store_true", help="use no traces kept for you, and keep none")
+            found.add_argument(NO_CACHE, action="store_true", help="neither read nor write the cache of traces")
         return found
 
     def help(self, whole: bool = False) -> str:
@@ -81,7 +84,7 @@ class Verb:
 
             parts.append(settings_reference.text() if whole else settings_reference.commonest())
         no = f"1, {self.no}; " if self.no else ""
-        parts.append(_filled("Status", f"0; {no}2, a mistake; 130, interrupted."))
+        parts.append(_filled("Exit status:", f"0, done; {no}2, {self.error}; 130, interrupted."))
         if self.settings and not whole:
             parts[-1] += f"\nAll settings, presets and GPUs: vramsweep {self.name} --help-all, docs/settings.md"
         return "\n\n".join(filter(None, parts)) + "\n"
@@ -107,7 +110,7 @@ def overview() -> str:
         parts.append("\n".join([section, *lines]))
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
-    parts.append("vramsweep COMMAND --help tells more, --help-all has every setting; --version prints the version")
+    parts.append("vramsweep COMMAND --help has more, --help-all has all settings; --version prints the version")
     parts.append("\n".join(["Start here", *START]))
     return "\n\n".join(parts) + "\n"
 

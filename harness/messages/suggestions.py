@@ -16,7 +16,7 @@ MOST = 12  # names that a line lists at most
 SETTINGS = "vramsweep sweep --help-all"
 _SIZE = re.compile(r"\d+(?:\.\d+)?b(?![a-z0-9])")  # of a model: the 1.5b of qwen2.5-1.5b
 _ID = re.compile(r"[0-9a-f]{8,}")  # of a trial
-LISTED_BY = {"verb": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
+LISTED_BY = {"command": "vramsweep help", "GPU": "vramsweep gpus", "model": SETTINGS, "sweep": SETTINGS,
              "optimizer": "vramsweep techniques optimizer", "setting": "vramsweep techniques"}  # fmt: skip
 
 

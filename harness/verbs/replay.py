@@ -55,17 +55,17 @@ def verdict(result: WhatIf) -> str:
     """Describe how the replay under the recorded settings compares with the recording."""
     match, end = result.rows[0].match, result.rows[0].timeline[-1]
     if match is None:
-        why = 'ring held one event (max_entries, or enabled="state")' if result.events else "recording has no event"
+        why = 'the ring kept one event (max_entries, or enabled="state")' if result.events else "there is no event"
         end_is = f"{format_size(end.reserved)} reserved, {format_size(end.allocated)} allocated"
-        return f"No history: its {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
+        return f"No history: {why}. The final state is {end_is}; the peak is unknown.\nTo record: {HOW_TO_RECORD}"
     events = f"{match.matched} of {match.segment_events} segment events"
     blocks = f"{match.blocks_in_place} of {match.blocks} blocks at the recorded address"
     if match.exact and not match.segment_events + match.blocks:
-        return f"Nothing to compare: its {result.events} events make no segment and no block."
+        return f"Nothing to compare, because its {result.events} events concern no segment and allocate no block."
     if match.exact:
         return f"The replay under the recorded settings is exact: {events}, {blocks}."
-    other = f"\nIts stacks name {result.library}: no CUDA recording, so not its allocator." if result.library else ""
-    first = f"First: {match.first_difference}{other}"
+    other = f"\nIts stacks name {result.library}, so its allocator is not the CUDA one." if result.library else ""
+    first = f"First difference: {match.first_difference}{other}"
     return f"The replay under the recorded settings is NOT exact: {events}, {blocks}.\n{first}"
 
 
@@ -86,7 +86,7 @@ def _print_table(result: WhatIf) -> None:
     console = Console()
     console.print(table)
     if result.rows[0].holders is not None:
-        console.print(_holders(result.rows[0].holders, "final" if result.history == "none" else "recorded peak"))
+        console.print(_holders(result.rows[0].holders, "final state" if result.history == "none" else "recorded peak"))
     console.print(verdict(result))
     for row in result.rows:
         for note in (*row.notes, *([f"out of memory at {row.out_of_memory}"] if row.out_of_memory else [])):
@@ -97,11 +97,11 @@ def _print_table(result: WhatIf) -> None:
 
 def _holders(peak: Holders, of: str) -> Table:
     """Return the table of the blocks that make up the recorded peak."""
-    unknown = f"; of {format_size(peak.unknown)} no line is known" if peak.unknown else ""
-    title = f"What holds the {of} allocated, {format_size(peak.allocated)} after event {peak.event}{unknown}"
+    unknown = f"; the line of code is unknown for {format_size(peak.unknown)}" if peak.unknown else ""
+    title = f"Blocks of the {of}: {format_size(peak.allocated)} allocated after event {peak.event}{unknown}"
     show_size = partial(format_in, unit := choose_unit(peak.allocated))
     numbers = (f"{unit} in all", "blocks")
-    table = make_table((*numbers, "asked for by (what it is for is not recorded)"), title=title, numbers=numbers)
+    table = make_table((*numbers, "requested by (a recording does not show the purpose)"), title=title, numbers=numbers)
     for one in peak.largest:
         blocks = f"{one.count} x {format_size(one.bytes)}" if one.count > 1 else "1"
         table.add_row(show_size(one.bytes * one.count), blocks, one.where or "unknown")
@@ -112,23 +112,21 @@ def _holders(peak: Holders, of: str) -> Table:
 
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
-    notes = ['"rebuilt": what was live at the start is allocated anew first; compare these rows with one another.']
+    notes = ['"rebuilt": blocks live at the start are allocated again first; compare these rows only with each other.']
     if result.history == "part":
-        notes.append(f"Peaks are of its {result.events} events: it begins late, or its ring (max_entries) lost some.")
+        notes.append(f"Peaks are of its {result.events} events: it began late, or its ring (max_entries) lost some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
         saved = f"reserves {format_size(found[1])} less than" if found[1] > 0 else "saves nothing over"
         notes.append(
-            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded."
+            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded one."
         )
     if match is not None and match.releases_before_growth:
         notes.append(
-            f"{match.releases_before_growth} cache releases come directly before a new segment: calls of empty_cache, "
-            "or out-of-memory retries (a recording does not tell which). They are replayed as empty_cache everywhere."
+            f"{match.releases_before_growth} cache releases come directly before a new segment. They are replayed as "
+            "empty_cache, but may be out-of-memory retries; a recording does not show which."
         )
     if match is not None and match.out_of_memory_events:
-        notes.append(
-            f"The recording has {match.out_of_memory_events} out-of-memory errors; those requests are left out."
-        )
+        notes.append(f"The replay omits {match.out_of_memory_events} requests that ended in out-of-memory errors.")
     return notes
 
 
@@ -142,15 +140,12 @@ def parser() -> Parser:
     )  # fmt: skip
     parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
     parser.add_argument(
-        "--memory-limit", type=units.parse_size, metavar="SIZE", help="what the process may use, for example 24GiB"
+        "--memory-limit", type=units.parse_size, metavar="SIZE", help="memory the process may use, for example 24GiB"
     )
     parser.add_argument(
-        "--recorded-limit",
-        type=units.parse_size,
-        metavar="SIZE",
-        help="the limit in force while recording, where known",
+        "--recorded-limit", type=units.parse_size, metavar="SIZE", help="memory limit during the recording, if known"
     )
-    parser.add_argument("--device", type=int, help="which device, when the recording has several")
+    parser.add_argument("--device", type=int, help="the device, if the recording has several")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--figure", type=PAGE, metavar="OUT.html", help="draw reserved and allocated over time")
     parser.add_argument(

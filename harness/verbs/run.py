@@ -33,8 +33,8 @@ def main(argv: Sequence[str]) -> int:
     before, dashes, command = _apart(argv)
     options, rest = PARSERS["run"]().parse_settings(before)
     if not command:
-        what = "nothing stands behind --" if dashes else "the command stands behind --"
-        raise UserError(f"{what}: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
+        what = "no command follows --" if dashes else "the command must follow --"
+        raise UserError(f"{what}, as in: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")
     given = words(rest, command)
     if options.dry_run:
         with tempfile.TemporaryDirectory() as place:  # because Hydra writes there in any case
@@ -59,7 +59,7 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
         device = "cuda" if compose.detect() == "cuda" else "cpu"
         if device == "cpu":
             print(
-                "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts it for that GPU",
+                "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts for that GPU instead",
                 file=sys.stderr,
             )
         found.append(f"device={device}")
@@ -73,22 +73,22 @@ def _wrong(
     yield from filter(None, map(redaction.secret_problem, [*before, text]))
     bare = QUOTED.sub("", text)
     if len(command) == 1 and (sign := _SHELL.search(bare)):
-        yield f"{sign[0]} is the shell's, and none reads the command; let one: -- bash -c {shlex.quote(text)}"
+        yield f"{sign[0]} needs a shell, and the command starts without one; use: -- bash -c {shlex.quote(text)}"
     mute = set(ours) - {*command_template.UNSAID, *command_template.TOLD, *command_template.NODES}
     for name in sorted(mute & set(told)):
-        yield f"{{{name}}}: {name} is a setting of vramsweep's own, which no command is told; use another name"
+        yield f"{{{name}}}: vramsweep does not pass its own setting {name} to a command; use another name"
     for word in before:
         name = word.partition("=")[0]
         if name in command_template.GIVEN:
             given = command_template.GIVEN[name]
-            yield f"{word}: {{{name}}} is {given}, and not to be given; use another name for your own"
+            yield f"{word}: vramsweep itself sets {{{name}}} ({given}); use another name for your own setting"
         if name in command_template.UNSAID and name not in told:
             yield (
-                f"{word} does not reach the command: write {{{name}}} where it takes it, {{{name}:VALUE=TEXT:...}} if "
-                "it calls a value otherwise"
+                f"{word} does not reach the command: write {{{name}}} where the command takes it, or "
+                f"{{{name}:VALUE=TEXT:...}} if the command has other names for the values"
             )
         if name == "model" or (name.startswith("model.") and name != "model.name"):
-            yield f"{word} does not reach the command, which has a model of its own; use another name and a placeholder"
+            yield f"{word} does not reach the command, which builds its own model; use another name and a placeholder"
 
 
 def _option(word: str) -> str:

@@ -92,7 +92,8 @@ def _report_once(folder: Path) -> int:
     """Write the report of a sweep in shards from the shard with the last row of all; return its exit status."""
     found = sweep_status.read_status(folder)
     if found.done != found.total:
-        print(f"{found.done} of {found.total} trials have rows; the report comes with the last, or vramsweep report")
+        rows = f"{found.done} of {found.total} trials have rows"
+        print(f"{rows}; the shard that ends last writes the report, or run `vramsweep report`")
         return 0
     status, place = 0, own_files(folder) / REPORTING
     descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)

@@ -50,9 +50,9 @@ GRACE: Mapping[bool | None, float] = {True: 60.0, None: 10.0, False: 0.0}
 def parser() -> Parser:
     """Return the parser of the verb's options and words."""
     found = Parser(prog="vramsweep status")
-    found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP; all under results/ if none is given")
+    found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP (default: all sweeps under results/)")
     found.add_argument("--json", action="store_true", help="print the data instead")
-    watching = "show it until it ends, every SECONDS (2), or as 1m; of several, and none named, those that run"
+    watching = "update every SECONDS (default: 2; also 1m) until the sweep ends; without a folder: all running sweeps"
     found.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
     return found
 
@@ -110,7 +110,7 @@ class Seen:
     def speed(self) -> str:
         """Describe the speed, the time that the planned trials still need, and the cost."""
         if self.rate is None or self.status.state != "running":
-            return "speed not known yet" if self.rate is None else "nothing runs"
+            return "speed not known yet" if self.rate is None else "nothing is running"
         if self.status.total is None:
             return f"{self.rate:.2g} trials a minute"
         left = 60 * (self.status.total - self.status.done) / self.rate
@@ -163,20 +163,20 @@ class Watched:
 
 def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> int:
     if as_json:
-        raise UserError("--watch is for people, --json for programs: status --json says it once; leave one out")
+        raise UserError("--watch and --json cannot be combined: --json prints the state once; leave one out")
     try:
         seconds = float(text)  # 0 and nan are numbers too; the check of the range refuses them
     except ValueError:
         try:
             seconds = units.parse_seconds(text)
         except UserError:
-            raise UserError(f"--watch {text}: allowed is a number of seconds; a folder comes before it") from None
+            raise UserError(f"--watch {text}: allowed is a number of seconds, after the folder") from None
     if not 0.1 <= seconds <= 3600:
         raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
     if not named:
         folders = [folder for folder in folders if any(map(journal_lock.is_locked, journal.files(folder)))]
         if not folders:
-            raise UserError("no sweep runs under results/; `vramsweep status` says how far those there came")
+            raise UserError("no sweep under results/ is running; `vramsweep status` shows the progress of all")
     return watch(folders, seconds)
 
 
@@ -225,7 +225,7 @@ def running_attempts(folder: Path, rows: Sequence[Row], now: datetime) -> tuple[
             continue
         with contextlib.suppress(OSError):  # a folder so new that it has no specification yet
             began = datetime.fromtimestamp((attempt / SPEC).lstat().st_mtime, UTC)
-            name = "predictions, many together" if together(trial_id) else _describe_attempt(attempt / SPEC, trial_id)
+            name = "a batch of predictions" if together(trial_id) else _describe_attempt(attempt / SPEC, trial_id)
             again = f", attempt {number}" if number > 1 else ""
             found.append((began, f"{name}{again}, {duration(max((now - began).total_seconds(), 0.0))}"))
     return tuple(text for _, text in sorted(found))

@@ -13,7 +13,7 @@ from vramsweep.harness.messages.errors import UserError
 def parser() -> Parser:
     """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep techniques")
-    found.add_argument("axis", nargs="?", help="only the values of this setting, such as optimizer")
+    found.add_argument("axis", nargs="?", metavar="SETTING", help="only the values of this setting, such as optimizer")
     found.add_argument("--json", action="store_true", help="print the data instead")
     return found
 
@@ -45,5 +45,5 @@ def main(argv: Sequence[str]) -> int:
         if table.row_count:
             console.print(table)
     if arguments.axis is None:
-        console.print("\nvramsweep techniques SETTING tells what does not go together, why, and what is missing here.")
+        console.print("\nvramsweep techniques SETTING adds excluded combinations, with reasons, and missing packages.")
     return 0

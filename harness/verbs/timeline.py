@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep timeline`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["timeline"]().parse_settings(argv)
     if not words:
-        raise UserError(f"timeline of what? {_USAGE}")
+        raise UserError(f"timeline needs settings or a sweep: {_USAGE}")
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("timeline", words)) is None:
             return 0
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         records = kept_timelines.read_timelines(place, words[1:], trace=not arguments.kept)
         if not records and not arguments.json:
             raise UserError(
-                f"{place} has no predicted row with a trace; sweep with device=simulated, or leave --kept out"
+                f"{place} has no predicted row with a trace; run the sweep with device=simulated, or omit --kept"
             )
     if arguments.json:
         print(json.dumps(records))

@@ -25,8 +25,8 @@ from vramsweep.harness.spec.trial_identity import SIMULATION
 READINGS = "readings.json"
 PACKAGES = ("vramsweep", "torch", "transformers", "accelerate", "deepspeed")
 DETAILS = """\
-benchmarks/published/README.md describes the files. Words such as timeout_s=1200, name= or results= go to
-every run. The same command goes on where one was interrupted."""
+benchmarks/published/README.md describes the files. Settings such as timeout_s=1200, name= or results=
+apply to every run. The same command resumes an interrupted one."""
 
 
 def parser() -> Parser:
@@ -37,7 +37,7 @@ def parser() -> Parser:
         description=DETAILS,
     )
     parser.add_argument("--json", action="store_true", help="print the readings instead of tables")
-    parser.add_argument("words", nargs="*", metavar="FILE", help="the runs, and settings")
+    parser.add_argument("words", nargs="*", metavar="FILE", help="files of published runs; settings may be among them")
     return parser
 
 
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
     if not (files := [Path(word) for word in arguments.words if "=" not in word]):
-        raise UserError("validate which runs? Name files, as benchmarks/published/*.yaml")
+        raise UserError("validate needs files of published runs, such as benchmarks/published/*.yaml")
     runs, mistakes = reference_runs.read(files)
     estimates = OtherTools.beside(files)
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):
@@ -80,4 +80,4 @@ def show(folder: Path) -> None:
     """Print the tables with a process of the analysis. Raises UserError if that fails."""
     sys.stdout.flush()
     if subprocess.run(build_command("vramsweep", "errors", str(folder / READINGS)), check=False).returncode:
-        raise UserError("not all tables were made, for the reason above; the same command makes them again")
+        raise UserError("some tables are missing for the reason above; run the same command again")

@@ -70,7 +70,7 @@ class AdaptiveSweeper(BasicSweeper):
     def check(self) -> None:
         """Raise UserError for a setting that is not allowed; Hydra would bury an error that the constructor raises."""
         if self.max_batch_size is not None:
-            raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive has rounds of its own; leave it out")
+            raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive sets its own batches; leave it out")
         for key, least in (("most", 3), ("checks", 1), ("together", 1), ("seed", 0)):
             if type(value := getattr(self, key)) is not int or value < least:
                 raise UserError(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least}")
@@ -84,12 +84,12 @@ class AdaptiveSweeper(BasicSweeper):
         assert self.launcher is not None
         self.check()
         if (compose := getattr(self.launcher, "compose", None)) is None:
-            raise UserError("hydra/sweeper=adaptive goes with hydra/launcher=vramsweep, which is the default")
+            raise UserError("hydra/sweeper=adaptive needs hydra/launcher=vramsweep, the default")
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         (jobs,) = self.split_arguments(parser.parse_overrides([*self._parse_config(), *arguments]), None)
         task: HydraTask = self.launcher.task  # type: ignore[attr-defined] # ours
         if task.of_cases:
-            raise UserError("a preset of cases is run at once; hydra/sweeper=adaptive needs one without")
+            raise UserError("a preset with cases runs as a whole; hydra/sweeper=adaptive needs one without cases")
         session = task.session
         planned, settings = session.first_trials(task.plain_values(compose(jobs)))
         if settings.action == "run":
@@ -97,9 +97,7 @@ class AdaptiveSweeper(BasicSweeper):
         if settings.action == "resolve":
             return [self.launcher.launch(jobs, initial_job_idx=0)]
         if settings.objective is not None:
-            raise UserError(
-                f"objective={settings.objective}: hydra/sweeper=adaptive goes by memory; leave objective out"
-            )
+            raise UserError(f"objective={settings.objective}: hydra/sweeper=adaptive searches by memory; leave it out")
         groups = configurations(planned)
         impossible = [n for n, one in enumerate(planned) if one.trial is None]
         if settings.action == "plan":
@@ -133,7 +131,7 @@ class AdaptiveSweeper(BasicSweeper):
         points = max(map(len, groups), default=0)
         session.notes.append(
             f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "
-            f"{len(groups)} configuration(s); these are the first, where nothing is predicted"
+            f"{len(groups)} configuration(s); this plan lists the first round, chosen without predictions"
         )
         return [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
 
@@ -197,7 +195,7 @@ def predictions(possible: Sequence[trials.Trial], session: Session) -> list[Row 
             found.append(None)
     if not (asked := [one for one in found if one is not None]):
         return None
-    print(f"predicting {len(asked):,} points for {card.name}; predict=false leaves it out", file=sys.stderr)
+    print(f"predicting {len(asked):,} points for {card.name}; predict=false skips this", file=sys.stderr)
     try:
         rows = session.run_aside(asked, "predicted")
     except UserError as error:
@@ -262,17 +260,19 @@ def said(first: Planned, search: "Search", ended: bool = False) -> str:
     worst = []
     for name in search.inferred():
         if off := [abs(check.off(name)) for check in search.compared if name in check.measured]:
-            worst.append(f"{name} by at most {max(off):.2%}")
-    checks = f"{len(search.compared)} check points were off: {', '.join(worst)}" if worst else "none was a check point"
-    full = sum(check.full for check in search.compared)
-    checks += f", and {full} did not fit though inferred to" if full else ""
-    if not search.inferred():
-        return f"{text}; no row knows its memory, so nothing is inferred"
-    end = (
-        "the last of them agree"
-        if search.enough
-        else "that is not enough for the tolerance: the budget ended it"
-        if ended
-        else "that is not enough for the tolerance; hydra.sweeper.most= allows more"
+            worst.append(f"{max(off):.2%} ({name})")
+    checks = (
+        f"{len(search.compared)} check points: errors up to {', '.join(worst)}" if worst else "no check points measured"
     )
-    return f"{text}, the others are inferred (inferred.jsonl); {checks}; {end}"
+    full = sum(check.full for check in search.compared)
+    checks += f", and {full} did not fit although inferred to fit" if full else ""
+    if not search.inferred():
+        return f"{text}; no row has measured memory, so nothing is inferred"
+    end = (
+        "the last check points agree"
+        if search.enough
+        else "the tolerance is not reached, because the budget ended the search"
+        if ended
+        else "the tolerance is not reached; hydra.sweeper.most= allows more points"
+    )
+    return f"{text}, the others inferred (inferred.jsonl); {checks}; {end}"

@@ -43,7 +43,7 @@ class FrontierSweeper(VramsweepSweeper):
         assert self.hydra_context is not None
         launcher: Any = self.launcher  # ours; Hydra has imported another copy of its module
         if self.max_batch_size is not None:
-            raise UserError("hydra.sweeper.max_batch_size: sweep=frontier comes in rounds of its own; leave it out")
+            raise UserError("hydra.sweeper.max_batch_size: sweep=frontier sets its own batches; leave it out")
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         overrides = parser.parse_overrides([*self._parse_config(), *arguments])
         if not any(one.key_or_group == "seq_len" or _ranged(one) for one in overrides):
@@ -56,7 +56,7 @@ class FrontierSweeper(VramsweepSweeper):
         jobs = launcher.compose([[*words, f"{name}={values[0]}"] for words in settings])
         task: HydraTask = launcher.task
         if task.of_cases:
-            raise UserError("a preset of cases is run at once; sweep=frontier is a preset of its own")
+            raise UserError("a preset with cases runs as a whole; hydra/sweeper=frontier needs one without cases")
         session, configs = task.session, task.plain_values(jobs)
         with variable(FULL_ERROR, None):  # which workers must not inherit
             ahead = edge_search.prepare_searches(session, configs, name, values)
@@ -83,14 +83,14 @@ def _axis(overrides: list[Override]) -> Override:
     if named and named[-1].value() is not None:
         wanted = str(named[-1].value())
         if wanted in FREE and wanted not in swept:
-            raise UserError(f"edge_of={wanted}: give the values to look among: '{wanted}=range(1,8193)'")
+            raise UserError(f"edge_of={wanted}: give the values to search, such as '{wanted}=range(1,8193)'")
         if wanted in swept:
             return swept[wanted]
     ranges = list(filter(_ranged, swept.values()))
     if not (found := ranges or list(swept.values())):
-        raise UserError(f"sweep=frontier looks for the edge of a length or batch: give '{LENGTHS}'")
+        raise UserError(f"sweep=frontier searches for the largest length or batch that fits; give '{LENGTHS}'")
     if len(found) > 1:
-        raise UserError("seq_len and micro_batch both have several values; say whose edge: edge_of=seq_len")
+        raise UserError("seq_len and micro_batch both have several values; choose the one to search: edge_of=seq_len")
     return found[0]
 
 
@@ -104,8 +104,8 @@ def _values(axis: Override) -> list[int]:
     name = axis.key_or_group
     if not all(text.isascii() and text.isdigit() and int(text) > 0 for text in texts):
         raise UserError(
-            f"{axis.input_line}: sweep=frontier looks among whole numbers from 1; '{name}=range(64,8193,64)'"
+            f"{axis.input_line}: sweep=frontier searches whole numbers from 1, such as '{name}=range(64,8193,64)'"
         )
     if not (values := sorted(set(map(int, texts)))):
-        raise UserError(f"{axis.input_line} holds no value; a range is '{name}=range(FIRST,END,STEP)', without END")
+        raise UserError(f"{axis.input_line} has no value; a range is '{name}=range(FIRST,END,STEP)' and excludes END")
     return values

@@ -137,7 +137,7 @@ VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
     "errors": lambda a, b: ["errors", str(a / "plan.json")],
     "replay": lambda a, b: ["replay", str(a / "plan.json")],
     "no such folder": lambda a, b: ["status", f"{a}{EVIL}"],
-    "no such verb": lambda a, b: [EVIL],
+    "no such command": lambda a, b: [EVIL],
     "no such option": lambda a, b: ["techniques", EVIL],
     "no such flag": lambda a, b: ["fit", str(a), f"--{EVIL}"],
     "plan": lambda a, b: ["plan", "model=tiny", "device=cpu", f"results={a}", f"model.name='{EVIL}'", "predict=false"],

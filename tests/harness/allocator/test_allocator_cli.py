@@ -32,11 +32,11 @@ def test_json_is_for_scripts(cli):
 @pytest.mark.parametrize(
     ("events", "said"),
     [
-        ([{"action": "snapshot", "addr": 0, "size": 0, "stream": 0}], "No history: its recording has no event."),
-        ([-1], 'No history: its ring held one event (max_entries, or enabled="state"). The final state is '
+        ([{"action": "snapshot", "addr": 0, "size": 0, "stream": 0}], "No history: there is no event."),
+        ([-1], 'No history: the ring kept one event (max_entries, or enabled="state"). The final state is '
          "3.5 GiB reserved, 30.3 MiB allocated; the peak is unknown."),
-        ([-2, -1], "Nothing to compare: its 2 events make no segment and no block."),
-        ([*range(-4, 0)], "Peaks are of its 4 events: it begins late, or its ring (max_entries) lost"),
+        ([-2, -1], "Nothing to compare, because its 2 events concern no segment and allocate no block."),
+        ([*range(-4, 0)], "Peaks are of its 4 events: it began late, or its ring (max_entries) lost"),
     ],
 )  # fmt: skip
 def test_a_recording_without_history_is_not_called_exact(events, said, tmp_path, cli):
@@ -59,13 +59,13 @@ def test_a_recording_of_another_vendors_library_is_named(tmp_path, cli):
             event["stream"] = 7
     (tmp_path / "npu.pickle").write_bytes(pickle.dumps(whole))
     out = cli.run("replay", tmp_path / "npu.pickle").out
-    assert "NOT exact" in out and "Its stacks name torch_npu: no CUDA recording" in out
+    assert "NOT exact" in out and "Its stacks name torch_npu, so its allocator is not the CUDA one" in out
 
 
 def test_what_a_setting_saves_is_said_of_the_best_one_tried(cli):
     out = " ".join(cli.run("replay", SMALL, "--search").out.split())
     assert "unallocated" not in out
-    assert "The best of 17 tried, large_segment_size_mb:40, reserves 0.48 GiB less than the recorded." in out
+    assert "The best of 17 tried, large_segment_size_mb:40, reserves 0.48 GiB less than the recorded one." in out
     recorded, _, best, *_ = cli.json("replay", SMALL, "--search")["rows"]
     assert recorded["peak_reserved"] - best["peak_reserved"] == 492 * MIB
     out = " ".join(cli.run("replay", SMALL, "--allocator", "expandable_segments:True").out.split())

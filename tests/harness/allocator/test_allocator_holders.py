@@ -80,7 +80,7 @@ def test_every_shared_recording(name):
 def test_the_verb_says_who_and_what_is_unknown(tmp_path, cli):
     out = tmp_path / "replay.html"
     said = cli.run("replay", SMALL, "--figure", out).out
-    assert "What holds the recorded peak allocated" in said and "trace_peak_memory.py" in said
+    assert "Blocks of the recorded peak: " in said and "trace_peak_memory.py" in said
     page = out.read_text()
     assert "trace_peak_memory.py" in page and "not what the block is for" in page
     first, second = cli.json("replay", SMALL)["rows"]

@@ -77,7 +77,7 @@ def test_a_sweep_that_runs(tmp_path: Path) -> None:
         ]
         assert seen.log().endswith(f"1 oom; last failure: crash: {label(lost)}: killed by signal 9 (17:58:30Z)")
     done = watched.look(NOW)
-    assert done.status.state == "stopped" and done.speed() == "nothing runs" and done.running == ()
+    assert done.status.state == "stopped" and done.speed() == "nothing is running" and done.running == ()
 
 
 def test_what_is_not_known_is_not_shown(tmp_path: Path) -> None:
