@@ -277,4 +277,4 @@ def test_a_sweep_of_which_nothing_could_run_does_not_end_well(
     """Only the machine that is to run it shows that it is impossible, also for a sweeper that sends batches."""
     monkeypatch.setattr(machine, "visible_gpus", lambda environ: [CARD])
     words = ["model=tiny", "device=cuda", "world_size=2", "sharding=ddp", "report=false"]
-    assert "world_size=2 needs 2 GPUs and 1 is visible" in cli.refuse("sweep", "-m", *more.split(), *words)
+    assert "world_size=2 needs 2 GPUs, but 1 is visible" in cli.refuse("sweep", "-m", *more.split(), *words)

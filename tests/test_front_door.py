@@ -45,8 +45,8 @@ def test_a_folder_of_sweeps_lists_them(verb: str, here: Path, cli: Cli) -> None:
         return
     name, *words = verb.split()
     said = cli.refuse(name, *(["results"] if not words else ["results", "results/night"]))
-    assert "results is no sweep, and has 3 sweeps below it, the newest first: night, reference/h100, gpt2-torch" in said
-    assert "name one, as results/night" in said and len(said.splitlines()) <= 2
+    assert "results is not a sweep; it contains 3 sweeps, the newest first: night, reference/h100, gpt2-torch" in said
+    assert "name one, such as results/night" in said and len(said.splitlines()) <= 2
 
 
 def test_what_cannot_be_read_hides_no_sweep(here: Path, cli: Cli) -> None:
@@ -78,7 +78,7 @@ def test_a_folder_without_sweeps_says_what_to_name(verb: str, here: Path, cli: C
 def test_many_sweeps_are_counted_and_the_newest_named(here: Path, cli: Cli) -> None:
     sweeps(here / "results", *(f"sweep-{number:02}" for number in range(12)))
     said = cli.refuse("check", "results")
-    assert "12 sweeps" in said and "sweep-04 and 4 more; name one, as results/sweep-11" in said
+    assert "12 sweeps" in said and "sweep-04 and 4 more; name one, such as results/sweep-11" in said
 
 
 def made(*words: str, active: str = "") -> str:

@@ -181,7 +181,7 @@ def test_models_that_are_to_be_had(here: Path, monkeypatch: pytest.MonkeyPatch, 
         assert read_positions(unknown, {}) is None
     (here / "other.json").write_text("{}")
     assert (
-        "model.path=./other.json: it is a file, and no folder; give"
+        "model.path=./other.json: it is a file, not a folder; give"
         in cli.run("plan", "model=./other.json", status=2).err
     )
     assert "the hub cannot be reached" in str(hub_models.find_problem("some/model"))

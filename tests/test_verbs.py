@@ -161,7 +161,7 @@ def test_every_file_that_is_written_is_refused_at_once_if_it_cannot_be(verb: Ver
         given = {"words": ["x.yaml"], "file": ["x.pickle"], "rows": [ROWS], "readings": ["x.json"], "data": ["x.json"]}
         before = [word for action in actions(verb) for word in given.get(action.dest, [])]
         said = cli.refuse(verb.name, *before, *one.option_strings[:1], "x.gif")
-        assert f"allowed suffixes are {', '.join(one.type.suffixes)}, and x.gif has another" in said
+        assert f"x.gif must end in one of {', '.join(one.type.suffixes)}" in said
     assert not list(here.iterdir())
 
 
@@ -239,7 +239,7 @@ def test_an_output_that_has_gone_is_no_traceback(
         ("{} columns | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
         ("{} columns 2>&1 | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
         ("{} columns >/dev/full", (2,), "vramsweep: the output cannot be written: No space left on device\n"),
-        ("{} columns >&-", (2,), "vramsweep: standard output is closed; to discard it say >/dev/null\n"),
+        ("{} columns >&-", (2,), "vramsweep: standard output is closed; to discard it, use >/dev/null\n"),
         ("{} columns 2>&- >/dev/null <&-", (0,), ""),
         ("{} nonsense 2>/dev/full", (2,), ""),
     ],
@@ -257,7 +257,7 @@ def test_doctor_says_what_auto_means_here(tmp_path: Path, monkeypatch: pytest.Mo
     card = machine.Gpu(0, "NVIDIA H100 80GB HBM3", "GPU-0", "580.1", 80 << 30, 1 << 20, ())
     for cards, built, environ, device, sweep, why in (
         ([card], "13.0", {}, "device=cuda, measured: NVIDIA H100 80GB HBM3", "sweep=cuda", "built with CUDA 13.0"),
-        ([card], None, {}, "device=simulated, predicted for h100-80gb", "sweep=simulated", "a build for CPUs"),
+        ([card], None, {}, "device=simulated, predicted for h100-80gb", "sweep=simulated", "built without CUDA"),
         ([], "13.0", {}, "device=simulated, predicted for h100-80gb", "sweep=simulated", "no NVIDIA driver or GPU"),
         ([card], "13.0", {"CUDA_VISIBLE_DEVICES": ""}, "device=simulated", "sweep=simulated", "leaves no GPU"),
     ):

@@ -142,7 +142,7 @@ def _read_options() -> tuple[Option, ...]:
 
 OPTIONS = _read_options()
 _BY_NAME = {o.name: o for o in OPTIONS} | {o.alias: o for o in OPTIONS if o.alias}
-_GONE = {"roundup_bypass_threshold_mb": "no supported torch has it; roundup_power2_divisions takes a size per interval"}
+_GONE = {"roundup_bypass_threshold_mb": "use roundup_power2_divisions, which has a value for each interval of sizes"}
 _DEFAULT = AllocatorConfig()
 
 
@@ -221,7 +221,7 @@ def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> 
     chosen = {o.name for o in config.set_options()}
     if config.backend == "cudaMallocAsync":
         idle = [o.name for o in config.set_options() if o.scope == "device"]
-        found += [f"backend:cudaMallocAsync and {name}: {name} has no effect with this backend" for name in idle]
+        found += [f"{name} has no effect with backend:cudaMallocAsync" for name in idle]
     limited = memory_limited or config.per_process_memory_fraction < 1
     for name in ("garbage_collection_threshold", "throw_on_cudamalloc_oom"):
         if name in chosen and config.backend == "native" and not limited:
@@ -232,7 +232,7 @@ def without_effect(config: AllocatorConfig, *, memory_limited: bool = False) -> 
         found.append("pinned_num_register_threads has no effect without pinned_use_cuda_host_register:True")
     rounding, cached = config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb
     if rounding is not None and cached is not None and rounding > cached:
-        found.append("pinned_max_round_threshold_mb above pinned_max_cached_size_mb: the cache size decides")
+        found.append("pinned_max_round_threshold_mb has no effect, because it is above pinned_max_cached_size_mb")
     return found
 
 
@@ -250,8 +250,8 @@ def estimates(config: AllocatorConfig) -> list[str]:
         return []
     low, high = (f"{100 * end:+.1f}" for end in ASYNC_RESERVED)
     return [
-        "cudaMallocAsync is predicted as expandable_segments: on an H100 its peak allocated was within 0.1 MiB of it, "
-        f"its peak reserved within {low} to {high} % (8 pairs)"
+        "cudaMallocAsync is predicted as expandable_segments. On an H100 its peak allocated differed by up to 0.1 MiB, "
+        f"its peak reserved by {low} to {high} % (8 pairs)"
     ]
 
 
@@ -259,7 +259,7 @@ def unknown_options(config: AllocatorConfig, torch_version: str) -> list[str]:
     """List the options that `torch_version` ("2.9.1+cu128") does not know and would refuse."""
     have = _release(torch_version)
     new = [o for o in config.set_options() if _release(o.since) > have]
-    return [f"torch {torch_version} does not know {o.name}: it is new in {o.since}" for o in new]
+    return [f"torch {torch_version} does not know {o.name}, which is new in {o.since}" for o in new]
 
 
 def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collection[str] | None = None) -> list[str]:
@@ -268,8 +268,8 @@ def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collec
     `only` names the options to compare, if not all of `effective` is known.
     """
     return [
-        f"{o.name}: asked for {format_value(o, getattr(asked, o.name))}, "
-        f"in force is {format_value(o, getattr(effective, o.name))}"
+        f"{o.name}: requested {format_value(o, getattr(asked, o.name))}, "
+        f"in force {format_value(o, getattr(effective, o.name))}"
         for o in OPTIONS
         if (only is None or o.name in only) and getattr(asked, o.name) != getattr(effective, o.name)
     ]
@@ -387,7 +387,7 @@ def _wrong(option: Option, text: str) -> AllocatorConfigError:
 
 def _unknown(name: str) -> str:
     if name in _GONE:
-        return f"{name} is not an option any more: {_GONE[name]}"
+        return f"no supported torch has {name}; {_GONE[name]}"
     near = suggestions.find_closest(name, _BY_NAME)
     hint = f"did you mean {near}?" if near else f"options are {', '.join(o.name for o in OPTIONS)}"
     return f"unknown allocator option {name[:60]!r}: {hint}"

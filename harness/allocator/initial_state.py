@@ -122,15 +122,15 @@ class _Undo:
     def segment_alloc(self, addr: int, size: int) -> None:
         span = self.spans.get(addr)
         if span is None or span.size != size:
-            raise _Contradiction("makes a segment that is not there afterwards")
+            raise _Contradiction("creates a segment that does not exist afterwards")
         if self._in_use(addr, size):
-            raise _Contradiction("makes a segment that has live blocks before it exists")
+            raise _Contradiction("creates a segment that has live blocks before it exists")
         self._drop(addr)
 
     def segment_free(self, addr: int, size: int, stream: int, expandable: bool) -> None:
         at = bisect_right(self.span_addrs, addr)
         if self.span_at(addr) or (at < len(self.span_addrs) and self.span_addrs[at] < addr + size):
-            raise _Contradiction("frees memory that is still there afterwards")
+            raise _Contradiction("frees memory that still exists afterwards")
         if expandable:
             self._remap(addr, size, stream)
         else:
@@ -266,8 +266,8 @@ def undo(recording: Recording) -> Start:
                     state.segment_free(addr, size, stream, action == "segment_unmap")
         except _Contradiction as problem:
             raise RecordingError(
-                f"{recording.name}: event {index} ({action} of {size} bytes at {addr:#x}) {problem}; the recording and "
-                "its final state disagree, so it cannot be replayed (was the history stopped before the dump?)"
+                f"{recording.name}: event {index} ({action} of {size} bytes at {addr:#x}) {problem}. Events and final "
+                "state disagree, so they cannot be replayed (was the history stopped before the dump?)"
             ) from None
     private.reverse()
     return state.start(private, first)

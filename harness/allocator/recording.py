@@ -142,7 +142,7 @@ def _segments(raw: Sequence[Any], device: int, name: str) -> tuple[Segment, ...]
     segments: list[Segment] = []
     blocks = [id(one["blocks"]) for one in raw if isinstance(one, dict) and isinstance(one.get("blocks"), list)]
     if len(set(blocks)) < len(blocks):  # else a small file could stand for any number of blocks
-        raise RecordingError(f"{name}: segments overlap, as two of them hold the same list of blocks")
+        raise RecordingError(f"{name}: segments overlap, because two of them have the same list of blocks")
     for index, entry in enumerate(raw):
         where = f"{name}: segment {index}"
         if not isinstance(entry, dict):
@@ -173,13 +173,13 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
             raise RecordingError(f"{where} has a block that is not a dict with a known state")
         length = _read_whole(raw, "size", where)
         if length == 0 or raw.get("address", at) != at:
-            raise RecordingError(f"{where}: its blocks do not follow one another")
+            raise RecordingError(f"{where}: its blocks are not contiguous")
         in_use = state != "free"
         requested = _read_whole(raw, "requested_size", where) if in_use and "requested_size" in raw else length
         pieces.append(Piece(at, length, state, at if in_use else None, requested if in_use else 0))  # type: ignore[arg-type]
         at += length
     if at != addr + size:
-        raise RecordingError(f"{where}: its blocks add up to {at - addr} bytes, not to its {size}")
+        raise RecordingError(f"{where}: its blocks add up to {at - addr} bytes, but its size is {size}")
     return Segment(
         addr=addr,
         size=size,

@@ -96,17 +96,17 @@ def _scan(data: bytes) -> None:
             head = _COUNTED[op]
             size = int.from_bytes(data[at + 1 : at + 1 + head], "little")
             if op == _LONG and size > _LONGEST:
-                raise UnsafePickle(f"it holds a number of {size} bytes at byte {at}; a recording's have 64 bits")
+                raise UnsafePickle(f"it has a number of {size} bytes at byte {at}; a recording's have 64 bits")
             at += 1 + head + size
         elif op in _PUTS:
             head = _PUTS[op]
             puts += 1
             if int.from_bytes(data[at + 1 : at + 1 + head], "little") > puts:
-                raise UnsafePickle(f"its memo jumps ahead at byte {at}: no writer of recordings does that")
+                raise UnsafePickle(f"its memo jumps ahead at byte {at}, which no writer of recordings does")
             at += 1 + head
         else:
             if integers < _TUPLES[op]:
-                raise UnsafePickle(f"it holds a tuple of something other than integers at byte {at}")
+                raise UnsafePickle(f"it has a tuple of something other than integers at byte {at}")
             at += 1
         integers = integers + 1 if op in _INTEGERS and (op != _LONG or size < _LONGEST) else 0
     raise UnsafePickle("it is truncated")

@@ -342,7 +342,7 @@ class Simulator:
             self.num_alloc_retries += 1
             if not self._fits(size):
                 self.num_ooms += 1
-                raise OutOfMemory(f"{size} bytes more than the {self.reserved} reserved do not fit into {self.limit}")
+                raise OutOfMemory(f"{size} bytes do not fit, because {self.reserved} of {self.limit} are reserved")
         return self._device_malloc(pool, rounded, size)
 
     def _fits(self, size: int) -> bool:
@@ -448,11 +448,11 @@ class Simulator:
 def _limit(config: AllocatorConfig, memory_limit: int | None) -> int | None:
     """Return the memory limit in bytes. Raises UserError for settings that cannot be simulated."""
     if config.throw_on_cudamalloc_oom:
-        raise UserError("throw_on_cudamalloc_oom is not simulated: leave it out, it only changes how a failure is met")
+        raise UserError("throw_on_cudamalloc_oom is not simulated; leave it out (it only changes how a request fails)")
     if config.per_process_memory_fraction < 1:
         if memory_limit is None:
             raise UserError(
-                "per_process_memory_fraction needs a memory limit to be a fraction of: --memory-limit 24GiB"
+                "per_process_memory_fraction is a share of a memory limit; give one, such as --memory-limit 24GiB"
             )
         return int(memory_limit * config.per_process_memory_fraction)
     return memory_limit

@@ -102,20 +102,20 @@ class Follower:
         try:
             self.simulator.malloc(addr, size, stream, private)
         except OutOfMemory:
-            self._differs(index, f"the replay runs out of memory where the recording gets {size} bytes")
+            self._differs(index, f"the replay runs out of memory, but the recording allocates {size} bytes")
             raise
         at = self.simulator.live[addr].addr
         if at == addr:
             self._counts["blocks_in_place"] += 1
         else:
-            self._differs(index, f"{size} bytes are placed at {at:#x}, recorded is {addr:#x}")
+            self._differs(index, f"the replay places {size} bytes at {at:#x}, the recording at {addr:#x}")
 
     def _expect_failure(self, size: int, stream: int, private: int, index: int) -> None:
         try:
             self.simulator.malloc("refused", size, stream, private)
         except OutOfMemory:
             return
-        self._differs(index, f"the recording runs out of memory, the replay gets {size} bytes")
+        self._differs(index, f"the recording runs out of memory, but the replay allocates {size} bytes")
         self.simulator.free("refused")
 
     def _by_malloc(self, action: str, size: int, stream: int, private: int) -> bool:
@@ -161,7 +161,7 @@ class Follower:
         self._run = [e for e in self._run if e not in releases]
         self._counts["segment_events"] += len(releases)
         self._counts["unexplained_releases"] += len(releases)
-        what = f"{_say(releases)} is given back for a reason the replay does not know"
+        what = f"{_say(releases)} has a reason that the replay does not know"
         self._differs(index, what, diverges=not all(followed))
 
     def _compare(self, index: int) -> None:
@@ -173,7 +173,7 @@ class Follower:
             same += 1
         if same < max(len(run), len(made)):
             recorded, replayed = _say(run[same:]), _say(made[same:])
-            self._differs(index, f"recorded is {recorded}, the replay has {replayed}")
+            self._differs(index, f"the recording has {recorded}, the replay {replayed}")
         self._counts["segment_events"] += len(run)
         self._counts["matched"] += same
         self._counts["extra"] += max(0, len(made) - len(run))

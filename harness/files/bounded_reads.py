@@ -34,7 +34,7 @@ def open_descriptor(path: Path, flags: int, links: bool = False) -> int:
         os.set_blocking(found, True)
     elif not stat.S_ISREG(kind):
         os.close(found)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     return found
 
 
@@ -44,7 +44,7 @@ def open_regular(path: Path, limit: int | None = None, links: bool = True) -> Bi
     size = os.fstat(file.fileno()).st_size
     if limit is not None and size > limit:
         file.close()
-        raise OSError(errno.EINVAL, f"it has {size:,} bytes, more than the {limit:,} that are read", str(path))
+        raise OSError(errno.EINVAL, f"it has {size:,} bytes; at most {limit:,} are read", str(path))
     return file
 
 

@@ -10,7 +10,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
 MOST_LISTED = 8  # sweeps that a message names
-FOREIGN = "; a CSV or a Parquet file can be read, too"
+FOREIGN = "; CSV and Parquet files can be read, too"
 _NAME_ONE = "name a folder under results/, as `vramsweep status` lists them"
 
 
@@ -34,8 +34,8 @@ def refuse_missing(words: Sequence[str], foreign: bool, several: bool = False) -
         raise UserError(describe_missing(place) + FOREIGN)
     if foreign and place.suffix == ".json" and place.is_file():
         raise UserError(
-            f"{place}: rows are read from a results folder, a journal (.jsonl), CSV or Parquet; write a line per run "
-            "of this file as a CSV"
+            f"{place}: rows are read from a results folder, a journal (.jsonl), CSV or Parquet; make this file a CSV "
+            "with one line per run"
         )
 
 
@@ -47,5 +47,5 @@ def describe_missing(place: Path) -> str:
         return f"{place} holds no sweep; {_NAME_ONE}"
     more = f" and {len(names) - MOST_LISTED} more" if len(names) > MOST_LISTED else ""
     listed = f"{', '.join(names[:MOST_LISTED])}{more}"
-    several = f"{len(names)} sweeps below it, the newest first" if len(names) > 1 else "1 sweep below it"
-    return f"{place} is no sweep, and has {several}: {listed}; name one, as {place / names[0]}"
+    several = f"{len(names)} sweeps, the newest first" if len(names) > 1 else "1 sweep"
+    return f"{place} is not a sweep; it contains {several}: {listed}; name one, such as {place / names[0]}"

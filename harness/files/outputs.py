@@ -53,7 +53,7 @@ def write(path: Path, what: str | Callable[[Path], object]) -> None:
 def refuse_input(out: Path, source: Path) -> None:
     """Raise UserError if the file to write is the one that is read."""
     if out.resolve() == source.resolve():
-        raise UserError(f"{out} is the file that is read, and would be lost; name another one to write")
+        raise UserError(f"{out} is the input file and would be overwritten; name another output file")
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ def _refuse(folder: Path, verb: str) -> None:
     if there and _listed(folder, verb) is None:
         more = f" and {len(there) - 3} more" if len(there) > 3 else ""
         raise UserError(
-            f"{folder} holds {', '.join(there[:3])}{more}, and no list ({_list(verb)}) by which "
-            f"vramsweep {_verb(verb)} made them;\n"
-            "choose a folder that is empty or not there yet with --out, or move what is in it away"
+            f"{folder} contains {', '.join(there[:3])}{more}, but not the list ({_list(verb)}) that "
+            f"vramsweep {_verb(verb)} writes;\n"
+            "choose an empty or new folder with --out, or move these files away"
         )
 
 
@@ -116,7 +116,7 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
         )
         if place is not None:
             raise UserError(
-                f"{place} is a link to {place.readlink()}, which vramsweep {_verb(verb)} does not write through; "
+                f"{place} is a link to {place.readlink()}, and vramsweep {_verb(verb)} writes through no link; "
                 "remove it, or choose a folder with --out"
             )
     _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})
@@ -137,8 +137,8 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
             with contextlib.suppress(OSError):  # other files are in it
                 place.parent.rmdir()
     _write_list(folder, verb, made)
-    more = f", and {len(kept) - 1} more *.kept," * (len(kept) > 1)
-    return [f"{kept[0]}{more} is what was there and not as vramsweep {_verb(verb)} had left it" for _ in kept[:1]]
+    more = f" and {len(kept) - 1} more *.kept" * (len(kept) > 1)
+    return [f"kept as {kept[0]}{more}: content that vramsweep {_verb(verb)} had not written" for _ in kept[:1]]
 
 
 def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:

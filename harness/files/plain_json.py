@@ -74,6 +74,6 @@ def json_problem(value: Any, most: int = MOST) -> str | None:
                     f"{name or 'it'} is a whole number of {len(str(abs(one)))} digits; allowed is less than {most:.1e}"
                 )
             elif isinstance(one, float) and math.isnan(one):
-                return f"{name or 'it'} is NaN, which is no number; write one, or null"
+                return f"{name or 'it'} is NaN; write a number or null"
         level, deep = below, deep + 1
     return None

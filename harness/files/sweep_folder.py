@@ -27,7 +27,7 @@ def kept_traces(folder: Path) -> Path:
     """Return the folder of a sweep's traces. Raises UserError if a link leads out of the sweep's folder."""
     traces = own_files(folder) / "traces"
     if file_names.is_inside(folder, str(traces.relative_to(folder))) is None:
-        raise UserError(f"{traces} leads out of {folder} by a link; remove the link, or name the trial in words")
+        raise UserError(f"{traces} leads out of {folder} by a link; remove the link, or name the trial by settings")
     return traces
 
 

@@ -25,8 +25,8 @@ def check(folder: Path) -> None:
     for file in found:
         if file.is_file() and _size(file) > MOST:
             raise UserError(
-                f"{file}: its aliases (*name) stand for more than {MOST:,} values, or it is nested deeper than "
-                f"{DEEPEST}; write it without that, or take it out of --config-dir"
+                f"{file} has more than {MOST:,} values with its aliases (*name) expanded, or more than "
+                f"{DEEPEST} nested levels; simplify it, or take it out of --config-dir"
             )
 
 
@@ -57,7 +57,7 @@ def _size(file: Path) -> int:
                 if whole > MOST or len(began) > DEEPEST:
                     return MOST + 1
     except (UnicodeDecodeError, yaml.reader.ReaderError, RecursionError):
-        raise UserError(f"{file} is no YAML that can be read; write it again, or take it out of --config-dir") from None
+        raise UserError(f"{file} is not readable YAML; correct it, or take it out of --config-dir") from None
     except (OSError, yaml.YAMLError):
         return 0
     return whole

@@ -131,4 +131,4 @@ def gpu_lines() -> str:
     return "\n".join(lines)
 
 
-CARDS = f"GPUs (vramsweep gpus says more): capability, names, GiB that the allocator can have\n{gpu_lines()}"
+CARDS = f"GPUs (details: vramsweep gpus): compute capability, names, allocator's limit in GiB\n{gpu_lines()}"

@@ -49,11 +49,11 @@ class Efficiency:
 
     def text(self) -> str:
         """Return in a line what the factors depend on."""
-        where = "all GPUs, as none is known for this one" if self.gpu == ANY else self.gpu
+        where = "all GPUs, because none is known for this one" if self.gpu == ANY else self.gpu
         own = "GPU" if self.gpu == ANY else "source"
-        off = f"not checked: one {own}"
+        off = f"error unchecked, because there is only one {own}"
         if self.error is not None:
-            off = f"without their own {own} they were off by {self.error:.0%} (median)"
+            off = f"median error {self.error:.0%} for a {own} left out"
         sources = f"{len(self.sources)} source{'s' * (len(self.sources) > 1)}"
         return f"{self.readings} published speeds of {sources} on {where}, {self.kind}; {off}"
 

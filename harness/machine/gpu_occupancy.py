@@ -76,7 +76,7 @@ class Occupancy:
         assert card.memory_used is not None and card.uuid is not None
         more = (_computing(card) - self._least[card.uuid]) / GIB
         holders = [_holder(one.pid, one.bytes) for one in machine.holders(card) if one.computes]
-        who = ", ".join(holders) or "no process that can be seen (another container's, or the driver's own)"
+        who = ", ".join(holders) or "no visible process (one in another container, or the driver itself)"
         return f"{more:.1f} GiB more than before are in use on GPU {card.index}, held by {who}"
 
 

@@ -20,7 +20,7 @@ def find_problem(path: str) -> str | None:
     if folder.is_dir():
         return None if (folder / "config.json").exists() else "the folder has no config.json"
     if folder.is_file():
-        return "it is a file, and no folder"
+        return "it is a file, not a folder"
     if re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)?", path, re.ASCII) is None:
         return f"there is no such folder{suggestions.did_you_mean_path(folder)}"
     if importlib.util.find_spec("huggingface_hub") is None:  # a light install
@@ -33,7 +33,7 @@ def find_problem(path: str) -> str | None:
     except Exception as error:  # of the library, or of its HTTP client
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in (401, 403, 404):
-            return f"the hub shows us no such model (status {status}; one that is gated or private needs HF_TOKEN)"
+            return f"the hub has no such model, or it is gated or private and needs HF_TOKEN (status {status})"
         return f"the hub cannot be reached ({str(error).strip().splitlines()[0].partition('. ')[0]:.120})"
     return None
 

@@ -176,8 +176,8 @@ def counted_otherwise(environ: Mapping[str, str]) -> str | None:
         return None
     listed = ", ".join(f"{card.index} is {card.name or 'unknown'} ({card.uuid or 'no uuid'})" for card in found)
     return (
-        f"GPUs that are not alike are counted as nvidia-smi does, not CUDA's fastest first: {listed}; "
-        f"CUDA_DEVICE_ORDER={NVML_ORDER} or a uuid in CUDA_VISIBLE_DEVICES says that this is meant"
+        f"these different GPUs are numbered as in nvidia-smi, not by CUDA's default (fastest first): {listed}; "
+        f"confirm this with CUDA_DEVICE_ORDER={NVML_ORDER} or with uuids in CUDA_VISIBLE_DEVICES"
     )
 
 
@@ -218,10 +218,10 @@ def _slice(entry: str, cards: Sequence[Gpu]) -> Gpu | None:
     if not cards:
         return None
     with nvml() as present:
-        handle, problem = ask_nvml("nvmlDeviceGetHandleByUUID", entry) if present else (None, "NVML is gone")
+        handle, problem = ask_nvml("nvmlDeviceGetHandleByUUID", entry) if present else (None, "NVML is not available")
         if handle is None:
             unknown = Gpu(-1, None, entry, cards[0].driver, None, None, None)
-            return replace(unknown, problem=f"the MIG slice cannot be asked: {problem}")
+            return replace(unknown, problem=f"the MIG slice cannot be queried: {problem}")
         parent, _ = ask_nvml("nvmlDeviceGetDeviceHandleFromMigDeviceHandle", handle)
         index, _ = ask_nvml("nvmlDeviceGetIndex", parent) if parent is not None else (None, None)
         found = _gpu(-1 if index is None else int(index), handle, cards[0].driver)
@@ -284,7 +284,7 @@ def too_many_ranks(visible: int, world_size: int) -> str | None:
     if visible == 0 or world_size <= visible:
         return None
     return (
-        f"world_size={world_size} needs {world_size} GPUs and {visible} {'is' if visible == 1 else 'are'} visible: "
+        f"world_size={world_size} needs {world_size} GPUs, but {visible} {'is' if visible == 1 else 'are'} visible; "
         f"use world_size={visible} or fewer, or a larger node"
     )
 
@@ -363,7 +363,7 @@ def choose_device(environ: Mapping[str, str]) -> tuple[str, str]:
         names = ", ".join(card.name or card.uuid or "unknown GPU" for card in seen)
         return "cuda", f"{names}; torch is built with CUDA {built}"
     if seen:
-        return "simulated", "torch is a build for CPUs" if torch_version() else "torch is not installed"
+        return "simulated", "torch is built without CUDA" if torch_version() else "torch is not installed"
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is not None and gpus():
         return "simulated", f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU"

@@ -67,18 +67,18 @@ def settings_parser(verb: str) -> Parser:
         "-m",
         "--multirun",
         action="store_true",
-        help="not needed: where a setting has several values, every combination is a trial",
+        help="not needed; every combination of values is a trial anyway",
     )
-    parser.add_argument("--json", action="store_true", help="plan: one JSON object")
+    parser.add_argument("--json", action="store_true", help="with plan: print one JSON object")
     if verb == "plan":
-        parser.add_argument("--all", action="store_true", help="every trial, not a line for each configuration")
-    own = "a folder of configuration files of your own: DIR/experiment/night.yaml is +experiment=night"
+        parser.add_argument("--all", action="store_true", help="print every trial, not one line per configuration")
+    own = "folder of your own configuration files; DIR/experiment/night.yaml is used as +experiment=night"
     parser.add_argument("-cd", "--config-dir", metavar="DIR", help=own)
-    parser.add_argument("-c", "--cfg", choices=("job",), metavar="job", help="print the configuration and do nothing")
+    parser.add_argument("-c", "--cfg", choices=("job",), metavar="job", help="print the configuration and stop")
     shown = ("all", "config", "defaults", "searchpath")
-    info = f"print what was composed from where: {', '.join(shown)}"
+    info = f"print the sources of the configuration: {', '.join(shown)}"
     parser.add_argument("-i", "--info", choices=shown, metavar="WHAT", help=info)
-    parser.add_argument("--hydra-help", action="store_true", help="everything else that Hydra understands")
+    parser.add_argument("--hydra-help", action="store_true", help="print Hydra's other options")
     for hidden in (("-cp", "--config-path"), ("-cn", "--config-name")):  # else read as -c with p and n
         parser.add_argument(*hidden, help=argparse.SUPPRESS)
     return parser
@@ -117,11 +117,10 @@ class OutFile:
         """Return the file's path. Raises UserError for another suffix, too long a name, or a folder."""
         path = Path(text)
         if path.suffix not in self.suffixes:
-            said = f"{path.name} has another" if path.suffix else f"{path.name or text!r} has none"
             near = suggestions.did_you_mean(path.suffix, self.suffixes) if path.suffix else ""
-            raise UserError(f"allowed suffixes are {', '.join(self.suffixes)}, and {said}{near}")
+            raise UserError(f"{path.name or repr(text)} must end in one of {', '.join(self.suffixes)}{near}")
         if len(path.name.encode(errors="surrogateescape")) > 240:  # its draft has a few letters more
-            raise UserError(f"{path.name[:40]}... is too long a name for a file; give one of at most 240 letters")
+            raise UserError(f"the file name {path.name[:40]}... is too long; give one of at most 240 bytes")
         if path.is_dir():
             raise UserError(f"{text} is a folder; name a file in it")
         return path

@@ -58,7 +58,7 @@ def list_allowed(name: str, allowed: Sequence[str], kind: str = "") -> str:
     if kind == "model" and not near:
         family = re.split(r"[^a-z]", name.lower())[0] or "/"
         alike = ", ".join(one for one in allowed if one.startswith(family))
-        near = f"{f'; built in are {alike}' * bool(alike)}; model=ORG/NAME is any of the hub;"
+        near = f"{f'; built in are {alike}' * bool(alike)}; model=ORG/NAME names any model of the hub;"
     if command and len(allowed) > MOST:
         return f"{near or ';'} `{command}` lists all {len(allowed)}"
     return f"{f'{near} Allowed' if near else '; allowed'}: {', '.join(allowed)}"
@@ -105,7 +105,7 @@ def unknown_key(key: str, override: str | None, beside: Iterable[str], everywher
         return f"{said}: {parent} has no {name!r} yet; {question}type +{key}={value or 'VALUE'} to add it"
     if parent:
         wanted = f"{parent}.{near}" if near else find_closest(name, everywhere)
-        what = f"{parent} has no {name!r}" if names else f"{parent} is one value, it has no {name!r}"
+        what = f"{parent} has no {name!r}" if names else f"{parent} is one value and has no {name!r}"
         listed = f"llowed: {', '.join(names)}" if names else ""
     else:
         wanted = near or find_closest(name, everywhere)
@@ -124,22 +124,22 @@ def describe_unreadable(override: str, options: Mapping[str, Sequence[str]]) -> 
         return f"{override}: there is no key before the ="
     unpaired = any(value.count(one) != value.count(other) for one, other in ("()", "[]", "{}"))
     if unpaired or any(value.count(quote) % 2 for quote in "'\""):
-        return f"{override}: a bracket or a quote is not closed; in a shell quote the whole: '{key}=...'"
+        return f"{override}: a bracket or a quote is not closed; in a shell, quote the whole setting: '{key}=...'"
     return f"{override}: a value with such characters needs quotes; type {quote_words(key, value)}"
 
 
 def several_values(override: str) -> str:
     """Say that `seq_len=1,2` is too many where one configuration is shown (--cfg, --info), or wanted (--run)."""
     key, _, value = override.partition("=")
-    return f"{override} has several values, and this is of one; give one, or, as one text, {quote_words(key, value)}"
+    return f"{override} has several values; give one, or quote them as one text: {quote_words(key, value)}"
 
 
 def unquoted_settings(override: str) -> str:
     """Say how to quote `allocator.conf=a:1,b:2`: Hydra ends a value at the comma, with -m and without."""
     key, _, value = override.partition("=")
     each = ",".join(f'"{part}"' for part in value.split(","))
-    one = f"{override}: without quotes the comma separates two values; for one setting type {quote_words(key, value)}"
-    return f"{one}\n  and to sweep over {value.count(',') + 1} settings '{key}={each}'"
+    one = f"{override}: without quotes the comma separates two values; for one value, type {quote_words(key, value)}"
+    return f"{one}\n  and to sweep over {value.count(',') + 1} values, '{key}={each}'"
 
 
 def quote_words(key: str, value: str) -> str:

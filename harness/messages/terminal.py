@@ -85,7 +85,7 @@ def open_streams() -> str | None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 as long as the process
-    return "standard output is closed; to discard it say >/dev/null" if closed else None
+    return "standard output is closed; to discard it, use >/dev/null" if closed else None
 
 
 def discard(descriptors: Iterable[int]) -> None:

@@ -36,23 +36,23 @@ def parse_size(text: str, said: str | None = None) -> int:
     said = f"{text!r:.60}" if said is None else said
     found = _MEASURE.fullmatch(text.strip())
     if found is None:
-        raise UserError(f"{said} is not a size: write for example 24GiB, 512MiB or 80GB")
+        raise UserError(f"{said} is not a size; write for example 24GiB, 512MiB or 80GB")
     number, unit = found.groups()
     if not unit:
-        raise UserError(f"{said} has no unit: {number}GiB (2^30 bytes each), {number}GB (10^9), {number}MiB, {number}B")
+        raise UserError(f"{said} has no unit; use {number}GiB (2^30 bytes), {number}GB (10^9), {number}MiB, {number}B")
     if unit.upper() in "KMGTP":
         unit = unit.upper()
-        raise UserError(f"{said} may be either: {number}{unit}iB (units of 1024) or {number}{unit}B (units of 1000)")
+        raise UserError(f"{said} is ambiguous; write {number}{unit}iB (units of 1024) or {number}{unit}B (of 1000)")
     if unit not in SIZES:  # 24gib and 24GIB mean GiB; 24Gb would be bits
         plain = next((known for known in SIZES if unit in (known.lower(), known.upper())), None)
         if plain is None:
-            raise UserError(f"{said} has a unit that there is not: write for example 24GiB, 512MiB or 80GB")
+            raise UserError(f"{said} has an unknown unit; write for example 24GiB, 512MiB or 80GB")
         unit = plain
     bytes_ = float(number) * SIZES[unit]
     if not bytes_ >= 1:
-        raise UserError(f"{said} is not a size above 0: write for example 24GiB, 512MiB or 80GB")
+        raise UserError(f"{said} is not a size above 0; write for example 24GiB, 512MiB or 80GB")
     if bytes_ > MOST:
-        raise UserError(f"{said} is more than any memory has: allowed are up to 8 EiB")
+        raise UserError(f"{said} is more than any memory; allowed are up to 8 EiB")
     return int(bytes_)
 
 
@@ -98,13 +98,13 @@ def parse_seconds(text: str, said: str | None = None) -> float:
     said = text if said is None else said
     plain = "".join(text.split())
     if _bare(plain) and 0 < float(plain) < math.inf:
-        raise UserError(f"{said} has no unit: {plain}m, {plain}h or {plain}s")
+        raise UserError(f"{said} has no unit; use {plain}m, {plain}h or {plain}s")
     found = _TIME.fullmatch(plain)
     spent = math.nan
     if found and plain:
         spent = sum(float(number or 0) * unit for number, unit in zip(found.groups(), TIMES.values(), strict=True))
     if not 0 < spent < math.inf:
-        raise UserError(f"{said}: allowed is a time above 0, such as 90m, 8h, 1h30m or 3600s")
+        raise UserError(f"{said} is not a time above 0; write for example 90m, 8h, 1h30m or 3600s")
     return spent
 
 

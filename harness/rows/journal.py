@@ -121,8 +121,8 @@ class Journal(contextlib.AbstractContextManager["Journal"]):
                 return None
             what = f"cut or rewritten (it had {self._end:,} bytes and has {found.st_size:,})"
         return (
-            f"{self.path} was {what} while the sweep was writing it, so the sweep stops; rows go with it: put the file "
-            "back, or run the same command again"
+            f"{self.path} was {what} while the sweep was writing it, so the sweep stops. Rows may be lost; put the "
+            "file back, or run the same command again"
         )
 
     def close(self) -> None:
@@ -330,8 +330,8 @@ def _sync_folder(folder: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
-            f"{error_reason(error)}: {path} takes no more rows; all rows before are safe, make room and rerun"
+            f"{error_reason(error)}: {path} takes no more rows. Earlier rows are safe; free space and rerun"
         )
     if error.errno == errno.ELOOP:
-        return UserError(f"{path} is a link, which no journal is written through; choose another folder: results=DIR")
+        return UserError(f"{path} is a link; a journal is not written through one. Choose another folder: results=DIR")
     return UserError(f"cannot write {path}: {error_reason(error)}; choose a writable folder with results=DIR")

@@ -111,8 +111,8 @@ def _become(aside: Path, path: Path) -> None:
             raise _taken(path)
         elif claim_path(path).exists():
             raise UserError(
-                f"{claim_path(path)} says that {writer.get('host', 'somebody')} writes here, where the file system has "
-                "no locks; remove that file if no sweep runs there"
+                f"{claim_path(path)} says that {writer.get('host', 'some host')} is writing here. The file system has "
+                "no locks, so remove that file if no sweep runs there"
             )
     raise _taken(path)
 

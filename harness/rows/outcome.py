@@ -35,21 +35,22 @@ class OutcomeInfo:
 
 # fmt: off
 OUTCOMES = (
-    OutcomeInfo(Outcome.OK, True, False, "never", "measured, or predicted"),
+    OutcomeInfo(Outcome.OK, True, False, "never", "measured or predicted"),
     OutcomeInfo(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
     OutcomeInfo(Outcome.HOST_OOM, True, False, "never",
-                "the host's memory is too small; simulated: a node's, as given"),
+                "the host's memory (simulated: device.node_memory_gib) is too small"),
     OutcomeInfo(Outcome.INVALID, True, False, "asked",
-                "cannot run; reason says why; tried again when package versions change"),
+                "the trial cannot run, and `reason` says why; retried when package versions change"),
     OutcomeInfo(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
     OutcomeInfo(Outcome.CRASH, False, True, "asked",
                 "the process raised an exception (not retried at once), was killed, or did not start"),
     OutcomeInfo(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
-    OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended well but left no result that can be used"),
+    OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended without error but left no usable result"),
     OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory is not freed yet"),
     OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
                 "the machine cannot run the trial now (no CUDA device, ...)"),
-    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked", "skip_dominated: a trial needing no more ran out of memory"),
+    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked",
+                "not run (skip_dominated=true), because a trial that needs no more memory ran out of it"),
 )
 # fmt: on
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
@@ -138,7 +139,7 @@ def classify(evidence: Evidence) -> tuple[Outcome, str | None]:
     """Return the outcome and, unless it is ok, the reason in one line."""
     if evidence.foreign:
         pids = ", ".join(map(str, evidence.foreign))
-        return Outcome.CONTENDED, f"other processes use the device (pid {pids})"
+        return Outcome.CONTENDED, f"other processes use the GPU (pid {pids})"
     if evidence.held:
         return Outcome.CONTENDED, evidence.held
     if evidence.start_error:
@@ -179,12 +180,12 @@ def _ended(evidence: Evidence) -> tuple[Outcome, str] | None:
     if evidence.starved is not None:
         return _starved(evidence.starved)
     if evidence.expired:
-        return Outcome.TIMEOUT, f"no end within {evidence.deadline_s:g} s"
+        return Outcome.TIMEOUT, f"not finished within {evidence.deadline_s:g} s"
     who = "" if evidence.rank is None else f"rank {evidence.rank} "
     if evidence.exit_code == -signal.SIGKILL and evidence.host_oom_kills > 0:
-        return Outcome.HOST_OOM, f"{who}killed by the kernel for want of host memory"
+        return Outcome.HOST_OOM, f"{who}killed by the kernel because host memory ran out"
     if evidence.exit_code is None:
-        return Outcome.CRASH, "the template process died, and the worker with it"
+        return Outcome.CRASH, "the fork server died, and the worker with it"
     if evidence.exit_code == 0 and evidence.rank is None:
         return None
     how = f"{who and f'{who}ended with '}exit status {evidence.exit_code}"
@@ -209,10 +210,10 @@ def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     held, used, total, before = (format_gib(size) for size in (seen.held, seen.used, seen.total, seen.before))
     if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
         return Outcome.HOST_OOM, (
-            f"ended when it held {held} of the host's {total} GiB and next to nothing was left; before it {before}"
+            f"ended because it used {held} of the host's {total} GiB and almost nothing was left; before it {before}"
         )
     return Outcome.ENVIRONMENT, (
-        f"others use the host's memory: of {total} GiB {used} were in use, {held} by the trial, {before} before it"
+        f"other programs use the host's memory: {used} of {total} GiB in use, {held} by the trial, {before} before it"
     )
 
 
@@ -243,7 +244,7 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
     if kind.endswith("OutOfMemoryError"):
         return Outcome.OOM, reason
     if host_oom_kills and "is killed by signal: Killed" in message:  # torch's text about a data loader's worker
-        return Outcome.HOST_OOM, f"{reason}, by the kernel for want of host memory"
+        return Outcome.HOST_OOM, f"{reason}, by the kernel because host memory ran out"
     full = _said_full(error.get("card_memory"))
     found = error_patterns.find(f"{kind}: {message}", full is not None)
     if found and found.when_full:
@@ -263,7 +264,7 @@ def markdown_table() -> str:
     lines = [
         "**outcomes**",
         "",
-        "| outcome | meaning | an answer | tried again at once | on a later run |",
+        "| outcome | meaning | is an answer | retried at once | run again by a later sweep |",
         "|---|---|---|---|---|",
     ]
     later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "without `skip_dominated=true`"}

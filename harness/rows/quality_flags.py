@@ -156,23 +156,23 @@ FLAGS = (
     Flag("contended", "other processes used the GPU before or after the steps", _known("foreign_processes", bool)),
     Flag("high_baseline", "more than 1 GiB of the GPU was in use before the trial started; in a container, "
          "other processes are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
-    Flag("throttled", "the clocks were lowered because of heat, or by the board",
+    Flag("throttled", "heat or the board lowered the clocks",
          _known("throttle_reasons", lambda reasons: bool(HEAT_AND_FAULTS & set(reasons))), (SPEED,)),
     Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the GPU's highest before or after the "
          "steps, for example by a power cap; state it with the speed", _low_clocks, ()),
     Flag("busy_host", f"the host's load average was above {BUSY['cpu']:g} per core ({BUSY['cuda']:g} where a GPU is "
          "measured) at the start of the attempt", _busy_host, (SPEED,)),
-    Flag("wide_spread", f"the standard deviation of the steps is {_percent(step_statistics.DEVIATION)} of their mean "
-         f"or more, or a step is {_percent(step_statistics.OUTLIER)} off it", _of_steps(step_statistics.is_noisy),
-         (SPEED,)),
+    Flag("wide_spread", f"the standard deviation of step times is {_percent(step_statistics.DEVIATION)} of their mean "
+         f"or more, or a step differs from the mean by {_percent(step_statistics.OUTLIER)} or more",
+         _of_steps(step_statistics.is_noisy), (SPEED,)),
     Flag("not_settled", "the steps still got faster (warm-up was not over) or slower, by a rank test and by "
          f"{_percent(2 * step_statistics.MOVES)} or more", _of_steps(step_statistics.is_drifting), (SPEED,),
          step_statistics.FALSE_ALARM),
     Flag("odd_end", "the first or last step differs from the others and changes the mean by "
          f"{_percent(step_statistics.MOVES)} or more", _of_steps(step_statistics.outlying_end), (SPEED,),
          step_statistics.FALSE_ALARM),
-    Flag("clock_anomaly", "a step took no time, the steps do not add up to the whole, or the GPU's clock and the "
-         "host's disagree", _clock_anomaly, (SPEED,)),
+    Flag("clock_anomaly", "a step took no time, the steps do not add up to the total, or the clocks of GPU and host "
+         "disagree", _clock_anomaly, (SPEED,)),
     Flag("not_plateaued", "the peak reserved still rose in the second half of the steps", _still_rose, (MEMORY,)),
     Flag("leaks", "every step ended with more allocated than the one before",
          _known("step_growth_bytes", lambda n: n > 0), (MEMORY,)),
@@ -199,6 +199,6 @@ def flags(row: Row) -> list[str]:
 def markdown_table() -> str:
     """Return the flags as a table for the documentation."""
     lines = ["**flags** ([thresholds and their sources](docs/how_measurement_works.md#flags))", ""]
-    lines += ["| flag | meaning | forbids a claim of |", "|---|---|---|"]
+    lines += ["| flag | meaning | forbids claims about |", "|---|---|---|"]
     table = (f"| `{flag.name}` | {flag.meaning} | {' and '.join(flag.forbids)} |" for flag in FLAGS)
     return "\n".join([*lines, *table]) + "\n"

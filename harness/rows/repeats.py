@@ -91,8 +91,8 @@ def sentences(found: Sequence[Apart], most: int = 4) -> list[str]:
     """Return the pairs in words, those furthest apart first, and how many more there are."""
     worst = sorted(found, key=lambda one: one.low - one.high)
     more = len(worst) - most
-    rest = [f"memory that should repeat to the byte differs in {more:,} more"] if more > 0 else []
-    return [f"memory should repeat to the byte: {one.text()}" for one in worst[:most]] + rest
+    rest = [f"{more:,} more differences in memory that should be byte-identical"] if more > 0 else []
+    return [f"memory should be byte-identical, but {one.text()}" for one in worst[:most]] + rest
 
 
 def interval(speeds: Sequence[float]) -> Interval | None:

@@ -140,7 +140,7 @@ def _check(column: Column, value: Any) -> None:
     if not isinstance(value, kinds) or (column.type is not bool and isinstance(value, bool)):
         raise RowError(f"column {column.name} holds {describe(value)}, expected {column.type.__name__} or null")
     if column.name == "outcome" and value not in set(Outcome):
-        raise RowError(f"outcome {describe(value)} is none of {', '.join(Outcome)}")
+        raise RowError(f"outcome {describe(value)} is not one of {', '.join(Outcome)}")
 
 
 def is_plausible(values: Mapping[str, Any]) -> bool:

@@ -173,7 +173,7 @@ def test_nothing_is_written_through_links(tmp_path: Path) -> None:
 def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     put(folder, beside=False, rows_csv="1", figures__a_csv="1", answer_csv="1", figures__b_csv="1")
-    with pytest.raises(UserError, match="no list"), outputs.into_folder(folder, "paper"):
+    with pytest.raises(UserError, match="but not the list"), outputs.into_folder(folder, "paper"):
         pass
     (folder / "figures" / "mine.pdf").write_text("mine")
     (folder / "figures" / "b.csv").write_text("edited")
@@ -181,7 +181,7 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
     said = put(folder, beside=False, rows_csv="2", figures__a_csv="2")
     mine = {"figures/mine.pdf": "mine", "figures/b.csv": "edited", "rows.csv.kept": "edited"}
     assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "answer.csv").exists()
-    assert len(said) == 1 and "rows.csv.kept is what was there" in said[0]
+    assert len(said) == 1 and "rows.csv.kept: content that" in said[0]
     with pytest.raises(OSError), outputs.into_folder(folder, "report") as (draft, _):
         (draft / "rows.csv").write_text("3")
         raise OSError(28, "full", str(draft / "rows.csv"))
@@ -213,7 +213,7 @@ def test_what_was_read_and_what_others_made_stays(tmp_path: Path) -> None:
 def test_a_list_that_is_none_makes_no_folder_the_verbs_own(tmp_path: Path, text: str) -> None:
     (tmp_path / outputs.LIST).write_text(text)
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(UserError, match=r"holds .*README\.md, and no list"):
+    with pytest.raises(UserError, match=r"contains .*README\.md, but not the list"):
         put(tmp_path, beside=False, README_md="x")
     put(tmp_path, README_md="x")
     assert held(tmp_path) == {"README.md": "x", "README.md.kept": "mine"}

@@ -189,7 +189,7 @@ def test_what_compare_does_not_take_is_said(tmp_path: Path, cli: Cli) -> None:
     for flags, said in (
         (["--tolerance", "2"], "a share such as 0.001"),
         (["--axis", "micro_batch"], "all pairs have one micro_batch; take --axis seq_len or tokens"),
-        (["--figure", "x.gif"], "--figure: allowed suffixes are .html, .png, .svg, .pdf, and x.gif has another"),
+        (["--figure", "x.gif"], "--figure: x.gif must end in one of .html, .png, .svg, .pdf"),
     ):
         assert said in cli.refuse("compare", a, a, *flags)
 

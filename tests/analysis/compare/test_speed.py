@@ -95,13 +95,13 @@ def test_all_cards_are_judged_as_if_nothing_were_known_of_the_card() -> None:
     assert np.median(off[:24]) == pytest.approx(1.0, abs=0.15)  # a T4's factors make an A100 twice as slow as it is
     assert np.median(off[24:]) == pytest.approx(-0.5, abs=0.1)
     assert 0.45 < made[ANY].error < 1.05
-    assert "on all GPUs, as none is known for this one, half; without their own GPU they were" in made[ANY].text()
+    assert "on all GPUs, because none is known for this one, half; median error" in made[ANY].text()
 
 
 def test_what_nobody_else_published_is_said_to_be_unchecked() -> None:
     own, every = benchmark.efficiencies(speed.readings(errors(*published("only"))))
-    assert own.text() == "12 published speeds of 1 source on a100-80gb, half; not checked: one source"
-    assert every.error is None and every.text().endswith("half; not checked: one GPU")
+    assert own.text().startswith("12 published speeds of 1 source on a100-80gb, half; error unchecked, because")
+    assert every.error is None and every.text().endswith("half; error unchecked, because there is only one GPU")
 
 
 def test_what_is_shipped_is_read_again(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_what_is_shipped_is_read_again(tmp_path: Path) -> None:
     assert 0 < made[0].error < made[0].spread < 0.3
     assert made[0].seconds((1.0, 0.0, 0.0, 0.0, 0.0), 0) == made[0].factors[0] == pytest.approx(TRUE[0], rel=0.2)
     assert made[0].seconds((0.0,) * 5, 10) == 10 * made[0].host_s == pytest.approx(9e-5, rel=0.3)
-    said = "24 published speeds of 2 sources on a100-80gb, half; without their own source they were off by"
+    said = "24 published speeds of 2 sources on a100-80gb, half; median error"
     assert said in made[0].text()
 
 

@@ -75,8 +75,8 @@ def test_an_export_reads_back_as_the_same_table(tmp_path: Path, cli: Cli, suffix
     folder = synthetic.write(tmp_path / "sweep", synthetic.sweep(lengths=(128, 8192), batches=(1, 4)))
     out = tmp_path / f"table.{suffix}"
     cli.run("export", folder, out)
-    assert f"{out} is the file that is read" in cli.refuse("export", out, out)
-    assert "too long a name" in cli.refuse("export", out, tmp_path / f"{'a' * 240}.csv")
+    assert f"{out} is the input file" in cli.refuse("export", out, out)
+    assert "is too long; give" in cli.refuse("export", out, tmp_path / f"{'a' * 240}.csv")
     pd.testing.assert_frame_equal(load(out).frame, load(folder).frame)
 
 

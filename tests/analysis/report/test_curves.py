@@ -99,9 +99,9 @@ def test_fit_draws_into_the_files_that_are_named_and_over_no_input(tmp_path: Pat
     journal = (synthetic.write(tmp_path, synthetic.curve((256, 512, 1024))) / "journal.jsonl").read_bytes()
     for name in ("b.svg", "b_2.svg"):
         (own := tmp_path / name).write_bytes(journal)
-        assert "is the file that is read" in cli.refuse("fit", own, "--figure", tmp_path / "b.svg")
+        assert "is the input file and would be overwritten" in cli.refuse("fit", own, "--figure", tmp_path / "b.svg")
         assert own.read_bytes() == journal
-    assert "allowed suffixes are .html, .png, .svg, .pdf" in cli.refuse(*words, "--figure", "fit.gif")
+    assert "fit.gif must end in one of .html, .png, .svg, .pdf" in cli.refuse(*words, "--figure", "fit.gif")
     assert "add --figure FILE" in cli.refuse(*words)
 
 

@@ -241,7 +241,7 @@ def test_what_is_the_users_stays(tmp_path: Path, cli: Cli) -> None:
         file.write_text("mine")
     for verb in ("paper", "report"):
         said = cli.refuse(verb, rows, "--out", tmp_path / "out")
-        assert re.search("holds README.md, figures, rows and 1 more, and no list .*\n.*--out", said)
+        assert re.search("contains README.md, figures, rows and 1 more, but not the list .*\n.*--out", said)
     shutil.move(tmp_path / "out", tmp_path / "before")
     for _ in range(2):
         cli.run("paper", rows, "--out", tmp_path / "out")

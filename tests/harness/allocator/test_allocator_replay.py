@@ -136,7 +136,7 @@ def test_releases_for_an_unknown_reason_are_reported_and_followed():
     assert match is not None
     assert not match.exact
     assert (match.unexplained_releases, match.segment_events, match.matched, match.extra) == (1, 4, 3, 0)
-    assert "is given back for a reason the replay does not know" in str(match.first_difference)
+    assert "has a reason that the replay does not know" in str(match.first_difference)
 
 
 def test_empty_cache_in_a_recording_is_repeated_under_other_settings():

@@ -310,7 +310,7 @@ def test_reserved_but_unallocated_is_taken_at_one_moment():
     ("config", "message"),
     [
         ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom is not simulated"),
-        ("per_process_memory_fraction:0.5", "needs a memory limit to be a fraction of"),
+        ("per_process_memory_fraction:0.5", "is a share of a memory limit; give one"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(config, message):

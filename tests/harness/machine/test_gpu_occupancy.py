@@ -66,7 +66,7 @@ def test_who_holds_it_is_named_or_that_nobody_can_be_seen_to(driver: Driver, loo
     look()
     holds(driver, 3 * GIB)
     taken = look()
-    assert taken is not None and "no process that can be seen" in str(taken.held)
+    assert taken is not None and "no visible process" in str(taken.held)
     own = os.getpid()
     holds(driver, 3 * GIB, (own, 2 * GIB))
     taken = look(own)

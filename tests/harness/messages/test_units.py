@@ -66,4 +66,4 @@ def test_sizes_of_a_column_are_in_its_unit() -> None:
 
 def test_a_bare_number_is_a_time_only_where_its_unit_is_said() -> None:
     assert units.gib("24") == 24 and units.gib("512MiB") == 0.5
-    assert "90 has no unit: 90m, 90h or 90s" in refusal(UserError, units.parse_seconds, "90")
+    assert "90 has no unit; use 90m, 90h or 90s" in refusal(UserError, units.parse_seconds, "90")

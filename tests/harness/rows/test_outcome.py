@@ -27,7 +27,7 @@ CASES = [
     (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
     (failed("vramsweep.harness.spec.trial.InvalidTrial", "word " * 100), "invalid", False, "word word …"),
     (failed("builtins.ValueError", "x" * 500), "crash", False, "x" * 390),
-    (Evidence(expired=True, deadline_s=3), "timeout", False, "no end within 3 s; raise timeout_s"),
+    (Evidence(expired=True, deadline_s=3), "timeout", False, "not finished within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
     (replace(failed("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed. "), host_oom_kills=1),
@@ -92,8 +92,8 @@ def test_an_outcome_of_a_later_version_is_a_failure_that_may_be_asked_for_again(
         ({"exit_code": 0}, None),
         ({"exit_code": -9}, "killed by SIGKILL"),
         ({"exit_code": -9, "host_oom_kills": 1}, "host memory"),
-        ({"exit_code": None}, "template"),
-        ({"expired": True, "deadline_s": 60}, "no end within 60 s"),
+        ({"exit_code": None}, "fork server"),
+        ({"expired": True, "deadline_s": 60}, "not finished within 60 s"),
     ],
 )
 @pytest.mark.parametrize("complete", [True, False])

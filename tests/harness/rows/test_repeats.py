@@ -58,7 +58,7 @@ def test_many_pairs_are_counted_the_furthest_apart_first() -> None:
     ]
     said = repeats.sentences(found)
     assert "differs by 7 B" in said[0] and len(said) == 5
-    assert said[-1] == "memory that should repeat to the byte differs in 3 more"
+    assert said[-1] == "3 more differences in memory that should be byte-identical"
 
 
 @pytest.mark.parametrize("runs", [2, 3, 20])

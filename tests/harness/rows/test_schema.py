@@ -31,7 +31,7 @@ def test_names_are_unique_and_units_are_in_them() -> None:
         ({"seq_len": "long"}, "seq_len holds 'long'"),
         ({"seq_len": True}, "seq_len holds True"),
         ({"terminal": 1}, "terminal holds 1"),
-        ({"outcome": "fine"}, "outcome 'fine' is none of"),
+        ({"outcome": "fine"}, "outcome 'fine' is not one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(values: dict[str, object], text: str) -> None:

@@ -139,7 +139,7 @@ def test_more_ranks_than_cards_cannot_run_and_run_again_where_there_are_more(
 
     by_id = {p.trial_id: p for p in planned(1)}
     (refused,) = [p for p in by_id.values() if p.trial is None]
-    assert refused.reason and refused.reason.startswith("world_size=2 needs 2 GPUs and 1 is visible")
+    assert refused.reason and refused.reason.startswith("world_size=2 needs 2 GPUs, but 1 is visible")
     assert refused.resolved["device"]["name"] == "cuda"
     row = complete_row(row_builder.unstarted_row(refused, Outcome.INVALID, refused.reason))
     assert all(p.trial for p in planned(2))
@@ -290,7 +290,7 @@ def test_a_killed_template_is_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     killer.join()
     assert rows[0]["started_at"] < rows[1]["started_at"]
     assert [(row["outcome"], row["reason"]) for row in rows] == [
-        ("crash", "the template process died, and the worker with it"),
+        ("crash", "the fork server died, and the worker with it"),
         ("ok", None),
     ]
     wait_for(lambda: gone(int(pidfile.read_text())))
@@ -433,7 +433,7 @@ def test_a_hang_after_the_measured_steps_is_no_overhead(tmp_path: Path) -> None:
     told = {"values": {"steps_s": 0.25}, "complete": False}
     row, _, _ = run_fake(tmp_path / "a", [Evidence(expired=True, deadline_s=3600, result=told)], 0)
     assert (row["outcome"], row["overhead_s"]) == ("ok", None)
-    assert row["notes"] == ["ended after the measured steps: no end within 3600 s"]
+    assert row["notes"] == ["ended after the measured steps: not finished within 3600 s"]
     row, _, _ = run_fake(tmp_path / "b", [Evidence(exit_code=0, result=told | {"complete": True})], 0)
     assert row["overhead_s"] == 0.75
 

@@ -23,6 +23,6 @@ def test_rows_are_predictions_a_limit_fails_the_test_and_mistakes_are_one_line(p
         predicted(*WORDS, max_reserved=f"{(most >> 20) - 2}MiB")
     assert "of 2 trials reserve" in refusal(pytest.fail.Exception, predicted, *WORDS, max_reserved=f"{most - 1}B")
     assert len(predicted(*WORDS, max_reserved=f"{most}B")) == len(rows) == 2
-    with pytest.raises(UserError, match=r"'25165824' has no unit: .*25165824B"):
+    with pytest.raises(UserError, match=r"'25165824' has no unit; .*25165824B"):
         predicted(*WORDS, max_reserved="25165824")
     assert "batch" in refusal(UserError, predicted, "model=tiny", "micro_batch=0")

@@ -330,7 +330,7 @@ def test_what_the_allocator_does_not_report_is_said_not_echoed(
 
 
 def test_a_reported_setting_that_did_not_take_is_an_error(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(run_rank.AllocatorMismatch, match="asked for cudaMallocAsync, in force is native"):
+    with pytest.raises(run_rank.AllocatorMismatch, match="requested cudaMallocAsync, in force native"):
         run_rank.effective_allocator(on_cuda("backend:cudaMallocAsync"))
 
 

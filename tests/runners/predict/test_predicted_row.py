@@ -60,7 +60,7 @@ def test_one_trace_serves_every_allocator(run_sweep: Run, tmp_path: Path) -> Non
     assert [row["allocator_conf_effective"] for row in rows[:2]] == ["", "expandable_segments:True"]
     driver = rows[2]  # as expandable segments, with the range that an H100 showed
     assert driver["peak_reserved_bytes"] == rows[1]["peak_reserved_bytes"]
-    assert driver["notes"][0].startswith("cudaMallocAsync is predicted as expandable_segments: on an H100")
+    assert driver["notes"][0].startswith("cudaMallocAsync is predicted as expandable_segments. On an H100")
     assert "device.gpu=voodoo2: there is no such GPU" in rows[3]["reason"]
     assert "t4-16gb (13.8 GiB left for the allocator) is too small" in rows[4]["reason"]
     assert sum(rows[4]["oom_parts_bytes"].values()) == rows[4]["oom_request_bytes"] + rows[4]["oom_allocated_bytes"]

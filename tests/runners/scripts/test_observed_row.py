@@ -130,7 +130,7 @@ def test_tokens_of_all_ranks_go_by_the_slowest_ones_clock() -> None:
 
 def test_an_allocator_that_is_not_the_trials_is_an_error() -> None:
     one = process(0, 0, world_size=1, allocator_settings={"expandable_segments": True})
-    with pytest.raises(observed_row.AllocatorMismatch, match="expandable_segments: asked for False, in force is True"):
+    with pytest.raises(observed_row.AllocatorMismatch, match="expandable_segments: requested False, in force True"):
         observed_row.columns(asked(), [one], set())
     told = process(0, 0, world_size=1, variables={"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
     with pytest.raises(trial.InvalidTrial, match="the script sets PYTORCH_ALLOC_CONF=expandable_segments:True itself"):
