@@ -1,4 +1,4 @@
-"""What somebody meets first: nothing typed, help that fits a screen, a folder that is no sweep, pages that lead on.
+"""Test the first encounters: nothing typed, help that fits a screen, a folder that is no sweep, pages that lead on.
 
 Not covered: help, verb by verb (test_verbs.py), what pages show of outputs (test_docs.py), what is typed wrongly.
 """

@@ -1,4 +1,4 @@
-"""What only a CUDA device can show. Skipped, with the reason, elsewhere."""
+"""Tests that need a CUDA device. Skipped, with the reason, elsewhere."""
 
 from __future__ import annotations
 

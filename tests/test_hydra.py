@@ -1,4 +1,4 @@
-"""What is Hydra's behind `sweep` and `plan`: devices chosen by files, sweepers that optimise, help."""
+"""Test Hydra's part of `sweep` and `plan`: devices chosen by files, sweepers that optimise, help."""
 
 from __future__ import annotations
 

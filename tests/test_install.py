@@ -1,4 +1,4 @@
-"""What a user gets from a wheel: installed into an environment of its own, outside the checkout."""
+"""Test the wheel, installed into an environment of its own outside the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What newcomers type by mistake, and what they are told: accepted and said in a line, or refused in a line or two."""
+"""Test newcomers' mistakes on the command line: accepted with a line of explanation, or refused in one or two lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of rows that are not there, and that nothing heavy is imported to say so."""
+"""Test the messages about missing rows, and that no heavy import is needed for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of traces share: a trial's trace, made in this process, and what is counted in one."""
+"""Helpers of the tests of traces: a trial's trace, made in this process, and counts of its contents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes from outside is shown, never acted on: by a terminal, a browser, LaTeX, Markdown or a spreadsheet."""
+"""Test that text from outside is shown, but not acted on by a terminal, browser, LaTeX, Markdown or spreadsheet."""
 
 from __future__ import annotations
 

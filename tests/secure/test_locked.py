@@ -1,4 +1,4 @@
-"""What locked*.txt have hashes for is what constraints.txt pins: the set-up trusts no file that nobody named."""
+"""Test that locked*.txt have hashes for just what constraints.txt pins, so the set-up trusts no unnamed file."""
 
 from __future__ import annotations
 

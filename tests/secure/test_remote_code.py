@@ -1,4 +1,4 @@
-"""What comes with a model runs only where that is asked for: Python files beside its weights, pickles in them."""
+"""Test that code which comes with a model (Python files, pickles in its weights) runs only if the user requests it."""
 
 from __future__ import annotations
 

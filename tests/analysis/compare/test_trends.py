@@ -1,4 +1,4 @@
-"""What changes along an axis: known slopes are found with their intervals, noise seldom makes a claim."""
+"""Test trends along an axis: known slopes are found with their intervals, and noise seldom makes a claim."""
 
 from __future__ import annotations
 

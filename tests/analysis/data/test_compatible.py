@@ -1,4 +1,4 @@
-"""What stays from version to version (docs/compatibility.md): journals of earlier versions, promised columns."""
+"""Test compatibility (docs/compatibility.md): journals of earlier versions are read, and promised columns stay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What readers of public sweeps concluded, each with one command, on their files (../shared/data, where it is)."""
+"""Test that one command gives each conclusion of public sweeps' readers, on their files (../shared/data, if there)."""
 
 from __future__ import annotations
 

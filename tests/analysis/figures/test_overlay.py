@@ -1,4 +1,4 @@
-"""The overlay figure: what it draws, what lies beside it, what it refuses to write over."""
+"""Test the overlay figure: its marks, the files next to it, and the files that it refuses to overwrite."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which points are asked for and what the others come to, on truths that no curve of ours contains, and public ones."""
+"""Test the choice of points and the prediction of the others, on truths of no curve of ours and on public ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fits: from the curve, marked where it extrapolates, and from real rows."""
+"""Test the longest that fits: from the curve, marked as extrapolated beyond the data, and from real rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer card: what it says of rows that say much, little or nothing; never more than they do."""
+"""Test that the report's answer claims no more than its rows show, be it much, little or nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the report says of whole jobs (protocol=job) and of scripts (runner=script), from rows of known numbers."""
+"""Test the report on whole jobs (protocol=job) and scripts (runner=script), with rows of known numbers."""
 
 from __future__ import annotations
 

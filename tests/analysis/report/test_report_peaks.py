@@ -1,4 +1,4 @@
-"""What figures say of misses, of what lines rest on, and of open intervals."""
+"""Test what figures state: prediction errors, the data behind a line, and open intervals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a finished sweep ends in: a row for each configuration, three findings, on one screen."""
+"""Test the end of a finished sweep: a row for each configuration and three findings, on one screen."""
 
 from __future__ import annotations
 

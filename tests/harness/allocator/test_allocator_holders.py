@@ -1,4 +1,4 @@
-"""Who holds the peak of a recording: checked against the recording itself, block by block."""
+"""Test which blocks make up a recording's peak, by comparison with the recording itself."""
 
 import pytest
 from test_allocator_replay import PEAK_MIB, SHARED, SMALL

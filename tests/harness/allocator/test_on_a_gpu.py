@@ -1,6 +1,6 @@
-"""What an H100 did (results/reference/h100-80gb), and what is made of it here: replays of its recordings, predictions.
+"""Test replays and predictions against recordings and rows of an H100 (results/reference/h100-80gb).
 
-The recordings and rows are the card's own; nothing here was fitted to them.
+The recordings and rows are the GPU's own; nothing here was fitted to them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What collectives take: against figures worked out by hand, from data sheets and the constants of NCCL's model."""
+"""Test times of collectives against figures computed by hand, from data sheets and the constants of NCCL's model."""
 
 from __future__ import annotations
 

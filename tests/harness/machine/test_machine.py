@@ -1,4 +1,4 @@
-"""What NVML, torch's files and the environment say, on a stand-in for NVML; what doctor makes of it."""
+"""Test the readings of NVML (a stand-in), torch's files and the environment, and doctor's conclusions from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said while a command works: a line that goes away on a terminal, a line now and then elsewhere."""
+"""Test the progress of a command: a line that disappears on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's memory: what is left of it, in cgroups too, and an attempt that takes it all."""
+"""Test the reading of free host memory, in cgroups too, and the end of an attempt that takes it all."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Whatever a worker leaves in its folder, its attempt becomes one row of the schema: nothing that it writes is
-trusted."""
+"""Test that an attempt becomes one row of the schema whatever its worker leaves in its folder, which is not trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of an environment a worker gets, and what its row records of it."""
+"""Test which variables of an environment a worker gets, and which of them its row records."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ CASES = [
      "host_oom", False, "rank 1 killed by the kernel"),
     (Evidence(exit_code=-11, host_oom_kills=1), "crash", True, "SIGSEGV"),
     (Evidence(exit_code=3), "crash", True, "exit status 3"),
-    (Evidence(exit_code=None), "crash", True, "template"),
+    (Evidence(exit_code=None), "crash", True, "fork server"),
     (Evidence(exit_code=0), "bad_result", True, "without a result"),
     (Evidence(exit_code=0, result_error="result.json cannot be read"), "bad_result", True, "cannot be read"),
     (Evidence(foreign=(7, 8)), "contended", True, "pid 7, 8"),

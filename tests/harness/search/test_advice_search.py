@@ -1,4 +1,4 @@
-"""Which changes to take together: against an exhaustive search of made-up memory, and what is said of it."""
+"""Test advice on combined changes against an exhaustive search of made-up memory, and its text."""
 
 from __future__ import annotations
 

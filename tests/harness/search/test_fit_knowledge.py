@@ -1,4 +1,4 @@
-"""What follows from points that were tried: the one rule, and that all who ask say the same."""
+"""Test the one rule by which tried points decide others, and that all its callers give the same answer."""
 
 from __future__ import annotations
 

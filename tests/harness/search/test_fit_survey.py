@@ -1,4 +1,4 @@
-"""What fits among many points: against looking at every one."""
+"""Test that the survey of many points finds the same fits as a check of each one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a run gets: against looking at every value, on courses that are no lines."""
+"""Test the search for the largest value that fits against a check of every value, on curves that are not lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A user's ds_config.json beside the axes: what is taken from it, what contradicts them."""
+"""Test a user's ds_config.json: the values that are taken from it, and those that contradict the axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a trial fits, in words."""
+"""Test the sentence that says whether a trial fits."""
 
 from __future__ import annotations
 

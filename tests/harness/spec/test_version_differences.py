@@ -1,4 +1,4 @@
-"""Which differences of earlier versions a trial meets."""
+"""Test which differences of earlier versions apply to a trial."""
 
 from __future__ import annotations
 

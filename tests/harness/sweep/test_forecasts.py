@@ -1,4 +1,4 @@
-"""What `plan` expects of each trial: time and cost by rows."""
+"""Test the time and cost that `plan` expects of each trial, by rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which trials are left out as one that needs no more ran out of memory, and when they run after all."""
+"""Test that trials are skipped if one that needs no more memory ran out of it, and when they run after all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long the rest of a sweep takes, on a clock of the test's own."""
+"""Test the expected time of the rest of a sweep, on a clock of the test's own."""
 
 from __future__ import annotations
 

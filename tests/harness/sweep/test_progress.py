@@ -1,4 +1,4 @@
-"""What a sweep shows while it runs: names by what varies, a region on a terminal, lines elsewhere."""
+"""Test the display of a running sweep: names by what varies, a region on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A sweep in shards: together they are the whole, none writes where another one does, and what Slurm is told."""
+"""Test a sweep in shards: together they are the whole, each has files of its own, and Slurm gets the right options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be published: made-up rows whose truth is known, folders with real journals, the verb itself."""
+"""Test the check for publication: on made-up rows whose truth is known, folders with real journals, and by command."""
 
 from __future__ import annotations
 

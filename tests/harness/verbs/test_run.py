@@ -1,4 +1,4 @@
-"""The words of `vramsweep run`: what placeholders become, and what is wrong with a command."""
+"""Test the arguments of `vramsweep run`: replaced placeholders, and errors in a command."""
 
 from __future__ import annotations
 

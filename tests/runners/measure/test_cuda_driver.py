@@ -1,4 +1,4 @@
-"""Whether a process has started CUDA: what is asked, and what its answers mean."""
+"""Test the check whether a process has started CUDA: its queries, and the meaning of their answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run holds, part by part and over a step's time: against the row's replay, the storages and the model."""
+"""Test a run's memory by component and over a step against the row's replay, the storages and the model."""
 
 from __future__ import annotations
 

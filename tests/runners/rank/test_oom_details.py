@@ -1,4 +1,4 @@
-"""What torch's error tells of a run that is out of memory; the messages are those of real cards."""
+"""Test the reading of torch's out-of-memory errors; the messages come from real GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The file that a worker leaves: who may write over what."""
+"""Test the file that a worker leaves, and which processes may overwrite it."""
 
 from __future__ import annotations
 

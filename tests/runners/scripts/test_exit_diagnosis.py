@@ -1,4 +1,4 @@
-"""How commands end, and what their rows say of it: first from what is left of them, then with real ones."""
+"""Test what rows say of a command's end: first from what commands leave behind, then with real ones."""
 
 from __future__ import annotations
 

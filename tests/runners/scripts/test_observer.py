@@ -1,4 +1,4 @@
-"""The observer in a process of its own choice: this one. What it sees of odd scripts, and what they notice of it."""
+"""Test the observer in this process: what it records of odd scripts, and what they notice of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators ask of a card, against counts made by hand; and whole steps against the formulas of the literature."""
+"""Test the costs of operators against counts made by hand, and whole steps against the formulas of the literature."""
 
 from __future__ import annotations
 

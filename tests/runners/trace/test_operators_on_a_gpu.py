@@ -1,7 +1,7 @@
-"""What an H200 ran and allocated, call by call (results/reference/h200-141gb/operators.json, which
-benchmarks/operators_on_a_card.py made), against what a trace says of the same calls.
+"""Compare each call's kernels and memory on an H200 (results/reference/h200-141gb/operators.json, made by
+benchmarks/operators_on_a_card.py) with those of a trace of the same calls.
 
-Two kinds are left out of what is compared. Flash attention pads heads of a width that 8 does not divide once more, and
+Two kinds of calls are not compared. Flash attention pads heads of a width that 8 does not divide once more, and
 splits keys where the grid is small. The memory-efficient kernel copies the gradient before it makes its outputs, not
 after, which only sizes that differ show.
 """

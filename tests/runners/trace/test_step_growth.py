@@ -1,4 +1,4 @@
-"""What a step leaves behind is found with its operator; healthy steps leave nothing."""
+"""Test that memory leaked by a step is found with its operator, and that healthy steps leak nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest that fits: against the rows of every length, and what is asked for against what is reserved."""
+"""Test the largest that fits against the rows of every length, and requested memory against reserved memory."""
 
 from __future__ import annotations
 
