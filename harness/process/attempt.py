@@ -362,7 +362,7 @@ def ask_attempt(
     kind, reason = classify(evidence)
     if kind is schema.Outcome.TIMEOUT:
         raise UserError(f"no answer within {deadline_s:g} s; {cure}")
-    reason = reason or "its answer cannot be read"
+    reason = reason or "the worker's answer cannot be read"
     raise UserError(reason if kind is schema.Outcome.INVALID else f"{failed}{reason}")
 
 
@@ -381,7 +381,7 @@ def check_result(result: Any) -> tuple[dict[str, Any] | None, str | None]:
     """Return a worker's parsed result, made encodable, or None and why it cannot be used."""
     result = schema.to_encodable(result)
     if not isinstance(result, dict) or not ({"values", "error"} & set(result)):
-        return None, f"{RESULT} holds neither values nor an error"
+        return None, f"{RESULT} has neither values nor an error"
     problem = _misfit(result)
     return (None, f"{RESULT}: {problem}") if problem else (result, None)
 
@@ -394,21 +394,21 @@ def _misfit(result: Mapping[str, Any]) -> str | None:
         return "its error has no type and message"
     values = result.get("values", {})
     if not isinstance(values, dict):
-        return "its values are no object"
+        return "its values are not an object"
     for name, value in values.items():
         if not plain_json.is_finite(value):
-            return f"column {name} holds a number that is not finite"
+            return f"column {name} has a number that is not finite"
         if name in schema.OF_PARENT:
-            return f"column {name} is not for the worker to say"
+            return f"a worker must not set column {name}"
     spent = values.get("steps_s")
     if spent is not None and (isinstance(spent, bool) or not isinstance(spent, int | float)):
-        return f"steps_s holds {describe(spent)}, which is no number"
+        return f"steps_s has {describe(spent)}, which is not a number"
     try:
         schema.complete_row({name: value for name, value in values.items() if name != "steps_s"})
     except schema.RowError as problem:
         return str(problem)[:REASON_LENGTH]
     odd = next((name for name, value in values.items() if not schema.is_plausible({name: value})), None)
-    return None if odd is None else f"column {odd} holds what no reader of rows would believe"
+    return None if odd is None else f"column {odd} has an implausible value"
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:

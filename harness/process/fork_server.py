@@ -72,14 +72,14 @@ class Replies:
         line, end, rest = self._buffer.partition(b"\n")
         if not end:
             if len(line) > LONGEST_MESSAGE:
-                raise ForkServerError(f"wrote {len(line)} bytes that are no message")
+                raise ForkServerError(f"wrote {len(line)} bytes that are not a message")
             return None
         self._buffer = rest
         message = None
         with contextlib.suppress(ValueError):
             message = json.loads(line)
         if not isinstance(message, dict) or "event" not in message:
-            raise ForkServerError(f"wrote {line[:80]!r}, which is no message")
+            raise ForkServerError(f"wrote {line[:80]!r}, which is not a message")
         return message
 
     def fill(self) -> None:
@@ -157,7 +157,7 @@ class ForkServer:
             if message is None:
                 raise ForkServerError(f"was not ready within {self.bounds.start_s:g} s")
             if message["event"] != "ready" or not isinstance(message.get("unclean"), str | None):
-                raise ForkServerError(f"said {message} in place of being ready")
+                raise ForkServerError(f"sent {message} instead of 'ready'")
         except ForkServerError as lost:
             self.close()
             what = f"it {lost}"
@@ -165,9 +165,7 @@ class ForkServer:
                 code = self._process.returncode or 0
                 what = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
             said = last_words(self.log)
-            raise ForkServerError(
-                f"the template process did not start ({what})" + (f": {said}" if said else "")
-            ) from None
+            raise ForkServerError(f"the fork server did not start ({what})" + (f": {said}" if said else "")) from None
         unclean: str | None = message["unclean"]
         return unclean
 
@@ -190,18 +188,18 @@ class ForkServer:
                 raise ForkServerError(f"forked no worker within {self.bounds.fork_s:g} s")
             if message["event"] != "refused":
                 if message["event"] != "forked":
-                    raise ForkServerError(f"said {describe(message['event'])} in place of having forked")
+                    raise ForkServerError(f"sent {describe(message['event'])} instead of 'forked'")
                 pid = number(message, "pid")
                 return WarmWorker(self, replies, pid, self._child(pid))
         except ForkServerError as lost:
             os.close(ours)
             self.lost = str(lost)
-            raise ForkServerError(f"the template process {lost}") from None
+            raise ForkServerError(f"the fork server {lost}") from None
         except BaseException:
             os.close(ours)
             raise
         os.close(ours)
-        raise ForkServerError(f"the template could not fork: {message.get('why')}")  # only now; it is still good
+        raise ForkServerError(f"the fork server could not fork: {message.get('why')}")  # only now; it is still good
 
     def _child(self, pid: int) -> int | None:
         """Return a descriptor of our worker `pid`, None if it has been reaped already. Raises ForkServerError if the
@@ -282,7 +280,7 @@ class WarmWorker:
             if message is None:
                 raise ForkServerError(f"did not report the end of its worker within {bound:g} s")
             if message["event"] != "ended":
-                raise ForkServerError(f"said {describe(message['event'])} in place of how its worker ended")
+                raise ForkServerError(f"sent {describe(message['event'])} instead of 'ended'")
             try:
                 return True, os.waitstatus_to_exitcode(number(message, "status"))
             except ValueError:

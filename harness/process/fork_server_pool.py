@@ -120,7 +120,7 @@ class ForkServerPool:
         template.lose(unclean)
         self.give_back(template)
         self.cold_reasons[runner] = unclean
-        print(f"runner={runner} goes cold, a fresh interpreter for each trial: {unclean}", file=sys.stderr)
+        print(f"runner={runner} starts cold (a fresh interpreter for each trial), because {unclean}", file=sys.stderr)
         return None
 
     def _part(self, template: ForkServer) -> None:

@@ -23,7 +23,7 @@ from vramsweep.harness.files.bounded_reads import open_to_append
 from vramsweep.harness.messages.terminal import discard
 
 LOG = "interrupted.log"  # among the sweep's own files
-ASKED = "finishing what runs, then the report; Ctrl-C again stops now"
+ASKED = "finishing the running trials, then the report; Ctrl-C again stops at once"
 
 
 class Finished(KeyboardInterrupt):
@@ -96,7 +96,7 @@ class Interrupts:
         with contextlib.suppress(OSError):
             discard(self._terminals)
             with open_to_append(self._log) as log:
-                log.write(f"the terminal has gone (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
+                log.write(f"the terminal was closed (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
         if not asked:
             self._once(number, frame)
 

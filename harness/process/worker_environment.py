@@ -89,4 +89,4 @@ def describe_dropped(environ: Mapping[str, str]) -> list[str]:
     for name in sorted(environ):
         if (found := rule(name)) and found.fate is Fate.DROP:
             names.setdefault(found.why, []).append(name)
-    return [f"workers do not get {', '.join(those)}: {why}" for why, those in names.items()]
+    return [f"workers do not get {', '.join(those)}, because {why}" for why, those in names.items()]

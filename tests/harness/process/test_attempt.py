@@ -170,7 +170,7 @@ def test_what_cannot_be_ended_in_time_is_said(
     monkeypatch.setattr(process_identity, "is_alive", lambda launcher: False)
     resume.end_leftovers(tmp_path, "own")
     said = capsys.readouterr().err
-    assert "forks for ever" in said and "were ended" not in said
+    assert "forks endlessly" in said and "were ended" not in said
 
 
 def test_a_process_whose_first_thread_has_ended_runs() -> None:
@@ -185,9 +185,7 @@ def test_a_broken_template_is_one_crash_for_each_trial_with_the_end_of_its_own_l
     (tmp_path / "templates").mkdir()
     (tmp_path / "templates" / "torch-1.log").write_text("of an earlier run\n")
     reasons = [made.attempt().evidence.start_error for _ in range(3)]
-    said = (
-        "no worker could be started: the template process did not start (exit status 1): ImportError: libcudart.so.12"
-    )
+    said = "no worker could be started: the fork server did not start (exit status 1): ImportError: libcudart.so.12"
     assert reasons == [f"{said}: no such file"] * 3
     assert "earlier" not in (tmp_path / "templates" / "torch-1.log").read_text()
 
@@ -240,7 +238,7 @@ def test_a_runner_whose_imports_start_cuda_goes_cold(
     (tmp_path / "torch" / "__init__.py").write_text("raise ModuleNotFoundError('no torch')")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{ROOT}")
     rows = swept(None, tmp_path / "t", custom("good", seed=1), custom("good", seed=2))
-    said = capfd.readouterr().err.count("goes cold")
+    said = capfd.readouterr().err.count("starts cold")
     assert all("no torch" in row["reason"] for row in rows)
     assert [row["isolation"] for row in rows] == ["warm" if reason is None else "cold"] * 2
     assert all(row["cold_reason"] is None if reason is None else reason in row["cold_reason"] for row in rows)
@@ -270,7 +268,7 @@ def test_only_the_runner_that_starts_cuda_goes_cold(fakes: Any, capsys: pytest.C
     assert [made.attempt(runner=name).isolation for name in ("torch", "trainer", "torch")] == ["cold", "warm", "cold"]
     assert made.attempt(runner="trainer").cold_reason is None
     assert made.starts() == 2
-    assert capsys.readouterr().err.count("runner=torch goes cold") == 1
+    assert capsys.readouterr().err.count("runner=torch starts cold") == 1
 
 
 def test_our_own_processes_are_never_foreign(fakes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,7 +375,7 @@ def test_a_process_that_the_system_refuses_is_a_crash_and_not_an_unwritable_fold
 
 
 @pytest.mark.parametrize(
-    ("code", "said"), [(errno.ENOSPC, "cannot write under"), (errno.EMFILE, "the system refused something")]
+    ("code", "said"), [(errno.ENOSPC, "cannot write under"), (errno.EMFILE, "the system refused a resource")]
 )
 def test_errors_about_writing_are_told_from_others(
     run_sweep: Run, monkeypatch: pytest.MonkeyPatch, code: int, said: str
@@ -438,8 +436,8 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     ("evidence", "text", "said"),
     [
         (FINE, '[{"a": 1}]', None),
-        (FINE, '[{"a": 1', "it broke: its answer cannot be read"),
-        (FINE, None, "it broke: its answer cannot be read"),
+        (FINE, '[{"a": 1', "it broke: the worker's answer cannot be read"),
+        (FINE, None, "it broke: the worker's answer cannot be read"),
         (Evidence(exit_code=-9), '[{"a": 1}]', None),
         (Evidence(exit_code=-9), None, "it broke: killed by SIGKILL"),
         (Evidence(expired=True, deadline_s=7.0), None, "no answer within 7 s; ask less"),

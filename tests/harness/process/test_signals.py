@@ -29,7 +29,7 @@ def test_what_runs_is_finished_first(capfd: pytest.CaptureFixture[str]) -> None:
         ask()
         done.append(1)
     assert done == [1]
-    assert "Ctrl-C again stops now" in capfd.readouterr().err
+    assert "Ctrl-C again stops at once" in capfd.readouterr().err
 
 
 def test_a_deadline_stops_when_its_time_is_over_and_hears_nothing() -> None:
@@ -134,4 +134,5 @@ def test_a_terminal_that_goes_is_asked_once_however_often_it_is_said(tmp_path: P
     os.close(ours)
     assert process.wait(60) == 129
     assert sorted(file.name for file in tmp_path.iterdir()) == ["log", "row"]
-    assert (tmp_path / "log").read_text() == "the terminal has gone (SIGHUP): finishing what runs, then the report\n"
+    told = (tmp_path / "log").read_text()
+    assert told == "the terminal was closed (SIGHUP): finishing the running trials, then the report\n"

@@ -24,7 +24,7 @@ def test_what_confuses_or_falsifies_is_not_passed_on_and_that_is_said() -> None:
     base = FALSIFYING | OUTER | KEPT
     environ = attempt.attempt_environment("", "cuda", base)
     assert environ.items() >= KEPT.items()
-    said = [line.partition(":")[0].replace(",", " ").split() for line in worker_environment.describe_dropped(base)]
+    said = [line.split(" because ")[0].replace(",", " ").split() for line in worker_environment.describe_dropped(base)]
     for name in (*FALSIFYING, *OUTER):
         assert name not in environ and sum(name in names for names in said) == 1, name
     assert worker_environment.describe_dropped(KEPT) == []
