@@ -306,7 +306,7 @@ def test_one_that_hangs_leaves_plan_s_other_predictions(here: Path, cli: Cli, mo
     done = cli.run("plan", *words, "precision=fp32", "device=cuda", "output=json")
     by_fit = {one["fits"]: one for one in json.loads(done.out)["predictions"]}
     assert by_fit[True]["needed_bytes"] > 0
-    assert by_fit[None]["reason"] == "24 s were not enough for all"
+    assert by_fit[None]["reason"] == "24 s were not enough for all predictions"
     assert "together" not in done.err and not (here / "results" / "tiny-custom-cuda").exists()
 
 

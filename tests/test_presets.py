@@ -114,7 +114,7 @@ def test_the_command_line_wins_over_a_case(
         ("", "", ("sweep=mine,claims",), "sweep=mine,claims: a preset is a sweep of its own, so one at a time: "),
         ("", "", ("modle=tiny",), "modle=tiny: there is no setting 'modle'; did you mean model?\n"),
         ("", "", ("hydra.sweeper.max_batch_size=1",), "a preset of cases is run at once"),
-        ("", "", ("hydra/sweeper=frontier",), "run at once; sweep=frontier is a preset of its own"),
+        ("", "", ("hydra/sweeper=frontier",), "run at once, so sweep=frontier cannot search it"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_case_name_the_preset(

@@ -32,7 +32,7 @@ SIZES = tuple(sorted({gpu.memory_gib for gpu in GPUS}))
 REACH = 4  # a fit is evaluated up to this multiple of the longest measured value
 ALL = "all that the model has positions for"
 FEW = "fewer than three different values, so no curve"
-EDGE = "vramsweep predict --largest finds the edge"
+EDGE = "vramsweep predict --largest finds the maximum"
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
 
@@ -233,7 +233,7 @@ def _remark(
     """Return where rows contradict the curve or each other, or that it is extrapolated; "" otherwise."""
     proven, over = rows.proven, rows.smallest
     if rows.either_way:
-        return "from {:,} to {:,} it went either way".format(*rows.either_way)
+        return "results from {:,} to {:,} contradict each other".format(*rows.either_way)
     if value is None and not endless:
         return f"not even {shortest:,.0f} fits"
     if proven is not None and not endless and (crossing is None or crossing < proven):

@@ -29,7 +29,7 @@ from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
 
-NOT_STARTED = Probe("failed", "not started, as the budget has no time for it")
+NOT_STARTED = Probe("failed", "the budget has no time for the next trial")
 MARGIN = 0.01  # of a measured run's predicted value: the first stride next to it. A simulated run's is exact
 
 
@@ -95,16 +95,16 @@ def probe_result(row: Row | None) -> Probe:
         return Probe("inferred", reason)
     if kind == Outcome.INVALID:
         return Probe("beyond", reason)
-    again = "" if outcome.runs_again(kind, asked=False) else "; retry_failed=true tries it again"
+    again = "" if outcome.runs_again(kind, asked=False) else "; retry_failed=true runs it again"
     return Probe("failed", f"{kind}: {reason}{again}")
 
 
 def check_settings(settings: Settings) -> None:
     """Raise UserError for settings with which a search makes no sense."""
     if settings.objective is not None:
-        raise UserError("objective= is for sweepers that optimise; sweep=frontier looks for the edge of memory: null")
+        raise UserError("objective= is for sweepers that optimise; sweep=frontier takes none, so leave it out")
     if settings.repeats != 1:
-        raise UserError(f"repeats={settings.repeats}: sweep=frontier tries a value once; allowed is repeats=1")
+        raise UserError(f"repeats={settings.repeats}: sweep=frontier tries each value once; allowed is repeats=1")
 
 
 def prepare_searches(
@@ -182,7 +182,7 @@ def plan_search(
 def predicted(before: SearchPlan, answer: largest_prediction.Answer, margin: float) -> SearchPlan:
     """Add the answer of `largest_prediction.predict_edges` to a plan; `margin` is a share of the value."""
     if answer["reason"] is not None or (answer["unanswered"] and not answer["looked_at"]):
-        return replace(before, remark=answer["reason"] or "nothing could be traced")
+        return replace(before, remark=answer["reason"] or "no value could be traced")
     most = answer["largest"] or 0
     stride = bisect_right(before.values, most * (1 + margin)) - bisect_right(before.values, most)
     return replace(before, predicted=most, every=answer["all_up_to"] or 0, margin=max(stride, 1))
@@ -197,9 +197,9 @@ def _predictable(item: Planned, settings: Settings) -> tuple[Planned | None, str
     if device == "simulated":
         return item, None
     if device != "cuda" and not isinstance(settings.predict, str):
-        return None, f"device={device} is no GPU; predict=GPU predicts for one"
+        return None, f"device={device} is not a GPU; predict=GPU predicts for one"
     if settings.predict is True and not machine.visible_gpus(os.environ):
-        return None, "no GPU can be seen here; predict=GPU predicts for one"
+        return None, "no GPU is visible here; predict=GPU predicts for one"
     card, problem = fit_prediction.choose_card(settings)
     if card is None:
         return None, problem
@@ -231,16 +231,16 @@ def remarks(known: SearchPlan, edge: Edge) -> list[str]:
     """Return sentences on why a largest value is not confirmed, and why it was not predicted."""
     lines = []
     if edge.unknown:
-        lines.append(f"the search could not go on: {edge.unknown}")
+        lines.append(f"the search stopped: {edge.unknown}")
     elif edge.bound is None:
-        lines.append(f"all that were asked for fit, up to {edge.largest:,}; larger ones may")
+        lines.append(f"all values of the range fit, up to {edge.largest:,}; larger ones may fit too")
     elif edge.bound.kind in ("beyond", "inferred"):
         lines.append(str(edge.bound.reason))
     if edge.either_way:
         first, last = edge.either_way
-        lines.append(f"from {first:,} to {last:,} it went either way: {first:,} did not fit, {last:,} did")
+        lines.append(f"results from {first:,} to {last:,} contradict each other: {first:,} did not fit, {last:,} did")
     if known.remark and not _cannot(edge):
-        lines.append(f"no edge was predicted: {known.remark}")
+        lines.append(f"no maximum was predicted: {known.remark}")
     return lines
 
 
@@ -248,7 +248,7 @@ def announced(searches: Sequence[Search], axis: str) -> str:
     """Return a line on what a search is going to do, for a sweep that is only planned."""
     most = sum(most_trials(len(one.ahead.values), one.ahead.predicted is not None) for one in searches)
     plural = "s" * (len(searches) != 1)
-    return f"the edge of {axis} of {len(searches)} configuration{plural}: at most {most} trials, which depend on these"
+    return f"the largest {axis} of {len(searches)} configuration{plural}: up to {most} trials; others depend on these"
 
 
 def _cannot(edge: Edge) -> bool:
@@ -258,7 +258,7 @@ def _cannot(edge: Edge) -> bool:
 def _smallest(edge: Edge) -> str:
     if edge.bound is None or edge.smallest is None:
         return "unknown"
-    said = {"inferred": " (not run)", "beyond": " (no such trial)"}
+    said = {"inferred": " (not run)", "beyond": " (cannot run)"}
     return f"{edge.smallest:,}{said.get(edge.bound.kind, '')}"
 
 
@@ -267,7 +267,7 @@ def _predicted(known: SearchPlan) -> str:
         return "unknown"
     if not known.predicted:
         return "none fits"
-    every = f", every up to {known.every:,}" if known.every != known.predicted else ""
+    every = f" (all up to {known.every:,})" if known.every != known.predicted else ""
     return f"{known.predicted:,}{every}"
 
 

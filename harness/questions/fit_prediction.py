@@ -135,7 +135,7 @@ def _judge(item: Planned, label: str, card: str, row: Row | None) -> Prediction:
         return Prediction(item.trial_id, label, card, reason=item.reason)
     kind = Outcome.TIMEOUT if row is None else row["outcome"]
     if row is None or kind not in (Outcome.OK, Outcome.OOM):
-        slow = f"{PREDICTION_S:g} s were not enough for all"
+        slow = f"{PREDICTION_S:g} s were not enough for all predictions"
         reason = slow if row is None or kind == Outcome.TIMEOUT else f"{kind}: {row['reason']}"
         return Prediction(item.trial_id, label, card, reason=reason)
     limit, step_s = item.trial.memory_limit(), row["calibrated_step_s"] or row["estimated_step_s"]
@@ -159,4 +159,4 @@ def choose_card(settings: Settings) -> tuple[gpu_lookup.Gpu | None, str]:
         return gpu_lookup.gpu_named(CARD), ""
     name = cards[0].name
     known = gpu_lookup.find_gpu(name) if name else None
-    return known, f"{name or 'this GPU'} is not in the table of GPUs; predict=GPU predicts for one that is"
+    return known, f"{name or 'this GPU'} is not in the table of GPUs; predict=GPU predicts for a GPU of the table"

@@ -74,7 +74,7 @@ def predict_edges(
         raise UserError(f"--largest {axis}: {found[0][1]['reason']}")
     refused = [f"{label(item, axis)}: {one['reason']}" for item, one in found if one["reason"] is not None]
     for line in dict.fromkeys(refused):
-        print(f"not looked for: {line}", file=sys.stderr)
+        print(f"not searched: {line}", file=sys.stderr)
     return found
 
 
@@ -92,8 +92,8 @@ def _attempted(
     worst = max(found.values(), key=lambda one: one["unanswered"])
     if worst["unanswered"]:
         print(
-            f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} that were asked "
-            f"for have no answer, so both edges leave them out; {place / LOGS[1]} may say why",
+            f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} could not be "
+            f"predicted, so both results leave them out; {place / LOGS[1]} may say why",
             file=sys.stderr,
         )
     return {trial_id: one | {"reason": None} for trial_id, one in found.items()}
@@ -103,13 +103,13 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tu
     """Return why there is nothing to try, and the values to try: those asked for, or all that the model takes."""
     if length_distribution.names_lengths(trial.data) or trial.runner.command is not None:
         what = f"data={trial.data}" if trial.runner.command is None else "a command"
-        return f"{what} has no edge that a formula finds; predict its trials themselves: {axis}=512,1024,...", ()
+        return f"no formula gives the maximum for {what}; predict its trials instead: {axis}=512,1024,...", ()
     positions = trial.model.max_positions if axis == "seq_len" else MOST_BATCH
     if values is None and positions is None:
-        return f"how many positions {trial.model.name} has is not known; give {axis}=1..8192", ()
+        return f"the number of positions of {trial.model.name} is unknown; give {axis}=1..8192", ()
     asked = range(1, (positions or 0) + 1) if values is None else values
     if axis == "seq_len" and positions is not None and max(asked) > positions:
-        return f"{axis} up to {max(asked)}, but {trial.model.name} has {positions} positions", ()
+        return f"{axis} goes up to {max(asked)}, but {trial.model.name} has only {positions} positions", ()
     return None, asked
 
 

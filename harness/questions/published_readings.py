@@ -88,16 +88,16 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         root = yaml.load(bounded_reads.read_content(path, 1 << 24).decode(), Loader=_Loader)
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror}; name a file of reference runs, as benchmarks/published/*.yaml"
+            f"{path}: {error.strerror}; name a file of reference runs, such as those in benchmarks/published"
         ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is no text; a file of reference runs is YAML") from None
+        raise UserError(f"{path} is not text; a file of reference runs is YAML") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
-        raise UserError(f"{path}{where}: {getattr(error, 'problem', None) or 'no YAML'}") from None
+        raise UserError(f"{path}{where}: {getattr(error, 'problem', None) or 'not YAML'}") from None
     except (ValueError, OverflowError, RecursionError) as error:  # from PyYAML itself: an invalid character, depth
-        raise UserError(f"{path} is no YAML that can be read: {error}") from None
+        raise UserError(f"{path} cannot be read as YAML: {error}") from None
     try:
         whole = _Node(root, str(path), 1)
         shared = _shared(whole)
@@ -112,7 +112,7 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
             run, wrong = _run(entry, shared)
             mistakes += wrong
             if run is not None and run.name in runs:
-                raise entry.wrong(f"there is a run '{_short(run.name)}' already; names are unique in a file")
+                raise entry.wrong(f"the file has another run '{_short(run.name)}'; give each run its own name")
             if run is not None:
                 runs[run.name] = run
         except _Wrong as error:
@@ -162,7 +162,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> _Marked:
         if not isinstance(key, Hashable):
             continue  # a list, about which PyYAML complains below
         if key in seen:
-            problem = f"{_short(key)} stands twice"
+            problem = f"{_short(key)} is given twice"
             raise yaml.constructor.ConstructorError(None, None, problem, own[number].start_mark)
         seen.add(key)
     found = _Marked(loader.construct_mapping(node, deep=True))
@@ -193,7 +193,7 @@ class _Node:
     def __init__(self, values: Any, file: str, line: int) -> None:
         self.file, self.line = file, getattr(values, "line", line)
         if not isinstance(values, Mapping):
-            raise _Wrong(f"{self.place}: {_short(values)} is no mapping; see benchmarks/published/README.md")
+            raise _Wrong(f"{self.place}: {_short(values)} is not a mapping; see benchmarks/published/README.md")
         self._values = values
 
     @property
@@ -218,9 +218,9 @@ class _Node:
         if value is None:
             raise self.wrong(f"{key} is missing")
         if isinstance(value, (Mapping, list)):
-            raise self.wrong(f"{key} must be a text")
+            raise self.wrong(f"{key} must be text")
         if isinstance(value, bool):
-            raise self.wrong(f"{key} must be a text, and YAML takes yes and no for true and false; put it in quotes")
+            raise self.wrong(f"{key} must be text; put it in quotes, because YAML takes yes and no for true and false")
         return str(value)
 
     def given(self, key: str) -> Any:
@@ -230,19 +230,17 @@ class _Node:
         value = self._values.get(key, [])
         words = isinstance(value, list) and all(isinstance(word, str) for word in value)
         if not words or any("=" not in word or word.startswith("-") for word in value):
-            raise self.wrong(f"{key} must be a list of KEY=VALUE, as words of `vramsweep predict`")
+            raise self.wrong(f"{key} must be a list of settings KEY=VALUE, as `vramsweep predict` takes them")
         if of_sweep := next((word for word in value if _key(word) in SETTINGS), None):
-            raise self.wrong(
-                f"{_short(of_sweep)} is of the whole command; take it out, and give it on the command line"
-            )
+            raise self.wrong(f"{_short(of_sweep)} is a setting of the whole command; move it to the command line")
         return tuple(_placed(word, str(Path(self.file).resolve().parent)) for word in value)
 
     def texts(self, key: str) -> dict[str, str]:
         value = self._values.get(key, {})
         if not isinstance(value, Mapping):
-            raise self.wrong(f"{key} must be a mapping, as {{transformers: 4.48.1}}")
+            raise self.wrong(f"{key} must be a mapping, such as {{transformers: 4.48.1}}")
         if bad := next((k for k, v in value.items() if v is None or isinstance(v, (bool, list, Mapping))), None):
-            raise self.wrong(f"{key}.{_short(bad)} must be a version, as 4.48.1")
+            raise self.wrong(f"{key}.{_short(bad)} must be a version, such as 4.48.1")
         return {str(k): str(v) for k, v in value.items()}
 
     def size(self, key: str) -> float:
@@ -251,13 +249,13 @@ class _Node:
             size = float(number) * BYTES.get(unit, math.nan)
             if 0 < size < math.inf:
                 return size
-        raise self.wrong(f"{key} {_short(self.text(key))}: write a size above 0 with its unit, as 1343 MiB")
+        raise self.wrong(f"{key} {_short(self.text(key))}: write a size above 0 with its unit, such as 1343 MiB")
 
     def entries(self, key: str) -> list[tuple[Any, int]]:
         """Return the entries of the list, each with its line."""
         value = self._values.get(key)
         if not isinstance(value, _Lines) or not value:
-            raise self.wrong(f"{key} is missing, or no list")
+            raise self.wrong(f"{key} is missing, empty or not a list")
         return list(zip(value, value.lines, strict=True))
 
 
@@ -343,7 +341,7 @@ def later(words: Sequence[str]) -> tuple[str, ...]:
 def _grade(node: _Node) -> str:
     if (grade := node.text("grade")) not in ("A", "B"):
         raise node.wrong(
-            f"grade {_short(grade)}: allowed is A (script and versions are there) or B (configuration is clear)"
+            f"grade {_short(grade)}: allowed is A (script and versions are given) or B (configuration is clear)"
         )
     return grade
 
@@ -357,7 +355,7 @@ def _reading(node: _Node) -> Reading:
     quantity, phase = node.text("quantity"), node.given("phase")
     node.listed("quantity", quantity, UNITS)
     if phase is not None and (phase not in PHASES or quantity not in ("allocated", "reserved")):
-        raise node.wrong(f"phase {_short(phase)}: allocated and reserved have one of {', '.join(PHASES)}, or none")
+        raise node.wrong(f"phase {_short(phase)}: only allocated and reserved have one, of {', '.join(PHASES)}")
     note, value = node.text("note", ""), node.given("value")
     if quantity == "outcome":
         node.listed("outcome", value, OUTCOMES)
@@ -369,8 +367,8 @@ def _reading(node: _Node) -> Reading:
         with contextlib.suppress(ValueError):
             number = float(value)
     if not 0 < number < math.inf:
-        raise node.wrong(f"value {_short(value)}: a number above 0 is needed")
+        raise node.wrong(f"value {_short(value)}: allowed is a number above 0")
     if unit == "percent" and number > 100:
-        raise node.wrong(f"value {_short(value)}: at most 100 percent are allowed")
+        raise node.wrong(f"value {_short(value)}: allowed are up to 100 percent")
     scale = node.size("of") / 100 if unit == "percent" else BYTES.get(unit) or SECONDS.get(unit, 1.0)
     return Reading(quantity, phase, number * scale, None, unit, note, node.line)

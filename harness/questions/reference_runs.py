@@ -68,9 +68,7 @@ class OtherTools(BaseModel, extra="forbid"):
                 continue
             except (OSError, ValidationError) as error:
                 first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error_reason(error)
-                raise UserError(
-                    f"{path} has no estimates of other tools: {first}; mend it, or name it otherwise"
-                ) from None
+                raise UserError(f"{path} has no estimates of other tools: {first}; fix or rename the file") from None
             found.sources.update(one.sources)
             found.runs.update(one.runs)
         return found
@@ -159,10 +157,10 @@ def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
     """Return the one trial of these words. Raises UserError if they are none, or one that is not predicted."""
     asked = compose.resolve(words)
     if len(asked.trials) != 1 or asked.settings is None:
-        raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run is one")
+        raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run must be one trial")
     (item,) = asked.trials
     if item.trial is not None and item.trial.device.name != "simulated":
-        raise UserError(f"device={item.trial.device.name}: reference runs are predicted, on device=simulated")
+        raise UserError(f"device={item.trial.device.name}: reference runs can only be predicted, on device=simulated")
     return item, asked.settings
 
 

@@ -52,8 +52,8 @@ def simulated(verb: str, trial: Trial) -> None:
     """Raise UserError for a trial that is measured."""
     if trial.device.name != "simulated":
         raise UserError(
-            f"{verb} is of a predicted step: leave device={trial.device.name} out, gpu=NAME says which GPU; of "
-            "a GPU's own recording (record=true): vramsweep replay FILE --figure OUT.html"
+            f"{verb} shows a predicted step, so replace device={trial.device.name} with gpu=NAME. For a recording of a "
+            "real run (record=true) use: vramsweep replay FILE --figure OUT.html"
         )
 
 
@@ -101,7 +101,7 @@ def chosen(rows: Iterable[Row]) -> list[Row]:
 def read_trial(verb: str, row: Row) -> Trial:
     """Return a row's trial. Raises UserError if it was not predicted."""
     if not isinstance(row.get("trial"), dict):
-        raise UserError(f"the row of trial {row['trial_id']} does not say what was asked; name the trial in words")
+        raise UserError(f"the row of trial {row['trial_id']} has no settings; give them on the command line")
     try:
         found = Trial.model_validate(row["trial"])
     except ValidationError:
@@ -134,8 +134,8 @@ def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path
     [answer] = ask(question, [trial], traces, trace=outside is None)
     if answer is None and outside is not None:
         raise UserError(
-            f"no trace of trial {trial_id} is kept, and making it would {outside}, as a row says: name the trial in "
-            f"words if you want that: vramsweep {verb} runner={trial.runner.name} ..."
+            f"no trace of trial {trial_id} is kept, and tracing would {outside}, as its row says. If you want that, "
+            f"give its settings yourself: vramsweep {verb} runner={trial.runner.name} ..."
         )
     return answer
 

@@ -15,7 +15,7 @@ from typing import Any
 SAME, ROUNDING, PRECISION, METHOD = range(4)
 GPU_COUNTS = (2, 4, 8)
 ACCEPTED = ("same", "rounding", "precision", "method")  # the same levels as words of a command
-LEVELS = ("the same result", "the same but for rounding", "less precision", "another training")
+LEVELS = ("the same result", "the same except for rounding", "less precision", "another training method")
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ _LIONS = ("lion_32bit", "lion_8bit", "paged_lion_8bit")
 _EIGHT_BITS = "optimizer state in 8 bits"
 _BF16: dict[str, Any] = {
     "capability": (8, 0),
-    "instead": "bf16 is emulated below 8.0, which is slow; precision=fp16 is not",
+    "instead": "bf16 is emulated, and so slow, below compute capability 8.0 (fp16 is not)",
 }
 _LORA = "adapters are trained, the weights are frozen"
 _WHOLE = _is("adapter", "none")
@@ -74,16 +74,17 @@ REMEDIES: tuple[MemorySaving, ...] = (
     _axis("optimizer", "paged_adamw_8bit", SAME, where=_is("optimizer", "adamw_bnb_8bit")),
     _axis("optimizer", "adamw_torch_fused", ROUNDING, where=_ADAMW),
     _axis("attention", "sdpa", ROUNDING),
-    _axis("attention", "flash_attention_2", ROUNDING, capability=(8, 0), instead="flash-attn needs 8.0",
-          where=lambda resolved: not _FP32(resolved)),
+    _axis("attention", "flash_attention_2", ROUNDING, capability=(8, 0),
+          instead="flash-attn needs compute capability 8.0", where=lambda resolved: not _FP32(resolved)),
     _axis("loss", "chunked", ROUNDING),
     _axis("loss", "fused_linear", ROUNDING),
     _axis("kernels", "liger", ROUNDING),
-    _axis("precision", "fp16", PRECISION, "products in fp16, the loss scaled", where=_FP32),
-    _axis("precision", "bf16", PRECISION, "products in bf16", where=_is("precision", "fp32", "tf32", "fp16"), **_BF16),
+    _axis("precision", "fp16", PRECISION, "matrix products in fp16, with loss scaling", where=_FP32),
+    _axis("precision", "bf16", PRECISION, "matrix products in bf16",
+          where=_is("precision", "fp32", "tf32", "fp16"), **_BF16),
     _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16", **_BF16),
     _axis("optimizer", "adamw_bnb_8bit", PRECISION, _EIGHT_BITS, where=_ADAMW),
-    _axis("optimizer", "paged_adamw_8bit", PRECISION, f"{_EIGHT_BITS}, in memory that the host has too", where=_ADAMW),
+    _axis("optimizer", "paged_adamw_8bit", PRECISION, f"{_EIGHT_BITS}, in memory shared with the host", where=_ADAMW),
     _axis("optimizer", "lion_8bit", PRECISION, _EIGHT_BITS, where=_is("optimizer", "lion_32bit")),
     _axis("quantization", "nf4_double", PRECISION, "frozen weights in 4 bits, their scales in 8",
           where=lambda resolved: not _WHOLE(resolved) and resolved["quantization"] in ("none", "nf4")),
@@ -119,7 +120,7 @@ def divide_among_gpus(resolved: Mapping[str, Any], way: str) -> list[MemorySavin
         same = batch % rest == 0
         shared = {"micro_batch": batch // rest, "grad_accum": passes // fewer} if same else {}
         change = {"world_size": count, "sharding": way, **{k: n for k, n in shared.items() if n != resolved[k]}}
-        result = f"{count} GPUs" if same else f"{count} GPUs, and {count // ranks} times the samples a step"
+        result = f"{count} GPUs" if same else f"{count} GPUs, and {count // ranks} times the samples per step"
         text = " ".join(f"{key}={value}" for key, value in change.items())
         found.append(MemorySaving(text, "gpus", change, ROUNDING if same else METHOD, result))
     return found

@@ -117,7 +117,7 @@ def test_a_row_out_of_memory_below_a_length_that_ran_is_said_and_neither_contrad
     rows.loc[lost, list(gone)] = None
     (limit,) = frontier(from_frame(rows.assign(outcome=rows["outcome"].mask(lost, "oom")), "test"), [24])
     assert (limit.smallest_too_large, limit.largest_ok) == (256, 8192)
-    assert "from 256 to 8,192 it went either way" in limit.remark
+    assert "results from 256 to 8,192 contradict each other" in limit.remark
     assert limit.low is None or limit.low < 256
     assert "256 did not" in text([limit])
 
@@ -128,7 +128,7 @@ def test_a_foreign_row_out_of_memory_below_a_length_that_ran(tmp_path: Path, cli
         "seq_len,peak_reserved_mib,device_total_gib\n128,1000,80\n256,OOM,80\n512,1160,80\n1024,1240,80\n2048,1500,80\n"
     )
     said = cli.run("frontier", file, "--gib", "80").out
-    assert "2,048 tokens ran within; 256 did not; from 256 to 2,048 it went either way" in said
+    assert "2,048 tokens ran within; 256 did not; results from 256 to 2,048 contradict each other" in said
     file.write_text(file.read_text().replace("256,OOM", "1,OOM"))  # and nothing shorter is safe
     (limit,) = cli.json("frontier", file, "--gib", "80")
     assert (limit["low"], limit["largest_ok"], limit["smallest_too_large"]) == (None, 2048, 1)

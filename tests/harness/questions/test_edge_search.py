@@ -112,7 +112,7 @@ def test_what_ends_a_search_is_told(command: Command) -> None:
     status, (edge,), tried = command(LENGTHS, "predict=l4-24gb", broken=1088)
     assert status == 1 and tried == [(1024, 1), (1088, 1)] and not edge["confirmed"]
     assert (edge["largest"], edge["smallest"]) == (1024, None)
-    assert edge["unknown"] == "crash: ValueError: no such thing; retry_failed=true tries it again"
+    assert edge["unknown"] == "crash: ValueError: no such thing; retry_failed=true runs it again"
     status, (edge,), tried = command(LENGTHS, "predict=l4-24gb", "retry_failed=true", broken=-1)
     assert status == 0 and edge["confirmed"] and tried == [(1088, 1)]
     status, (edge,), _ = command("seq_len=range(64,8193,64)", "name=positions", room=10**6)
@@ -163,7 +163,7 @@ def test_a_plan_lists_the_first_round_and_how_many_may_follow(
     assert front_door.main(["plan", "-m", "sweep=frontier", *words]) == 0
     told = capsys.readouterr().out
     assert "seq 2048" in told and "1, 2" in told and "2 to do" in told  # 4,160 are more than tiny's positions
-    assert "the edge of seq_len of 2 configurations: at most 14 trials, which depend on these" in told
+    assert "the largest seq_len of 2 configurations: up to 14 trials; others depend on these" in told
     assert not list(tmp_path.iterdir()) or not list(tmp_path.rglob("journal*"))
 
 
@@ -177,7 +177,7 @@ def test_the_table_tells_measured_from_inferred_and_unknown(capsys: pytest.Captu
     fits, full = Probe("fits"), Probe("full", "no room")
     searches = [
         ended((20, fits), (30, full), label="measured", predicted=20, every=20),
-        ended((20, fits), (30, Probe("inferred", "not run, as abc ran out")), label="inferred", predicted=20, every=10),
+        ended((20, fits), (30, Probe("inferred", "not run, as abc is full")), label="inferred", predicted=20, every=10),
         ended((20, fits), (30, Probe("failed", "timeout: 600 s")), predicted=20, every=20, label="failed"),
         ended((10, full), (20, fits), (30, full), label="torn", remark="predict=false"),
         ended((50, fits), predicted=50, every=50, label="all"),
@@ -188,15 +188,15 @@ def test_the_table_tells_measured_from_inferred_and_unknown(capsys: pytest.Captu
     cells = [re.split(r"\s{2,}", line.strip()) for line in told.splitlines()]
     lines = {first: rest for first, *rest in cells if rest}
     assert lines["measured"] == ["20", "30", "2", "20", "yes"]
-    assert lines["inferred"] == ["20", "30 (not run)", "1", "20, every up to 10", "no"]
+    assert lines["inferred"] == ["20", "30 (not run)", "1", "20 (all up to 10)", "no"]
     assert lines["failed"] == ["20", "unknown", "2", "20", "no"]
     assert lines["torn"] == ["20", "30", "3", "unknown", "no"]
     assert lines["all"] == ["50", "unknown", "1", "50", "no"]
-    assert lines["refused"] == ["unknown", "10 (no such trial)", "0", "unknown", "no"]
-    assert "inferred: not run, as abc ran out" in told and "failed: the search could not go on: timeout: 600 s" in told
-    assert "torn: from 10 to 20 it went either way: 10 did not fit, 20 did" in told
-    assert "torn: no edge was predicted: predict=false" in told and "refused: no card" in told
-    assert "all: all that were asked for fit, up to 50; larger ones may" in told
+    assert lines["refused"] == ["unknown", "10 (cannot run)", "0", "unknown", "no"]
+    assert "inferred: not run, as abc is full" in told and "failed: the search stopped: timeout: 600 s" in told
+    assert "torn: results from 10 to 20 contradict each other: 10 did not fit, 20 did" in told
+    assert "torn: no maximum was predicted: predict=false" in told and "refused: no card" in told
+    assert "all: all values of the range fit, up to 50; larger ones may fit too" in told
     assert edge_search.show(searches[:2], "seq_len", as_json=True) == 0
     none = Search(SearchPlan("x", [5], "no positions"))
     assert none.found() == Edge(None, 5, Probe("beyond", "no positions")) and not none.ask()
@@ -210,7 +210,7 @@ def test_what_is_predicted_and_how_far_beside_it_the_search_strides_first() -> N
     none = PREDICTED | {"largest": None, "all_up_to": None}
     assert edge_search.predicted(before, none, 0.01).predicted == 0
     unknown = edge_search.predicted(before, none | {"looked_at": 0, "unanswered": 3}, 0.01)
-    assert unknown.predicted is None and unknown.remark == "nothing could be traced"
+    assert unknown.predicted is None and unknown.remark == "no value could be traced"
     refused = edge_search.predicted(before, largest_prediction.NO_ANSWER | {"reason": "a command has no edge"}, 0.01)
     assert refused.predicted is None and refused.remark == "a command has no edge"
 
@@ -224,10 +224,10 @@ def test_a_card_that_is_not_listed_and_a_cpu_have_no_prediction(
         settings = Settings(**(SETTINGS | {"predict": predict}))
         return edge_search.plan_search([tiny(**over)], settings, "seq_len", [64, 128], tmp_path, None)[0].remark
 
-    assert remark(True) == "device=cpu is no GPU; predict=GPU predicts for one"
+    assert remark(True) == "device=cpu is not a GPU; predict=GPU predicts for one"
     assert remark(False) == "predict=false" and remark("l4-24gb") is None
     assert remark(True, device={"name": "simulated", "gpu": "l4-24gb"}) is None
-    assert remark(True, device={"name": "cuda"}) == "no GPU can be seen here; predict=GPU predicts for one"
+    assert remark(True, device={"name": "cuda"}) == "no GPU is visible here; predict=GPU predicts for one"
     assert remark("l4-24gb", device={"name": "cuda"}) is None
     assert "predict=t5 (true, false or a GPU): there is no such GPU" in refusal(UserError, remark, "t5")
 

@@ -98,14 +98,14 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     assert dies.trial is not None
     reasons = find([planned(), refused, short, dies], tmp_path, silent=dies.trial_id)
     assert reasons[:2] == [None, "device.gpu is t5, which is not listed"]
-    assert reasons[2] == "seq_len up to 2000, but tiny has 100 positions"
+    assert reasons[2] == "seq_len goes up to 2000, but tiny has only 100 positions"
     assert "say more" in reasons[3]
     labels = [
         "tiny · torch · default · t5",
         "tiny · torch · batch 2 · fp32 · default · a100-80gb",
         "tiny · custom · batch 2 · fp32 · default · a100-80gb",
     ]
-    said = [f"not looked for: {label}: {reason}" for label, reason in zip(labels, reasons[1:], strict=True)]
+    said = [f"not searched: {label}: {reason}" for label, reason in zip(labels, reasons[1:], strict=True)]
     assert said == capsys.readouterr().err.splitlines()
     assert "--largest seq_len: device.gpu is t5" in refusal(UserError, find, [refused, short], tmp_path)
 
@@ -117,4 +117,4 @@ def test_lengths_that_vary_and_commands_are_refused() -> None:
         reason, allowed = largest_prediction._within(
             trial_parser.parse(tiny(device=simulated, **over)), "seq_len", range(1, 9)
         )
-        assert not allowed and reason is not None and "predict its trials themselves: seq_len=512,1024,..." in reason
+        assert not allowed and reason is not None and "predict its trials instead: seq_len=512,1024,..." in reason

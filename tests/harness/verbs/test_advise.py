@@ -218,7 +218,7 @@ def test_one_gpu_with_a_change_comes_before_several() -> None:
 
 def test_samples_that_gpus_cannot_share_are_said_and_another_training() -> None:
     told = on_gpus({1: 8000, 2: 2900}, micro_batch=1)
-    assert "(2 GPUs, and 2 times the samples a step)" in said(told) and told.on_gpus[0].level == 3
+    assert "(2 GPUs, and 2 times the samples per step)" in said(told) and told.on_gpus[0].level == 3
     assert on_gpus({1: 8000}, level=1, micro_batch=1).on_gpus == ()
     passes = on_gpus({1: 8000, 2: 2900}, micro_batch=1, grad_accum=6)
     assert names(passes.on_gpus) == ["world_size=2 sharding=fsdp2 grad_accum=3"]

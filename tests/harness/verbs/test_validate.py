@@ -121,7 +121,7 @@ def test_the_file_s_folder_may_have_any_name(tmp_path: Path) -> None:
 def test_names_are_unique(tmp_path: Path) -> None:
     twice = f"  - {{name: a, measured: [{READING}]}}\n" * 2
     runs, mistakes = published_readings.read(file(tmp_path, HEAD + twice))
-    assert len(runs) == 1 and "there is a run 'a' already" in mistakes[0]
+    assert len(runs) == 1 and "the file has another run 'a'" in mistakes[0]
 
 
 RUN = published_readings.Run("f", 1, "s", "t", "n", "A", (), {}, 100, None, "", ())
@@ -215,8 +215,8 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
     for name, reason in {
         "no model": "model=nothing: there is no such model",
-        "two trials": "its overrides name 2 trials; a reference run is one",
-        "measured": "device=cpu: reference runs are predicted",
+        "two trials": "its overrides name 2 trials; a reference run must be one trial",
+        "measured": "device=cpu: reference runs can only be predicted",
         "compiled": "compile=default with device=simulated",
         "theirs": "closed source",
     }.items():
