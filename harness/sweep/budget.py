@@ -88,7 +88,7 @@ class Budget:
         if expected.seconds is None or expected.seconds <= left:
             return None
         needed = f"it would take {duration_words(expected.seconds)} ({expected.basis})"
-        return f"{name}: {duration_words(left)} left, and {needed}"
+        return f"{name}: {duration_words(left)} left, but {needed}"
 
     def learn(self, rows: Iterable[Row]) -> None:
         """Learn from the rows of trials that have ended; each row says which trial it is of."""
@@ -122,7 +122,7 @@ class Budget:
         if same is not None and work is not None:
             return self._capped(same.scaled(work), "a trial of the same configuration")
         if simulated:
-            return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s a prediction")
+            return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s per prediction")
         own = self._predicted.get(configuration(item.resolved))
         if own is not None and work is not None:
             return self._capped(own.scaled(work), self._of_predictions)
@@ -132,7 +132,7 @@ class Budget:
         if self._spent:
             return self._capped(fmean(self._spent), f"the mean of {len(self._spent)} finished trials")
         if self._flops is None or parameters <= 0:
-            return Expected(None, "nothing finished yet, and no parameter count or device speed to go by")
+            return Expected(None, "no trial has finished yet, and parameter count or device speed is unknown")
         spent = START_S + trial.steps() * flops_per_step(trial, parameters) / self._flops
         return self._capped(spent, f"rough, at {self._flops / 1e12:.2g} TFLOP/s")
 
@@ -149,7 +149,7 @@ class Budget:
         bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))
         if traced:
             bases.append(
-                f"{TRACE_S:g} s for the trace of each of {len(traced)} configurations, as of models of 0.5 to 8 billion"
+                f"{TRACE_S:g} s to trace each of {len(traced)} configurations, as for 0.5 to 8 billion parameters"
             )
         spent = sum(one.seconds or 0.0 for one in each) + TRACE_S * len(traced)
         return Expected(spent, ", ".join(bases) or "nothing to do")
@@ -164,7 +164,7 @@ class Budget:
         if not undone or self._limit is None:
             return None
         were = "trial was" if wanted == 1 else "trials were"
-        return f"{self._limit[1]}: {len(undone)} of {wanted} {were} not started; the same command goes on"
+        return f"{self._limit[1]}: {len(undone)} of {wanted} {were} not started; run the same command again to resume"
 
 
 def flops_per_step(trial: Trial, parameters: int) -> float:

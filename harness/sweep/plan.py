@@ -26,7 +26,7 @@ from vramsweep.harness.spec import gpu_names, runner_table, trial_identity, tria
 from vramsweep.harness.spec import trial as trials
 from vramsweep.harness.sweep import shards, time_limit
 
-EMPTY = "the sweep is empty: one of its lists or ranges holds no value"
+EMPTY = "the sweep is empty, because one of its lists or ranges has no value"
 MOST_SLOTS = 512  # of one node
 SLOTS = f"null (every GPU; without GPUs one trial at a time) or a whole number from 1 to {MOST_SLOTS}"
 
@@ -82,11 +82,11 @@ class Settings:
         """Check what depends on other settings, or on tables."""
         time_limit.parse_limit(self.budget, self.max_cost, self.price_per_hour)
         if not self.results:
-            raise UserError("results= names no folder; allowed is any that can be written, as results=DIR")
+            raise UserError("results= names no folder; give one that can be written, as results=DIR")
         if self.name and (why := file_names.name_problem(self.name)):  # "" counts as null
             raise UserError(
-                f"name={self.name[:60]!r}: {why}; a sweep's name is that of one folder in {self.results}, such as "
-                "name=night; elsewhere is results=DIR"
+                f"name={self.name[:60]!r}: {why}; name= is the name of a single folder in {self.results}, such as "
+                "name=night; results=DIR sets another place"
             )
         if self.answer is not None and self.answer not in (*runner_table.ANSWERS, *runner_table.FORMER_ANSWERS):
             raise UserError(suggestions.unknown_option("answer", str(self.answer), runner_table.ANSWERS))
@@ -102,8 +102,8 @@ class Settings:
             raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")
         if shards.slurm(self.cluster) is None and self.shard is None and self.shards != 1:
             raise UserError(
-                f"shards={self.shards} needs cluster=slurm, which starts them; without Slurm start each where it is to "
-                f"run, by shard=1/{self.shards} and so on"
+                f"shards={self.shards} needs cluster=slurm; without Slurm run the command once for each shard, with "
+                f"shard=1/{self.shards}, shard=2/{self.shards} and so on"
             )
 
 
@@ -148,7 +148,7 @@ def settings(configs: Sequence[Mapping[str, Any]]) -> Settings:
         for key in first:
             if config[key] != first[key] and repr(config[key]) != repr(first[key]):  # nan does not equal itself
                 both = f"{_short(first[key])} and {_short(config[key])}"
-                raise UserError(f"{key} cannot be swept (it holds {both}); give it one value")
+                raise UserError(f"{key} cannot be swept (its values are {both}); give it one value")
     texts = {key: str(first[key]) for key in ("name", "results") if first[key] is not None}  # name=5 is a text too
     return Settings(**(first | texts))
 

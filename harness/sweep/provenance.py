@@ -43,7 +43,7 @@ def find_outdated(planned: Sequence[Planned], rows: Mapping[str, Row]) -> dict[s
         before, now = _versions(row), _versions(facts | facts_of(item.trial) | system_columns(item.trial, []))
         if changed := [name for name in before if before[name] != now.get(name, before[name])]:
             old = ", ".join(f"{name} {before[name]}" for name in changed)
-            found[item.trial_id] = f"invalid with {old}, run again with {', '.join(now[name] for name in changed)}"
+            found[item.trial_id] = f"invalid with {old} and run again with {', '.join(now[name] for name in changed)}"
     return found
 
 

@@ -83,14 +83,14 @@ def findings(rows: Sequence[Row], plan: sweep_status.Status | None) -> list[Find
 def _finished(of: Evidence) -> Iterable[Finding]:
     plan = of.plan
     if not of.answers:
-        yield Finding(BOTH, "empty", 0, "nothing is finished: run its sweep first")
+        yield Finding(BOTH, "empty", 0, "no trial has finished; run the sweep first")
         return
     left = 0 if plan is None or plan.total is None else plan.total - plan.done
     if plan is not None and plan.state == "running":
-        yield Finding(BOTH, "running", left, f"the sweep is still running, {left:,} trials are left")
+        yield Finding(BOTH, "running", left, f"the sweep is still running; {left:,} trials are left")
     elif left and plan is not None:
         planned = plan.command_total or plan.total
-        text = f"{left:,} of {planned:,} planned trials have no answer: run the same command again"
+        text = f"{left:,} of {planned:,} planned trials have not finished; run the same command again"
         yield Finding(BOTH, "unanswered", left, text)
 
 
@@ -99,14 +99,14 @@ def _damaged(of: Evidence) -> Iterable[Finding]:
     lines = of.plan.unreadable if of.plan else 0
     whole = of.plan is not None and of.plan.total is not None and of.plan.done == of.plan.total
     if lines:
-        why = "yet every planned trial has an answer" if whole else "so rows may be missing: run the sweep again"
+        why = "but every planned trial has finished" if whole else "so rows may be missing; run the sweep again"
         yield Finding(() if whole else BOTH, "damaged", lines, f"damaged lines in the journal: {lines:,}, {why}")
 
 
 def _failed(of: Evidence) -> Iterable[Finding]:
     failed = [row for row in of.answers if not is_answer(row["outcome"])]
     kinds = ", ".join(sorted({str(row["outcome"]) for row in failed}))
-    yield from _find(failed, (), "failed", "trial", f"failed ({kinds}): their numbers are missing")
+    yield from _find(failed, (), "failed", "trial", f"failed ({kinds}), so their numbers are missing")
 
 
 def _provenance(of: Evidence) -> Iterable[Finding]:
@@ -121,7 +121,7 @@ def _provenance(of: Evidence) -> Iterable[Finding]:
         yield from _find(some, BOTH, "provenance", "row", f"without {name}")
     dirty = [row for row in rows if str(row.get("git_commit")).endswith("+dirty")]
     yield from _find(
-        dirty, BOTH, "dirty", "row", "from a checkout with changed files (+dirty): nobody can get it again"
+        dirty, BOTH, "dirty", "row", "from a checkout with changed files (+dirty); nobody can check out the same code"
     )
 
 
@@ -131,7 +131,7 @@ def _flagged(of: Evidence) -> Iterable[Finding]:
         has = [row for row, answer in told if answer or flag.name in (row.get("flags") or ())]
         tested = sum(answer is not None for _, answer in told)
         chance = _by_chance(flag, len(has), tested)
-        said = f"; so many of {tested:,} are nothing unusual for this test" if chance else ""
+        said = f"; chance alone can flag this many of {tested:,} rows" if chance else ""
         text = f"of {len(of.measured):,} flagged {flag.name}: {flag.meaning}{said}"
         yield from _find(has, () if chance else flag.forbids, flag.name, "row", text)
 
@@ -148,7 +148,7 @@ def _by_chance(flag: Flag, count: int, tested: int) -> bool:
 def _repeats(of: Evidence) -> Iterable[Finding]:
     found = sorted((one for runs in of.runs for one in repeats.find_apart(runs)), key=lambda one: one.low - one.high)
     if found:
-        text = f"pairs of runs whose memory should agree to the byte and does not; {found[0].text()}"
+        text = f"pairs of runs whose memory should be identical and is not; {found[0].text()}"
         yield Finding((MEMORY,), "repeats", len(found), f"{len(found):,} {text}")
 
 
@@ -157,12 +157,12 @@ def _processes(of: Evidence) -> Iterable[Finding]:
     speeds = [[(row["tokens_per_s"], row) for row in runs if row.get("tokens_per_s") is not None] for runs in of.runs]
     speeds = [runs for runs in speeds if runs]
     alone = [runs[0][1] for runs in speeds if len(runs) == 1]
-    text = f"of {len(speeds):,} measured in one process, so speed has no interval: repeats=3"
+    text = f"of {len(speeds):,} measured in only one process, so speed has no interval; use repeats=3"
     yield from _find(alone, (SPEED,), "processes", "configuration", text)
     known = [(found, runs[0][1]) for runs in speeds if (found := repeats.interval([speed for speed, _ in runs]))]
     if known:
         widest, row = max(known, key=lambda one: one[0].half_width)
-        text = f"speed with its 95 % interval between processes, which reaches up to +{100 * widest.half_width:.1f} %"
+        text = f"speed with its 95 % interval between processes, up to {100 * widest.half_width:.1f} % above the mean"
         yield Finding((), "intervals", len(known), f"{text} (trial {_name(row)})")
 
 
@@ -171,7 +171,7 @@ def _steps(of: Evidence) -> Iterable[Finding]:
         row for row in of.measured
         if row.get("tokens_per_s") is not None and (row.get("measured_steps") or 0) < FEWEST_STEPS
     ]  # fmt: skip
-    text = f"of fewer than {FEWEST_STEPS} measured steps, too few for a speed: protocol=quick or longer"
+    text = f"with fewer than {FEWEST_STEPS} measured steps, too few for speed; use protocol=quick or longer"
     yield from _find(few, (SPEED,), "steps", "row", text)
 
 
@@ -181,18 +181,18 @@ def _systems(of: Evidence) -> Iterable[Finding]:
         rows = of.measured if of_device is None else [row for row in of.measured if row.get("device") == of_device]
         values = sorted({str(row[name]) for row in rows if row.get(name) is not None})
         if len(values) > 1:
-            yield Finding((), "systems", len(values), f"which of several systems: {name} {', '.join(values)}")
+            yield Finding((), "systems", len(values), f"the system of each number: {name} is {' or '.join(values)}")
 
 
 def _predicted(of: Evidence) -> Iterable[Finding]:
     rows = [row for row in of.answers if row.get("device") == "simulated"]
     if rows and not of.measured:
-        yield Finding((), "predicted", len(rows), "predicted: nothing here is measured")
+        yield Finding((), "predicted", len(rows), "predicted; nothing here is measured")
     else:
         yield from _find(rows, (), "predicted", "row", "predicted, not measured")
     unproven = [row for row in rows if row.get("unproven")]
     names = ", ".join(sorted({name for row in unproven for name in row["unproven"]}))
-    yield from _find(unproven, (), "unproven", "row", f"unproven, as no GPU has run it as predicted yet: {names}")
+    yield from _find(unproven, (), "unproven", "row", f"with techniques that no GPU has confirmed yet: {names}")
 
 
 QUESTIONS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (

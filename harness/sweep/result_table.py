@@ -164,11 +164,11 @@ def _explain(lines: Sequence[Line], more: int, axis: str, columns: Collection[st
     of = f", at the {smallest} and the {longest} that fits" * any(" to " in _peaks(line, unit) for line in lines)
     told = [f"peak {unit}: {' or '.join(known)} per GPU{of}"] if known else []
     if lines and "MiB per\ntoken" in columns:
-        told.append("MiB per token: of each of the micro_batch x seq_len tokens")
+        told.append("MiB per token: growth of memory per token of micro_batch x seq_len")
     if narrow and any(" or more" in _fits(line, longest, narrow) for line in lines):
-        told.append(f"or more: the {longest} that was tried fits")
+        told.append(f"or more: even the {longest} that was tried fits")
     if any(_fits(line, longest, narrow).endswith(" (all)") for line in lines):
-        told.append("all: the model takes no more")
+        told.append("all: the model's maximum")
     if told:
         yield "; ".join(told)
     used = {line.estimated for line in lines} | {"~" for line in lines if line.torn}

@@ -103,7 +103,7 @@ def refuse_links(folder: Path) -> None:
     own = own_files(folder)
     for place in (own, own / "attempts", own / "templates"):
         if place.is_symlink():
-            raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
+            raise UserError(f"{place} is a link, and sweeps do not write through links; choose another results=DIR")
 
 
 def end_leftovers(folder: Path, run: str) -> None:
@@ -117,8 +117,8 @@ def end_leftovers(folder: Path, run: str) -> None:
             continue
         stuck = orphans.end_marked(str(last))
         pids = ", ".join(map(str, sorted(left)))
-        came = orphans.describe_stuck(stuck) if stuck else f"which were ended: {pids}"
-        print(f"{folder}: the sweep before was killed and had left processes behind, {came}", file=sys.stderr)
+        came = orphans.describe_stuck(stuck) if stuck else f"ended: {pids}"
+        print(f"{folder}: the previous sweep was killed and left orphan processes, which were {came}", file=sys.stderr)
 
 
 def write_plan(

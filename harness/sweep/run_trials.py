@@ -72,8 +72,8 @@ def run(
     except OSError as error:
         what = f"cannot write under {folder}: {error_reason(error)}"
         if not is_write_error(error):
-            what = f"the system refused something that the sweep needs: {error}"
-        raise UserError(f"{what}; finished rows are safe, mend it and rerun") from None
+            what = f"the system refused a resource that the sweep needs: {error}"
+        raise UserError(f"{what}; finished rows are safe; fix the problem and run the same command again") from None
     except KeyboardInterrupt as stop:
         print("interrupted; every finished row is kept: rerun the same command to resume", file=sys.stderr)
         if settings.report and isinstance(stop, Finished):
@@ -94,7 +94,7 @@ def run(
     if settings.others:
         print("others=true has no effect; docs/accuracy.md has the results of other tools")
     if settings.answer in runner_table.FORMER_ANSWERS:
-        print(f"answer={settings.answer} has no effect; docs/settings.md names the table that answers it")
+        print(f"answer={settings.answer} has no effect; docs/settings.md names the table to read instead")
     if settings.report:
         report(folder)
     missing = {p.trial_id for p in share} - mine.keys() - budget.refused.keys()
@@ -161,7 +161,7 @@ def report(folder: Path, brief: bool = False) -> int:
     page = folder / "report.html"
     there = brief and page.is_file() and (folder / "rows.csv").is_file()
     if there and all(one.stat().st_mtime < page.stat().st_mtime for one in files(folder)):
-        print(f"\nreport    {page} (as it was, of the same rows; vramsweep report {folder} draws it anew)")
+        print(f"\nreport    {page} (unchanged, because its rows are; `vramsweep report {folder}` writes it anew)")
         return 0
     sys.stdout.flush()
     command = build_command("vramsweep", "report", str(folder), *["--brief"] * brief)

@@ -165,17 +165,17 @@ class Session(contextlib.AbstractContextManager["Session"]):
             return
         if not whole:
             raise UserError(
-                "a sweeper that comes in batches looks at all rows, so it runs whole: leave cluster, shard out"
+                "a sweeper that runs in batches needs the rows of all trials; leave out cluster= and shard="
             )
         if not self.divisible and (settings.action == "run" or self.suffix is not None):
-            raise UserError("cluster= and shard= divide what sweep and run do; leave them out here")
+            raise UserError("cluster= and shard= divide only the trials of sweep and run; leave them out here")
 
 
 def _refuse_without_cuda() -> None:
     """Raise UserError if no trial could be measured, before a worker is started to find that out."""
     device, why = machine.choose_device(os.environ)
     if device != "cuda":
-        raise UserError(f"device=cuda: {why} (`vramsweep doctor`); predict instead, with gpu=h100-80gb for device=cuda")
+        raise UserError(f"device=cuda: {why} (`vramsweep doctor`); to predict, replace device=cuda with gpu=h100-80gb")
 
 
 def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:
@@ -210,8 +210,8 @@ def _refuse_blind_node(settings: Settings) -> None:
     slurm = shards.slurm(settings.cluster) if settings.shard else None
     if slurm and slurm.gpus != 0:
         raise UserError(
-            f"device=auto: {platform.node()} has no usable CUDA device, and this is a job for GPUs: `vramsweep doctor`"
-            " there says why (device=cpu measures without one, device=simulated predicts)"
+            f"device=auto: {platform.node()} has no usable CUDA device, but this job is for GPUs; `vramsweep doctor` "
+            "there says why (device=cpu measures without a GPU, device=simulated predicts)"
         )
 
 

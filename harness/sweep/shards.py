@@ -44,7 +44,7 @@ def parse(text: str | None) -> Shard:
     number, _, count = str(text).partition("/")
     if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count) <= MOST):
         raise UserError(
-            f"shard={text}: allowed is null or N/COUNT, as shard=1/3, shard=2/3 and shard=3/3, up to {MOST:,} of them"
+            f"shard={text}: allowed is null or N/COUNT, as shard=1/3, shard=2/3 and shard=3/3; COUNT is up to {MOST:,}"
         )
     return Shard(int(number), int(count))
 
@@ -74,15 +74,15 @@ class Slurm:
         for key in ("partition", "account"):
             value = getattr(self, key)
             if value is not None and not re.fullmatch(r"[\w.,@-]+", str(value)):
-                raise UserError(f"cluster.{key}={value}: allowed is null or a name, as sinfo and sacctmgr list them")
+                raise UserError(f"cluster.{key}={value}: allowed is null or a name that sinfo or sacctmgr lists")
         if isinstance(self.setup, str) or not all(isinstance(one, str) for one in self.setup):
-            raise UserError(f"cluster.setup={self.setup}: allowed is a list of lines of shell: ['module load cuda']")
+            raise UserError(f"cluster.setup={self.setup}: allowed is a list of shell lines, as ['module load cuda']")
         extra = {} if self.extra is None else self.extra
         simple = isinstance(extra, Mapping) and all(isinstance(value, (str, int, float)) for value in extra.values())
         if not simple or not all(re.fullmatch(r"[a-z][a-z-]*", str(key)) for key in extra):
             raise UserError(
-                f"cluster.extra={self.extra}: allowed are options of sbatch by their long names, without the dashes: "
-                "'cluster.extra={qos:night,constraint:h100}', and true for one without a value"
+                f"cluster.extra={self.extra}: allowed are options of sbatch by their long names, without dashes, as "
+                "'cluster.extra={qos:night,constraint:h100}'; an option without a value is true"
             )
         if not isinstance(self.every, bool):
             raise UserError(f"cluster.every={self.every}: allowed is true or false")
@@ -110,5 +110,5 @@ def refuse_other_division(folder: Path, shard: Shard) -> None:
         found = _WRITER.fullmatch(file.name)
         count = int(found[1]) if found else 1 if file.name == journal.NAME else None
         if count != shard.count and file.exists() and journal_lock.is_locked(file):
-            here = "a whole sweep" if shard.count == 1 else f"a shard of {shard.count}"
-            raise UserError(f"another sweep is writing {file}, and {here} would run its trials too; wait for it")
+            here = "this sweep" if shard.count == 1 else f"a shard of {shard.count}"
+            raise UserError(f"another sweep is writing {file}, and {here} would run its trials too; wait for its end")

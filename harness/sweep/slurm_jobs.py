@@ -48,14 +48,14 @@ def submit(
     here, sbatch's refusal, jobs of another number of shards.
     """
     if gone := next((name for name in ("sbatch", "srun", "squeue") if shutil.which(name) is None), None):
-        raise UserError(f"cluster=slurm: there is no {gone} here; submit where Slurm's commands are, on the login node")
+        raise UserError(f"cluster=slurm: there is no {gone} here; submit on the login node, which has Slurm's commands")
     resume.refuse_links(folder)
     there = in_queue()
     queued = {name: shard for name, shard in submitted_jobs(folder).items() if name in there}
     if other := [name for name, shard in queued.items() if shard.count != settings.shards]:
         raise UserError(
-            f"shards={settings.shards}: {_number(other)} in Slurm's queue that divide this sweep by "
-            f"{queued[other[0]].count}; wait, or end them: scancel {' '.join(sorted({_array(n) for n in other}))}"
+            f"shards={settings.shards}: {_number(other)} in Slurm's queue for this sweep with shards="
+            f"{queued[other[0]].count}; wait, or end them with scancel {' '.join(sorted({_array(n) for n in other}))}"
         )
     rows = journal.read(folder)[0] if any(file.exists() for file in journal.files(folder)) else []
     shards.refuse_other_division(folder, Shard(1, settings.shards))
@@ -68,15 +68,15 @@ def submit(
     ]
     wanted = [shard for shard in wanted if every or any(p.trial_id in todo for p in plan.take_share(planned, shard))]
     trials = f"{len(planned)} trial{'s' * (len(planned) != 1)}"
-    trials += ", as composed here: each job decides its device" if auto else f", {len(todo)} to do"
+    trials += ", as composed here; each job chooses its device" if auto else f", {len(todo)} to do"
     if not wanted:
-        why = f"{_number(list(queued))} in Slurm's queue" if queued else "all have rows (cluster.every=true runs again)"
+        why = f"{_number(list(queued))} in Slurm's queue" if queued else "all have rows; cluster.every=true submits all"
         print(f"{trials}; nothing to submit: {why} → {folder}")
         return
     names = _submitted(slurm, wanted, [*words, f"name={folder.name}"], folder, _parameters(planned, slurm, auto), sweep)
     print(
         f"{trials}; {len(wanted)} of {settings.shards} shard(s) submitted as {_array(names[0])} → {folder}\n"
-        f"`vramsweep status {folder}` follows them, `scancel {_array(names[0])}` ends them; "
+        f"`vramsweep status {folder}` shows their progress, `scancel {_array(names[0])}` ends them; "
         f"logs: {own_files(folder) / CLUSTER}"
     )
 
@@ -116,7 +116,7 @@ def _submitted(
 
     place = own_files(folder) / CLUSTER
     if place.is_symlink():
-        raise UserError(f"{place} is a link, which a sweep does not write through; choose another results=DIR")
+        raise UserError(f"{place} is a link, and sweeps do not write through links; choose another results=DIR")
     python = shlex.join(build_command("submitit")[:-2])  # submitit adds `-u -m submitit.core._submit` for start.py
     executor = submitit.SlurmExecutor(folder=place, python=python)
     executor.update_parameters(**parameters)
@@ -214,7 +214,7 @@ def run_job(sweep: RunSweep, words: Sequence[str], own: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     if status == 130:
         if signal.SIGUSR2 in heard and _size(own) == before:
-            print("not requeued: this job's whole time was too short for one trial; cluster.hours", file=sys.stderr)
+            print("not requeued, because the job is too short for one trial; raise cluster.hours", file=sys.stderr)
         else:
             _requeue()
     if status:
@@ -237,6 +237,6 @@ def _requeue() -> None:
     try:
         if "RUNNING" in _ask_slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T").split():
             _ask_slurm("scontrol", "requeue", job)
-            print(f"job {job} is back in the queue, and goes on from here", file=sys.stderr)
+            print(f"job {job} is back in the queue, and will resume from here", file=sys.stderr)
     except UserError as error:
-        print(f"{error}; not requeued: the same command again goes on from here", file=sys.stderr)
+        print(f"{error}; the job is not requeued; run the same command again to resume", file=sys.stderr)

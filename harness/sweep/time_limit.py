@@ -22,7 +22,7 @@ def parse_limit(budget: object, max_cost: object, price_per_hour: object) -> tup
     if max_cost is not None:
         if price_per_hour is None:
             raise UserError(
-                f"max_cost={max_cost} needs price_per_hour, what the whole node costs in the same currency: "
+                f"max_cost={max_cost} needs price_per_hour, the price of the whole node in the same currency, as "
                 "max_cost=40 price_per_hour=12.5"
             )
         cost, price = float(str(max_cost)), float(str(price_per_hour))

@@ -105,14 +105,14 @@ def test_what_may_start() -> None:
     clock = iter([100.0])
     mine = Budget(settings(budget="60s"), [measured(short, 1.0)], clock=lambda: next(clock))
     assert mine.allows(long, 100.0) == (
-        "budget of 1 min: 1 min left, and it would take 1 min 40 s (a trial of the same configuration)"
+        "budget of 1 min: 1 min left, but it would take 1 min 40 s (a trial of the same configuration)"
     )
     assert mine.allows(short, 158.9) is None
     assert "0.5 s left" in str(mine.allows(short, 159.5))
     assert mine.allows(short, 160.0) == "budget of 1 min is spent"
     assert mine.allows(impossible, 1e9) is None  # it takes no time
     assert mine.left_out(3, [impossible.trial_id]) == (
-        "budget of 1 min: 2 of 3 trials were not started; the same command goes on"
+        "budget of 1 min: 2 of 3 trials were not started; run the same command again to resume"
     )
     assert Budget(settings(), [measured(short, 1e9)]).allows(short, 1e9) is None
     unknown = Budget(settings(budget="10s"), began_s=0.0)
@@ -156,7 +156,7 @@ def test_a_sweep_stops_in_time_and_goes_on(
     rows, status = run_trials.run(todo, settings(budget="75s", any_system=True), folder, began_s=1000.0)
     assert sorted(row["seq_len"] for row in rows.values()) == [100, 200, 400]  # 300 would not fit after 400 and 100
     assert status == 0
-    assert "budget of 1 min 15 s: 1 of 4 trials were not started; the same command goes on" in capsys.readouterr().out
+    assert "budget of 1 min 15 s: 1 of 4 trials were not started; run the same command again" in capsys.readouterr().out
     rows, status = run_trials.run(todo, settings(budget="75s", any_system=True), folder, began_s=now[0])
     assert (len(rows), status) == (4, 0)
     assert "not started" not in capsys.readouterr().out

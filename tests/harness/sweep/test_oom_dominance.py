@@ -34,7 +34,7 @@ def test_only_what_needs_no_less_is_dominated(full: str, asked: str, skipped: st
     found = OomDominance([row(**known)]).reason(item)
     assert (found is not None) is (skipped == "yes")
     if found:
-        assert found.startswith(f"not run, as {planned(**known).trial_id} (length ")
+        assert found.startswith(f"not run, because {planned(**known).trial_id} (length ")
     for other in ("ok", "host_oom", "crash", "skipped"):
         assert OomDominance([row(other, **known)]).reason(item) is None
 
@@ -59,7 +59,7 @@ def test_a_sweep_leaves_them_out_until_that_is_no_longer_asked_for(tmp_path: Pat
     fake, rows, code = swept(tmp_path, 200, points, skip=True)
     assert [one["outcome"] for one in rows] == ["oom", "skipped", "ok", "oom", "ok", "ok"] and code == 0
     assert fake.tried == [(256, 1), (32, 1), (32, 4), (128, 1), (128, 4)]
-    why = f"not run, as {rows[0]['trial_id']} (length 256, batch 1) ran out of memory and needs no more"
+    why = f"not run, because {rows[0]['trial_id']} (length 256, batch 1) ran out of memory and needs no more than this"
     assert (rows[1]["attempt"], rows[1]["terminal"], rows[1]["reason"]) == (0, True, why)
     told = sweep_status.read_status(tmp_path)
     assert (told.state, told.done, told.total, told.ok, told.oom, told.skipped) == ("finished", 6, 6, 3, 2, 1)

@@ -100,11 +100,11 @@ def test_the_region_fits_its_terminal(width: int) -> None:
     for item in items[:7]:
         Progress.show(region, row(item, **sizes), item)
     region.starts(items[8])
-    region.note("finishing what runs")
+    region.note("finishing the trials")
     lines = text(region, width)
     assert max(map(len, lines)) <= width and len(lines) <= 10
     shown = " ".join(" ".join(lines).split())
-    assert "7/20" in shown and "7 ok · 0 oom · 0 failed" in shown and "finishing what runs" in shown
+    assert "7/20" in shown and "7 ok · 0 oom · 0 failed" in shown and "finishing the trials" in shown
     assert f"▸ {region.label(items[8])} · 0:00" in shown
 
 

@@ -36,7 +36,7 @@ def test_what_was_invalid_runs_again_where_a_version_has_changed_and_where_asked
         run_trials.run(plan.order_trials(plan.expand_trials(values, 1)), settings, tmp_path / "t", launcher=launcher)
         return len(journal.read(tmp_path / "t")[0]) - before, capsys.readouterr().err
 
-    were = "3 trials were invalid with {}, run again with {}\n"
+    were = "3 trials were invalid with {} and run again with {}\n"
     assert began({})[0] == 7
     assert began({}) == began({"git_commit": "abc+dirty"}) == (0, "")
     assert began({}, retry_failed=True) == (3, "")
@@ -62,7 +62,7 @@ def test_an_optional_package_and_the_file_of_a_target_count_too(
     assert row["package_versions"] == {"peft": "0.19.0"} and not provenance.find_outdated([lora], {lora.trial_id: row})
     monkeypatch.setattr(machine, "version", {"peft": "0.20.0"}.get)
     assert provenance.find_outdated([lora], {lora.trial_id: row}) == {
-        lora.trial_id: "invalid with peft 0.19.0, run again with 0.20.0"
+        lora.trial_id: "invalid with peft 0.19.0 and run again with 0.20.0"
     }
     assert not provenance.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
     target = tmp_path / "own.py"

@@ -326,7 +326,7 @@ def test_what_a_killed_sweep_has_left_is_ended_by_its_guard_or_by_the_next(
     if also:
         assert not gone(orphan)
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert f"had left processes behind, which were ended: {orphan}" in done.stderr
+        assert f"left orphan processes, which were ended: {orphan}" in done.stderr
     wait_for(lambda: gone(orphan) and gone(guard.pid))
 
 

@@ -203,7 +203,7 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     assert sweep_status.read_status(folder).state == "waiting"
     assert sweep_command.main(words) == 0
     assert "nothing to submit: 2 jobs are in Slurm's queue" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"2 jobs are in Slurm's queue that divide this sweep by 2.*scancel 7"):
+    with pytest.raises(UserError, match=r"2 jobs are in Slurm's queue for this sweep with shards=2.*scancel 7"):
         sweep_command.main([*words, "shards=3"])
     (slurm / "queue").write_text("7_1\n")
     assert sweep_command.main(words) == 0
@@ -229,11 +229,11 @@ def test_the_device_is_for_the_node_to_decide(
 ) -> None:
     monkeypatch.setattr(compose, "detect", lambda: "simulated")
     assert sweep_command.main(["model=tiny", "cluster=slurm", "world_size=2", "sharding=ddp"]) == 0
-    assert "1 trial, as composed here: each job decides its device" in capsys.readouterr().out
+    assert "1 trial, as composed here; each job chooses its device" in capsys.readouterr().out
     assert "#SBATCH --gpus-per-node=2" in (slurm / "script").read_text()
     job = DelayedSubmission.load(Path("results/tiny-torch-slurm/trials/cluster/7_submitted.pkl"))
     assert job.args[0][-2:] == ["name=tiny-torch-slurm", "shard=1/1"]
-    with pytest.raises(UserError, match="has no usable CUDA device, and this is a job for GPUs"):
+    with pytest.raises(UserError, match="has no usable CUDA device, but this job is for GPUs"):
         sweep_command.main(job.args[0])
 
 
@@ -246,11 +246,11 @@ def test_what_is_not_submitted_leaves_no_folder(slurm: Path, typed: str, said: s
 
 
 def test_a_cluster_is_for_what_is_swept(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="divide what sweep and run do"):
+    with pytest.raises(UserError, match="divide only the trials of sweep and run"):
         run_words.sweep_words(WORDS, "predict", "predicted")
     for verb, words in ((advise, []), (predict, ["--largest", "seq_len"])):
         for part in ("shard=2/2", "cluster=slurm"):
-            with pytest.raises(UserError, match="divide what sweep and run do"):
+            with pytest.raises(UserError, match="divide only the trials of sweep and run"):
                 verb.main([*words, "model=tiny", "seq_len=32", "device.gpu=l4-24gb", part])
     monkeypatch.setenv("PATH", "/nowhere")
     assert "there is no sbatch here" in refusal(UserError, sweep_command.main, WORDS)

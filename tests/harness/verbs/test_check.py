@@ -98,7 +98,7 @@ def test_false_alarms_of_many_rows_are_taken_for_what_they_are() -> None:
     flagged = [row for row in rows if "not_settled" in flags(row)]
     assert flagged
     found = {one.kind: one for one in publication_check.findings(rows, done())}
-    assert found["not_settled"].forbids == () and "nothing unusual" in found["not_settled"].text
+    assert found["not_settled"].forbids == () and "chance alone" in found["not_settled"].text
     drifting = [row for row in rows if row not in flagged][: 3 * len(flagged) + 10]
     for row in drifting:
         times = sorted(row["step_times_s"])
@@ -155,7 +155,7 @@ def test_claims_are_told_apart(tmp_path: Path, cli: Cli) -> None:
     place = folder(tmp_path / "once", sweep(repeats=1))
     out = cli.run("check", place, status=1).out
     assert "memory may be published, speed may not" in out
-    assert "forbids speed: 3 configurations of 3 measured in one process" in out
+    assert "forbids speed: 3 configurations of 3 measured in only one process" in out
     cli.run("check", place, "--claim", "memory")
     cli.run("check", place, "--claim", "speed", status=1)
     (found,) = cli.json("check", place, status=1)
@@ -173,7 +173,7 @@ def test_a_planned_trial_without_an_answer_is_known_from_the_folder(tmp_path: Pa
         "system": [0, 0], "any_system": False,
     }))  # fmt: skip
     kinds = {one.kind: one.text for one in publication_check.judge_folder(place).findings}
-    assert kinds["unanswered"] == "1 of 2 planned trials have no answer: run the same command again"
+    assert kinds["unanswered"] == "1 of 2 planned trials have not finished; run the same command again"
 
 
 def test_a_line_that_was_changed_is_found(tmp_path: Path) -> None:
@@ -205,4 +205,4 @@ def test_a_folder_without_a_journal_is_a_mistake(tmp_path: Path, cli: Cli) -> No
 
 def test_nothing_finished_is_nothing_to_publish(tmp_path: Path, cli: Cli) -> None:
     out = cli.run("check", folder(tmp_path, sweep(repeats=1, terminal=False)), status=1).out
-    assert "there is nothing to publish" in out and "nothing is finished" in out
+    assert "there is nothing to publish" in out and "no trial has finished" in out

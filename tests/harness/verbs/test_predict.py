@@ -242,7 +242,7 @@ def test_many_have_a_table(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_table_says_where_the_model_takes_no_more(capsys: pytest.CaptureFixture[str]) -> None:
     trials = [tiny(seq_len=n) for n in (64, 2048, 4096)]  # tiny has 4,096 positions
     said = answer(capsys, trials, [SIZES] * 3)
-    assert any("4,096 (all)" in line for line in said) and any("all: the model takes no more" in line for line in said)
+    assert any("4,096 (all)" in line for line in said) and any("all: the model's maximum" in line for line in said)
     assert not any("or more" in line for line in said)
 
 
