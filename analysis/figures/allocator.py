@@ -50,10 +50,10 @@ def as_figure(table: Mapping[str, Any]) -> Figure:
     )  # fmt: skip
     plot.update_yaxes(rangemode="tozero")
     plot.update_layout(showlegend=True, hovermode="x unified")
-    unknown = f"; of {format_size(peak['unknown'])} no line is known" if peak["unknown"] else ""
+    unknown = f"; for {format_size(peak['unknown'])} that line is unknown" if peak["unknown"] else ""
     caption = (
-        f"Replayed from a recording of {table['events']:,} events. It says which line asked for a block, not what the "
-        f"block is for, so what was allocated has one colour{unknown}."
+        f"Replayed from a recording of {table['events']:,} events. A recording names the line of code that allocated a "
+        f"block, not the block's purpose, so allocated memory has one colour{unknown}."
     )
     title = f"Reserved memory by allocator setting: {table['recording']}"
     return Figure("replay", title, caption, plot, holders(table))
@@ -66,10 +66,10 @@ def holders(table: Mapping[str, Any]) -> pd.DataFrame:
         {
             "GiB in all": format_gib(one["bytes"] * one["count"]),
             "blocks": f"{one['count']:,} × {format_size(one['bytes'])}" if one["count"] > 1 else "1",
-            "asked for by": one["where"] or "unknown",
+            "allocated by": one["where"] or "unknown",
         }
         for one in peak["largest"]
     ]
     others = {"rest": f"{peak['rest_count']:,} others", "rounding": "rounding"}
-    rows += [{"GiB in all": format_gib(peak[of]), "blocks": what, "asked for by": ""} for of, what in others.items()]
+    rows += [{"GiB in all": format_gib(peak[of]), "blocks": what, "allocated by": ""} for of, what in others.items()]
     return pd.DataFrame(rows)

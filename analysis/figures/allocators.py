@@ -55,14 +55,14 @@ def compared(view: View) -> list[Figure]:
         return []
     rest = f"All with {label(same)}." if (same := shared(shown)) else ""
     told = [_differs(sets[0][0], side) for side in sets[0][1:]]
-    caption = sentence(f"Against {sets[0][0].name}: {'; '.join(filter(None, told))}." if any(told) else "", rest)
+    caption = sentence(f"Compared with {sets[0][0].name}: {'; '.join(filter(None, told))}." if any(told) else "", rest)
     data = pd.concat([side.rows.assign(group=group.label) for side, group in zip(sets[0], shown, strict=True)])
     data = data.reset_index(drop=True)
     fast = any(side.middle[SPEED].notna().any() for side in sets[0])
     found = [Figure("allocators", "Allocators compared", caption, _against_length(sets, fast), data)]
     if fast:
-        title = "Allocators: peak reserved memory against throughput"
-        lines = "Each line goes through the lengths, the shortest first; farther right and lower is better."
+        title = "Peak reserved memory against throughput, by allocator"
+        lines = "Each line joins one allocator's lengths, from the shortest to the longest. Right and low is better."
         found.append(Figure("allocators_by_speed", title, sentence(lines, rest), _against_speed(sets), data))
     return found
 

@@ -109,14 +109,14 @@ def _stacked(
     plot.update_yaxes(range=[0.0, 1.06 * top / unit])
     places = np.unique(np.concatenate([frame[axis].to_numpy(float) for frame in (*stacks, out, drawn)]))
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=list(map(_place, places)), showgrid=False)
-    fewer = f"{len(rows):,} of {len(_rows(first, axis)):,} computed." if len(rows) < len(_rows(first, axis)) else ""
+    fewer = f"{len(rows):,} of {n:,} predicted rows are drawn." if len(rows) < (n := len(_rows(first, axis))) else ""
     shown = f"{len(drawn):,} of " * (len(drawn) < len(ran))
     caption = sentence(
-        _most(rows.iloc[-1], axis), f"Of {first.label}, one of {every:,} configurations." if every > 1 else "", fewer,
-        _phases(rows, axis),
+        _most(rows.iloc[-1], axis), f"Shown: {first.label}, one of {every:,} configurations." if every > 1 else "",
+        fewer, _phases(rows, axis),
         f"Points: {shown}{len(ran):,} measured row{'s' * (len(ran) != 1)} (round: allocated, diamond: reserved)."
         if len(ran) else "",
-        f"Crosses: out of memory, from {int(out[axis].min()):,} on." if len(out) else "",
+        f"Crosses: out of memory, first at {int(out[axis].min()):,}." if len(out) else "",
     )  # fmt: skip
     found = pd.concat(
         [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
@@ -155,8 +155,8 @@ def _phases(rows: pd.DataFrame, axis: str) -> str:
     held, places = highest(rows), [int(place) for place in rows[axis]]
     if not (turns := [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]):
         return ""
-    told = [f"{held[i]}{f' from {places[i]:,} on' if i else ''}" for i in turns]
-    return f"The peak is in {', '.join(told)}."
+    told = [f"{f'from {places[i]:,} on ' if i else ''}in {held[i]}" for i in turns]
+    return f"The peak is {', '.join(told)}."
 
 
 def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:
@@ -206,7 +206,7 @@ def _bars(view: View, known: Sequence[Group], rows: Sequence[pd.Series[Any]]) ->
     frame = pd.DataFrame(rows)
     return _lying(
         view, known, sizes(frame), frame, "peak memory", "Peak memory by component",
-        sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "One length and batch of each."
+        sentence(_most(frame.iloc[int(frame[PEAKS[1]].to_numpy(float).argmax())], None), "Each at one length and batch."
                  if len(known) > 1 else ""),
     )  # fmt: skip
 
@@ -224,8 +224,8 @@ def _out_of_memory(view: View) -> list[Figure]:
     known = [oom_parts(row) for _, row in found]
     stack = {part: np.array([float(one.get(part, 0)) for one in known]) for part in PARTS}
     caption = (
-        "Up to the request for which there was no room, which is included; nothing in this sweep fits. Needs: what "
-        "would be reserved without a limit."
+        "Nothing in this sweep fits. Bars: memory when it ran out, including the failed request; needs: what would be "
+        "reserved without a limit."
     )
     title = "Memory by component when it ran out"
     return [_lying(view, [group for group, _ in found], stack, frame, "memory", title, caption)]
@@ -287,9 +287,9 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
     """Say what dominates the peak: its two largest parts."""
     allocated = float(row[PEAKS[0]])
     parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
-    shares = [f"{called(part)} {float(row[OF_PEAK[part]]) / allocated:.0%}" for part in parts]
+    shares = [f"{called(part)} ({float(row[OF_PEAK[part]]) / allocated:.0%})" for part in parts]
     where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
-    return f"At {where}, of {format_size(allocated)} allocated: {', '.join(shares)}."
+    return f"At {where} {format_size(allocated)} are allocated; the largest components are {' and '.join(shares)}."
 
 
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:

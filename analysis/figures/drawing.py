@@ -57,7 +57,7 @@ def draw(pictures: Sequence[Picture]) -> None:
         except ImportError as error:
             raise NotDrawn(missing_package(error.name or str(error))) from None
         except Exception as error:  # its library may raise anything if it cannot be loaded
-            raise NotDrawn(f"V8, which draws them, did not start: {' '.join(str(error).split())[:150]}") from None
+            raise NotDrawn(f"the JavaScript engine V8 did not start: {' '.join(str(error).split())[:150]}") from None
         try:
             problems = list(filter(None, thread.map(partial(_write, engine, formats), pictures)))
         finally:
@@ -112,7 +112,7 @@ def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], pic
     """Write a file; return what is wrong if it cannot be written, else an empty text."""
     try:
         if picture.file.suffix not in formats:
-            return f"{picture.file.name}: allowed are {', '.join(formats)}"
+            return f"{picture.file.name}: the suffix must be one of {', '.join(formats)}"
         with replaced(picture.file) as part:
             part.write_bytes(formats[picture.file.suffix](_svg(engine, picture)))
     except OSError as error:
@@ -130,5 +130,5 @@ def _svg(engine: MiniRacer, picture: Picture) -> str:
     engine.eval(f"globalThis.drawn = draw({json.dumps(picture.plot.to_json())}, {width}, {height}, {scale}); 0")
     drawn = json.loads(str(engine.eval("JSON.stringify(drawn)")))
     if "svg" not in drawn:
-        raise RuntimeError(f"plotly.js: {drawn.get('error', 'it did not end')}")
+        raise RuntimeError(f"plotly.js: {drawn.get('error', 'it did not finish')}")
     return str(drawn["svg"])

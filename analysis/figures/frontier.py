@@ -42,17 +42,18 @@ def frontier_chart(view: View) -> list[Figure]:
             if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
     sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
     if len(shown) > (most := max(1, LINES // len(sizes))):
-        shown, note = shown[:most], f"{most} of {len(alike):,} groups."
+        shown, note = shown[:most], f"{most} of {len(alike):,} configurations are drawn."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
     least = {(size, group.id): min(over) for size in sizes for group in shown
              if (over := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])}  # fmt: skip
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
-        "Hatched: predicted to fit; line: up to the next that is predicted not to." if view.predicted else
-        "Solid: ran; hatched: a new run is safe (97.5 %); tick: the estimate, line: as far as one may fit (95 %).",
-        "Arrow: more than the fit can say." if any(_beyond(view, one) for one in drawn) else "",
-        "° and paler: beyond the lengths that the fit has seen." if any(one.extrapolated for one in drawn) else "",
-        "All: the model has no more positions." if any(one.remark == ALL for one in drawn) else "",
+        "Hatched: predicted to fit. Line: up to the next predicted length, which does not fit." if view.predicted else
+        "Solid: ran. Hatched: a new run fits with 97.5 %. Tick: estimated maximum; line: up to the end of its 95 % "
+        "interval.",
+        "Arrow: beyond what the fit can predict." if any(_beyond(view, one) for one in drawn) else "",
+        "° and paler: beyond the fitted lengths." if any(one.extrapolated for one in drawn) else "",
+        "(all): the model has no more positions." if any(one.remark == ALL for one in drawn) else "",
         note,
     )  # fmt: skip
     plot = _drawn(view, shown, sizes, best, least)
@@ -81,7 +82,7 @@ def _drawn(
             one, whose = best.get((size, group.id), (None, group))
             look = replace(view.look(group), settings=view.look(whose).settings)
             if one is None:
-                end, text = 0, f"not even {least[size, group.id]:,}" if (size, group.id) in least else "nothing known"
+                end, text = 0, f"{least[size, group.id]:,} does not fit" if (size, group.id) in least else "unknown"
             else:
                 end, text = _row(plot, at, one, look, told, view.predicted, _beyond(view, one))
             plots.add_text(plot, [end], [at], [f" {text}"], replace(look, colour=INK), "middle right", 11)

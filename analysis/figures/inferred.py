@@ -83,8 +83,8 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
         data += [kept, rows[["trial_id", *AXES]].assign(column=column, measured=rows[column].to_numpy(float))]
     plots.finish(plot, ends, reach)
     caption = plots.sentence(
-        f"Markers are measured ({len(measured):,} points); dotted lines are inferred ({len(lines):,} points), with the"
-        " band in which a run lies with 95 %, as far as the model knows.",
+        f"Markers: {len(measured):,} measured points. Dotted lines: {len(lines):,} inferred points. Bands: 95 %"
+        " interval of a run, according to the model.",
         f"At {other}={most:g}." if other == "micro_batch" or axis == "micro_batch" else "",
     )
     name = "inferred" if number == 0 else f"inferred_{number + 1}"

@@ -25,7 +25,7 @@ AROUND = 110  # px of a column above and below its plot, without a legend
 PHONE = (360, 390)  # px, of a figure on a phone
 PHONE_TEXT = 12.0  # px
 LONGEST = 18  # most characters of a label next to a narrow plot; longer ones make a legend
-_PAPER, _DARK = "#fff", "#000"
+_PAPER, _DARK, _VEIL = "#fff", "#000", "rgba(255,255,255,0.75)"
 # Widths of letters in em, of DejaVu Sans: it is drawn if the requested fonts are missing, and is wider than they are.
 _WIDTHS = {**dict.fromkeys("ijl'|", 0.29), **dict.fromkeys("frtI .,·:;()[]!/-", 0.37), **dict.fromkeys("mwMW%@", 0.92)}
 _LETTER, _CAPITAL, _BOLD = 0.61, 0.69, 1.12
@@ -49,6 +49,7 @@ def static(figure: Figure) -> Figure:
     """Return the figure without what only a click would show, and without places where nothing else stands."""
     plot: Any = go.Figure(figure.plot)
     plot.data = [trace for trace in plot.data if trace["visible"] in (None, True)]
+    plot.update_annotations(bgcolor=_VEIL, selector={"name": "limit"})  # it may stand on an area or a grid line
     if (places := plot.layout.xaxis.categoryarray) is not None:
         told = {str(x) for trace in plot.data for x in trace.x}
         plot.layout.xaxis.categoryarray = [place for place in places if place in told]
@@ -250,9 +251,7 @@ def _by_itself(plot: Any, figure: Figure, size: tuple[int, int], text: float, sm
     for trace in plot.data:
         if trace.name and any(told == trace.name or told.startswith(f"{trace.name}, ") for told in beside):
             trace.showlegend = False  # its name stands next to it
-    for note in plot.layout.annotations:
-        if note.name == "limit":  # it may stand on an area
-            note.bgcolor = "rgba(255,255,255,0.75)"
+    plot.update_annotations(bgcolor=_VEIL, selector={"name": "limit"})
     title = break_lines(figure.title, (width - 12) / (text * _BOLD))
     told = break_lines(figure.source, (width - 12) / small)
     first = 6 + 0.7 * text * (len(title) > 1)  # px from the top to the first line

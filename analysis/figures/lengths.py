@@ -50,15 +50,15 @@ def _figure(view: View, runs: Runs, number: int) -> Figure:
         data += [_data(one, x) for one in same]
     plots.finish(plot, ends, reach)
     caption = plots.sentence(
-        f"Reserved at the end of each measured step, a line for each allocator setting, above the most that"
-        f" {held[0].allocator} had allocated in it; samples (at most {runs.seq_len:,} tokens, seed {held[0].seed})"
-        " are the same for all.",
-        "Settings with one line are equal in every step." if any(len(same) > 1 for same in shown) else "",
-        runs.label and f"Of {runs.label}.",
+        "Reserved memory at the end of each measured step, a line for each allocator setting. Grey: peak allocated of"
+        f" the step with {held[0].allocator}. All have the same samples (at most {runs.seq_len:,} tokens, seed"
+        f" {held[0].seed}).",
+        "Settings that share a line are equal in every step." if any(len(same) > 1 for same in shown) else "",
+        runs.label and f"Configuration: {runs.label}.",
         f"{len(lines) - MOST} more lines are left out." if len(lines) > MOST else "",
     )
     name = "lengths" if number == 0 else f"lengths_{number + 1}"
-    return Figure(name, "What is held where lengths vary", caption, plot, pd.concat(data, ignore_index=True))
+    return Figure(name, "Reserved memory where lengths vary", caption, plot, pd.concat(data, ignore_index=True))
 
 
 def _data(one: Held, steps: np.ndarray) -> pd.DataFrame:

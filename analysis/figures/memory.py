@@ -68,7 +68,7 @@ def by_length(view: View) -> list[Figure]:
     caption = sentence(
         _lines_are(fits), _kinds(drawn, fits), _crosses(out), "" if limit is None else limit.told(),
         f"All with {label(shared(drawn))}." if len(drawn) > 1 and shared(drawn) else "",
-        f"{len(drawn)} of {len(known):,} groups." if len(drawn) < len(known) else "",
+        f"{len(drawn)} of {len(known):,} configurations are drawn." if len(drawn) < len(known) else "",
     )  # fmt: skip
     every = pd.concat([*data, *out], ignore_index=True)
     return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]
@@ -195,15 +195,15 @@ def _lines_are(fits: Sequence[Fit]) -> str:
         of.setdefault(fit.basis, []).append(fit.metric.label)
     rest = [BASES[basis] + f" ({' and '.join(dict.fromkeys(labels))})" * (len(of) > 1) for basis, labels in of.items()]
     return (
-        f"Points: rows; lines: the fit, which rests {', or '.join(rest)}; bands: where a new run lies with 95 %; "
-        "below: what the fit misses."
+        f"Points: rows. Lines: the fit, based {', or '.join(rest)}. Bands: 95 % interval of a new run. Below: rows "
+        "minus fit."
     )
 
 
 def _kinds(groups: Sequence[Group], fits: Sequence[Fit]) -> str:
     if all(group.resident for group in groups):
-        return "Live tensor bytes on a CPU."
-    return "Open markers and dashes: reserved." if any(fit.metric.limited for fit in fits) else ""
+        return "Memory is the bytes of live tensors on a CPU."
+    return "Open markers and dashed lines: reserved." if any(fit.metric.limited for fit in fits) else ""
 
 
 def _crosses(out: Sequence[pd.DataFrame]) -> str:

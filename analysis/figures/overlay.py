@@ -47,14 +47,14 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
     Raises UserError if there is nothing to draw.
     """
     if along.axis is None:
-        raise UserError("nothing to draw: all pairs have one length and one batch, and a figure needs two of either")
+        raise UserError("nothing to draw, because all pairs have one length and one batch; compare two of either")
     every = lines(comparison.pairs, along.axis)
     settings = every[0][0]
     data = _data(comparison, along.axis, settings)
     memory = [metric for metric in METRICS if f"{metric}_a" in data]
     memory.sort(key=lambda metric: metric != "peak_reserved_bytes")  # it comes first where it is known
     if not (kinds := [kind for kind, there in (("memory", memory), ("speed", f"{SPEED}_a" in data)) if there]):
-        raise UserError("nothing to draw: the pairs have neither memory nor speed on both sides")
+        raise UserError("nothing to draw, because no pair has a memory size or a speed on both sides")
     plot: Any = make_subplots(
         rows=2 * len(kinds), cols=1, shared_xaxes=True, vertical_spacing=0.035, row_heights=[5, 3] * len(kinds)
     )
@@ -72,13 +72,13 @@ def figure(comparison: Comparison, along: Along, sides: Sequence[Table] = ()) ->
     parts = [f"{'; '.join(names)}."]
     if memory:
         what = [METRICS[metric].label.removeprefix("peak ") for metric in memory]
-        thinner = f"; plain lines, grey where it is a difference: {what[1]}" if len(memory) > 1 else ""
-        parts.append(f"Points: {what[0]} memory{thinner}; medians of repeats.")
+        thinner = f". Plain lines: {what[1]} memory, its difference in grey" if len(memory) > 1 else ""
+        parts.append(f"Points: {what[0]} memory{thinner}. All are medians of repeats.")
     if any(turn.settings == settings for turn in along.levels):
-        parts.append("Band: 95 % interval of where the difference changes.")
+        parts.append("Band: the difference changes here (95 % interval).")
     if len(every) > 1:
-        parts.append(f"One of {len(every):,} combinations that were compared: {label(settings)}.")
-    return Figure("overlay", f"{names[0]} against {names[1]}", plots.sentence(*parts), plot, data, _sources(sides))
+        parts.append(f"Shown: {label(settings)}, one of {len(every):,} combinations that were compared.")
+    return Figure("overlay", " compared with ".join(names[::-1]), plots.sentence(*parts), plot, data, _sources(sides))
 
 
 def _sources(sides: Sequence[Table]) -> str:
@@ -102,7 +102,7 @@ def write(drawn: Figure, out: Path) -> None:
     except (OSError, ValueError):
         other = True
     if other:
-        raise UserError(f"--figure {out} writes its data to {data}, which is not its own; give it another name")
+        raise UserError(f"--figure {out} would overwrite {data}, which is not a figure's data; choose another name")
     outputs.write(data, lambda place: guarded_frame(drawn.data).to_csv(place, index=False))
     draw_one(Picture(plot, out, width, height, scale=2 if out.suffix == ".png" else 1))
 
@@ -237,7 +237,7 @@ def _turn(plot: Any, row: int, turn: Level, along: Along) -> None:
     for panel in (row - 1, row):
         plot.add_vrect(x0=turn.low, x1=turn.high, fillcolor=GREY, opacity=0.18, line_width=0, row=panel, col=1)
         plot.add_vline(x=turn.at, line={"color": "#444", "width": 1.2, "dash": "dot"}, row=panel, col=1)
-    words = f"from about {place_of(turn, along)} on {100 * turn.after:+.1f} %"
+    words = f"{100 * turn.after:+.1f} % from about {place_of(turn, along)} on"
     plot.add_annotation(
         x=turn.high, xref=f"x{row}", y=1, yref=f"y{row} domain", text=words, showarrow=False, xanchor="left",
         yanchor="top", xshift=4, font={"color": "#444", "size": 12}, bgcolor="rgba(255,255,255,0.7)",

@@ -79,10 +79,10 @@ def phases(view: View) -> list[Figure]:
         reach.append(limit.size / unit)
     finish(plot, ends, reach, zero=True)
     caption = sentence(
-        f"Of {group.label}." if group.settings else "",
-        "Lines: peak of each phase of the probe step; they follow each other, so they do not add up.",
-        "" if group.resident else "Grey: upper bound of allocated, hatched: reserved but unused.",
-        "What the memory is of was not recorded." if not view.predicted else "",
+        f"Configuration: {group.label}." if group.settings else "",
+        "Lines: peak of each phase of the probe step. Phases follow each other, so their peaks do not add up.",
+        "" if group.resident else "Grey: peak allocated of the whole run; hatched: up to its peak reserved.",
+        "These rows have no memory by component." if not view.predicted else "",
         "" if limit is None else limit.told(),
     )  # fmt: skip
     return [Figure(NAME, "Peak memory by phase", caption, plot, rows)]

@@ -41,11 +41,11 @@ def predicted_against_measured(found: pd.DataFrame) -> Figure | None:
             hovertemplate="%{customdata}<br>measured %{x:.3~f}, predicted %{y:.3~f} GiB<extra>" + kind + "</extra>",
         )  # fmt: skip
         size = percent(float(mine["relative"].abs().median())).removeprefix("+")
-        parts.append(f"{kind} {size} off in the median ({len(mine):,} configurations)")
+        parts.append(f"{kind} {size} ({len(mine):,} configurations)")
     plot.update_xaxes(range=[0, top], tickformat=",~g")
     plot.update_yaxes(range=[0, top])
     plot.update_layout(showlegend=True, legend=ABOVE)
-    caption = f"Equal settings on the same GPU; {', '.join(parts)}. Dotted: equality."
+    caption = f"Equal settings on the same GPU. Median absolute error: {', '.join(parts)}. Dotted: both are equal."
     return Figure("predicted_against_measured", "Predicted and measured peak memory", caption, plot, found)
 
 
@@ -54,7 +54,7 @@ def residuals(found: pd.DataFrame) -> Figure | None:
     known = found[found["relative"].notna()]
     if not (names := [name for name in COMPONENTS if (known["component"] == name).any()]):
         return None
-    plot = new_plot("residual (% of measured)", "component (bytes)")
+    plot = new_plot("prediction error (% of measured)", "memory counter")
     plot.add_vline(x=0, line={"color": GREY, "dash": "dot"})
     random = np.random.default_rng(0)  # the height of a point within its line means nothing
     for number, component in enumerate(names):
@@ -79,6 +79,6 @@ def residuals(found: pd.DataFrame) -> Figure | None:
     plot.update_xaxes(tickformat=",~g")
     plot.update_layout(height=90 + 27 * len(names))
     caption = (
-        "Predicted − measured. Points: configurations; boxes: quartiles and median, whiskers: 5th to 95th percentile."
+        "Predicted minus measured. Points: configurations; boxes: median, quartiles; whiskers: 5th to 95th percentile."
     )
     return Figure("residuals", "Prediction error by counter", caption, plot, found)

@@ -46,7 +46,7 @@ def steps(view: View) -> list[Figure]:
             )
         finish(plot, ends, reach)
         plot.update_xaxes(tick0=1, dtick=max(1, round(max(end.x for end in ends) / 10)))
-        caption = f"Up to six lengths of {group.label}, one row each; warm-up steps are left out."
+        caption = f"Configuration: {group.label}. Up to six lengths, one row each, without warm-up steps."
         found.append(Figure(name, title, caption, plot, pd.concat(data, ignore_index=True)))
     return found
 

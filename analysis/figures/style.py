@@ -131,7 +131,7 @@ def baseline(groups: Sequence[Group], prefer: Sequence[str] = ()) -> tuple[list[
     near = [g for g in groups[1:] if len(differs(g)) == 1]
     near.sort(key=lambda g: (differs(g)[0] not in prefer, -len(g.rows)))
     chosen = [base, *near[: MOST - 1]]
-    note = f"{len(chosen)} of {len(groups):,} groups: {base.label}, and groups that differ from it in one setting."
+    note = f"{len(chosen)} of {len(groups):,} configurations: {base.label}, and those with one setting changed."
     return chosen, note
 
 

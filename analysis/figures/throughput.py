@@ -48,9 +48,9 @@ def throughput(view: View) -> list[Figure]:
     columns = ["group", "seq_len", "tokens_per_s", "over_fit", "outside", "trial_id"]
     if shown[0].id in fits:
         band = "; bands: its 95 % interval" if len(shown) <= 3 else ""
-        told = [f"Points: rows; lines: tokens per step over the fitted step time{band}.", _misses(every)]
+        told = [f"Points: rows. Lines: tokens per step divided by the fitted step time{band}.", _misses(every)]
     else:
-        told = ["Points: rows; their lengths are too few for a line."]
+        told = ["Points: rows. There are too few lengths for a line."]
         columns = [name for name in columns if name not in ("over_fit", "outside")]
     return [Figure("throughput", "Throughput against sequence length", sentence(*told, note), plot, every[columns])]
 
@@ -90,7 +90,7 @@ def _missed(fit: Fit | None, group: Group) -> pd.DataFrame:
 def _misses(rows: pd.DataFrame) -> str:
     """Say how many rows the fit misses, and name the worst of them."""
     if (missed := rows[rows["outside"]]).empty:
-        return "All lie inside the fit's 95 % interval for a new run."
+        return "All rows lie inside the fit's 95 % interval for a new run."
     worst = missed.iloc[int(np.argmax(missed["over_fit"].abs()))]
     way = "slower" if worst["over_fit"] > 0 else "faster"
     return (
@@ -120,8 +120,8 @@ def iterations(view: View) -> list[Figure]:
     more, same = each - {1}, each == {1}
     caption = sentence(
         "Optimizer steps per second; medians of repeats.",
-        f"Below: samples per second, {' or '.join(map(str, sorted(each)))} in a step." if more else "",
-        "A step counts as one sample: samples/s are the same." if same else "",
+        f"Below: samples per second; a step has {' or '.join(map(str, sorted(each)))}." if more else "",
+        "A step has one sample, so samples/s are the same." if same else "",
     )
     columns = {"steps_per_s": "iterations/s" + " = samples/s" * same, "samples_per_s": "samples/s" if more else ""}
     title = f"Iterations {'and samples ' * bool(each)}per second"
@@ -135,6 +135,6 @@ def estimated(view: View) -> list[Figure]:
         view, groups_with(whatever(view.groups, "allocator"), speed),
         {speed: "estimated throughput (tokens/s, not measured)"}, 1.0, "estimated_throughput",
         "Estimated throughput (roofline, not measured)",
-        "Roofline estimate of simulated rows, each kernel at its GPU's peak: as a rule more than a real run reaches.",
+        "Roofline estimate of predicted rows: each kernel runs at the GPU's peak, so real runs are usually slower.",
         ("gpu_name", "precision", "micro_batch"),
     )  # fmt: skip

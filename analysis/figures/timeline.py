@@ -164,15 +164,15 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
 def _caption(data: Mapping[str, Any], limited: bool) -> str:
     peak, failure, limit = data["peak"], data["failure"], data["limit"]
     step = "Loading" if data["step"] is None else f"Step {data['step'] + 1}"
-    what = f"{step} as a replay of its {data['events']:,} allocations and frees, predicted without a GPU. The areas "
-    what += "sum to what is allocated; one too thin to be seen is only told on hovering."
-    most = f"Most reserved in it: {format_size(data['peak_reserved'])}."
+    what = f"{step}, predicted without a GPU by a replay of its {data['events']:,} allocations and frees. The areas "
+    what += "sum to allocated memory; hover to see areas that are too thin."
+    most = f"Peak reserved in {step.lower()}: {format_size(data['peak_reserved'])}."
     beyond = "" if limited or limit is None else f"The GPU's limit is {format_size(limit)}, above the figure."
     full = ""
     if failure is not None:
         full = (
-            f"Memory runs out in {failure['phase']}, at a request of {format_size(failure['request'])} (×): from "
-            "there on this is a run without a limit."
+            f"Memory runs out in {failure['phase']}, at a request of {format_size(failure['request'])} (×). The "
+            "figure continues without a limit."
         )
     top = peak["alike"][0]["held"] if peak["alike"] else None
     name = "" if top is None else " ".join(filter(None, (top["module"], top["operator"] and f"({top['operator']})")))
@@ -199,12 +199,12 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
     try:
         drawn = of_timelines(records)
         peaks = [
-            (f"What holds the peak of a step: {label(one['about'])}", make_safe(f"peak_{one['trial_id']}"), held)
+            (f"Largest tensors at the peak: {label(one['about'])}", make_safe(f"peak_{one['trial_id']}"), held)
             for one, (_, held) in zip(records, drawn, strict=True)
         ]
         return [figure for figure, _ in drawn], peaks, notes
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
-        return [], [], [f"no timeline of a step: what is kept under {folder / 'timelines'} is none; delete it"]
+        return [], [], [f"no timeline of a step, because {folder / 'timelines'} has other data; delete it"]
 
 
 def _request_timelines(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:

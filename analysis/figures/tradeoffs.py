@@ -51,7 +51,7 @@ def heat_map(view: View) -> list[Figure]:
     plot.update_xaxes(type="category", showgrid=False)
     plot.update_yaxes(type="category", showgrid=False)
     what = "reserved" if column == "peak_reserved_bytes" else "allocated"
-    crosses = "; crosses ran out of memory, the line is the edge between what fitted and what did not" if oom else ""
+    crosses = ". Crosses: out of memory; the line separates what fitted from what did not" if oom else ""
     data = rows[["micro_batch", "seq_len", column, "outcome", "trial_id"]]
     return [Figure("heat_map", "Peak memory by batch and length", f"Peak {what} memory{crosses}.", plot, data)]
 
@@ -110,5 +110,5 @@ def pareto(view: View) -> list[Figure]:
             ends.append(End(point["memory"] / unit, float(point["speed"]), name, look))
     finish(plot, ends, [0.0, float(points["speed"].max())], zero=True)
     plot.update_xaxes(tickformat=",~g")
-    caption = f"One point per combination of settings at {length:,} tokens; no other beats those on the dotted line."
+    caption = f"Configurations at {length:,} tokens. None beats those on the dotted line in both memory and speed."
     return [Figure("pareto", "Peak memory against throughput", caption, plot, points.drop(columns="id"))]

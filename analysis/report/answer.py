@@ -29,7 +29,7 @@ CARDS = 2  # GPUs that the question names; more are counted there, and named amo
 JUDGED = 50_000  # most rows of a folder that are read again for the verdict
 _CALLED = {
     "trial.device.gpu": "GPU", "gpu_name": "GPU", "cpu_name": "processor", "micro_batch": "batch",
-    "seq_len": "length", "allocator_conf": "allocator's options",
+    "seq_len": "length", "allocator_conf": "allocator options",
 }  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:
     names = [*varied, *(key for key in axes if key in frame and frame[key].nunique(dropna=True) > 1)]
     told = "; ".join(f"{axis_name(key)} {values(frame, key, most=4)}" for key in names)
     fixed = [text for key in ("precision", "runner") if key not in names and (text := values(frame, key, most=3))]
-    model = values(frame, "model", most=3) or "a model that the rows do not name"
+    model = values(frame, "model", most=3) or "an unknown model"
     how = f" ({', '.join(fixed)})" if fixed else ""
     return f"What does training {model}{how} need on {_describe_devices(frame)}?", told
 
@@ -146,7 +146,7 @@ def _describe_devices(frame: pd.DataFrame) -> str:
     on_cpu = own[own["device"].eq("cpu").fillna(False)]
     found += [f"the CPU {values(on_cpu, 'cpu_name', most=2)}".rstrip()] if len(on_cpu) else []
     nameless = not cards and len(frame) > len(on_cpu)
-    return " and ".join([*found, *["a GPU that is not named"] * nameless]) or "a device that the rows do not name"
+    return " and ".join([*found, *["an unknown GPU"] * nameless]) or "an unknown device"
 
 
 def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) -> Tile:
@@ -156,17 +156,17 @@ def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) 
     if not total:
         return Tile(question, about="No trial finished, and none ran out of memory.")
     if number[PREDICTED] == total:
-        rest = f"{number['unproven']:,} rest on techniques that no GPU has run as predicted yet"
-        text = join("no GPU ran any of this: measure what you rely on", rest if number["unproven"] else "")
+        rest = f"{number['unproven']:,} use techniques that no GPU has run as predicted yet"
+        text = join("no GPU ran any of this, so measure before you rely on it", rest if number["unproven"] else "")
         return Tile(question, "A prediction", told, text, kinds)
     if judged is None:
-        who = "what others measured, as they gave it" if number[IMPORTED] else "these rows came without their sweep"
+        who = "others measured it; not checked here" if number[IMPORTED] else "not checked (vramsweep check FOLDER)"
         flagged = f"{number['flagged']:,} rows are flagged" if number["flagged"] else "no row is flagged"
-        return Tile(question, "As far as its source", told, join(who, flagged), kinds)
+        return Tile(question, "As much as its source", told, join(who, flagged), kinds)
     may, may_not = ([claim for claim, well in judged.claims.items() if well is which] for which in (True, False))
     if may and not may_not:
-        text = "Nothing speaks against publishing it (vramsweep check)."
+        text = "vramsweep check found no reason against publishing it."
         return Tile(question, f"{' and '.join(may).capitalize()}: yes", told, text, kinds)
     value = f"{' and '.join(may).capitalize()} yes, {' and '.join(may_not)} not yet" if may else "Not yet"
     worst = next((one.text for one in judged.findings if one.forbids), "")
-    return Tile(question, value, told, join(worst, "vramsweep check has all reasons"), kinds)
+    return Tile(question, value, told, join(worst, "vramsweep check lists all reasons"), kinds)

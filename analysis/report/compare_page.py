@@ -47,8 +47,8 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
             said.setdefault(one, f"{called[of].capitalize()}: {one}.")
     pairs = found.pairs[:MOST]
     return page.page(
-        "compare", [drawn] if drawn else [], title=f"{found.b} against {found.a}",
-        question=f"What does {found.b} change, against {found.a}?",
+        "compare", [drawn] if drawn else [], title=f"{found.b} compared with {found.a}",
+        question=f"What does {found.b} change compared with {found.a}?",
         scope=_scope(found), answers=_answers(found, _basis(sides)), drawn=drawn, undrawn=undrawn,
         verdicts=_verdicts(found), said=list(said.values()), differs=_differs(found),
         cards=tuple(zip(names, map(answer.brief, sides), strict=True)),
@@ -75,7 +75,7 @@ def _scope(found: Comparison) -> str:
 def _basis(sides: tuple[Table, Table]) -> str:
     """Say what was compared: measured rows, predicted ones, or one with the other."""
     of = [" and ".join(sorted(tiles.kinds(side.frame).unique())) for side in sides]
-    return of[0] if of[0] == of[1] else f"{of[1]} against {of[0]}"
+    return of[0] if of[0] == of[1] else f"{of[1]} compared with {of[0]}"
 
 
 def _answers(found: Comparison, basis: str) -> list[tiles.Tile]:

@@ -32,8 +32,8 @@ from vramsweep.analysis.report.summary import Summary
 FITTED = 24  # most groups; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # most groups that figures, findings and warnings consider
 PREDICTED = "predicted"
-FITS = "° beyond the fitted lengths; safe: a new run fits with 97.5 %, beside the CUDA context"
-JOBS = "; of load and steps alone, although other parts of the job need more"
+FITS = "°: beyond the fitted lengths; safe: a new run fits with 97.5 %, next to the CUDA context"
+JOBS = "; only load and steps count, although other parts of the job need more"
 LENGTHS = 12_000  # most lengths over all fitted groups, for the same reason as FITTED
 
 
@@ -135,14 +135,15 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     beyond_steps = parts.remark(sorted(all_jobs, key=lambda job: -job.excess.size))
     notes += [beyond_steps] if beyond_steps else []
     fixed, varied = ([g for g in all_groups if g.varies is side] for side in (False, True))
-    kind = f", {PREDICTED}" if {name for name, _ in worlds} == {PREDICTED} else ""
+    alone = f"{PREDICTED}; " if {name for name, _ in worlds} == {PREDICTED} else ""
+    kind = f" ({PREDICTED})" if alone else ""
     card = answers.card(table, all_groups, head, fits, limits, beside, answers.verdict(table))
     first, last = table.frame["started_at"].min(), table.frame["started_at"].max()
     days = [] if pd.isna(first) else list(dict.fromkeys(str(one)[:10] for one in (first, last)))
     when = f", {' to '.join(days)}" if days else ""
     ended = " · ".join(f"{count:,} {outcome}" for outcome, count in findings.coverage(table).items())
-    fit_in = f"Largest length that fits{kind} ({FITS}{JOBS if beyond_steps else ''})"
-    beyond = "; ° calibrated, beyond what was measured" if calibrations else ""
+    fit_in = f"Longest sequence that fits ({alone}{FITS}{JOBS if beyond_steps else ''})"
+    beyond = "; °: calibrated, beyond what was measured" if calibrations else ""
     roofline = f"Estimated throughput (roofline, not measured{beyond})"
     return Content(
         table=table,
@@ -154,9 +155,9 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         figures=figure_table.with_source(drawn, table.frame),
         tables=[
             (f"Settings{kind}", "settings", tables.of_groups(fixed[:60])),
-            (f"Where lengths vary{kind}", "lengths", lengths.table(varied[:60])),
-            ("Peaks of the parts of whole jobs", "parts", tables.of_jobs(all_jobs[:60])),
-            (f"Fitted curves{kind} (*: chosen)", "fits", tables.of_fits(fits)),
+            (f"Settings where lengths vary{kind}", "lengths", lengths.table(varied[:60])),
+            ("Peak memory by part of the job", "parts", tables.of_jobs(all_jobs[:60])),
+            (f"Fitted curves ({alone}*: chosen)", "fits", tables.of_fits(fits)),
             (fit_in, "frontier", tables.of_limits(limits)),
             (roofline, "estimated_throughput", tables.of_estimates(all_groups[:60], estimates)),
             ("Calibration of the estimated throughput", "calibration", tables.of_calibrations(calibrations)),
@@ -184,9 +185,9 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
 def _ask_next(fits: Sequence[Fit], limits: Sequence[Limit]) -> str:
     """Return what to ask next: a maximum only the predictor knows, or the most informative length; "" for neither."""
     if any(limit.remark == EDGE for limit in limits):
-        return f"{EDGE} (--largest seq_len, or micro_batch, with the same settings)."
+        return "Find the maximum with vramsweep predict --largest seq_len (or micro_batch) and the same settings."
     known = [fit for fit in fits if fit.metric.memory and fit.next_x is not None]
-    return f"Measure seq_len={known[0].next_x}: it would tell most of {known[0].metric.label}." if known else ""
+    return f"Measure seq_len={known[0].next_x}; it improves the fit of {known[0].metric.label} most." if known else ""
 
 
 def _led(found: list[Group], by: Group) -> list[Group]:
@@ -202,7 +203,7 @@ def _led(found: list[Group], by: Group) -> list[Group]:
 def _beyond(card: answers.Card) -> str:
     """Return what the curve says of untried lengths for the answers' own configuration; "" for nothing."""
     told = card.fits.interval
-    return f"B{told[1:]}: {card.of or 'of all'}." if told.startswith("by the curve") else ""
+    return f"B{told[1:]}{card.of and f': {card.of}'}." if told.startswith("by the curve") else ""
 
 
 def split_worlds(table: Table) -> list[tuple[str, Table]]:

@@ -26,6 +26,6 @@ def draw(data: Path, out: Path) -> None:
         raise UserError(f"cannot read {data}: {error.strerror or error}") from None
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(
-            f"{data} is not what vramsweep timeline --json prints; of a recording: replay FILE --figure OUT.html"
+            f"{data} is not the output of vramsweep timeline --json; for a recording use replay FILE --figure OUT.html"
         ) from None
     outputs.write(out, text)

@@ -150,22 +150,20 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         "step_iqr_s", "step_median_s", "unproven", "flags", *NAMED,
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
-        found.append(f"{simulated:,} of {_rows(len(frame))} that are ok: predicted by the simulator, not measured")
+        found.append(f"{simulated:,} of {_rows(len(frame))} with outcome ok are predicted, not measured")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
         found.append(f"unproven, as no GPU has run it as predicted yet: {names} (in {_rows(count)})")
     if foreign := int(frame["foreign"].notna().sum()):
-        found.append(f"{foreign:,} of {_rows(len(frame))} that are ok: imported from {values(frame, 'foreign')}")
+        found.append(f"{foreign:,} of {_rows(len(frame))} with outcome ok are imported from {values(frame, 'foreign')}")
     if resident := int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum()):
         found.append(f"in {_rows(resident)} from a CPU, reserved memory is the process's resident set")
     found += _unflagged(frame[frame["flags"].isna()])
     if len(contended := table.frame[table.frame["outcome"].eq("contended").fillna(False)]):
-        found.append(f"{_rows(len(contended))} could not have the device alone: {name_rows(contended, table.frame)}")
+        found.append(f"the GPU was not free for {_rows(len(contended))}: {name_rows(contended, table.frame)}")
     if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # no flag says how much
         most = format_size(left["step_growth_bytes"].max())
-        found.append(
-            f"every step leaves memory behind, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}"
-        )
+        found.append(f"every step leaks memory, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
     found += _repeats(groups)
     found += _spreads(groups)
     for fit in fits:
@@ -176,7 +174,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
 def _unflagged(frame: pd.DataFrame) -> list[str]:
     """Say what flags would say of rows that have none: imported rows, and rows of version 1."""
     found = []
-    lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "others used the device"}
+    lists = {"throttle_reasons": "the GPU was throttled", "foreign_processes": "other programs used the GPU"}
     for column, what in lists.items():
         if (hit := frame[column].list.len().fillna(0).astype(int) > 0).any():
             found.append(f"{what} in {_rows(int(hit.sum()))}: {name_rows(frame[hit], frame)}")
@@ -185,7 +183,7 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
     if len(rising := frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]):
         found.append(f"memory was still rising at the end of {_rows(len(rising))}: {name_rows(rising, frame)}")
     if wide := int((frame["step_iqr_s"] / frame["step_median_s"]).astype(float).gt(0.1).sum()):
-        found.append(f"step times within {_rows(wide)} spread by more than 10 % (interquartile)")
+        found.append(f"step times spread by more than 10 % (interquartile) within {_rows(wide)}")
     return found
 
 
@@ -220,9 +218,7 @@ def _spreads(groups: Sequence[Group]) -> list[str]:
             f"(worst {100 * worst:.1f} %)"
         )
     if cells and alone == cells:
-        found.append(
-            "every point was measured once, so speed has no interval: its spread from run to run is unknown (repeats=3)"
-        )
+        found.append("every point was measured once, so speed has no interval; measure with repeats=3")
     return found
 
 
@@ -257,7 +253,7 @@ def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:
     if not pd.isna(row["foreign"]):
         return f"imported from {row['foreign']}"
     if trial is None:
-        return "the whole trial is only in the sweep's journal.jsonl; report on that to see its command"
+        return "no command here, because only the sweep's journal.jsonl has the whole trial; make its report"
     try:
         return command(trial, str(row["trial_id"]))
     except UserError as error:

@@ -277,7 +277,7 @@ def latex(table: Table, label: str) -> str:
     laid = _lay(table.columns)
     notes = list(table.notes)
     if gone := [column.head for column in table.columns if column not in laid.columns]:
-        notes.append(f"Left out for want of room, and in {table.name}.csv: {', '.join(gone)}.")
+        notes.append(f"Columns that did not fit are in {table.name}.csv: {', '.join(gone)}.")
     tall = [_height(laid, row) for row in range(len(table.columns[0].cells))]
     rows = max(1, next((n for n in range(len(tall), 0, -1) if sum(tall[:n]) <= MOST), 1))
     if more := len(tall) - rows:

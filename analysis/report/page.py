@@ -32,11 +32,11 @@ from vramsweep.harness.messages.terminal import escape_text
 
 COLUMN = (1064, 460)  # px of a figure on a wide screen
 BEHIND = 40  # rows shown of the data behind a figure; its CSV has all
-HOLDS = "What holds the peak"
+HOLDS = "Largest allocations at the peak"
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
 _SECTIONS = (
     ("findings", "Findings"), ("warnings", "Before you rely on it"), ("figures", "Figures"), ("tables", "Tables"),
-    ("rows", "Rows"), ("fits", "Fits in words"), ("asked", "What was asked"), ("machine", "Machine and versions"),
+    ("rows", "Rows"), ("fits", "Fits in words"), ("asked", "Settings"), ("machine", "Machine and versions"),
     ("methods", "Methods"),
 )  # fmt: skip
 NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}

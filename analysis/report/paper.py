@@ -124,7 +124,7 @@ def _copy_rows(table: Table, folder: Path, given: Sequence[str]) -> list[str]:
         own = folder / own_files(source).relative_to(source)
         if (own / "timelines").is_dir():
             (own / "traces").mkdir(exist_ok=True)
-            (own / "traces" / "README").write_text("Left out for their size; timelines/ has what was read from them.\n")
+            (own / "traces" / "README").write_text("Left out for their size; timelines/ has the data read from them.\n")
         return ["rows", *words]
     if not source.is_file():  # a folder whose journals are links out of it
         write_parquet(table.frame, folder / "rows.parquet")

@@ -34,14 +34,14 @@ CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of GPUs, of which a pap
 SIZES = 5
 OWN = ("settings", "frontier", "fits")  # tables of the report that others replace here
 SAID = {
-    "ran": "ran with",
-    "fits": "fits with",
-    "safe": "a new run is safe with",
-    "curve": "the curve ends at",
-    "too long": "too long is",
+    "ran": "longest run",
+    "fits": "longest predicted to fit",
+    "safe": "safe length of a new run",
+    "curve": "maximum by the curve",
+    "too long": "shortest that is too long",
 }
-BRACKETS = {"(": "In brackets, in units of the last digit: half of the 95 % interval of {}.",
-            "[": "In square brackets: the 95 % interval of {}, where its half is no less than the value."}  # fmt: skip
+BRACKETS = {"(": "In brackets: half of the 95 % interval of {}, in units of the last digit.",
+            "[": "In square brackets: the 95 % interval of {}, if its half is at least the value."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
 MOST_SAID = 3  # most sentences about a table
@@ -81,7 +81,7 @@ def tables(content: Content) -> list[Table]:
         if name not in OWN and len(frame):
             shown = tuple(columns(frame))
             ranges = f": {said}" if (said := _ranges(shown)) else ""
-            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"A table of its own gives: {title}{ranges}."
+            says = " ".join(known.get(name, [])[:MOST_SAID]) or f"A separate table gives: {title}{ranges}."
             made.append(Table(slug(name), sentence(title, whole), shown, says=says, own=frame))
     return made
 
@@ -101,7 +101,7 @@ def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: S
             ends = dict.fromkeys(_grouped(text) for _, text, _ in (min(known), max(known)))
             several = column.head in named and len(known) > 1
             whose = f" (the largest: {columns[0].cells[max(known)[2]].split(' [')[0]})" if several else ""
-            beyond = " (in part extrapolated)" if any(BEYOND in cell for _, cell in cells) else ""
+            beyond = " (partly extrapolated)" if any(BEYOND in cell for _, cell in cells) else ""
             said.append(
                 f"{SAID.get(column.head, column.head)} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond
             )
@@ -122,9 +122,9 @@ def context(world: str, rows: Rows) -> str:
     """Return what a caption says of its rows: on which device, with which versions, by which protocol."""
     frame = rows.frame
     if frame["foreign"].notna().any():
-        return f"From {values(frame, 'foreign', 3)}, read by vramsweep {__version__}."
+        return f"Imported from {values(frame, 'foreign', 3)} by vramsweep {__version__}."
     devices = (values(frame, name, 3) for name in ("gpu_name", "simulated_gpu", "cpu_name"))
-    device = next(filter(None, devices), "a machine that the rows do not name")
+    device = next(filter(None, devices), "an unknown machine")
     named = [f"{name} {text}" for column, name in _NAMED if (text := values(frame, column, 3))]
     versions = "; ".join([*named, f"vramsweep {__version__}"])
     if world == PREDICTED:
@@ -235,10 +235,10 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
             *(quality if new_model else ("",) * 4),
         ))  # fmt: skip
     notes = [
-        "Each line is a piece of a model, whose value is the largest of them, from the length given on: intercept "
-        "+ slope × length + curvature × length². A slope is of a position, a token of every sample of the micro-batch. "
-        "–: none that can be told from 0. RMS, worst: of the points about the model. Probability: of the model among "
-        "all kinds that were fitted."
+        "A model is the maximum of its pieces, one on each line, from the given length on: intercept + slope × length "
+        "+ curvature × length². The slope is per position, which is one token of every sample in the micro-batch. "
+        "–: not distinguishable from 0. RMS, worst: residuals of the points. Probability: of the model among all "
+        "fitted kinds."
     ]
     notes += _brackets([line[3] for line in lines], "the slope")
     table = _table(
@@ -257,14 +257,11 @@ def _of_fits(fits: Sequence[Fit]) -> str:
     (low, high), worst = first.range, max(fits, key=lambda fit: fit.chosen.worst)
     kinds = ", ".join(f"{names.count(name):,} × {name}" for name in dict.fromkeys(names))
     rms, most = (format_number(*one) for one in ((first.chosen.rms, first.metric), (worst.chosen.worst, worst.metric)))
-    several = (
-        f"Of {len(fits):,} configurations the chosen kinds are {kinds}; no point is more than {most} off its curve "
-        f"({worst.label})."
-    )
+    several = f"The curves of {len(fits):,} configurations are {kinds}; the largest residual is {most} ({worst.label})."
     return (
-        f"{findings.of_fit(first)} This rests on {len(first.points.x):,} rows at {first.lengths:,} lengths from "
+        f"{findings.of_fit(first)} The fit uses {len(first.points.x):,} rows at {first.lengths:,} lengths from "
         f"{low:,.0f} to {high:,.0f} tokens (R² {format_r2(first.chosen.r2)}, RMS {rms}). "
-        + (several if len(fits) > 1 else f"No point is more than {most} off the curve.")
+        + (several if len(fits) > 1 else f"The largest residual is {most}.")
     )
 
 
@@ -312,17 +309,17 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
             )
         )
     predicted = all(limit.predicted for limit in known)
-    ran, run = ("fits", "predicted") if predicted else ("ran", "run")
+    ran, run = ("fits", "predicted length") if predicted else ("ran", "measured length")
     notes = [
-        f"{ran.capitalize()}: the longest {run} within what PyTorch can have of such a GPU. Safe: a new run of that "
-        f"length fits with 97.5 %. Curve: the fitted curve's limit. Too long: the shortest {run} that needs more."
+        f"{ran.capitalize()}: the longest {run} within PyTorch's limit on such a GPU. Safe: a new run of that length "
+        f"fits with 97.5 %. Curve: the maximum by the fitted curve. Too long: the shortest {run} that needs more."
     ]
     if any(BEYOND in line[4] for line in lines):
-        notes.append(f"{BEYOND} beyond what was {'predicted' if predicted else 'measured'}.")
+        notes.append(f"{BEYOND}: beyond what was {'predicted' if predicted else 'measured'}.")
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
     table = _table(
         "frontier",
-        sentence(f"The largest {axis} that fits in a GPU's memory", about),
+        sentence(f"Maximum {axis} that fits, by GPU", about),
         ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
         lines,
         notes,
@@ -337,7 +334,7 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
     said = (
-        f"In a GPU of {size} GiB, of {_configurations(len(at))}: {_ranges(shown, at)}." for size, at in places.items()
+        f"On a GPU of {size} GiB, over {_configurations(len(at))}: {_ranges(shown, at)}." for size, at in places.items()
     )
     return " ".join(said)
 

@@ -22,7 +22,7 @@ from vramsweep.analysis.report.answer import axis_name
 from vramsweep.harness.rows.quality_flags import BY_NAME
 
 KIND = "rows"
-_WORDS = {"None": "not known", "True": "yes", "False": "no", "": "none"}
+_WORDS = {"None": "unknown", "True": "yes", "False": "no", "": "none"}
 MOST = 200  # most values of an axis; nobody looks through more
 
 

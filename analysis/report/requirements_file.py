@@ -45,15 +45,15 @@ def text(frame: pd.DataFrame) -> str:
     same = bool(of_rows["torch"]) and pythons == [platform.python_version()]
     same = same and all(versions in ([], [here.get(name)]) for name, versions in of_rows.items())
     lines = [f"# vramsweep {__version__} made these tables and figures; install it from its source.", "#"]
-    lines += ["# The rows say of themselves:"]
+    lines += ["# The rows name these versions:"]
     lines += [f"#   {name.replace('_', ' ')}: {said}" for name in SAID if (said := _comment(values(frame, name)))]
     if same:
-        lines += ["#", "# This environment is the one that they name, so all of it is here:"]
+        lines += ["#", "# This environment has the same versions, so all of its packages are listed:"]
         pins = {name: version for name, version in here.items() if name != "vramsweep"}
     else:
         lines += [
             "#",
-            f"# Their versions, and those that tables and figures were made with (Python {platform.python_version()}):",
+            f"# Versions of the rows, and of what made tables and figures (Python {platform.python_version()}):",
         ]
         pins = {name: here[name] for name in ANALYSIS if name in here}
         for name, versions in of_rows.items():

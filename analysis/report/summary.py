@@ -137,12 +137,12 @@ def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyo
         return [
             f"All that was tried fits{predicted}: up to {best.fits:,} {unit}{which}. {beyond or 'More was not tried.'}"
         ]
-    text = f"What fits{predicted}: up to {best.fits:,} {unit}{which}"
+    text = f"Up to {best.fits:,} {unit} fit{predicted}{which}"
     short = (line for line in known if line.fits != line.tried or line.torn)  # in the others more may fit
     if (worst := min(short, key=lambda line: line.fits or 0)).fits == best.fits:
-        return [f"{text}, of up to {max(line.tried or 0 for line in known):,} that were tried."]
+        return [f"{text}; up to {max(line.tried or 0 for line in known):,} were tried."]
     if nothing > 1:
-        return [f"{text}; {nothing} of {len(known)} fit nothing that was tried."]
+        return [f"{text}; in {nothing} of {len(known)} configurations nothing fits."]
     return [f"{text}, least with {worst.label}: {f'{worst.fits:,} {unit}' if worst.fits else 'nothing'}."]
 
 

@@ -22,7 +22,7 @@ from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import PARTS as OF_JOBS
 
-BETWEEN = "95 % between processes (tokens/s)"
+BETWEEN = "95 % interval (tokens/s)"
 
 
 def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
@@ -73,7 +73,7 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
             "RMS": fit_wording.number(one.rms, fit.metric),
             "worst": fit_wording.number(one.worst, fit.metric),
             "probability": f"{one.probability:.2f}",
-            "values rest on": fit.basis if one is fit.chosen else "points",
+            "values based on": fit.basis if one is fit.chosen else "points",
             "range": f"{fit.range[0]:,.0f} to {fit.range[1]:,.0f}",
             "lengths": f"{fit.lengths:,}",
         }

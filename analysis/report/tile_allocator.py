@@ -28,14 +28,14 @@ def allocator(table: Table, of: Head | None) -> Tile:
     question = "What did the allocator change?"
     known = table.frame.loc[table.frame["outcome"].isin(["ok", "oom"]).fillna(False).astype(bool), "allocator"].dropna()
     if len(names := [str(name) for name in known.value_counts().index]) < 2:
-        only = f"only {names[0]} was tried" if names else "no row names one"
+        only = f"only {names[0]} was tried" if names else "no row names an allocator"
         return Tile(question, "Not varied" if names else UNKNOWN, "", join(only, _unused(of)), of.kind if of else "")
     base = "default" if "default" in names else names[0]
     kind = kinds(table.frame)
     for which in KINDS:
         if found := _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}:
             return _make_tile(question, base, found, which)
-    return Tile(question, about=join(f"no pair of equal settings ran both with {base} and with another"))
+    return Tile(question, about=join(f"no settings ran with both {base} and another allocator"))
 
 
 def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[verdicts.OverAll, _Pairs]]:
@@ -56,17 +56,19 @@ def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.Over
         f"{n:,} setting{'s fit' * (n != 1) or ' fits'} only with {who}" for n, who in ((more, name), (fewer, base)) if n
     ]
     if over.verdict == "EQUAL":
-        return Tile(question, "Nothing", "", join(f"{', '.join(found)}: {what} as with {base}", *fit), kind)
+        return Tile(question, "Nothing", "", join(f"{', '.join(found)}: as much {what} as with {base}", *fit), kind)
     both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]
     less = changes[name] < 0
     size, where = max(both, key=lambda one: -one[0] if less else one[0])
     at = {key: where[key] for key in ("seq_len", "micro_batch") if where.get(key) is not None}
-    told = f"up to {format_size(abs(size))} {'less' if less else 'more'}" + (f", at {label(at)}" if at else "")
+    told = f"up to {format_size(abs(size))} {'less' if less else 'more'} than with {base}" + f", at {label(at)}" * bool(
+        at
+    )
     other = sum((change > 0) is less and change != 0 for change, _ in both)
     but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
     rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]
     number = f"mean of {len(both):,} pairs" if len(both) != 1 else "one pair"
-    told = join(f"against {base}", told, but, *fit, *rest)
+    told = join(told, but, *fit, *rest)
     return Tile(question, f"{name}: {_less(changes[name])} {what}", number, told, kind)
 
 
@@ -108,4 +110,4 @@ def _unused(of: Head | None) -> str:
         return ""
     most: Any = beyond.idxmax()
     share = 100 * beyond[most] / float(of.frame["peak_reserved_bytes"][most])
-    return f"it held at most {format_size(float(beyond[most]))} ({share:.0f}{NARROW}%) beyond {base}"
+    return f"peak reserved was up to {format_size(float(beyond[most]))} ({share:.0f}{NARROW}%) above peak {base}"

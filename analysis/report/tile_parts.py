@@ -23,21 +23,21 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
     if of is None:
         lost = ended(frame, "oom").sort_values(["seq_len", "micro_batch"])
         if lost.empty or len(ended(frame, "ok")):
-            return Tile(question, about="No row holds a peak.")
+            return Tile(question, about="No row has a peak.")
         held = {called(part): float(size) for part, size in oom_parts(lost.iloc[0]).items()}
         phase = str(lost["phase"].dropna().mode().get(0, "")).split(", ")[-1]
         if sum(held.values()) > 0:
-            what = f"of {format_size(sum(held.values()))} held or asked for when memory ran out"
-            return _largest(question, held, f"{what}, in {phase}" if phase else what, basis(lost.iloc[0]))
+            what = f"of {format_size(sum(held.values()))}, with the failed request, when memory ran out"
+            return _largest(question, held, f"{what} in {phase}" if phase else what, basis(lost.iloc[0]))
         if not phase:
-            return Tile(question, about="No row holds a peak.")
-        return Tile(question, phase.capitalize(), "", "Where memory ran out, so no peak is known.")
+            return Tile(question, about="No row has a peak.")
+        return Tile(question, phase.capitalize(), "", "Memory ran out there, so no peak is known.")
     at = f"at {of.longest:,} tokens"
     if own := _parts(of.row):
         return _largest(question, own, f"of {format_size(sum(own.values()))} allocated {at}", of.basis)
     if (twin := _twin(of, beside)) is not None:
         measured = of.row["peak_allocated_bytes"]
-        beside_it = "" if pd.isna(measured) else f"; measured are {format_size(float(measured))}"
+        beside_it = "" if pd.isna(measured) else f"; measured: {format_size(float(measured))}"
         parts = _parts(twin)
         return _largest(
             question, parts, f"of {format_size(sum(parts.values()))} predicted {at}{beside_it}", basis(twin)
@@ -48,15 +48,15 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
     whole = fit is not None and fit.range[0] <= of.frame["seq_len"].min()  # else its intercept is no fixed part
     grows = _growing(fit, float(of.longest)) if fit is not None and whole else None
     if fit is not None and grows is not None:
-        value = f"What grows with length, {100 * grows:.0f}{NARROW}%"
-        told = f"activations and the like; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"
+        value = f"Length-dependent part, {100 * grows:.0f}{NARROW}%"
+        told = f"activations and similar; {100 * (1 - grows):.0f}{NARROW}% is weights, gradients, optimizer state"
         if grows < 0.5:
-            value = f"What no length changes, {100 * (1 - grows):.0f}{NARROW}%"
+            value = f"Length-independent part, {100 * (1 - grows):.0f}{NARROW}%"
             told = f"weights, gradients, optimizer state; {100 * grows:.0f}{NARROW}% grows with length"
         return Tile(question, value, "", join(told, f"of {fit.metric.label} {at}", phase), of.kind)
     if phase:
         return Tile(question, phase.removesuffix(" has the peak").capitalize(), "", join(at), of.basis)
-    return Tile(question, about="The rows hold a peak without its parts, and no curve tells them apart.")
+    return Tile(question, about="The rows have no components of the peak, and no curve separates them.")
 
 
 def _parts(row: pd.Series[Any]) -> dict[str, float]:

@@ -120,20 +120,20 @@ def _name(group: Group | None, row: pd.Series[Any]) -> str:
 def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: Sequence[Limit]) -> Tile:
     """Return the longest length that ran, what ran out of memory, and how far the curve goes on this GPU. Name other
     GPUs on which less fits with these settings."""
-    question = "Does it fit? How long can I go?"
+    question = "Does it fit, and up to which length?"
     oom = ended(frame, "oom")
     ok = ended(frame, "ok")
     if of is None:
         if len(oom) and not len(ok):
             return _nothing(question, oom)
         ends = ", ".join(f"{n:,} {outcome}" for outcome, n in frame["outcome"].value_counts().items())
-        return Tile(question, about=join(f"no trial of a fixed length says what it needs ({ends})"))
+        return Tile(question, about=join(f"no trial with a fixed length finished ({ends})"))
     ok, oom = (rows[kinds(rows).eq(of.kind)] for rows in (ok, oom))
     lengths = of.group.take("outcome", "seq_len")
     longer = lengths[lengths["seq_len"].gt(of.longest).fillna(False).astype(bool)].sort_values("seq_len")
     beyond = ended(longer, "oom")["seq_len"]
     if of.group.resident:
-        next_ = "on a CPU: says nothing of a GPU's limit"
+        next_ = "ran on a CPU, so what fits on a GPU is unknown"
     elif of.longest == of.group.positions:
         next_ = ALL.replace("the model", "the model" if pd.isna(of.row["model"]) else str(of.row["model"]))
     elif len(beyond):
@@ -143,7 +143,7 @@ def fits(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group], limits: 
     else:
         next_ = "the longest that was tried"
     reserved = of.row["peak_reserved_bytes"]
-    held = "" if of.group.resident or pd.isna(reserved) else f"{format_size(float(reserved))} reserved there"
+    held = "" if of.group.resident or pd.isna(reserved) else f"{format_size(float(reserved))} reserved at this length"
     larger = ok["micro_batch"].gt(of.row["micro_batch"]).fillna(False).any()
     most = f"batch {int(ok['micro_batch'].max())} ran too" if larger else ""
     number = len(ok) + len(oom)
@@ -164,7 +164,7 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
         )
         would = f"the smallest needs {format_size(float(need))}{enough}"
     both = "both" if len(oom) == 2 else f"all {len(oom):,}"
-    told = join(f"already {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+    told = join(f"even {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
     return Tile(question, "Nothing fits", would, told, basis(small))
 
 
@@ -219,7 +219,7 @@ def _reach(of: Head, limits: Sequence[Limit]) -> str:
         return f"{one.high + 1:,} does not fit; {EDGE}" if one.high is not None else f"on {gib:g} GiB; {one.remark}"
     if one.proven:
         return f"{'predicted to fit' if of.kind == PREDICTED else 'proven'} on {gib:g} GiB"
-    known = (("safe to", one.low), ("at most", None if one.high == one.value else one.high))
+    known = (("safe up to", one.low), ("at most", None if one.high == one.value else one.high))
     ends = [f"{words} {end:,}" for words, end in known if end is not None]
     both = f"95{NARROW}%: {one.low:,} to {one.high:,}" if len(ends) == 2 else "".join(ends)
     every = f", {ALL}," if one.remark == ALL else ""
@@ -242,9 +242,9 @@ def last_piece(fit: Fit) -> tuple[float, float, float, float, tuple[float, float
 
 def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     """Return what one more token (of any sample) costs at the longest length, and the part that no length changes."""
-    question = "What does a token cost?"
+    question = "How much memory per token?"
     if of is None:
-        return Tile(question, about="No row holds a peak.")
+        return Tile(question, about="No row has a peak.")
     if (fit := memory_fit(of, found)) is None:
         column = next((name for name in METRICS if METRICS[name].memory and not pd.isna(of.row[name])), None)
         peak = f"{METRICS[column].label} is {format_size(float(of.row[column]))} at {of.longest:,}" if column else ""
@@ -261,11 +261,11 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
         return Tile(question, "Next to nothing", "", told, of.kind)
     interval = f"95{NARROW}%: {_between(ends[0] / batch, ends[1] / batch)}" if ends else ""
     if of.kind == PREDICTED:  # a curve's fit to predictions does not say how far these are off
-        interval = f"real GPUs were {ERRORS[fit.metric.column]} off (median)" if fit.metric.column in ERRORS else ""
+        interval = f"median error on real GPUs: {ERRORS[fit.metric.column]}" if fit.metric.column in ERRORS else ""
     whole = low <= of.frame["seq_len"].min()  # a curve that begins at a longer length has no fixed part
-    base = f"on top of {format_size(fixed)} that no length changes" if fixed > 0 and whole else ""
-    where = f"so from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
-    grows = "more with every token: its square counts" if square > 0 else ""
+    base = f"on top of {format_size(fixed)} at any length" if fixed > 0 and whole else ""
+    where = f"valid from {start:,.0f} tokens on" if np.isfinite(start) and start > low else ""
+    grows = "every further token needs more (quadratic curve)" if square > 0 else ""
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine(marginal / batch)} per token"
@@ -296,7 +296,7 @@ def speed(frame: pd.DataFrame, of: Head | None, groups: Sequence[Group]) -> Tile
     if len(timed := timed[timed["device"].ne("simulated").fillna(True)]):
         return _timed(question, timed, groups)
     if rough.empty:
-        return Tile(question, about="No row holds a speed.")
+        return Tile(question, about="No row has a speed.")
     highest = rough[rough["estimated_tokens_per_s"].eq(rough["estimated_tokens_per_s"].max())]
     own = highest[highest.index.isin(of.frame.index)] if of is not None else highest.iloc[:0]
     best = (own if len(own) else highest).iloc[0]

@@ -147,7 +147,7 @@ def _read_me(content: Content, folder: Path) -> str:
         "figures/      each figure as a page, as pictures and as CSV; fits.csv has the fitted curves",
         *([own] if (folder / OWN).is_dir() else []),
         "",
-        *([f"To continue or repeat the sweep: {made}"] if words else []),
+        *([f"To resume or repeat the sweep: {made}"] if words else []),
         f"To draw the report again: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
     ]
     return "".join(escape_text(line).replace("\n", "\\n") + "\n" for line in lines)

@@ -111,7 +111,7 @@ def test_what_is_not_written_is_said_and_costs_no_other(tmp_path: Path, monkeypa
     plot = go.Figure(go.Scatter(y=[1, 2]))
     names = ("none/a.png", "a.gif", "b.png")
     said = refusal(NotDrawn, draw, [Picture(plot, tmp_path / name) for name in names])
-    assert said == f"{tmp_path / 'none/a.png'}: No such file or directory; a.gif: allowed are .png, .svg, .pdf, .jpg"
+    assert said == f"{tmp_path / 'none/a.png'}: No such file or directory; a.gif: the suffix must be one of .png, .svg, .pdf, .jpg"
     assert [one.name for one in tmp_path.rglob("*")] == ["b.png"]
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     said = refusal(NotDrawn, draw, [Picture(plot, tmp_path / "c.png")])
@@ -121,7 +121,7 @@ def test_what_is_not_written_is_said_and_costs_no_other(tmp_path: Path, monkeypa
     assert not (tmp_path / "c.png").exists()
     monkeypatch.undo()
     monkeypatch.setattr("py_mini_racer.MiniRacer", partial(ctypes.CDLL, str(tmp_path / "b.png")))  # no library
-    assert "V8, which draws them, did not start: " in refusal(NotDrawn, draw, [Picture(plot, tmp_path / "d.png")])
+    assert "the JavaScript engine V8 did not start: " in refusal(NotDrawn, draw, [Picture(plot, tmp_path / "d.png")])
 
 
 def test_any_text_is_text_of_the_picture(tmp_path: Path) -> None:

@@ -66,7 +66,7 @@ def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
     assert list(bars[0].x) == [f"{length:,}" for length in LENGTHS] and figure.plot.layout.barmode == "stack"
     total = sum(np.asarray(bar.y, dtype=float) for bar in bars) * GIB
     assert np.allclose(total, [row["peak_reserved_bytes"] for row in rows]) and "reserved_beyond_bytes" in figure.data
-    assert "The peak is in optimizer, backward from 1,024 on." in figure.caption
+    assert "The peak is in optimizer, from 1,024 on in backward." in figure.caption
     (line,) = [shape for shape in figure.plot.layout.shapes if shape.line.dash == "dash"]  # the GPU that was asked for
     assert GIB / 2 < rows[0]["device_total_bytes"] - line.y0 * GIB < GIB  # less the CUDA context
 
@@ -75,7 +75,7 @@ def test_many_lengths_are_some_bars() -> None:
     lengths = range(64, 64 * 101, 64)
     (figure,) = composition(view(predicted(batches=(1,), allocators=("default",), lengths=lengths), predicted=True))
     bars = seen(figure, type="bar")[0]
-    assert len(bars.x) <= 20 and (bars.x[0], bars.x[-1]) == ("64", "6,400") and " of 100 computed." in figure.caption
+    assert len(bars.x) <= 20 and (bars.x[0], bars.x[-1]) == ("64", "6,400") and " of 100 predicted rows are drawn." in figure.caption
 
 
 def test_one_configuration_is_shown_and_the_others_wait_to_be_chosen() -> None:
@@ -85,7 +85,7 @@ def test_one_configuration_is_shown_and_the_others_wait_to_be_chosen() -> None:
     shown, every = ({json.dumps(t.meta["settings"]) for t in some if t.type == "bar"}
                     for some in (seen(figure), figure.plot.data))  # fmt: skip
     assert shown == {json.dumps({key: str(value) for key, value in first.settings.items()})} and len(every) == 3
-    assert f"Of {first.label}, one of 3 configurations." in figure.caption
+    assert f"Shown: {first.label}, one of 3 configurations." in figure.caption
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_measured_peaks_are_points_over_the_predicted_stack() -> None:
     assert "Points: 8 measured rows" in figure.caption
     assert figure.source.startswith("Measured and predicted on")
     tile = content.card.dominates
-    assert tile.basis == "predicted" and tile.value.startswith("Activations") and "measured are" in tile.about
+    assert tile.basis == "predicted" and tile.value.startswith("Activations") and "measured: " in tile.about
 
 
 def test_without_parts_nothing_is_divided_and_the_phases_lead() -> None:

@@ -35,7 +35,7 @@ def drawn(a: list[Row], b: list[Row]) -> overlay.Figure:
 @pytest.mark.slow
 def test_both_sides_and_what_lies_between_them_are_drawn_with_where_it_changes() -> None:
     figure = drawn(*sides())
-    assert figure.title == "A a against B b"
+    assert figure.title == "B b compared with A a"
     titles = [axis.title.text for axis in figure.plot.select_yaxes()]
     assert titles == ["peak memory (GiB)", "B − A (GiB)", "tokens/s", "B/A − 1 (%)"]
     notes = [note.text for note in figure.plot.layout.annotations]
@@ -85,7 +85,7 @@ def test_sides_of_which_one_ran_out_of_memory_wherever_the_other_fitted_are_no_f
     lost = dict.fromkeys(("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", SPEED))
     gone = [[row | lost | {"outcome": "oom"} if (row["seq_len"] < 500) == first else row for row in rows]
             for first, rows in ((True, a), (False, b))]  # fmt: skip
-    assert "nothing to draw: the pairs have neither memory nor speed on both sides" in refusal(UserError, drawn, *gone)
+    assert "nothing to draw, because no pair has a memory size or a speed on both sides" in refusal(UserError, drawn, *gone)
 
 
 @pytest.mark.slow
@@ -98,7 +98,7 @@ def test_thousands_of_pairs_are_thinned() -> None:
 
 def test_one_length_is_no_figure() -> None:
     a, _ = sides((128, 256))
-    assert "a figure needs two" in refusal(UserError, drawn, a, a)
+    assert "compare two of either" in refusal(UserError, drawn, a, a)
 
 
 @pytest.mark.slow
@@ -111,9 +111,9 @@ def test_html_has_its_data_beside_it_and_nothing_is_written_over(tmp_path: Path,
     rows = tmp_path / "rows.csv"
     cli.run("export", a, rows)
     before = rows.read_bytes()
-    assert "give it another name" in cli.refuse("compare", rows, b, "--figure", tmp_path / "rows.png")
+    assert "choose another name" in cli.refuse("compare", rows, b, "--figure", tmp_path / "rows.png")
     said = cli.refuse("compare", a, b, "--figure", tmp_path / "rows.html")
-    assert "rows.csv, which is not its own; give it another name" in said
+    assert "rows.csv, which is not a figure's data; choose another name" in said
     assert rows.read_bytes() == before
     cli.run("compare", a, b, "--figure", out.with_suffix(".png"), status=1)  # the data are its own
     assert out.with_suffix(".png").stat().st_size > 5000

@@ -126,7 +126,7 @@ def test_a_page_of_timelines_escapes_names(tmp_path: Path) -> None:
     draw(data, out)
     page = out.read_text()
     assert "small &lt;b&gt;, 1,024 tokens" in page and "<b>," not in page
-    assert "What holds the peak" in page and "layers.*.up" in page
+    assert "Largest allocations at the peak" in page and "layers.*.up" in page
     assert "cannot write" in refusal(UserError, draw, data, data / "page.html")
     data.write_text('{"rows": 1}')
     assert "is not what" in refusal(UserError, draw, data, out)
@@ -188,7 +188,7 @@ def test_a_sweep_s_timelines_are_in_its_report_and_kept(
     page = (folder / "report.html").read_text()
     assert f'id="timeline_{rows[1]["trial_id"]}"' in page
     assert f'id="timeline_{rows[0]["trial_id"]}"' not in page
-    assert "What holds the peak of a step" in page
+    assert "Largest tensors at the peak" in page
     assert [file.stem for file in (folder / "trials" / "timelines").iterdir()] == [rows[1]["trial_id"]]
     monkeypatch.setattr(trace_query, "ask", Mock(side_effect=AssertionError("what is kept is asked for again")))
     (found,) = cli.json("timeline", folder)

@@ -52,12 +52,12 @@ def test_measured_rows_answer_every_question() -> None:
     # the formula of synthetic.py: 1,500,000 bytes a token on 2 GiB
     assert card.cost.value == "1.43 MiB per token" and "On top of 2.0 GiB" in card.cost.about
     assert card.speed.value.endswith(" tokens/s") and "(2 processes)" in card.speed.interval
-    assert card.dominates.value == f"What grows with length, 81{PERCENT}"
+    assert card.dominates.value == f"Length-dependent part, 81{PERCENT}"
     assert card.allocator.value == f"expandable: 11.0{PERCENT} less reserved"
-    assert card.allocator.about.startswith("Against default; up to 1.0 GiB less, at 4,096 tokens")
+    assert card.allocator.about.startswith("Up to 1.0 GiB less than with default, at 4,096 tokens")
     assert "; 3 settings fit only with expandable" in card.allocator.about  # 6,144, 3,072 and 1,536 on 12 GiB
     assert card.counts == {"measured": 120, "predicted": 0, "imported": 0, "flagged": 0, "unproven": 0}
-    assert card.trust.value == "As far as its source"  # these rows came without their sweep
+    assert card.trust.value == "As much as its source"  # these rows came without their sweep
 
 
 @pytest.mark.slow
@@ -91,7 +91,7 @@ def test_where_nothing_fits_it_says_so_and_what_it_would_take() -> None:
     rows = [row | {"unlimited_peak_reserved_bytes": 5 << 30} for row in few(device_gib=1)]
     card = of(*rows)
     assert (card.fits.value, card.fits.interval) == ("Nothing fits", "the smallest needs 5.0 GiB: a GPU with 8 GiB")
-    assert card.fits.about == "Already 256 tokens at batch 1 ran out of memory; all 8 trials did."
+    assert card.fits.about == "Even 256 tokens at batch 1 ran out of memory; all 8 trials did."
     assert card.dominates.value == "Backward"
     held = json.dumps({"parameters": 3 << 30, "activations": 1 << 30})
     assert of(*(row | {"oom_parts_bytes": held} for row in rows)).dominates.value == f"Parameters, 75{PERCENT}"
@@ -112,7 +112,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
     assert card.cost.value == UNKNOWN
     assert card.cost.about == "1 length ran, and a curve needs three; peak allocated is 3.0 GiB at 512."
     assert card.fits.value == "Yes, 512 tokens" and card.of == "" and card.varied == ""
-    assert card.allocator.value == "Not varied" and "at most" in card.allocator.about
+    assert card.allocator.value == "Not varied" and "up to" in card.allocator.about
     nothing = of(complete_row({"trial_id": "a", "terminal": True, "outcome": "invalid", "reason": "no"}))
     assert {tile.value for tile in nothing.tiles} == {UNKNOWN}
     assert "1 invalid" in nothing.fits.about
@@ -122,7 +122,7 @@ def test_one_length_has_no_cost_and_no_row_no_answer() -> None:
 def test_a_flat_peak_costs_next_to_nothing() -> None:
     card = of(*synthetic.curve((64, 128, 256, 512), repeats=2))
     assert card.cost.value == "Next to nothing" and "is 3.0 GiB at 64 tokens, 3.0 GiB at 512." in card.cost.about
-    assert card.dominates.value == f"What no length changes, 100{PERCENT}"
+    assert card.dominates.value == f"Length-independent part, 100{PERCENT}"
 
 
 @pytest.mark.slow
@@ -142,7 +142,7 @@ def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried
 @pytest.mark.parametrize(
     ("low", "high", "said"),
     [
-        (None, None, ""), (3000, None, " (safe to 3,000)"), (None, 6000, " (at most 6,000)"),
+        (None, None, ""), (3000, None, " (safe up to 3,000)"), (None, 6000, " (at most 6,000)"),
         (3000, 6000, f" (95{PERCENT}: 3,000 to 6,000)"),
     ],
 )  # fmt: skip
@@ -188,7 +188,7 @@ def test_measured_pairs_of_allocators_come_before_predicted_ones() -> None:
 @pytest.mark.slow
 def test_rows_of_a_cpu_say_nothing_of_a_card() -> None:
     card = answer.brief(load(ROOT / "results" / "reference" / "gpt2-cpu"))
-    assert "says nothing of a GPU's limit" in card.fits.about and "GiB" not in card.fits.interval
+    assert "what fits on a GPU is unknown" in card.fits.about and "GiB" not in card.fits.interval
     assert "on the CPU" in card.asked
     assert card.counts["measured"] > 0 and card.counts["predicted"] == 0
     assert card.trust.value in ("Memory and speed: yes", "Memory yes, speed not yet", "Not yet")
@@ -203,7 +203,7 @@ def test_rows_of_others_say_what_they_rest_on() -> None:
     assert card.fits.interval == "fits a GPU with 24 GiB"  # where it was measured
     assert card.cost.value == "2.85 MiB per token"  # published, of one line through all lengths from 918 on: 2.96
     assert "from 935 tokens on; lengths divisible by 8" in card.cost.about
-    assert "a GPU that is not named" in card.asked and card.trust.value == "As far as its source"
+    assert "an unknown GPU" in card.asked and card.trust.value == "As much as its source"
 
 
 @pytest.mark.parametrize(

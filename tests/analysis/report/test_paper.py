@@ -126,7 +126,7 @@ def test_tables_that_would_be_too_wide_or_too_long_lose_columns_and_lines_and_sa
         table = latex.Table(name, f"{name} {EVIL}", tuple(latex.columns(frame)))
         made[name] = latex.latex(table, f"tab:{name}")
         (tmp_path / f"{name}.tex").write_text(made[name], encoding="utf-8")
-    assert "Left out for want of room, and in wide.csv: column" in made["wide"]
+    assert "Columns that did not fit are in wide.csv: column" in made["wide"]
     assert "more lines are in numbers.csv" in made["numbers"]
     assert r"(\unit{\gibi\byte})" in made["numbers"] and "88000 +- 89" not in made["numbers"]
     example = latex.render("example.tex.j2", prefix="x", tables=[], figures=[], methods="")
@@ -223,7 +223,7 @@ def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
     assert r"Predicted, not measured, for l4-24gb" in predicted and "unproven: adapter=lora" in predicted
     measured = next((paper / "tables").glob("settings_measured*.tex")).read_text()
     assert "Measured on" in measured and "flagged: wide spread" in measured and r"\toprule" in measured
-    assert "Unproven, as no GPU has been seen to run it as predicted: adapter=lora." in (
+    assert "Unproven, because no GPU has run it as predicted yet: adapter=lora." in (
         paper / "methods.txt"
     ).read_text(encoding="utf-8")
     assert json.loads((paper / "environment.json").read_text())["coverage"]["ok"] > 40

@@ -75,7 +75,7 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
         if figure.name.endswith("_predicted") and "trial_id" in figure.data:
             ids = " ".join(figure.data["trial_id"].astype(str)).split()
             assert all(one.startswith("si") for one in ids)
-    assert any("predicted by the simulator" in warning for warning in content.warnings)
+    assert any("are predicted, not measured" in warning for warning in content.warnings)
     assert all(fit.points.ids[0][:2] == fit.points.ids[-1][:2] for fit in content.fits)
 
 
@@ -92,7 +92,7 @@ def test_what_is_only_predicted_says_so_on_every_figure_table_and_finding() -> N
     assert content.findings
     assert all(sentence.startswith(("Predicted: ", "Estimated ")) for sentence in content.findings)
     assert [title for title, name, _ in content.tables if name in ("settings", "fits")] == [
-        "Settings, predicted", "Fitted curves, predicted (*: chosen)",
+        "Settings (predicted)", "Fitted curves (predicted; *: chosen)",
     ]  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def test_thinning_keeps_ends_and_extremes() -> None:
 def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     page = (folder / "report.html").read_text()
     whole = unpacked(page)
-    assert "Against default: expandable reserves 0.8" in page
+    assert "Compared with default: expandable reserves 0.8" in page
     assert "the GPU was throttled in 1 row: allocator=default seq_len=512" in page
     assert "memory was still rising at the end of 1 row" in page
     rows = rows_of(page)
@@ -193,8 +193,8 @@ def test_repeats_whose_memory_differs_are_named_and_speed_has_an_interval() -> N
     pair = f"peak_reserved_bytes of repeats {rows[0]['trial_id']} and {rows[1]['trial_id']} differs by 1 B"
     assert any(pair in warning for warning in content.warnings)
     (shown,) = [frame for title, _, frame in content.tables if title == "Settings"]
-    assert shown["95 % between processes (tokens/s)"].iloc[0].endswith(" (3 processes)")
+    assert shown["95 % interval (tokens/s)"].iloc[0].endswith(" (3 processes)")
     once = collect(from_frame(pd.DataFrame([row for row in rows if row["repeat"] == 0]), "test"))
     assert any("measured once, so speed has no interval" in warning for warning in once.warnings)
     (shown,) = [frame for title, _, frame in once.tables if title == "Settings"]
-    assert shown["95 % between processes (tokens/s)"].iloc[0] == "none: one process"
+    assert shown["95 % interval (tokens/s)"].iloc[0] == "none: one process"

@@ -53,7 +53,7 @@ def test_captions_say_what_lines_rest_on() -> None:
     made = synthetic.sweep(batches=(1,), lengths=(128, 256, 512, 1024, 2048, 4096, 8192))
     view = known(made)
     (figure,) = by_length(view)
-    assert "which rests on the peak of each phase, over batch and length together; bands" in figure.caption
+    assert "based on the peak of each phase, over batch and length together. Bands" in figure.caption
     assert set(figure.data["rests_on"].dropna()) == {"phases"}
     mixed = [replace(fit, basis="points") if fit.metric.limited else fit for fit in view.fits]
     (figure,) = by_length(replace(view, fits=mixed))

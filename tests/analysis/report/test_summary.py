@@ -32,7 +32,7 @@ def test_a_row_says_what_was_tried_what_fits_and_what_it_takes() -> None:
         assert not line.estimated and not line.predicted and not line.torn
     assert lines["default · batch 1"].reserved_over_allocated == pytest.approx(1.15 + 0.125 / 13.4, abs=0.005)
     fits, change, _ = found.findings
-    most = "What fits: up to 8,192 tokens (2 of 6 configurations), least with default · batch 4: 3,072 tokens."
+    most = "Up to 8,192 tokens fit (2 of 6 configurations), least with default · batch 4: 3,072 tokens."
     assert fits == most
     assert change.startswith("expandable instead of default saves 11 %: 15.6 GiB to 13.8 GiB reserved at 8,192 tokens")
     assert found.title == "synthetic: 104 ok · 16 oom\nmeasured on Synthetic 24 GB"
