@@ -62,7 +62,7 @@ def compared(view: View) -> list[Figure]:
     found = [Figure("allocators", "Allocators compared", caption, _against_length(sets, fast), data)]
     if fast:
         title = "Peak reserved memory against throughput, by allocator"
-        lines = "Each line joins one allocator's lengths, from the shortest to the longest. Right and low is better."
+        lines = "Each line joins one allocator's lengths, shortest first. Further right and lower is better."
         found.append(Figure("allocators_by_speed", title, sentence(lines, rest), _against_speed(sets), data))
     return found
 

@@ -109,7 +109,7 @@ def _stacked(
     plot.update_yaxes(range=[0.0, 1.06 * top / unit])
     places = np.unique(np.concatenate([frame[axis].to_numpy(float) for frame in (*stacks, out, drawn)]))
     plot.update_xaxes(type="category", categoryorder="array", categoryarray=list(map(_place, places)), showgrid=False)
-    fewer = f"{len(rows):,} of {n:,} predicted rows are drawn." if len(rows) < (n := len(_rows(first, axis))) else ""
+    fewer = f"Drawn: {len(rows):,} of {n:,} predicted rows." if len(rows) < (n := len(_rows(first, axis))) else ""
     shown = f"{len(drawn):,} of " * (len(drawn) < len(ran))
     caption = sentence(
         _most(rows.iloc[-1], axis), f"Shown: {first.label}, one of {every:,} configurations." if every > 1 else "",
@@ -289,7 +289,7 @@ def _most(row: pd.Series[Any], axis: str | None) -> str:
     parts = sorted(OF_PEAK, key=lambda part: -float(row[OF_PEAK[part]]))[:2]
     shares = [f"{called(part)} ({float(row[OF_PEAK[part]]) / allocated:.0%})" for part in parts]
     where = label({axis: int(row[axis])}) if axis else f"{int(row['seq_len']):,} tokens"
-    return f"At {where} {format_size(allocated)} are allocated; the largest components are {' and '.join(shares)}."
+    return f"At {where}, {format_size(allocated)} are allocated; the largest components are {' and '.join(shares)}."
 
 
 def _frame(rows: pd.DataFrame, group: Group) -> pd.DataFrame:

@@ -112,7 +112,7 @@ def _write(engine: MiniRacer, formats: Mapping[str, Callable[[str], bytes]], pic
     """Write a file; return what is wrong if it cannot be written, else an empty text."""
     try:
         if picture.file.suffix not in formats:
-            return f"{picture.file.name}: the suffix must be one of {', '.join(formats)}"
+            return f"{picture.file.name}: allowed: {', '.join(formats)}"
         with replaced(picture.file) as part:
             part.write_bytes(formats[picture.file.suffix](_svg(engine, picture)))
     except OSError as error:

@@ -42,7 +42,7 @@ def frontier_chart(view: View) -> list[Figure]:
             if (found := _nearest(said, size, of[group.id])) is not None}  # fmt: skip
     sizes = _cards(view, best, LINES if len(shown) == 1 else CARDS)
     if len(shown) > (most := max(1, LINES // len(sizes))):
-        shown, note = shown[:most], f"{most} of {len(alike):,} configurations are drawn."
+        shown, note = shown[:most], f"Drawn: {most} of {len(alike):,} configurations."
     refused = {(one.gib, one.group): one.smallest_too_large for one in every if one.smallest_too_large is not None}
     least = {(size, group.id): min(over) for size in sizes for group in shown
              if (over := [refused[size, one.id] for one in of[group.id] if (size, one.id) in refused])}  # fmt: skip

@@ -51,7 +51,7 @@ def _figure(view: View, runs: Runs, number: int) -> Figure:
     plots.finish(plot, ends, reach)
     caption = plots.sentence(
         "Reserved memory at the end of each measured step, a line for each allocator setting. Grey: peak allocated of"
-        f" the step with {held[0].allocator}. All have the same samples (at most {runs.seq_len:,} tokens, seed"
+        f" each step with {held[0].allocator}. All have the same samples (at most {runs.seq_len:,} tokens, seed"
         f" {held[0].seed}).",
         "Settings that share a line are equal in every step." if any(len(same) > 1 for same in shown) else "",
         runs.label and f"Configuration: {runs.label}.",

@@ -68,7 +68,7 @@ def by_length(view: View) -> list[Figure]:
     caption = sentence(
         _lines_are(fits), _kinds(drawn, fits), _crosses(out), "" if limit is None else limit.told(),
         f"All with {label(shared(drawn))}." if len(drawn) > 1 and shared(drawn) else "",
-        f"{len(drawn)} of {len(known):,} configurations are drawn." if len(drawn) < len(known) else "",
+        f"Drawn: {len(drawn)} of {len(known):,} configurations." if len(drawn) < len(known) else "",
     )  # fmt: skip
     every = pd.concat([*data, *out], ignore_index=True)
     return [Figure("memory_by_length", "Peak memory against sequence length", caption, plot, every)]

@@ -253,7 +253,7 @@ def reproduce(row: Any, trial: Mapping[str, Any] | None) -> str:
     if not pd.isna(row["foreign"]):
         return f"imported from {row['foreign']}"
     if trial is None:
-        return "no command here, because only the sweep's journal.jsonl has the whole trial; make its report"
+        return "no command here, because only the sweep's journal.jsonl has the whole trial; run vramsweep report on it"
     try:
         return command(trial, str(row["trial_id"]))
     except UserError as error:

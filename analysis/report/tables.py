@@ -73,7 +73,7 @@ def of_fits(fits: Sequence[Fit]) -> pd.DataFrame:
             "RMS": fit_wording.number(one.rms, fit.metric),
             "worst": fit_wording.number(one.worst, fit.metric),
             "probability": f"{one.probability:.2f}",
-            "values based on": fit.basis if one is fit.chosen else "points",
+            "based on": fit.basis if one is fit.chosen else "points",
             "range": f"{fit.range[0]:,.0f} to {fit.range[1]:,.0f}",
             "lengths": f"{fit.lengths:,}",
         }

@@ -111,7 +111,7 @@ def test_what_is_not_written_is_said_and_costs_no_other(tmp_path: Path, monkeypa
     plot = go.Figure(go.Scatter(y=[1, 2]))
     names = ("none/a.png", "a.gif", "b.png")
     said = refusal(NotDrawn, draw, [Picture(plot, tmp_path / name) for name in names])
-    assert said == f"{tmp_path / 'none/a.png'}: No such file or directory; a.gif: the suffix must be one of .png, .svg, .pdf, .jpg"
+    assert said == f"{tmp_path / 'none/a.png'}: No such file or directory; a.gif: allowed: .png, .svg, .pdf, .jpg"
     assert [one.name for one in tmp_path.rglob("*")] == ["b.png"]
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     said = refusal(NotDrawn, draw, [Picture(plot, tmp_path / "c.png")])

@@ -85,7 +85,7 @@ def test_sides_of_which_one_ran_out_of_memory_wherever_the_other_fitted_are_no_f
     lost = dict.fromkeys(("peak_reserved_bytes", "peak_allocated_bytes", "peak_active_bytes", SPEED))
     gone = [[row | lost | {"outcome": "oom"} if (row["seq_len"] < 500) == first else row for row in rows]
             for first, rows in ((True, a), (False, b))]  # fmt: skip
-    assert "nothing to draw, because no pair has a memory size or a speed on both sides" in refusal(UserError, drawn, *gone)
+    assert "nothing to draw, because no pair has a memory size or a speed on both" in refusal(UserError, drawn, *gone)
 
 
 @pytest.mark.slow

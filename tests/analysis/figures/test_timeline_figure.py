@@ -129,7 +129,7 @@ def test_a_page_of_timelines_escapes_names(tmp_path: Path) -> None:
     assert "Largest allocations at the peak" in page and "layers.*.up" in page
     assert "cannot write" in refusal(UserError, draw, data, data / "page.html")
     data.write_text('{"rows": 1}')
-    assert "is not what" in refusal(UserError, draw, data, out)
+    assert "is not the output of" in refusal(UserError, draw, data, out)
     assert "cannot read" in refusal(UserError, draw, tmp_path / "nothing.json", out)
 
 
