@@ -24,7 +24,7 @@ import accuracy_numbers  # noqa: E402
 
 from vramsweep import verbs  # noqa: E402
 from vramsweep.harness.allocator import config  # noqa: E402
-from vramsweep.harness.config import settings_reference  # noqa: E402
+from vramsweep.harness.config import conf_files, settings_reference  # noqa: E402
 from vramsweep.harness.hardware import gpu_lookup, interconnects  # noqa: E402
 from vramsweep.harness.rows import outcome, quality_flags, schema  # noqa: E402
 from vramsweep.harness.spec import runner_table, shardings  # noqa: E402
@@ -204,16 +204,19 @@ _STEPS = {"protocol.warmup_steps": "warm-up steps", "protocol.measured_steps": "
 
 
 def groups() -> str:
-    """Return each group of conf/: its options (protocols with their numbers of steps), and the settings below it."""
+    """Return each group of conf/: default, options (protocols with their numbers of steps), settings below it."""
     parts = []
     for group in sorted(settings_reference.groups(), key=lambda group: group.name):
         steps = _STEPS if group.name == "protocol" else {}
         head = (f"`{group.name}=`", "what it is", *steps.values())
-        rows: list[tuple[str, ...]] = []
+        auto = conf_files.AUTO.get(group.name)
+        rows: list[tuple[str, ...]] = [("`auto`", auto)] if auto else []
         for one in group.options:
             own = settings_reference.of_option(group.name, one.name) if steps else {}
             rows.append((f"`{one.name}`", one.meaning, *(own.get(key, "") for key in steps)))
-        parts.append(f"### `{group.name}`\n\n" + table(head, rows))
+        default = "auto" if group.name == "device" else conf_files.chosen_options()[group.name]
+        default = settings_reference.defaults().get(group.name, default)
+        parts.append(f"### `{group.name}`\n\nDefault: `{group.name}={default}`.\n\n" + table(head, rows))
         if further := [(f"`{one.key}`", f"`{one.default}`", one.meaning) for one in group.settings]:
             parts.append("Also:\n\n" + table(("setting", "default", "meaning"), further))
     return "\n\n".join(parts)

@@ -77,7 +77,7 @@ MODELS = f"lists all {len(list((ROOT / 'conf' / 'model').glob('*.yaml')))}"
 # What is typed after `sweep`, and what must be in the answer, in this order.
 MISTAKES: dict[str, tuple[str, ...]] = {
     **{typed: tuple(part.replace("{MODELS}", MODELS) for part in said) for typed, *said in cases("sweep_mistakes")},
-    f"seq_len={'9' * 5000}": ("a number of thousands of digits",),
+    f"seq_len={'9' * 5000}": ("a number with thousands of digits",),
     f"seq_len={'9' * 400}": (
         "no trial can run: seq_len is a whole number of 400 digits; allowed is less than 9.2e+18",
     ),

@@ -283,7 +283,7 @@ def test_plan_says_which_of_the_largest_trials_will_not_fit(
     assert [path.name for path in (here / "results").iterdir()] == [".hydra"]  # what the predictions left is gone
     said = cli.run("plan", *grid).out
     needed, has = (fails[name] / (1 << 30) for name in ("needed_bytes", "card_bytes"))
-    assert f"does not fit: needs {needed:,.1f} of {has:.1f} GiB, {needed - has:,.1f} GiB are missing" in said
+    assert f"does not fit: needs {needed:,.1f} GiB, {needed - has:,.1f} GiB above the limit of {has:.1f} GiB" in said
     assert said.splitlines()[-1] == "in 1 of 2 configurations the largest trial is predicted not to fit"
 
 

@@ -111,10 +111,10 @@ def test_the_command_line_wins_over_a_case(
         ("model=tiny seq_len=64", "model=tini seq_len=64", (), "lists all 40 (in sweep/mine.yaml, case "
          "'model=tini seq_len=64,128')"),
         ("  - model=tiny seq_len=128\n", "  - [model=tiny]\n", (), "sweep/mine.yaml: cases=["),
-        ("", "", ("sweep=mine,claims",), "sweep=mine,claims: a preset is a sweep of its own, so one at a time: "),
+        ("", "", ("sweep=mine,claims",), "sweep=mine,claims: each preset is its own sweep; give one at a time: "),
         ("", "", ("modle=tiny",), "modle=tiny: there is no setting 'modle'; did you mean model?\n"),
-        ("", "", ("hydra.sweeper.max_batch_size=1",), "a preset of cases is run at once"),
-        ("", "", ("hydra/sweeper=frontier",), "run at once, so sweep=frontier cannot search it"),
+        ("", "", ("hydra.sweeper.max_batch_size=1",), "batches of trials needs a preset without cases"),
+        ("", "", ("hydra/sweeper=frontier",), "hydra/sweeper=frontier needs one without cases"),
     ],
 )  # fmt: skip
 def test_mistakes_in_a_case_name_the_preset(

@@ -57,7 +57,7 @@ class HydraTask:
             configs = self.plain_values(jobs)
             _look_at_models(configs)
             if not whole and self.of_cases:
-                raise UserError("a preset of cases is run at once; a sweeper that comes in batches needs one without")
+                raise UserError("a sweeper that runs batches of trials needs a preset without cases")
             if not whole:
                 with overrides.variable(overrides.FULL_ERROR, None):  # which workers must not inherit
                     return self.session.answer(configs)
@@ -108,10 +108,8 @@ def _describe_missing_model(path: str) -> str | None:
         return None
     tails = {hub_id.rpartition("/")[2]: name for hub_id, name in conf_files.hub_ids().items()}
     near = [f"model={tails[one]}" for one in suggestions.find_nearest(path.rpartition("/")[2], tails, most=2)]
-    more = f"; built in, and close by name: {', '.join(near)}" if near else ""
-    return (
-        f"model.path={path}: {why}{';' * (why[-1] != '?')} give a folder with its config.json, as model=./FOLDER{more}"
-    )
+    more = f"; built in, with a similar name: {', '.join(near)}" if near else ""
+    return f"model.path={path}: {why}{';' * (why[-1] != '?')} give a folder with its config.json: model=./FOLDER{more}"
 
 
 @cache
@@ -130,9 +128,9 @@ def compose(argv: Sequence[str], verb: str, action: str, session: Session) -> li
     """
     args, parser = overrides.parse(argv, action, verb)
     if args.shell_completion:
-        raise UserError("--shell-completion is for Hydra's own programs; vramsweep VERB --help-all lists the settings")
+        raise UserError("--shell-completion is for Hydra's programs; vramsweep COMMAND --help-all lists the settings")
     if args.experimental_rerun is not None:
-        raise UserError("--experimental-rerun is Hydra's for single jobs; the same command goes on where a sweep was")
+        raise UserError("--experimental-rerun is for Hydra's single jobs; run the same command again to resume a sweep")
     given = [name for name in ("run", "multirun", "cfg", "info") if getattr(args, name)]
     if len(given) > 1:
         raise UserError(f"--{' and --'.join(given)} do not go together; give one of them")
@@ -192,7 +190,7 @@ def _preset(args: argparse.Namespace) -> list[str]:
     device = next((o for o in reversed(rest) if o.startswith("device=")), f"={config.hydra.runtime.choices.device}")
     device = device.partition("=")[2]
     if "," in device:
-        raise UserError(f"sweep=auto is the preset of one device, not of {device}; name one of them: sweep=cuda")
+        raise UserError(f"sweep=auto is the preset of one device, not of {device}; name a preset, such as sweep=cuda")
     return [*rest, f"sweep={device}"]
 
 
@@ -205,17 +203,17 @@ def _cases(args: argparse.Namespace, session: Session) -> tuple[list[str], dict[
     if not (named := [word for word in args.overrides if word.startswith("sweep=")]):
         return [], {}
     if "," in named[-1]:
-        raise UserError(f"{named[-1]}: a preset is a sweep of its own, so one at a time: {named[-1].partition(',')[0]}")
+        raise UserError(f"{named[-1]}: each preset is its own sweep; give one at a time: {named[-1].partition(',')[0]}")
     config = overrides.loader(args).load_configuration(
         args.config_name or "config", named, RunMode.MULTIRUN, validate_sweep_overrides=False
     )
     preset = str(config.hydra.runtime.choices.sweep)
     own = next((word for word in args.overrides if word.startswith("cases=")), None)
     if own is not None and config.cases:
-        raise UserError(f"{own}: sweep={preset} has cases of its own; leave one out")
+        raise UserError(f"{own}: sweep={preset} has its own cases; leave one out")
     found = OmegaConf.to_container(config.cases) if OmegaConf.is_config(config.cases) else config.cases
     if not isinstance(found, list) or not all(isinstance(case, str) for case in found):
-        raise UserError(f"sweep/{preset}.yaml: cases={found}: allowed is a list of lines, each the words of a command")
+        raise UserError(f"sweep/{preset}.yaml: cases={found}: allowed is a list of lines with a command's settings")
     session.preset = preset if found else None
     return found, {str(group): str(option) for group, option in config.hydra.runtime.choices.items()}
 

@@ -13,11 +13,14 @@ from functools import cache
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-AUTO = ("device", "sweep")  # groups with a further option "auto": what this machine has
+AUTO = {  # groups with a further option "auto", and its meaning
+    "device": "cuda if there is a GPU for it, else simulated; `vramsweep doctor` says which and why",
+    "sweep": "the preset that is named like the device: cpu, cuda or simulated",
+}
 TITLES = {  # of the sections of conf/config.yaml, by the beginning of their comment
     "the trial": "The trial",
-    "techniques": "Techniques (vramsweep techniques: what each value needs, and how far it is proven)",
-    "the sweep": "The sweep: nothing here changes what is measured",
+    "techniques": "Techniques (vramsweep techniques: what each value needs, and where it is proven)",
+    "the sweep": "The sweep: these settings do not change a trial; slots and exclusive can change its speed",
 }
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")

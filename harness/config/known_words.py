@@ -74,4 +74,4 @@ def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str])
     )
     meant = flags.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
     guess = "" if meant == "None" else f" did you mean {meant}?"
-    return f"{said};{guess} {prog} --help-all lists what can be set"
+    return f"{said};{guess} {prog} --help-all lists all settings"

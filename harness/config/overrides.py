@@ -67,7 +67,7 @@ def today(override: str) -> str:
     if key == "runner.zero_stage":
         stages = [stage.strip() for stage in value.split(",")]
         if not all(stage.isdigit() for stage in stages):
-            raise UserError(f"{override}: ZeRO's stage is an axis now; give sharding=zero1,zero2")
+            raise UserError(f"{override}: ZeRO's stage is set by sharding= now; give sharding=zero1,zero2")
         return "sharding=" + ",".join(f"zero{stage}" for stage in stages)
     if key == "gradient_checkpointing":
         now = {"true": "full", "false": "none"}
@@ -116,7 +116,7 @@ def check(args: argparse.Namespace) -> None:
         leads_out = [one for one in texts if one.startswith("/") or ".." in one.split("/")]
         if leads_out and groups.repository.group_exists(key):
             where = f"an option is a file of conf/{key}, or of {key}/ in --config-dir DIR"
-            raise UserError(f"{key}={leads_out[0][:60]}: {where}, and has no .. or leading / in it")
+            raise UserError(f"{key}={leads_out[0][:60]}: {where}; its name has no .. and no leading /")
         numbers = [value for value in values if isinstance(value, (bool, int, float))]
         if numbers and groups.repository.group_exists(key):
             allowed = _allowed(key, groups.get_group_options(key))
@@ -151,7 +151,7 @@ def _depth(override: str) -> int:
 def _parsed(overrides: Sequence[str]) -> list[Override]:
     most = yaml_guard.DEEPEST  # fewer than Hydra and OmegaConf can read, however deep the caller's stack is
     if any(_depth(one) > most for one in overrides):
-        raise UserError(f"a setting is nested too deep: more than {most} lists and objects in one another")
+        raise UserError(f"a setting is nested too deep: at most {most} lists and objects may be inside one another")
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except RecursionError:
@@ -189,7 +189,7 @@ def explained(overrides: Sequence[str]) -> Iterator[None]:
         if "integer string conversion" not in str(error):
             raise
         raise UserError(
-            "a setting, or a file of --config-dir, has a number of thousands of digits; shorten it"
+            "a setting, or a file of --config-dir, has a number with thousands of digits; shorten it"
         ) from None
 
 
@@ -218,7 +218,7 @@ def _explanation(error: Exception, overrides: Sequence[str]) -> str:
     added = next((o for o in overrides if o.startswith("+") and o[1:].partition("=")[0] in text), None)
     again = ("already at", "more than once", "Multiple values for", "force-add of config groups")
     if added and any(one in text for one in again):
-        return f"{added}: it is there already; to change it leave the + out: {added.lstrip('+')}"
+        return f"{added}: it exists already; to change it, leave out the +: {added.lstrip('+')}"
     return text
 
 

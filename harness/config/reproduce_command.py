@@ -48,7 +48,7 @@ def command(resolved: Mapping[str, Any], trial_id: str) -> str:
         words.append(f"repeats={int(resolved['repeat']) + 1}")
     remarks = [f"with {path} of SHA-256 {digest[:12]}…" for path, digest in resolved.get("fingerprints", {}).items()]
     if trial_identity.trial_id(resolved) != trial_id:
-        remarks.append("measured by another version of the runner, so the id will be another")
+        remarks.append("measured by another version of the runner, so the id will differ")
     comment = [f"# {'; '.join(remarks)}"] if remarks else []
     return " ".join(["python -m vramsweep sweep", *map(shlex.quote, words), *comment])
 

@@ -42,12 +42,12 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(said)
     if redaction.contains_secret(values, worker_environment.secrets(os.environ)):  # by ${oc.env:NAME}, in a file
         raise UserError(
-            "a setting holds the value of a variable that may be a secret (*TOKEN*, *KEY*, ...), which would be "
-            "written into the results; leave it out of the configuration: a worker has the variable all the same"
+            "a setting holds the value of an environment variable that may be a secret (*TOKEN*, *KEY*, ...) and would "
+            "be written into the results; leave it out, because workers have the variable anyway"
         )
     required = {*plan.SETTINGS, *(name for name, kind in Trial.model_fields.items() if kind.is_required())}
     if gone := sorted(required - values.keys()):
-        raise UserError(f"{gone[0]} was removed from the configuration, and is needed; give {gone[0]}=VALUE")
+        raise UserError(f"{gone[0]} was removed from the configuration, but is needed; give {gone[0]}=VALUE")
     known = {*plan.SETTINGS, *Trial.model_fields}
     if unknown := [str(key) for key in values if key not in known]:
         text = suggestions.unknown_key(

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 
 from vramsweep.harness.config import known_words
-from vramsweep.harness.config.conf_files import CONF, TITLES, Option, chosen_options, read_option, read_settings
+from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, chosen_options, read_option, read_settings
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.rows import schema
 from vramsweep.harness.spec import runner_table
@@ -134,7 +134,7 @@ def _read(file: Path, prefix: str = "") -> list[Setting]:
 
 def text() -> str:
     """Return settings, groups, presets and GPUs as a help text of 100 columns."""
-    parts = ["Settings are KEY=VALUE, KEY=A,B or KEY=1..8 (every one), also --key VALUE; options are GROUP=NAME."]
+    parts = ["Settings are KEY=VALUE, KEY=A,B, KEY=1..8 (all whole numbers) or --key VALUE; groups are GROUP=NAME."]
     for title in TITLES.values():
         own = [_setting(one) for one in settings() if one.section == title]
         parts.append("\n".join([title, *own]))
@@ -146,13 +146,11 @@ def text() -> str:
         if len(group.options) > 12:
             lines.append(_wrapped("", names))
         else:
-            auto = "cuda where there is a GPU for it, else simulated; `vramsweep doctor` says which and why"
-            lines += [_entry("auto", auto)] if group.name == "device" else []
+            lines += [_entry("auto", AUTO[group.name])] if group.name in AUTO else []
             lines += [_entry(one.name, one.line) for one in group.options]
         parts.append("\n".join([*lines, *map(_setting, group.settings)]))
-    auto = _entry("auto", "the preset of the device: cpu, cuda or simulated")
     lines = [_entry(one.name, one.line) for of in groups() if of.name == "sweep" for one in of.options]
-    parts.append("\n".join(["Presets: sweep=NAME", auto, *lines]))
+    parts.append("\n".join(["Presets: sweep=NAME", _entry("auto", AUTO["sweep"]), *lines]))
     parts.append(gpu_lookup.CARDS)
     return "\n\n".join(parts)
 
@@ -161,9 +159,9 @@ def commonest() -> str:
     """Return the settings that are set most, one a line, for a help text that fits a screen."""
     told = {one.key: one for one in every()}
     of = {group.name: tuple(one.name for one in group.options) for group in groups()}
-    lines = ["The commonest settings, each with its default, and what it can be:"]
+    lines = ["The commonest settings, each with its default and its values:"]
     for key in COMMONEST:
-        one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built in, {OWN}", of[key])
+        one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built-in models, {OWN}", of[key])
         text = ", ".join(one.values) if 0 < len(one.values) < 20 else one.meaning
         lines.append(
             f"  {key.removeprefix('device.')}={one.default}".ljust(INDENT)

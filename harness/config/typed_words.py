@@ -74,7 +74,7 @@ def understand(
     words = [spell_range(one) for _, now in read for one in now]
     notes = [note for word, now in read for note in _notes(word, " ".join(now))]
     names = ", ".join(dict.fromkeys(word.partition("=")[0] for word in left))
-    notes += [f"left out, as memory and speed of a step do not depend on them: {names}"] * bool(left)
+    notes += [f"left out, because memory and speed of a step do not depend on them: {names}"] * bool(left)
     said = {word.partition("=")[0]: word.partition("=")[2] for word in words}
     if verb in ("sweep", "plan", "run") and said.get("device.gpu", "null") not in ("", "null") and "device" not in said:
         words.append("device=simulated")
@@ -188,11 +188,11 @@ def _read(word: str, line: Line) -> list[str]:
     if key == "world_size" and _GPUS.fullmatch(text):
         key, items = "device.gpu", [text] if any(map(str.isdigit, items)) else items
     if key in whole_numbers() and (plain := _THOUSANDS.sub(lambda found: found[0].replace(",", ""), text)) != text:
-        raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without separators of thousands")
+        raise UserError(f"{word}: a comma separates two values; write {key}={plain}, without thousands separators")
     read = [_model(word, item, line) if key == "model" else _value(word, key, item, line) for item in items]
     (now, *more), values = sorted({one.partition("=")[0] for one in read}), [one.partition("=")[2] for one in read]
     if more:
-        raise UserError(f"{word}: a folder or a model of the hub is a sweep of its own; leave the built-in ones out")
+        raise UserError(f"{word}: a folder or a hub model is a sweep of its own; leave the built-in models out")
     if now not in known_words.setting_names():
         allowed = [f"{alias}, which is {what}" for alias, what in ALIASES.items() if alias.startswith(f"{name}=")]
         elsewhere = known_words.ELSEWHERE.get(name)
@@ -216,7 +216,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
         return f"{key}={item.removesuffix('/config.json')}"
     plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
     if key == "device.gpu" and re.fullmatch(r"\d\d?", item):
-        raise UserError(f"{word}: gpu= names the kind of GPU, world_size= how many, CUDA_VISIBLE_DEVICES which")
+        raise UserError(f"{word}: gpu= names the kind of GPU, world_size= their number, CUDA_VISIBLE_DEVICES which")
     if key in ("device.gpu", "predict") and plain:
         found = gpu_names.find_name(item)
         if found is None and key == "device.gpu":
@@ -246,7 +246,7 @@ def _refuse_number(word: str, key: str, item: str) -> None:
     if re.fullmatch(r"\[\d+(, *\d+)*\]|\d+([;|/]\d+)+", item):
         raise UserError(f"{word}: commas separate values; write {key}={','.join(re.findall(r'[0-9]+', item))}")
     if key == "world_size" and item.isalpha() and item != "null":
-        raise UserError(f"{word}: world_size= is how many GPUs, a whole number; write for example world_size=8")
+        raise UserError(f"{word}: world_size= is the number of GPUs; write a whole number, such as world_size=8")
 
 
 def _model(word: str, item: str, line: Line) -> str:
@@ -315,5 +315,5 @@ def _span(word: str, item: str) -> range:
     if step < 1:
         raise UserError(f"{word}: the step of {item} must be 1 or more")
     if last < first:
-        raise UserError(f"{word}: {item} is empty, as ranges go up; write {last}..{first}")
+        raise UserError(f"{word}: {item} is empty, because ranges go up; write {last}..{first}")
     return range(first, last + 1, step)

@@ -32,7 +32,7 @@ _PLACEHOLDER = re.compile(r"\{\{(?P<text>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)(?::(?
 OUTPUT = "output"  # the subfolder of an attempt's folder that {output_dir} stands for
 # Names that are no settings, but are known once a trial starts.
 GIVEN = {
-    "steps": "how many optimizer steps are looked at",
+    "steps": "the number of optimizer steps that are observed",
     "output_dir": "a folder of the attempt, for what the script writes",
 }
 # Settings that a command can be given, with the values that mean nothing was given; also in conf/runner/script.yaml.
@@ -143,26 +143,26 @@ def command_problems(trial: Trial) -> Iterator[str]:
             near = suggestions.find_closest(one.name, [*UNSAID, *TOLD, *GIVEN])
             meant = f"; did you mean {{{near}}}?" if near else ""
             yield (
-                f"the command has {{{one.name}}}, which is not given: give {one.name}=VALUE, or write "
+                f"the command has {{{one.name}}}, which has no value; give {one.name}=VALUE, or write "
                 f"{{{{{one.name}}}}} for the text itself{meant}"
             )
         elif twice := _twice(one):
-            yield f"the command's {{{one.name}:...}} says twice what {one.name}={twice} is; leave one out"
+            yield f"the command's {{{one.name}:...}} has two texts for {one.name}={twice}; leave one out"
         elif one.cases is not None and one.name in values and _spelt(values[one.name]) not in dict(one.cases):
             value = _spelt(values[one.name])
-            yield f"the command's {{{one.name}:...}} does not say what {one.name}={value} is: add {value}=TEXT to it"
+            yield f"the command's {{{one.name}:...}} has no text for {one.name}={value}; add {value}=TEXT to it"
     told = placeholder_names(command)
     for name, default in UNSAID.items():
         value = getattr(trial, name)
         if value != default and name not in told:
             yield (
-                f"{name}={_spelt(value)} does not reach the command: write {{{name}}} where it takes it, "
-                f"{{{name}:{_spelt(value)}=TEXT}} if it calls it otherwise"
+                f"{name}={_spelt(value)} does not reach the command; write {{{name}}} where the command takes it, or "
+                f"{{{name}:{_spelt(value)}=TEXT}} if the command has another name for this value"
             )
     if unused := [name for name in trial.runner.options if name not in told]:
         yield f"{unused[0]} is given, but the command has no {{{unused[0]}}}; write it where the command takes it"
     if trial.device.name == "simulated" and trial.world_size > 1:
-        yield "a command is simulated as one process: world_size=1, or measure on device=cuda"
+        yield "a command is predicted as one process; use world_size=1, or measure on device=cuda"
     first = shlex.split(command)[0]
     if not _PLACEHOLDER.search(first) and shutil.which(first) is None:
         hint = f"; a script starts with its interpreter: python {first} ..." if first.endswith(".py") else ""

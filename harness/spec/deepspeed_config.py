@@ -69,7 +69,7 @@ def read(path: str) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"ds_config {path} cannot be read: {bounded_reads.error_reason(error)}") from None
     except ValueError as error:
-        raise UserError(f"ds_config {path} is not JSON that can be read: {error!s:.200}") from None
+        raise UserError(f"ds_config {path} cannot be read as JSON: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f"ds_config {path} holds {json.dumps(found)[:40]}; it must be one object, {{...}}")
     return found
@@ -80,7 +80,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {twice} is there twice")
+        raise ValueError(f"the key {twice} occurs twice")
     return found
 
 
@@ -146,30 +146,30 @@ def contradictions(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
     zero = config.get("zero_optimization")
     if not isinstance(zero, Mapping) or "stage" not in zero:
         yield (
-            f"it has no {STAGE}, which DeepSpeed takes for 0 and the Trainer for a mistake; add it: 0 to 3, or "
-            f'"{AUTO}" for the axis sharding'
+            f"it has no {STAGE}, which DeepSpeed reads as 0 and the Trainer refuses; add it: 0 to 3, or "
+            f'"{AUTO}" to follow sharding='
         )
     elif zero["stage"] not in (0, 1, 2, 3, AUTO) or isinstance(zero["stage"], bool):
-        yield f'{STAGE} is {json.dumps(zero["stage"])}; it must be 0 to 3, or "{AUTO}" for the axis sharding'
+        yield f'{STAGE} is {json.dumps(zero["stage"])}; it must be 0 to 3, or "{AUTO}" to follow sharding='
     for key in OBJECTS:
         if (found := _no_object(config, key)) is not None:
-            yield f"{key} is {found}; it must be an object, {{...}}, or not be there"
+            yield f"{key} is {found}; it must be an object, {{...}}, or be left out"
     if all(any(stated_values(config, key) for key in keys) for keys in (BF16, FP16)):
-        yield "bf16 and fp16 are both enabled; DeepSpeed takes one of them"
+        yield "bf16 and fp16 are both enabled; enable one of them"
     for key in OTHERS:
         if stated_values(config, key):
-            yield f"{key} is true, which no precision of the axis is; take it out, for bf16.enabled or fp16.enabled"
+            yield f"{key} is true, which is no value of precision=; use bf16.enabled or fp16.enabled instead"
     clipping = stated_values(config, "gradient_clipping")
     if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float))):
         yield f"gradient_clipping is {json.dumps(clipping)}; it must be a number"
     for key in PARALLEL:
         if stated_values(config, key) not in (None, 0, 1):
             stated = json.dumps(stated_values(config, key))
-            yield f"{key} is {stated}, which is not supported: ranks divide the batch; use 1"
+            yield f"{key} is {stated}, which is not supported, because ranks divide only the batch; use 1"
     for key in OFFLOADS.values():
         if stated_values(config, key) == "nvme":
             yield (
-                f"{key} is nvme, which is not supported: its buffers and speed are those of the drive and of the aio "
+                f"{key} is nvme, which is not supported, because its buffers and speed depend on the drive and the aio "
                 'settings, which no row describes; use "cpu"'
             )
     optimizer, own = stated_values(config, "optimizer"), adam(config)
@@ -188,6 +188,6 @@ def _disagree(trial: Trial, key: str, value: Any, axis: str, wanted: Any) -> str
         return f"{key} is {json.dumps(value)}; it must be true or false"
     names = axis.replace(" and ", ", ").split(", ")
     given = " ".join(f"{name}={text(getattr(trial, name))}" for name in names)
-    there = "" if wanted is None else f" ({json.dumps(wanted)} there)"
-    mend = "make them agree" if names[1:] else f"leave {axis} out to get what the file says"
+    there = "" if wanted is None else f" (that is, {json.dumps(wanted)})"
+    mend = "make them agree" if names[1:] else f"leave {axis} out to use the file's value"
     return f'{key} is {json.dumps(value)}, which contradicts {given}{there}; {mend}, or write "{AUTO}" in the file'

@@ -9,11 +9,11 @@ from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
 
-AHEAD = "the further the CPU runs ahead of the GPU, the more"
+AHEAD = "the peak grows if the CPU runs ahead of the GPU"
 ADAPTED = ("bf16", "fp16")  # precisions with fp32 weights; often an adapter's model has others
 NEAR = 0.01  # share of the limit; a trial that leaves less only just fits
 COMMUNICATION_GIB = 2
-NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
+NO_ROOM = "NCCL's buffers of 1 to 2 GiB, which may not fit next to this peak (device.headroom_gib=2 includes them)"
 COMMUNICATION = "NCCL's buffers; leave 1 to 2 GiB of each GPU for them (device.headroom_gib=2)"
 
 
@@ -59,7 +59,7 @@ def describe_fit(low: int | None, high: int, limit: int) -> str:
     low = high if low is None else low
     of = f"peak reserved {describe_range(low, high)} of {format_gib(limit)} GiB ({_percent(high, limit)})"
     if low < high >= limit:
-        return f"probably fits: {of}; {AHEAD}; once the GPU is full PyTorch waits for it, which is not predicted"
+        return f"probably fits: {of}; {AHEAD}; once the GPU is full, PyTorch waits; this delay is not predicted"
     free, fits = f"{format_gib(limit - high)} GiB free", "fits" if limit - high >= NEAR * limit else "only just fits"
     if format_gib(low) == format_gib(high):
         return f"{fits}: {of}, {free}"
@@ -73,8 +73,8 @@ def describe_misfit(need: int | None, limit: int) -> str:
         return f"does not fit into {most} GiB; how much it needs is unknown"
     if need <= limit:  # the order of the requests leaves gaps
         share = f"{format_gib(need)} of {most} GiB ({_percent(need, limit)})"
-        return f"does not fit: {share} would do, but no free piece is large enough for a request"
-    return f"does not fit: needs {format_gib(need)} of {most} GiB, {format_gib(need - limit)} GiB are missing"
+        return f"does not fit: {share} would be enough, but no free block is large enough for one request"
+    return f"does not fit: needs {format_gib(need)} GiB, {format_gib(need - limit)} GiB above the limit of {most} GiB"
 
 
 def list_exclusions(trial: Trial, free: int | None = None) -> Iterator[str]:
@@ -93,12 +93,12 @@ def communication_bytes(trial: Trial) -> int:
 def describe_limit(trials: Sequence[Trial]) -> str:
     """Return a sentence on what the limit of a GPU is in these predictions."""
     unknown = any(reported_bytes(trial.device.card) is None for trial in trials)
-    less = f"{SHORTFALL:.0%}, as what it reports is not known, and ".replace("%", " %") * unknown
+    less = f"{SHORTFALL:.0%}, because what it reports is unknown, and ".replace("%", " %") * unknown
     most = max((trial.device.headroom_gib for trial in trials), default=0.0)
     up_to = "up to " * any(trial.device.headroom_gib < most for trial in trials)
     context = f"{format_gib(CONTEXT_BYTES)} GiB for the CUDA context"
     left = f", and {up_to}{most:g} GiB headroom" * (most > 0)
-    return f"limit: the GPU's memory less {less}{context}{left}"
+    return f"limit: the GPU's memory minus {less}{context}{left}"
 
 
 def _percent(size: int, limit: int) -> str:

@@ -24,12 +24,12 @@ def unknown_gpu(said: str, typed: str) -> str:
     if (found := _COUNTED.fullmatch(typed)) and (like := _like(found["name"] or found["other"])):
         others = f" (or {', '.join(gpu.name for gpu in like[1:])})" if like[1:] else ""
         ranks = f"world_size={found['n'] or found['m']} sharding=fsdp2"
-        return f"{said}: gpu= names one kind of GPU, world_size= how many; write {ranks} gpu={like[0].name}{others}"
+        return f"{said}: gpu= names the kind of GPU, world_size= their number; write {ranks} gpu={like[0].name}{others}"
     if len(like := _like(typed)) > 1:
         each = ", ".join(f"{gpu.name} ({gpu.memory_gib:g} GiB{f', {gpu.link}' if gpu.link else ''})" for gpu in like)
         return f"{said} may be any of {each}; name one of them"
     near = f"; did you mean {like[0].name}?" if like else suggestions.did_you_mean(typed, [gpu.name for gpu in GPUS])
-    more = "" if like else "; for one that is not listed say what it has: device.memory_gib=8 device.capability=7.5"
+    more = "" if like else "; describe one that is not listed: device.memory_gib=8 device.capability=7.5"
     return f"{said}: there is no such GPU{near or ';'} `vramsweep gpus` lists all {len(GPUS)}{more}"
 
 

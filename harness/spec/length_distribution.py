@@ -38,7 +38,7 @@ MOST = 10**15  # most samples of a histogram, which a float still counts exactly
 LONGEST_OF_BATCH, FULL = "longest", "max"  # values of padding_to; any other is a multiple
 WAYS = f"write {PREFIX}lognormal(MEDIAN,SIGMA), or {PREFIX}FILE"
 CHANGED = "{} has changed since the sweep was planned; run the sweep again"
-FORMS = "a JSON list, a length a line, or lines of length,count"
+FORMS = "a JSON list, one length a line, or lines of length,count"
 _LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
 _CALL = re.compile(r"(\w+)\((.*)\)?")
 _WHOLE = re.compile(r"([+-]?\d{1,18})(?:\.0*)?")  # as pandas writes counts
@@ -135,7 +135,7 @@ def source(data: str, fingerprint: str | None = None) -> Source:
 
 def _lognormal(data: str, text: str) -> Lognormal:
     if (found := _LOGNORMAL.fullmatch(text)) is None:
-        raise LengthsError(f"data={data} says no lengths; {WAYS}")
+        raise LengthsError(f"data={data} names no lengths; {WAYS}")
     try:
         median, sigma = float(found[1]), float(found[2])
     except ValueError:
@@ -158,10 +158,10 @@ def _listed(place: Path, size: int, changed_ns: int) -> tuple[Listed, str]:
         counts[min(length, LONGEST)] = counts.get(min(length, LONGEST), 0) + count
     kept = {length: counts[length] for length in sorted(counts) if counts[length]}
     if not kept:
-        raise LengthsError(f"{place} holds no lengths; it is {FORMS}")
+        raise LengthsError(f"{place} holds no lengths; it must be {FORMS}")
     until = tuple(itertools.accumulate(kept.values()))
     if until[-1] > MOST:
-        raise LengthsError(f"{place}: its counts come to more than {MOST:,}; divide them all by the same")
+        raise LengthsError(f"{place}: its counts sum to more than {MOST:,}; divide all of them by the same number")
     return Listed(tuple(kept), until), hashlib.sha256(content).hexdigest()
 
 
@@ -169,11 +169,11 @@ def _json(place: Path, text: str) -> Iterator[tuple[int, int]]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LengthsError(f"{place} is no JSON: {_short(str(error))}; it may be {FORMS}") from None
+        raise LengthsError(f"{place} is no JSON: {_short(str(error))}; it must be {FORMS}") from None
     for number, value in enumerate(values, 1):
         if type(value) not in (int, float) or not value >= 1 or value % 1:
             got = _short(json.dumps(value))
-            raise LengthsError(f"{place}: entry {number} is {got}, and a length is a whole number from 1 on")
+            raise LengthsError(f"{place}: entry {number} is {got}; a length must be a whole number from 1 up")
         yield int(min(value, LONGEST)), 1
 
 
@@ -190,13 +190,13 @@ def _lines(place: Path, text: str) -> Iterator[tuple[int, int]]:
         found = [_WHOLE.fullmatch(cell) for cell in cells]
         if columns > 2 or len(cells) != columns or None in found:
             raise LengthsError(
-                f"{place}, line {number}: {_short(repr(line.strip()))} is no length; the file is {FORMS}"
+                f"{place}, line {number}: {_short(repr(line.strip()))} is no length; the file must be {FORMS}"
             )
         values = [int(one[1]) for one in found if one]
         length, count = values[::-1] if swapped and columns == 2 else (values[0], values[1] if columns == 2 else 1)
         if length < 1 or count < 0:
             what = f"a length of {length}" if length < 1 else f"a count of {count}"
-            raise LengthsError(f"{place}, line {number}: {what}; lengths are whole numbers from 1 on, counts from 0 on")
+            raise LengthsError(f"{place}, line {number}: {what}; lengths must be at least 1, counts at least 0")
         yield length, count
 
 
@@ -300,12 +300,12 @@ def lengths_problem(trial: Trial) -> Iterator[str]:
     if not names_lengths(trial.data):
         if trial.padding_to != LONGEST_OF_BATCH and trial.runner.name not in runner_table.STARTING:
             yield (
-                f"padding_to={trial.padding_to} is of data={PREFIX}..., whose samples differ in length; leave it out "
-                "(a text's are padded to seq_len)"
+                f"padding_to={trial.padding_to} needs data={PREFIX}..., whose samples differ in length; leave it out "
+                "(samples of a text are padded to seq_len)"
             )
         return
     if trial.runner.name in runner_table.STARTING:
-        yield f"data={trial.data}: the command of runner={trial.runner.name} reads data of its own; use another runner"
+        yield f"data={trial.data}: the command of runner={trial.runner.name} reads its own data; use another runner"
         return
     try:
         source(trial.data)
@@ -322,12 +322,12 @@ def _padding(trial: Trial) -> Iterator[str]:
     if to not in (LONGEST_OF_BATCH, FULL) and (not to.isdecimal() or int(to) < 1):
         yield f"padding_to={to}: choose longest (of the batch), a multiple such as 64, or max (seq_len)"
     elif to != LONGEST_OF_BATCH and trial.packing != "none":
-        yield f"padding_to={to} with packing={trial.packing}: packed samples are all full; give one of them"
+        yield f"padding_to={to} with packing={trial.packing}: packed samples are all full; leave one out"
     elif to.isdecimal() and trial.seq_len % int(to):
         near = max(trial.seq_len // int(to), 1) * int(to)
         yield (
-            f"padding_to={to} with seq_len={trial.seq_len}, which is no multiple of it: samples would be padded beyond "
-            f"seq_len; use seq_len={near}"
+            f"padding_to={to} would pad samples beyond seq_len={trial.seq_len}, which is no multiple of it; use "
+            f"seq_len={near}"
         )
 
 
@@ -337,15 +337,15 @@ def _predicted(trial: Trial) -> Iterator[str]:
         return
     if trial.runner.name in runner_table.TARGETED:
         yield (
-            f"data={trial.data} with runner={trial.runner.name} cannot be simulated: what the target makes of a length "
-            "is not known; measure it, or use another runner"
+            f"data={trial.data} with runner={trial.runner.name} cannot be predicted, because the use that the "
+            "target makes of a length is unknown; measure it, or use another runner"
         )
         return
     alone = trial.micro_batch == 1 and trial.padding_to == LONGEST_OF_BATCH
     if has_varying_lengths(trial) and trial.attention == "flash_attention_2" and not alone:
         yield (
-            "attention=flash_attention_2 with padding of many lengths cannot be simulated: how many tokens are left "
-            "differs from batch to batch; use attention=sdpa, packing or micro_batch=1"
+            "attention=flash_attention_2 with padding of many lengths cannot be predicted, because the number of "
+            "tokens without padding differs from batch to batch; use attention=sdpa, packing or micro_batch=1"
         )
 
 

@@ -25,8 +25,8 @@ def _fsdp(trial: Trial) -> Iterator[str]:
         yield "sharding=fsdp2 starts from random weights; use weights=random, which changes neither memory nor speed"
     if trial.sharding == "fsdp1" and trial.adapter != "none" and not trial.runner.options.get("use_orig_params"):
         yield (
-            "sharding=fsdp1 flattens trained and frozen parameters together only with "
-            "+runner.options.use_orig_params=true"
+            "sharding=fsdp1 with an adapter needs +runner.options.use_orig_params=true, because it flattens "
+            "trained and frozen parameters together"
         )
     yield from _one_dtype(trial)
 
@@ -35,7 +35,7 @@ def _one_dtype(trial: Trial) -> Iterator[str]:
     """Refuse weights of two dtypes: FSDP1 makes one flat parameter of a block's weights, for which torch needs one."""
     if trial.sharding == "fsdp1" and trial.adapter != "none" and trial.precision == "bf16_pure":
         yield (
-            "sharding=fsdp1 flattens weights of one dtype only, and adapters are fp32 beside bf16 weights; use "
+            "sharding=fsdp1 flattens weights of one dtype only, and adapters are fp32 next to bf16 weights; use "
             "precision=bf16 or sharding=fsdp2"
         )
 
@@ -43,13 +43,13 @@ def _one_dtype(trial: Trial) -> Iterator[str]:
 def _fsdp_trainer(trial: Trial) -> Iterator[str]:
     """Yield what cannot be done with FSDP under the Trainer."""
     if trial.sharding in FSDP and trial.precision == "fp16" and trial.device.name == "simulated":
-        yield f"sharding={trial.sharding} in fp16 cannot be simulated; use precision=bf16, or measure on device=cuda"
+        yield f"sharding={trial.sharding} in fp16 cannot be predicted; use precision=bf16, or measure on device=cuda"
     yield from _one_dtype(trial)
 
 
 def _trainer_arguments(trial: Trial) -> Iterator[str]:
     if trial.runner.options.get("parallelism_config") is not None:
-        yield "runner.options.parallelism_config is not supported: ranks divide the batch; leave it out"
+        yield "runner.options.parallelism_config is not supported, because ranks divide only the batch; leave it out"
     for option in trial.runner.options:
         owners = [s.name for s in SHARDINGS if option in s.arguments]
         if owners and trial.sharding not in owners:
@@ -63,9 +63,9 @@ def fsdp_offload(trial: Trial) -> Iterator[str]:
     With offload_param, parameters, gradients and optimizer state are in host memory, but gathered weights are not.
     """
     if trial.offload_optimizer:
-        yield f"sharding={trial.sharding} moves optimizer state with the parameters; give offload_param=true alone"
+        yield f"sharding={trial.sharding} offloads optimizer state with parameters; give offload_param=true alone"
     if trial.offload_param and trial.sharding == "fsdp1" and trial.device.name == "simulated":
-        yield "sharding=fsdp1 with offload_param cannot be simulated; sharding=fsdp2 can, or measure on device=cuda"
+        yield "sharding=fsdp1 with offload_param cannot be predicted; use sharding=fsdp2, or measure on device=cuda"
 
 
 def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
@@ -83,7 +83,7 @@ def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
         yield f"ds_config {trial.ds_config}: {wrong}"
     if trial.sharding not in ZERO:
         yield (
-            f"ds_config {trial.ds_config} leaves the stage to sharding={trial.sharding}, which has none; give "
+            f"ds_config {trial.ds_config} leaves the stage to sharding={trial.sharding}, which has no stage; give "
             f"sharding={', '.join(ZERO)}"
         )
     untraced = deepspeed_config.stated_values(config, "optimizer") and deepspeed_config.adam(config) is None
@@ -94,9 +94,7 @@ def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
 def zero_init(trial: Trial) -> Iterator[str]:
     """Refuse zero_init=false where it has no meaning."""
     if not trial.zero_init and trial.sharding != "zero3":
-        yield (
-            f"zero_init=false changes nothing with sharding={trial.sharding}: zero.Init divides weights, as zero3 does"
-        )
+        yield f"zero_init=false has no effect with sharding={trial.sharding}, which has no zero.Init; leave it out"
 
 
 def zero_precision(trial: Trial) -> Iterator[str]:
@@ -104,9 +102,9 @@ def zero_precision(trial: Trial) -> Iterator[str]:
     if trial.sharding not in ZERO:
         return
     if trial.precision == "bf16_pure":
-        yield "deepspeed keeps fp32 master weights, so bf16_pure does not exist there; use bf16"
+        yield "DeepSpeed has no bf16_pure, because it keeps fp32 master weights; use precision=bf16"
     if trial.device.name == "cpu" and trial.sharding == "zero0" and trial.precision in ("bf16", "fp16"):
-        yield f"deepspeed ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32, or sharding=zero1 to zero3"
+        yield f"DeepSpeed's ZeRO-0 in {trial.precision} does not run on device=cpu; use fp32 or sharding=zero1 to zero3"
 
 
 def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
@@ -118,14 +116,14 @@ def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
         own = "deepspeed_cpu_adam" if trial.offload_optimizer else "deepspeed_fused_adam"
         yield f"runner.options.optimizer of type {kind} belongs to the axis optimizer: give optimizer={own}"
     if trial.optimizer != "default":
-        yield f"runner.options.optimizer contradicts optimizer={trial.optimizer}; give one of them"
+        yield f"runner.options.optimizer contradicts optimizer={trial.optimizer}; leave one out"
     if trial.device.name == "simulated":
         yield f"runner.options.{_untraced(kind)}"
 
 
 def _untraced(kind: Any) -> str:
     return (
-        f"optimizer of type {kind} cannot be simulated; leave it out for torch's AdamW, choose one with optimizer=, or "
+        f"optimizer of type {kind} cannot be predicted; leave it out for torch's AdamW, choose one with optimizer=, or "
         "measure on device=cuda"
     )
 
@@ -142,12 +140,12 @@ def _trainer_optimizer(trial: Trial) -> Iterator[str]:
     if axis is not None:
         yield f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
     if trial.optimizer != "default":
-        yield f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; give one of them"
+        yield f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; leave one out"
     if trial.device.name == "simulated" and name not in _TRACED:
         known = ", ".join(map(str, catalog.values("optimizer")))
         yield (
-            f"runner.options.optim={asked} cannot be simulated: it is another package's code; measure it on "
-            f"device=cuda, or choose from optimizer={known}"
+            f"runner.options.optim={asked} cannot be predicted, because it is another package's code; measure it "
+            f"on device=cuda, or choose from optimizer={known}"
         )
 
 
@@ -161,19 +159,19 @@ def _trainer_optim_args(trial: Trial) -> Iterator[str]:
     if trial.optimizer != "default" and entry.optim is None:
         yield f"runner.options.optim_args does not reach {entry}, which TrainingArguments lacks; leave it out"
     if entry.packages and trial.device.name == "simulated":
-        yield f"runner.options.optim_args with {entry} cannot be simulated; leave it out, or measure on device=cuda"
+        yield f"runner.options.optim_args with {entry} cannot be predicted; leave it out, or measure on device=cuda"
 
 
 def _static_graph(trial: Trial, option: str = "static_graph") -> Iterator[str]:
     """Refuse a pass that does not average: torch 2.13's reducer fails in it (reducer.cpp: expect_autograd_hooks_)."""
     if trial.runner.options.get(option) is True and trial.no_sync and trial.grad_accum > 1:
         way = "use no_sync=false or grad_accum=1" if option == "static_graph" else "use grad_accum=1"
-        yield f"runner.options.{option} fails in torch unless every accumulated pass averages; {way}"
+        yield f"runner.options.{option} fails in torch unless every accumulated pass averages gradients; {way}"
 
 
 def _own_offload(trial: Trial) -> Iterator[str]:
     if trial.offload_param:
-        yield "offload_param: a custom target offloads what it wants itself; leave it out"
+        yield "offload_param has no effect with runner=custom, whose target offloads by itself; leave it out"
 
 
 TORCH = (_static_graph, _fsdp)

@@ -97,14 +97,14 @@ RUNNERS = (
            preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
            owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names}, options=None,
            rules=runner_rules.TRAINER),
-    Runner("deepspeed", "DeepSpeed's engine; options are merged over the generated ds_config",
+    Runner("deepspeed", "DeepSpeed's engine; options override the generated ds_config",
            module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,
            shardings=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()}, options=None,
            rules=runner_rules.DEEPSPEED, monotonic=True, host_bytes=333 * MIB),
-    Runner("custom", "your own model and step (docs/own_script.md); options are the target's", module=".loops.custom",
+    Runner("custom", "your own model and step (docs/own_script.md); options go to your target", module=".loops.custom",
            preload=(".loops.custom", *_MODELS), measurement=2, shardings=_TORCH, options=None,
            rules=runner_rules.CUSTOM, targets=True),
-    Runner("script", "a command of your own, as it is (docs/own_script.md); options are placeholders of your own",
+    Runner("script", "your own command, unchanged (docs/own_script.md); options fill your own placeholders",
            module=".scripts.launch_command", shardings=(), options=None, starts=True, traced=".scripts.traced_script",
            jobs=True),
 )
@@ -226,9 +226,9 @@ def _supported(trial: Trial, entry: Runner) -> Iterator[str]:
         )
     if trial.world_size > 1 and trial.sharding == "none":
         ways = ", ".join(s.name for s in SHARDINGS if s.name not in ("none", "fsdp2"))
-        yield f"world_size {trial.world_size} needs a sharding: add sharding=fsdp2, or {ways}; none is one rank"
+        yield f"world_size={trial.world_size} needs a sharding, because none is one rank; add sharding=fsdp2, or {ways}"
     if trial.device.name == "simulated" and not _SHARDINGS[trial.sharding].simulated:
-        yield f"sharding={trial.sharding} with runner={entry.name} cannot be simulated; measure it on device=cuda"
+        yield f"sharding={trial.sharding} with runner={entry.name} cannot be predicted; measure it on device=cuda"
 
 
 def _divides(value: Any, trial: Trial) -> bool:
@@ -253,14 +253,14 @@ _KINDS: dict[str, tuple[str, Callable[[Any, Trial], bool]]] = {
 
 def _options(trial: Trial, entry: Runner) -> Iterator[str]:
     if not plain_json.is_finite(trial.runner.options):
-        yield "runner.options holds a number that is not finite, which no row can keep; leave it out"
+        yield "runner.options has a number that is not finite, which no row can store; leave it out"
     for option, value in flatten_options(trial.runner.options):
         if option in ("fsdp_config", "accelerator_config") and isinstance(value, str) and entry.name == "trainer":
-            yield f"runner.options.{option} is a file; give its keys: +runner.options.{option}.KEY=VALUE"
+            yield f"runner.options.{option} names a file; give its keys: +runner.options.{option}.KEY=VALUE"
         whole = not isinstance(value, Mapping)  # it would replace a node that has a key of an axis
         axis = next((a for o, a in entry.owned.items() if option == o or (whole and o.startswith(f"{option}."))), None)
         if axis is not None:
-            yield f"runner.options.{option} belongs to the axis {axis}; give that instead, so that the row says it"
+            yield f"runner.options.{option} belongs to the axis {axis}; set that instead, so that the row shows it"
     if entry.options is not None:
         known = (*entry.options, *_SHARDINGS[trial.sharding].options)
         if unknown := sorted(set(trial.runner.options) - set(known)):

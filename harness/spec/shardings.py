@@ -60,9 +60,9 @@ SHARDINGS = (
                simulated=True, whole=stage < 3, readable=stage < 3, offloads=offloads)
       for stage, (meaning, measurement, offloads) in enumerate((
           ("DeepSpeed without sharding: gradients are averaged", 2, ()),
-          ("optimizer state divided (ZeRO 1)", 2, ("offload_optimizer",)),
-          ("and gradients (ZeRO 2)", 2, ("offload_optimizer",)),
-          ("and weights (ZeRO 3)", 3, ("offload_optimizer", "offload_param"))))),
+          ("optimizer state is divided (ZeRO 1)", 2, ("offload_optimizer",)),
+          ("optimizer state and gradients are divided (ZeRO 2)", 2, ("offload_optimizer",)),
+          ("optimizer state, gradients and weights are divided (ZeRO 3)", 3, ("offload_optimizer", "offload_param"))))),
 )
 # fmt: on
 NAMES = tuple(s.name for s in SHARDINGS)

@@ -32,12 +32,12 @@ def parse(values: Mapping[str, Any]) -> Trial:
         first = error.errors()[0]
         where, given = ".".join(str(part) for part in first["loc"]), describe(first["input"])
         if where.startswith("versions.") and first["type"] == "string_type":
-            raise InvalidTrial(f"{where} = {given} is a number; write a whole version, as 0.14.2") from None
+            raise InvalidTrial(f"{where} = {given} is a number; write a whole version, such as 0.14.2") from None
         near = ""
         if first["type"].startswith("int_") and first["input"] is not None:
             raise InvalidTrial(f"{where} = {given}: allowed is a whole number") from None
         if first["type"] in ("greater_than", "greater_than_equal"):
-            least = "{gt} is too little" if first["type"] == "greater_than" else "allowed is {ge} or more"
+            least = "allowed is more than {gt}" if first["type"] == "greater_than" else "allowed is {ge} or more"
             raise InvalidTrial(f"{where} = {given}: {least.format(**first['ctx'])}") from None
         if first["type"] == "literal_error" and isinstance(first["input"], str):
             near = suggestions.did_you_mean(first["input"], re.findall(r"'([^']*)'", first["ctx"]["expected"]))

@@ -27,7 +27,7 @@ def _model(trial: Trial) -> Iterator[str]:
     if trial.runner.name in runner_table.USER_CODE:
         if trusted:
             runner = f"runner={trial.runner.name}"
-            yield f"model.trust_remote_code: {runner} loads its model itself, as it wants; leave it out"
+            yield f"model.trust_remote_code has no effect with {runner}, which loads its model itself; leave it out"
         return
     if (trial.model.model_type is None) == (path is None):
         yield "model: give either a shipped architecture or model.path (a local directory or hub id)"
@@ -35,10 +35,10 @@ def _model(trial: Trial) -> Iterator[str]:
         yield "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
     if trial.data != "synthetic" and not length_distribution.names_lengths(trial.data) and path is None:
         yield (
-            "a text data set needs a tokenizer, so model.path (a local directory or hub id): model=hub model.path=..."
+            "a text data set needs a tokenizer; give model.path (a local directory or hub id): model=hub model.path=..."
         )
     if trusted and path is None:
-        yield "model.trust_remote_code needs a model that brings code: model=hub model.path=...; leave it out"
+        yield "model.trust_remote_code needs a model that brings code (model=hub model.path=...); else leave it out"
     if limit is not None and trial.seq_len > limit:
         yield f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions; take a model with more"
 
@@ -66,10 +66,13 @@ def _simulated(trial: Trial) -> Iterator[str]:
         yield gpu_names.unknown_gpu(f"device.gpu={trial.device.gpu}", str(trial.device.gpu))
         return
     if trial.device.capability is not None and trial.device.memory_gib is None:
-        yield f"device.capability={trial.device.capability} needs device.memory_gib: how much memory the GPU has"
+        yield f"device.capability={trial.device.capability} needs device.memory_gib, the memory of that GPU"
     card = trial.device.card
     if gpu_lookup.memory_limit(card) <= 0:
-        yield f"{card.name} has no memory left beside its CUDA context and device.headroom_gib; give it more, or less"
+        yield (
+            f"{card.name} has no memory left after its CUDA context and device.headroom_gib; lower "
+            "device.headroom_gib, or choose a larger GPU"
+        )
     for name, between_nodes in (("link", False), ("interconnect", True)):
         chosen, listed = getattr(trial.device, name), interconnects.link_names(between_nodes)
         if chosen is not None and chosen not in listed:
@@ -77,12 +80,12 @@ def _simulated(trial: Trial) -> Iterator[str]:
     conf = allocator_config.parse(trial.allocator.conf)
     if conf.throw_on_cudamalloc_oom:
         yield (
-            f"allocator {trial.allocator.name}: throw_on_cudamalloc_oom cannot be simulated; leave it out, it only "
-            "changes how a failure is met"
+            f"allocator {trial.allocator.name}: throw_on_cudamalloc_oom cannot be predicted; leave it out, because "
+            "it only changes how PyTorch handles a failed allocation"
         )
     if trial.weights == "pretrained" and trial.quantization != "none":
         yield (
-            f"weights=pretrained with quantization={trial.quantization} cannot be simulated; use weights=random, which "
+            f"weights=pretrained with quantization={trial.quantization} cannot be predicted; use weights=random, which "
             "takes the same memory on the GPU"
         )
 
@@ -90,7 +93,7 @@ def _simulated(trial: Trial) -> Iterator[str]:
 def _allocator(trial: Trial) -> Iterator[str]:
     conf = allocator_config.parse(trial.allocator.conf)
     if trial.record and (trial.device.name != "cuda" or conf.backend != "native"):
-        yield "record=true needs device=cuda and PyTorch's native allocator: no other keeps a history of its events"
+        yield "record=true needs device=cuda and PyTorch's native allocator; no other keeps a history of its events"
     torch = catalog.version("torch")
     for unknown in [] if torch is None else allocator_config.unknown_options(conf, torch):
         yield f"allocator {trial.allocator.name}: {unknown}"
@@ -105,7 +108,7 @@ def _runner(trial: Trial) -> Iterator[str]:
         yield from command_template.command_problems(trial)
     elif not trial.runner.stop:
         which = " or ".join(runner_table.STARTING)
-        yield f"runner.stop belongs to runner={which}, not {name}: the others end with the protocol's steps"
+        yield f"runner.stop belongs to runner={which}, not {name}, which ends with the protocol's steps"
     if name in runner_table.TARGETED:
         path, colon, function = (trial.runner.target or "").rpartition(":")
         if not colon or not function.isidentifier():
@@ -119,14 +122,14 @@ def _job(trial: Trial) -> Iterator[str]:
         return
     if trial.device.name == "simulated":
         yield (
-            "protocol=job cannot be simulated: loading, evaluation and checkpoints are measured on device=cuda or cpu"
+            "protocol=job cannot be predicted; measure loading, evaluation and checkpoints on device=cuda or device=cpu"
         )
     ours = [r.name for r in runner_table.RUNNERS if r.jobs and not r.starts]
     if not runner_table.runner(trial.runner.name).jobs:
         which = " or ".join(ours)
         yield f"protocol=job is for runner={which} and scripts (vramsweep run), not runner={trial.runner.name}"
     if trial.runner.name in ours and trial.sharding != "none":
-        yield f"protocol=job with sharding={trial.sharding} is for scripts: vramsweep run protocol=job ..."
+        yield f"protocol=job with sharding={trial.sharding} works with scripts only: vramsweep run protocol=job ..."
 
 
 # Each yields reasons why a trial cannot run; only the first reason of all rules is shown.

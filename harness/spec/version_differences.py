@@ -53,9 +53,9 @@ DIFFERENCES = (
                "backward pass only where the model was made under zero.Init; otherwise autograd holds all of them",
                ("zero", "linear_by_init"), _zero3),
     Difference("zero_live_parameters", "deepspeed", "<0.15.4", "runtime/zero/stage3.py, backward: reset_step (0.14.2, "
-               "0.15.3); runtime/zero/parameter_offload.py, _start_of_forward_hook (0.15.4)", "what is still gathered "
-               "when the backward pass ends, the embeddings, is taken off a count that was set to 0 before; so "
-               "stage3_max_live_parameters allows for as much more, which is prefetched and kept",
+               "0.15.3); runtime/zero/parameter_offload.py, _start_of_forward_hook (0.15.4)", "embeddings, gathered "
+               "still when the backward pass ends, are subtracted from a count that was set to 0 before; so "
+               "stage3_max_live_parameters allows as many more parameters, which are prefetched and kept",
                ("zero", "live_parameters"), _zero3),
     Difference("zero_half_buffers", "deepspeed", "<0.19.2", "runtime/engine.py, _configure_distributed_model: "
                "module.half() (0.14.2; ended by #8066)", "buffers are cast to the precision of the weights; later they "
@@ -92,19 +92,19 @@ def rule(trial: Trial) -> Iterator[str]:
         return
     known = sorted({one.package for one in DIFFERENCES})
     if trial.device.name != "simulated":
-        yield "versions: they can be predicted only; take them out, or use device=simulated"
+        yield "versions can only be predicted; leave them out, or use device=simulated"
     for package, version in trial.versions.items():
         if package not in known:
-            yield f"versions.{package}: no differences of its versions are known, only of {', '.join(known)}"
+            yield f"versions.{package}: no differences of its versions are known, only those of {', '.join(known)}"
         try:
             asked = Version(version)
         except InvalidVersion:
-            yield f"versions.{package}={version} is no version; write it as 0.14.2"
+            yield f"versions.{package}={version} is no version; write it like 0.14.2"
             continue
         installed = catalog.version(package)
         # "+cu130" and "+cpu" are builds of one version
         if installed is not None and Version(asked.public) > Version(Version(installed).public):
             yield (
                 f"versions.{package}={version} is later than {installed}, which is installed and traced; "
-                "install it and leave versions out"
+                "install the later one and leave versions out"
             )

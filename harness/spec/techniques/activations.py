@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def _not_compiled(trial: Trial) -> Iterator[str]:
     if trial.compile != "none":
-        yield f"activation_offload with compile={trial.compile}: the compiler decides what is saved; use compile=none"
+        yield f"activation_offload needs compile=none, not {trial.compile}, because a compiler decides what is saved"
 
 
 def _recorded_first(trial: Trial) -> Iterator[str]:
@@ -29,8 +29,8 @@ def _one_pass(trial: Trial) -> Iterator[str]:
     """Refuse grad_accum > 1: a gradient is an output of the graph, which replays overwrite (pytorch issue 169545)."""
     if trial.grad_accum > 1:
         yield (
-            f"compile={trial.compile} with grad_accum={trial.grad_accum}: the next pass of the CUDA graph overwrites "
-            "the gradients that were to be added to; use grad_accum=1 with a larger micro_batch, or compile=default"
+            f"compile={trial.compile} with grad_accum={trial.grad_accum}: each pass of the CUDA graph overwrites the "
+            "gradients of the pass before; use grad_accum=1 with a larger micro_batch, or compile=default"
         )
 
 

@@ -15,18 +15,16 @@ def _padded(trial: Trial) -> Iterator[str]:
     if not trial.padding:
         return
     if trial.data != "synthetic":
-        yield f"padding={trial.padding} is of data=synthetic; the samples of a text have the padding that they need"
+        yield f"padding={trial.padding} needs data=synthetic; other samples have the padding that they need"
     if trial.packing != "none":
-        yield f"padding={trial.padding} with packing={trial.packing}: packed samples have none; give one of them"
+        yield f"padding={trial.padding} with packing={trial.packing}: packed samples have no padding; leave one out"
     if not 0 < round(trial.padding * trial.seq_len) < trial.seq_len:
-        yield f"padding={trial.padding} of seq_len={trial.seq_len} is no token or all of them; change one of them"
+        yield f"padding={trial.padding} of seq_len={trial.seq_len} rounds to no token or to all of them; change one"
 
 
 def _to_the_left(trial: Trial) -> Iterator[str]:
     if trial.packing != "none" or (trial.data == "synthetic" and not trial.padding):
-        yield (
-            "padding_side=left changes nothing where samples have no padding; give padding=, or a text without packing"
-        )
+        yield "padding_side=left has no effect without padding; set padding=, or use a text without packing"
 
 
 def _full(trial: Trial) -> Iterator[str]:
@@ -38,7 +36,7 @@ def _uncached(trial: Trial) -> Iterator[str]:
     """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
     cached = trial.runner.name == "trainer" and (numbers(version("transformers") or "5")) < (5,)
     if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
-        yield "packing=documents: with a key-value cache transformers does not keep documents apart; use use_cache=off"
+        yield "packing=documents needs use_cache=off, because transformers separates no documents if it has a cache"
 
 
 AXES, TECHNIQUES = read_table("batching.json", _padded, _to_the_left, _full, _uncached)

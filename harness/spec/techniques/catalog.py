@@ -107,7 +107,7 @@ def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
     if trial.device.name != "simulated":
         lacking = next((said for package in entry.packages if (said := package.missing())), None)
         if lacking:
-            yield f"{entry} needs {lacking} (device=simulated predicts without)"
+            yield f"{entry} needs {lacking} (device=simulated needs no package)"
 
 
 def techniques_to_preload(trial: Trial) -> tuple[Technique, ...]:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 def _labels_are_left(trial: Trial) -> Iterator[str]:
     if trial.runner.options.get("label_smoothing_factor"):
         yield (
-            "runner.options.label_smoothing_factor takes the loss out of the model, and "
-            f"loss={trial.loss} would not be used; leave one of them out"
+            "runner.options.label_smoothing_factor takes the loss out of the model, so "
+            f"loss={trial.loss} has no effect; leave one of them out"
         )
 
 
@@ -37,8 +37,8 @@ def _maskless(trial: Trial) -> Iterator[str]:
 def _one_row(trial: Trial) -> Iterator[str]:
     if trial.packing == "documents" and trial.micro_batch > 1:
         yield (
-            "attention=flash_attention_2 keeps the documents of one sample apart, not of several (transformers, "
-            "_is_packed_sequence); use micro_batch=1 with a longer seq_len, or sdpa"
+            "attention=flash_attention_2 separates documents only if the micro-batch is one sample (transformers, "
+            "_is_packed_sequence); use micro_batch=1 with a longer seq_len, or attention=sdpa"
         )
 
 

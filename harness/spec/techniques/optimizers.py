@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 def _fused_under_deepspeed(trial: Trial) -> Iterator[str]:
     if trial.runner.name == "deepspeed" and trial.device.name == "cpu":
-        yield "optimizer adamw_torch_fused with deepspeed needs CUDA; on device=cpu use adamw_torch"
+        yield "optimizer=adamw_torch_fused with runner=deepspeed needs CUDA; on device=cpu use adamw_torch"
 
 
 def _accumulating(trial: Trial) -> Iterator[str]:
     if trial.grad_accum == 1:
-        yield "no_sync=false changes nothing with grad_accum=1, after whose only pass gradients are averaged anyway"
+        yield "no_sync=false has no effect with grad_accum=1, because the only pass averages gradients anyway"
 
 
 # Least versions: before them, bitsandbytes had blocks of 2,048 elements, and torchao's optimizers were prototypes.

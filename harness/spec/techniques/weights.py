@@ -13,15 +13,14 @@ if TYPE_CHECKING:
 
 def _adapted(trial: Trial) -> Iterator[str]:
     if trial.adapter == "none":
-        what = "frozen weights of 4 bits are not trained themselves"
-        yield f"quantization={trial.quantization}: {what}; add adapter=lora"
+        yield f"quantization={trial.quantization} needs adapter=lora, because the 4-bit weights are frozen"
 
 
 def _checkpoint(trial: Trial) -> Iterator[str]:
     if trial.device.name == "simulated" or trial.weights == "pretrained":
         return
     yield (
-        f"quantization={trial.quantization} is measured from a quantised checkpoint: model=hub model.path=... "
+        f"quantization={trial.quantization} needs a quantised checkpoint: model=hub model.path=... "
         "weights=pretrained (device=simulated predicts it for any model)"
     )
 
@@ -36,8 +35,8 @@ def _fp8_tokens(trial: Trial) -> Iterator[str]:
     tokens = trial.micro_batch * trial.seq_len
     if tokens % 16:
         yield (
-            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, for its products with gradients, "
-            f"not {tokens}; change seq_len or micro_batch"
+            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, because of its products with "
+            f"gradients, not {tokens}; change seq_len or micro_batch"
         )
 
 

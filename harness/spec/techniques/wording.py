@@ -32,7 +32,7 @@ def sentence(entry: Technique, whole: bool) -> str:
             parts.append(f"sharding={' or '.join(entry.shardings)} only")
         parts += [f"not {setting}={'/'.join(map(text, names))} ({why})" for setting, names, why in entry.excludes]
     if entry.name != DEFAULTS.get(entry.axis):
-        parts.append(f"on a GPU: {entry.proven}" if entry.proven else "unproven")
+        parts.append(f"proven on {entry.proven}" if entry.proven else "unproven")
     return "; ".join(parts)
 
 

@@ -63,7 +63,7 @@ LONG: list[tuple[str, dict[str, Any], str]] = [
         {},
         "gradient_clipping is a whole number of 401 digits; allowed is",
     ),
-    ('{"a": 1' + "0" * 5000 + "}", {}, "ds.json is not JSON | 4300 digits"),
+    ('{"a": 1' + "0" * 5000 + "}", {}, "ds.json cannot be read as JSON | 4300 digits"),
     ('{"a": ' * 900 + "1" + "}" * 900, {}, "ds.json | nested deeper than 50"),
     ("[" * 100_000, {}, "ds.json | nested deeper than 50"),
     (json.dumps(zero(2)), {"runner": {"name": "trainer", "options": {"max_grad_norm": 10**400}}}, "max_grad_norm is a"),
@@ -91,7 +91,7 @@ def test_who_takes_a_file_and_what_does_without_one(tmp_path: Path, write: Write
             "there is no such",
         ),
         (tiny(runner={"name": "trainer", "options": {"deepspeed": "x"}}), "ds_config, the path of a file"),
-        (tiny(runner={"name": "trainer"}, sharding="zero2", zero_init=False), "zero_init=false changes nothing"),
+        (tiny(runner={"name": "trainer"}, sharding="zero2", zero_init=False), "zero_init=false has no effect"),
         (tiny(runner={"name": "trainer"}, sharding="zero1", precision="bf16_pure"), "fp32 master weights"),
     ):
         assert text in refusal(trial.InvalidTrial, trial_parser.parse, values)

@@ -189,17 +189,15 @@ def test_a_seed_is_no_negative_number() -> None:
 
 def test_settings_that_do_not_go_together_say_what_would() -> None:
     data = "lengths:lognormal(9,1)"
-    assert "padding=0.5 is of data=synthetic" in refused(data=data, padding=0.5)
-    assert "padding_to=64 is of data=lengths:" in refused(padding_to="64")
+    assert "padding=0.5 needs data=synthetic" in refused(data=data, padding=0.5)
+    assert "padding_to=64 needs data=lengths:" in refused(padding_to="64")
     assert "choose longest (of the batch), a multiple such as 64, or max" in refused(data=data, padding_to="shortest")
-    assert "no multiple of it: samples would be padded beyond seq_len; use seq_len=24" in refused(
-        data=data, padding_to="12"
-    )
+    assert "which is no multiple of it; use seq_len=24" in refused(data=data, padding_to="12")
     assert "packed samples are all full" in refused(data=data, padding_to="8", packing="wrapped")
     own = {"runner": custom("good")["runner"], "data": data, "device": SIMULATED}
-    assert "cannot be simulated: what the target makes of a length" in refused(**own)
+    assert "cannot be predicted, because the use that the target makes of a length" in refused(**own)
     flash = {"data": data, "attention": "flash_attention_2", "precision": "bf16", "device": SIMULATED}
-    assert "padding of many lengths cannot be simulated" in refused(**flash)
+    assert "padding of many lengths cannot be predicted" in refused(**flash)
     assert tried(**flash, micro_batch=1).micro_batch == 1
     assert tried(data=data, packing="documents").packing == "documents"
     for mistake in ({"padding_to": "0"}, {"data": "lengths:nothing"}):  # nothing that rests on one is looked at

@@ -109,7 +109,7 @@ def test_times_are_of_the_kind_that_the_run_as_it_is_has(
 
 def test_what_is_said() -> None:
     text = said(found(), given=["model=tiny", "results=elsewhere", "seq_len=32", "device.gpu=t4-16gb"])
-    assert "does not fit: needs 3.9 of 2.9 GiB, 0.98 GiB are missing" in text
+    assert "does not fit: needs 3.9 GiB, 0.98 GiB above the limit of 2.9 GiB" in text
     assert "left out: precision=bf16_pure: precision bf16_pure needs a newer card" in text
     alone, _, together = text.partition("These fit, fastest first; no other is both smaller and faster")
     assert alone.index("optimizer=sgd") < alone.index("checkpointing=full")  # ranked by what they save

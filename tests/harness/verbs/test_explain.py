@@ -148,7 +148,7 @@ def test_the_host_and_the_allocator_s_share_decide_too() -> None:
     text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
     assert "does not fit in host memory: a node's 8 GiB of host memory are too few" in text
     ahead = " ".join(said(answer(peak_reserved_most=3 * answer()["peak_reserved"])).split())
-    assert "4.2 to 12.5 of 13.8 GiB (90 %)" in ahead and "the further the CPU runs ahead" in ahead
+    assert "4.2 to 12.5 of 13.8 GiB (90 %)" in ahead and "the peak grows if the CPU runs ahead" in ahead
     half = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},
                             allocator={"name": "half", "conf": "per_process_memory_fraction:0.5"}))  # fmt: skip
     plain = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"}))

@@ -137,7 +137,7 @@ def test_a_trial_that_fits_has_a_block(capsys: pytest.CaptureFixture[str]) -> No
         "  fits: peak reserved 40.0 of 78.3 GiB (51 %), 38.3 GiB free",
         "  speed: about 12,000 tokens/s; an estimate, not measured",
         "",
-        "limit: the GPU's memory less 0.75 GiB for the CUDA context",
+        "limit: the GPU's memory minus 0.75 GiB for the CUDA context",
         "next:",
         "  vramsweep explain model=tiny seq_len=1024  # what uses the memory",
         "  vramsweep predict --largest seq_len model=tiny  # the longest sequence that fits",
@@ -160,7 +160,8 @@ def test_what_fits_only_by_emptying_the_cache_or_without_nccl_says_so(capsys: py
     assert said[2].startswith("  only just fits: peak reserved 78.0 of 78.3 GiB")
     assert said[2].endswith("; PyTorch empties its cache to stay within the limit, which takes time")
     tight = (
-        "  not included: NCCL's buffers of 1 to 2 GiB, which may not fit beside it (device.headroom_gib=2 counts them)"
+        "  not included: NCCL's buffers of 1 to 2 GiB, which may not fit next to this peak (device.headroom_gib=2 "
+        "includes them)"
     )
     assert said[4] == tight
     roomy = tiny(sharding="fsdp2", world_size=8, device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0})
@@ -172,7 +173,7 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
 ) -> None:
     trials = [tiny(sharding="fsdp2", world_size=8, precision="bf16", seq_len=n) for n in (64, 128, 256)]
     near = SIZES | {"peak_reserved_bytes": 77 << 30}
-    assert any("which may not fit beside it" in line for line in answer(capsys, trials, [SIZES, near, FULL]))
+    assert any("which may not fit next to this peak" in line for line in answer(capsys, trials, [SIZES, near, FULL]))
     assert not any("which may not fit" in line for line in answer(capsys, trials, [SIZES, SIZES, FULL]))
     alone = [tiny(seq_len=n, precision="bf16") for n in (64, 128)]
     mixed = answer(capsys, [*trials[:2], *alone], [SIZES, SIZES, near, near])
@@ -181,7 +182,7 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
     own = sized.device.card  # what PyTorch reports of it is not known, and taken to be 9 % less
     assert sized.memory_limit() == int(80 * 0.91 * 2**30) - CONTEXT_BYTES and own.reported_mib is None
     assert fit_text.describe_limit([sized]) == (
-        "limit: the GPU's memory less 9 %, as what it reports is not known, and 0.75 GiB for the CUDA context"
+        "limit: the GPU's memory minus 9 %, because what it reports is unknown, and 0.75 GiB for the CUDA context"
     )
     kept = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0}))
     assert fit_text.describe_limit([kept]).endswith(" 0.75 GiB for the CUDA context, and 2 GiB headroom")
@@ -218,7 +219,8 @@ def test_one_that_does_not_fit_says_what_is_missing_and_what_helps(capsys: pytes
     trials = [tiny(seq_len=64), tiny(seq_len=64, precision="bf16"), tiny(seq_len=64, precision="fp16")]
     failed = {"outcome": "crash", "reason": "it broke"}
     said = answer(capsys, trials, [SIZES, FULL, failed], "model=tiny", "seq_len=64", "precision=fp32,bf16,fp16")
-    assert "  does not fit: needs 200.0 of 78.3 GiB, 121.7 GiB are missing (memory runs out in step 1, forward)" in said
+    need = "needs 200.0 GiB, 121.7 GiB above the limit of 78.3 GiB"
+    assert f"  does not fit: {need} (memory runs out in step 1, forward)" in said
     assert "  no prediction (crash): it broke" in said
     assert "  vramsweep advise model=tiny seq_len=64 precision=bf16  # what makes it fit" in said
     # a preset's axes are not the command's words

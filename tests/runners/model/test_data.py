@@ -218,7 +218,7 @@ def test_flash_attn_leaves_the_padding_out(tmp_path: Path) -> None:
 
 
 def test_what_a_text_or_a_model_does_not_take_is_refused(folder: Path) -> None:
-    assert "is of data=synthetic" in refusal(trial.InvalidTrial, text, folder, "short.txt", padding=0.25)
+    assert "needs data=synthetic" in refusal(trial.InvalidTrial, text, folder, "short.txt", padding=0.25)
     bloom = tiny(packing="documents")
     bloom["model"] = {"name": "bloom", "model_type": "bloom", "config": {"hidden_size": 64, "n_layer": 1, "n_head": 4}}
     with pytest.raises(trial.InvalidTrial, match="takes no position_ids; use packing=wrapped"):
