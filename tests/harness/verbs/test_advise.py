@@ -138,7 +138,7 @@ def test_a_bound_that_reaches_the_limit_is_no_fit_for_sure() -> None:
 
 def test_what_cannot_be_met_names_the_nearest() -> None:
     text = said(found(limit=300 * MIB))
-    assert "Nothing fits. Closest: checkpointing=full optimizer=sgd, which does not fit: needs 0.49 of" in text
+    assert "Nothing fits. Closest: checkpointing=full optimizer=sgd, which does not fit: needs 0.49 GiB" in text
     assert "Recommended" not in text
 
 
