@@ -206,7 +206,7 @@ def test_a_sweeper_that_optimises_is_told_a_number_or_a_failure(
     assert (state.state, state.total, state.done, state.failed) == ("finished", 4, 4, 1)
     assert (folder / "report.html").exists() and not list((tmp_path / "out").glob("*/*/report.html"))
 
-    ended, again = sweeper(batches, *words, "report=false")  # the same command goes on where it was
+    ended, again = sweeper(batches, *words, "report=false")  # the same command resumes
     assert (ended, again) == (1, told)
     assert len(journal.read(folder)[0]) == len(rows)
 

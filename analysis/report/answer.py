@@ -156,7 +156,7 @@ def _trust(number: Mapping[str, int], kinds: str, judged: check.Verdict | None) 
     if not total:
         return Tile(question, about="No trial finished, and none ran out of memory.")
     if number[PREDICTED] == total:
-        rest = f"{number['unproven']:,} use techniques that no GPU has run as predicted yet"
+        rest = f"{number['unproven']:,} use techniques whose prediction no GPU has confirmed yet"
         text = join("no GPU ran any of this, so measure before you rely on it", rest if number["unproven"] else "")
         return Tile(question, "A prediction", told, text, kinds)
     if judged is None:

@@ -153,7 +153,7 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         found.append(f"{simulated:,} of {_rows(len(frame))} with outcome ok are predicted, not measured")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
-        found.append(f"unproven, as no GPU has run it as predicted yet: {names} (in {_rows(count)})")
+        found.append(f"unproven, because no GPU has confirmed the prediction yet: {names} (in {_rows(count)})")
     if foreign := int(frame["foreign"].notna().sum()):
         found.append(f"{foreign:,} of {_rows(len(frame))} with outcome ok are imported from {values(frame, 'foreign')}")
     if resident := int(frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).sum()):

@@ -50,7 +50,7 @@
     if (against.length) found.push(badge("⚑", "Flagged. " + against.map((f) => f.name + (f.meaning ? ": " + f.meaning : "")).join("; "), "flag"));
     if (text("kind")(i) === "predicted") {
       const techniques = text("unproven")(i);
-      const words = "Predicted, not measured" + (techniques ? "; unproven, as no GPU has run it as predicted yet: " + techniques : "");
+      const words = "Predicted, not measured" + (techniques ? "; unproven, because no GPU has confirmed the prediction yet: " + techniques : "");
       found.push(badge(techniques ? "p!" : "p", words, "kind"));
     }
     return found;

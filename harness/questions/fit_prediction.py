@@ -85,7 +85,7 @@ def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[
     if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
     print(
-        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false leaves it out",
+        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false skips this",
         file=sys.stderr,
     )
     asked = [predictable(p, on) for p in largest[:PREDICTIONS]]

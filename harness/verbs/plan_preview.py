@@ -103,7 +103,7 @@ def show(planned: Sequence[Planned], settings: Settings, folder: Path) -> None:
     counts = Counter(_state(p, todo) for p in planned)
     print(", ".join(f"{n} {state}" for state, n in counts.items()) + f" → {folder}")
     if unproven := sorted({name for p in pending if p.trial for name in catalog.unproven_techniques(p.trial)}):
-        print(f"unproven, because no GPU run has confirmed the prediction yet: {', '.join(unproven)}")
+        print(f"unproven, because no GPU has confirmed the prediction yet: {', '.join(unproven)}")
     for line in notes:
         print(line)
     price = settings.price_per_hour

@@ -51,7 +51,7 @@ def parser() -> Parser:
     """Return the parser of the verb's options and words."""
     found = Parser(prog="vramsweep status")
     found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP (default: all sweeps under results/)")
-    found.add_argument("--json", action="store_true", help="print the data instead")
+    found.add_argument("--json", action="store_true", help="print JSON instead")
     watching = "update every SECONDS (default: 2; also 1m) until the sweep ends; without a folder: all running sweeps"
     found.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
     return found

@@ -14,7 +14,7 @@ def parser() -> Parser:
     """Return the parser of the verb's options."""
     found = Parser(prog="vramsweep techniques")
     found.add_argument("axis", nargs="?", metavar="SETTING", help="only the values of this setting, such as optimizer")
-    found.add_argument("--json", action="store_true", help="print the data instead")
+    found.add_argument("--json", action="store_true", help="print JSON instead")
     return found
 
 

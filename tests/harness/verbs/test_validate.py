@@ -225,7 +225,7 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
         assert line["mistake"] == (f": {name}: " in told.err) == (name != "theirs")
     assert lines["too much", "outcome"]["outcome"] == "oom"
 
-    again = cli.run(*command, status=1)  # goes on where it was: nothing is predicted again
+    again = cli.run(*command, status=1)  # resumes: nothing is predicted again
     assert "4 finished before, 0 to do" in again.err
 
 
