@@ -51,7 +51,7 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     with device:
         made = _made(load(str(trial.runner.target)), asked)
     if not isinstance(made, tuple) or len(made) not in (3, 4):
-        raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step) or those and batches")
+        raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step[, batches])")
     net, optimizer, step = made[:3]
     if not isinstance(net, torch.nn.Module) or not callable(step):
         got = f"{type(net).__name__} and {type(step).__name__}"
@@ -61,11 +61,11 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         own = {id(parameter) for parameter in net.parameters()}
         if not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
             raise InvalidTrial(
-                f"{trial.runner.target}: the optimizer has none of the model's parameters; make it after "
+                f"{trial.runner.target}: the optimizer has none of the model's parameters; create it after "
                 f"{'fully_shard' if trial.sharding == 'fsdp2' else 'FullyShardedDataParallel'}"
             )
     if len(made) == 4 and length_distribution.names_lengths(trial.data):
-        raise InvalidTrial(f"{trial.runner.target} makes batches of its own, data={trial.data} says nothing of them: "
+        raise InvalidTrial(f"{trial.runner.target} returns its own batches, so data={trial.data} has no effect; "
                            "return (model, optimizer, step), or leave data= out")  # fmt: skip
     batches, fed = (made[3], UNKNOWN) if len(made) == 4 else _token_batches(trial, device, meter.rank)
     whole = net.module if isinstance(net, DistributedDataParallel) else net
@@ -87,7 +87,7 @@ def _made(build: Callable[[Trial], Any], asked: Trial) -> Any:
         if "process group twice" not in str(error):
             raise
         raise InvalidTrial(
-            f"{asked.runner.target}: the process group is there already; call init_process_group only "
+            f"{asked.runner.target}: the process group exists already; call init_process_group only "
             "`if not dist.is_initialized()`"
         ) from None
 

@@ -31,7 +31,7 @@ def verdict(code: int, active: bool) -> str | None:
     if code == NOT_INITIALIZED:
         return None
     if code != SUCCESS:
-        return f"importing it left the CUDA driver in a state that it calls error {code}"
+        return f"importing it left the CUDA driver with error {code}"
     return "importing it makes a CUDA context" if active else "importing it initialises CUDA"
 
 
@@ -42,7 +42,7 @@ def unclean(maps: Path = Path("/proc/self/maps")) -> str | None:
         return None
     state = _state(path) or _state("libcuda.so.1")
     if state is None:
-        return f"importing it loads {path}, which cannot be asked whether CUDA was started"
+        return f"importing it loads {path}, which cannot report whether CUDA was initialised"
     flags, active = ctypes.c_uint(), ctypes.c_int()
     code = state(0, ctypes.byref(flags), ctypes.byref(active))
     return verdict(int(code), bool(active.value))

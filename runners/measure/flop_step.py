@@ -17,10 +17,8 @@ from vramsweep.runners.measure.dispatch_modes import FlopCount, SdpaKernels
 from vramsweep.runners.measure.steady_memory import NO_BACKWARD
 from vramsweep.runners.rank.aggregate_ranks import Columns
 
-COUNTED_EAGERLY = (
-    "FLOPs are those of the step without torch.compile, whose code calls no operators that could be counted"
-)
-COMPILED = "FLOPs are not known: code of torch.compile calls no operators that could be counted"
+COUNTED_EAGERLY = "FLOPs are counted in a step without torch.compile, whose code calls no countable operators"
+COMPILED = "FLOPs are unknown, because compiled code calls no countable operators"
 
 
 class Count:
@@ -122,12 +120,12 @@ class Count:
         if self.total is None:
             return None, None, [COMPILED] if self.compiled and not self.own else []
         if attention is not None and "flash" in attention:
-            return None, None, [f"FLOPs are not known: the kernels of {attention} are not seen by torch's operators"]
+            return None, None, [f"FLOPs are unknown, because the kernels of {attention} are no operators of torch"]
         hardware = None if self.uncounted else self.total
         model = None if self.forward is None else 3 * self.forward
         if uneven and model is not None:
             model = None if hardware is None else hardware - self.repeated
-        notes = [f"model FLOPs are not known: {NO_BACKWARD}"] if self.forward is None else []
+        notes = [f"model FLOPs are unknown, because {NO_BACKWARD}"] if self.forward is None else []
         notes += [COUNTED_EAGERLY] * self.compiled
         if self._uncounted_by_backward:
             model = None
@@ -135,5 +133,5 @@ class Count:
             names = ", ".join(sorted(self.uncounted))
             which = "FLOPs" if model is None else "hardware FLOPs"
             formula = "torch.utils.flop_counter.register_flop_formula adds one"
-            notes.append(f"{which} are not known: no formula for {names} ({formula})")
+            notes.append(f"{which} are unknown, because there is no formula for {names} ({formula})")
         return model, hardware, notes

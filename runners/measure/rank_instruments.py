@@ -160,7 +160,7 @@ def meet_ranks() -> list[str]:
             store.set(f"{MET} all", "")
         store.wait([f"{MET} all"], datetime.timedelta(seconds=MEETING_S))
     except RuntimeError:
-        return [f"the ranks did not begin the measured steps together: one came more than {MEETING_S:g} s later"]
+        return [f"the ranks did not begin the measured steps together, because one was over {MEETING_S:g} s late"]
     return []
 
 
@@ -187,8 +187,8 @@ def _same_card(device: torch.device) -> None:
     uuid = getattr(given, "uuid", None)  # an older torch has none
     if uuid is not None and name.startswith(("GPU-", "MIG-")) and machine.is_same_gpu(name, str(uuid)) is False:
         raise EnvironmentFault(
-            f"CUDA gave this worker {given.name} (GPU-{uuid}), and CUDA_VISIBLE_DEVICES names {name}: another would "
-            "be measured; `vramsweep doctor` lists the GPUs"
+            f"CUDA gave this worker {given.name} (GPU-{uuid}), but CUDA_VISIBLE_DEVICES names {name}, so the "
+            "wrong GPU would be measured; `vramsweep doctor` lists the GPUs"
         )
 
 

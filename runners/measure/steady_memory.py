@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-NO_BACKWARD = "no backward pass of torch.autograd was seen"
-PHASES_UNKNOWN = f"the peaks of the phases are not known: {NO_BACKWARD}"
+NO_BACKWARD = "torch.autograd ran no backward pass"
+PHASES_UNKNOWN = f"the peaks of the phases are unknown, because {NO_BACKWARD}"
 
 
 def step_growth(held: Sequence[int | None]) -> int | None:

@@ -38,16 +38,16 @@ if TYPE_CHECKING:  # a user's own script may be measured without pydantic instal
     from vramsweep.harness.spec.trial import Trial
 
 RECORDED_EVENTS = 1_000_000  # a step of an 8 B model has about 50,000; the buffer drops the oldest when it is full
-COMPILED_UNSEEN = "allocated bytes are not known: compiled code makes its tensors past torch's operators on a CPU"
-OTHER_STEPS = "peak allocated is not known: on a CPU the tensors of the probe step alone are counted, and lengths vary"
-RECOMPILED = "torch.compile compiled {} more graphs in the measured steps, whose times that is part of"
+COMPILED_UNSEEN = "allocated bytes are unknown, because on a CPU compiled code makes tensors without torch's operators"
+OTHER_STEPS = "peak allocated is unknown, because lengths vary and on a CPU only the probe step counts tensors"
+RECOMPILED = "torch.compile compiled {} more graphs during the measured steps; their times include this"
 SPEED = (
     *("elapsed_s", "host_elapsed_s", "step_times_s", "step_median_s", "step_iqr_s", "warmup_step_times_s"),
     *("tokens_per_s", "samples_per_s"),
 )
-COUNTED = "speed is not known: on a CPU every tensor of a whole job is counted, which slows it down"
+COUNTED = "speed is unknown, because counting every tensor of a whole job slows a CPU down"
 GRAPHED = ("reduce-overhead", "max-autotune")
-REPLAYED = "allocated peaks of steps and phases are not known: counters do not see what a CUDA graph replays in"
+REPLAYED = "allocated peaks of steps and phases are unknown, because counters do not see the memory of a CUDA graph"
 
 
 @dataclass(frozen=True)
@@ -429,7 +429,7 @@ class Meter:
         if self.index == len(self.plan):
             return f"failed after the last step: {what}"
         purpose = getattr(self.plan[self.index], "purpose", "was measured last")
-        return f"the step that {purpose} failed, after the measured ones: {what}"
+        return f"the step that {purpose} failed after the measured steps: {what}"
 
     def _publish(self) -> None:
         gauges, described = self.gauges, self._describe()

@@ -202,7 +202,7 @@ def _own_file(path: Path) -> Any:
     except (OSError, ValueError) as error:
         raise InvalidTrial(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):
-        raise InvalidTrial(f"{path} holds no configuration, which is a JSON object")
+        raise InvalidTrial(f"{path} is not a configuration, because it is not a JSON object")
     return found
 
 
@@ -212,7 +212,7 @@ def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
         value = config.get(name)
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise InvalidTrial(
-                f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is no model's; allowed is a "
+                f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is not allowed; use a "
                 f"number from 1 to {most:,}"
             )
 
@@ -225,8 +225,8 @@ def _own_code(trial: Trial, error: Exception) -> InvalidTrial | None:
     if trial.model.trust_remote_code or "trust_remote_code" not in str(error):
         return None
     return InvalidTrial(
-        f"model.path {trial.model.path} brings code of its own, which does not run unless it is asked for; once you "
-        "have read it: model.trust_remote_code=true"
+        f"model.path {trial.model.path} contains its own code, which does not run by default; read it, then set "
+        "model.trust_remote_code=true"
     )
 
 
@@ -241,7 +241,7 @@ def _no_model(trial: Trial, error: Exception) -> InvalidTrial | None:
         return None
     said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
     named = trial.model.path or trial.model.name
-    return InvalidTrial(f"model {named}: its configuration is of no model that can be made: {said}")
+    return InvalidTrial(f"model {named}: no model can be built from its configuration: {said}")
 
 
 def optimizer(trial: Trial, parameters: Iterable[torch.nn.Parameter], device: torch.device) -> Any:
@@ -362,7 +362,7 @@ def _text(trial: Trial) -> Samples:
         tokenizer.pad_token = tokenizer.eos_token
     texts = _lines(trial.data)
     if not texts:
-        raise InvalidTrial(f"data {trial.data} holds no text")
+        raise InvalidTrial(f"data {trial.data} contains no text")
     if trial.packing != "none":
         return _joined(trial, tokenizer(texts)["input_ids"], tokenizer.eos_token_id)
     tokenizer.padding_side = trial.padding_side
@@ -380,7 +380,7 @@ def _joined(trial: Trial, documents: list[list[int]], end: int | None) -> Sample
     positions = torch.tensor([place for document in ended for place in range(len(document))])
     rows, length = len(ids) // trial.seq_len, trial.seq_len
     if not rows:
-        raise InvalidTrial(f"data {trial.data} holds {len(ids)} tokens, which fill no sample of seq_len {length}")
+        raise InvalidTrial(f"data {trial.data} has {len(ids)} tokens, fewer than one sample of seq_len {length}")
     cut = [ids[row * length : (row + 1) * length] for row in range(rows)]
     if trial.packing == "wrapped":
         return [{"input_ids": row, "labels": row} for row in cut]
@@ -401,7 +401,7 @@ def _lines(name: str) -> list[str]:
     try:
         import datasets
     except ModuleNotFoundError:
-        text = f"data {name}: there is no such file, and hub data sets need `pip install vramsweep[data]`"
+        text = f"data {name}: there is no such file; for a hub data set, run `pip install vramsweep[data]`"
         raise InvalidTrial(text) from None
     texts = (str(record["text"]) for record in datasets.load_dataset(name, split="train", streaming=True))
     return list(itertools.islice(filter(str.strip, texts), POOL))

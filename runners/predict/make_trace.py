@@ -49,7 +49,7 @@ class TraceMeter:
     def __init__(self, trial: Trial, tracer: Tracer, folder: Path) -> None:
         self.trial, self.tracer, self.rank, self.index = trial, tracer, 0, 0
         self._say = partial(result_file.progress, folder)
-        self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's beginning")
+        self._say(f"building {trial.model.name}" if trial.runner.command is None else "running the script's first part")
         self.details: Columns = {}
         self._describe: Callable[[], Columns] = dict
         alike, sends = _has_alike_passes(trial), trial.sharding != "none"
@@ -121,8 +121,8 @@ def trace_trial(
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
         raise InvalidTrial(
-            f"cannot be simulated: the step asks for a tensor's value ({error.func}), which exists only on a GPU; take "
-            ".item(), boolean tests of tensors and masks by value out of the step, or measure on device=cuda"
+            f"cannot be predicted, because the step reads a tensor's value ({error.func}), which exists only on a GPU; "
+            "remove .item(), boolean tests of tensors and masks by value from the step, or measure on device=cuda"
         ) from error
     except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
         unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
@@ -130,7 +130,7 @@ def trace_trial(
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
         raise InvalidTrial(
-            f"cannot be simulated: an operator has no fake implementation ({what}); register one with "
+            f"cannot be predicted, because an operator has no fake implementation ({what}); register one with "
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
     about = {"attention_kernels": sorted(attention) or None, "differences": applied or None, "layers_traced": None}

@@ -215,17 +215,18 @@ def speed(trial: Trial, trace: Trace, card: Gpu) -> tuple[dict[str, Any], str | 
 def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.Communication | None) -> str | None:
     """Return the reason why a step's time cannot be estimated, or None."""
     if trial.optimizer.startswith("paged_"):
-        return f"no estimated times: where the pages of {trial.optimizer} are decides"
+        return f"no estimated times, because they depend on where the pages of {trial.optimizer} are"
     if trial.offload_optimizer or trial.offload_param or trial.activation_offload:
-        return "no estimated times: with states or activations in host memory, the host sets the pace"
+        return "no estimated times, because with states or activations in host memory the host limits the speed"
     if peak_unknown:
-        return f"no estimated times: {card.name}'s peak of some arithmetic, or an operator's FLOPs, are not known"
+        return f"no estimated times, because a peak of {card.name} or the FLOPs of an operator are unknown"
     if sent is None:
-        return "no estimated times: there is no formula for one of the collectives"
+        return "no estimated times, because there is no formula for one of the collectives"
     if sent.seconds is None:
         return (
-            f"no estimated times: what links {trial.world_size} ranks in nodes of {trial.device.gpus_per_node} is not "
-            "known; give device.link within a node, device.interconnect between nodes"
+            f"no estimated times, because the link of {trial.world_size} ranks in nodes of "
+            f"{trial.device.gpus_per_node} is unknown; set device.link (within a node) or device.interconnect (between "
+            "nodes)"
         )
     return None
 
@@ -234,13 +235,13 @@ def ignored_settings(trial: Trial, applied: Sequence[str]) -> Iterator[str]:
     """Yield a note for each setting of the simulated machine or versions that changes nothing in this trial."""
     ranks, per_node = trial.world_size, trial.device.gpus_per_node
     if trial.device.link is not None and min(ranks, per_node) == 1:
-        yield f"device.link={trial.device.link} has no effect: no two ranks are in one node"
+        yield f"device.link={trial.device.link} has no effect, because no node has two ranks"
     if trial.device.interconnect is not None and ranks <= per_node:
-        yield f"device.interconnect={trial.device.interconnect} has no effect: all ranks are in one node"
+        yield f"device.interconnect={trial.device.interconnect} has no effect, because all ranks are in one node"
     known = {one.name: one.package for one in DIFFERENCES}
     for package, version in trial.versions.items():
         if package not in {known[name] for name in applied}:
-            yield f"versions.{package}={version} changes nothing: no known difference from the installed code applies"
+            yield f"versions.{package}={version} has no effect, because none of its known differences applies"
 
 
 def oom_columns(refused: Refused) -> dict[str, Any]:
@@ -267,9 +268,10 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
     of = f"{share:g} of " if share < 1 else ""
     none = f"more than any listed GPU of capability {'.'.join(map(str, least))} or later has"
     return (
-        f"{card.name} ({format_gib(trial.memory_limit())} GiB left for the allocator) is too small: a request of "
-        f"{format_gib(refused.request)} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), beside "
-        f"{format_gib(refused.allocated)} GiB ({parts}); without a limit the run would reserve {format_gib(need)} GiB"
+        f"{card.name} ({format_gib(trial.memory_limit())} GiB left for the allocator) is too small. A request of "
+        f"{format_gib(refused.request)} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), next to "
+        f"{format_gib(refused.allocated)} GiB already allocated ({parts}). Without a limit the run would reserve "
+        f"{format_gib(need)} GiB"
         f"{', ' + (f'which {of}{enough[0].name} has' if enough else none)}"
     )
 
@@ -292,10 +294,8 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     grows = without_limit.peak["reserved"] - fixed
     fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
     if fitting < 1:
-        return (
-            f"{format_gib(fixed)} GiB of it are there at any length and batch (vramsweep advise looks for what helps)"
-        )
-    return f"by proportion about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit"
+        return f"{format_gib(fixed)} GiB of it do not depend on length or batch (vramsweep advise finds what helps)"
+    return f"about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit, by proportion"
 
 
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
@@ -335,13 +335,13 @@ def host_full(trial: Trial, host: HostPrediction) -> int | None:
 
 # Advice for each part of host memory.
 _LESS = {
-    "loading": "make the model divided from the start (fsdp2, zero3 with zero_init=true), or read the checkpoint in "
-    "its own dtype, which is mapped and shared by all ranks",
+    "loading": "divide the model while it is created (fsdp2, or zero3 with zero_init=true), or use the checkpoint's "
+    "dtype, so that all ranks share its mapped file",
     "parameters": "use offload_param=false, or divide over more nodes",
     "gradients": "leave optimizer and weights on the GPU (offload_optimizer=false), or divide over more nodes",
     "optimizer_state": "use offload_optimizer=false, or divide over more nodes",
     "activations": "use activation_offload=false, or a smaller seq_len or micro_batch",
-    "rounding": "page-locked blocks are powers of two: use pin_memory=false for what is offloaded",
+    "rounding": "use pin_memory=false for offloaded data, because page-locked blocks are rounded up to powers of two",
     "workers": "use fewer dataloader_num_workers",
 }
 
@@ -359,10 +359,10 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
     largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
     told = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest[:4])
     phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
-    need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "one rank needs"
+    need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "One rank needs"
     return (
-        f"a node's {trial.device.node_memory_gib:g} GiB of host memory are too few from {phase} on: {need} at least "
-        f"{format_gib(about['host_peak_bytes'])} GiB ({told}); {_LESS.get(largest[0], 'take a node with more memory')}"
+        f"{trial.device.node_memory_gib:g} GiB of host memory per node are not enough from {phase} on. {need} at least "
+        f"{format_gib(about['host_peak_bytes'])} GiB ({told}); {_LESS.get(largest[0], 'use a node with more memory')}"
     )
 
 

@@ -83,7 +83,7 @@ def _read_whole(file: Path, load: Callable[[Path], bytes]) -> tuple[Trace, dict[
     except OSError:
         return None
     except ValueError as error:
-        print(f"{file} is no trace as it was written ({error!s:.80}): it is made anew", flush=True)
+        print(f"{file} is damaged ({error!s:.80}), so the trial is traced again", flush=True)
         file.unlink(missing_ok=True)
         return None
 
@@ -113,7 +113,7 @@ def checked(content: bytes) -> bytes:
     """Return the JSON that `serialize` wrote. Raises ValueError if the checksum does not match."""
     text, _, checksum = content.removesuffix(b"\n").rpartition(b"\n")
     if checksum != b"%08x" % zlib.crc32(text):
-        raise ValueError("its checksum is not that of its content")
+        raise ValueError("its checksum does not match its content")
     return text
 
 
@@ -163,14 +163,14 @@ def check(trace: Trace, sized: bool = True) -> None:
     for storages, categories in ((trace, CATEGORIES), (trace.host, HOST_CATEGORIES)):
         _storages(storages, categories, sized)
     count = len(trace.categories)
-    _need(len(trace.streams) == len(trace.origins) == count, "streams and origins are not one a storage")
-    _need(len(trace.host.pinned) == len(trace.host.categories), "pinned is not one a storage")
+    _need(len(trace.streams) == len(trace.origins) == count, "there is not one stream and one origin for each storage")
+    _need(len(trace.host.pinned) == len(trace.host.categories), "there is not one pinned for each storage")
     _need(all(origin < len(trace.makers) for origin in trace.origins), "origins are not among the makers")
     for work, _ in trace.kernels:
         _need(_numbers((work.flops, work.nbytes, work.launches)), "kernels are wrong")
     _need(_numbers([called.nbytes for called, _ in trace.collectives]), "collectives are wrong")
     for storage, text, of in trace.stepwise:
-        _need(storage < count, "a size that follows a number is that of no storage")
+        _need(storage < count, "a size that depends on a number belongs to no storage")
         _need(not sized or compiled(following(text, str(of)))(Point(0, 0)) == trace.sizes[storage], "stepwise is wrong")
     for at, kind, one, other in trace.notes:
         _need(kind in stream_lag.KINDS and _numbers((at, one, other)), "notes are wrong")
@@ -179,9 +179,9 @@ def check(trace: Trace, sized: bool = True) -> None:
 def _storages(storages: Storages, categories: Collection[str], sized: bool) -> None:
     count, marks = len(storages.categories), storages.marks
     _need(set(storages.categories) <= set(categories), "a category is unknown")
-    _need(len(storages.sizes) == count * sized, "sizes are not one a storage")
-    _need(all(-count <= event <= count for event in storages.events), "events are of no storage")
-    _need(all(mark.end <= len(storages.events) for mark in marks), "marks are beyond the events")
+    _need(len(storages.sizes) == count * sized, "there is not one size for each storage")
+    _need(all(-count <= event <= count for event in storages.events), "an event belongs to no storage")
+    _need(all(mark.end <= len(storages.events) for mark in marks), "a mark is after the last event")
     _need(all(before.end <= after.end for before, after in pairwise(marks)), "marks are not in order")
 
 
@@ -191,4 +191,4 @@ def _numbers(values: Sequence[int]) -> bool:
 
 def _need(well: bool, what: str) -> None:
     if not well:
-        raise ValueError(f"a trace that cannot be believed: {what}")
+        raise ValueError(f"not a valid trace: {what}")

@@ -102,8 +102,8 @@ def explain(end: End) -> NoReturn:
         raise ScriptError(describe_end(code, end.folder))
     if (steps := _steps(end)) >= _takes(end) and not all(one["ended"] for one in end.seen if worked(one)):
         raise ScriptError(
-            f"{name} ended by os._exit, or by a signal that its parent kept to itself, after {steps} or more optimizer "
-            f"steps: what it took could not be told; let it return, or end by sys.exit{_last_words(end.folder)}"
+            f"{name} ended by os._exit, or by a signal that its parent did not report, after {steps} or more optimizer "
+            f"steps, so nothing was measured; let it return, or end by sys.exit{_last_words(end.folder)}"
         )
     raise InvalidTrial(f"{name} ended {_too_early(end)}")
 
@@ -144,14 +144,14 @@ def _raise(one: Seen, end: End) -> NoReturn:
     error = one["error"]
     if one["world_size"] > end.trial.world_size and _FEW_CARDS.search(error["message"]):
         raise InvalidTrial(
-            f"the training has {one['world_size']} ranks, and world_size={end.trial.world_size} is how many GPUs it "
-            f"is given: give world_size={one['world_size']}"
+            f"the training has {one['world_size']} ranks, but world_size={end.trial.world_size} is the number of its "
+            f"GPUs; set world_size={one['world_size']}"
         )
     silent = [other["rank"] for other in end.seen if not other["ended"] and other["world_size"] > 1]
     if silent and _MISSED.search(error["message"]):
         raise ScriptError(
-            f"rank {silent[0]} ended in the middle of the training without a word (os._exit?), and rank {one['rank']} "
-            "missed it"
+            f"rank {silent[0]} ended during the training without an error message (os._exit?), so rank {one['rank']} "
+            "lost the connection to it"
         )
     if unknown := _UNKNOWN.search(f"{error['type']}: {error['message']}"):
         raise InvalidTrial(f"{_name(end.words)} does not take these options: {unknown[0]}")
@@ -185,25 +185,25 @@ def _too_early(end: End) -> str:
     """Return what a command that ended well lacked."""
     if not end.seen:
         return (
-            "well, but no Python process of it imported torch where it could be watched (python -I and -E leave "
-            "PYTHONPATH out)"
+            "without an error, but none of its Python processes imported torch where vramsweep can watch it (python -I "
+            "and -E ignore PYTHONPATH)"
         )
     steps = _steps(end)
     if steps == 0:
         calls, passes = (max(one[name] for one in end.seen) for name in ("forwards", "backwards"))
         return (
-            f"without an optimizer step ({calls} forward and {passes} backward passes were seen): it must train with a "
+            f"without an optimizer step ({calls} forward and {passes} backward passes); it must train with a "
             "torch.optim.Optimizer"
         )
     size, ranks = max(one["world_size"] for one in end.seen), {one["rank"] for one in end.seen if worked(one)}
     if steps >= _takes(end) and len(ranks) < size:
         return (
-            f"after {steps} optimizer steps, and trained on {len(ranks)} of its {size} ranks (WORLD_SIZE): a row takes "
-            "all of them; start them all in the command, as torchrun --nproc-per-node does"
+            f"after {steps} optimizer steps on {len(ranks)} of its {size} ranks (WORLD_SIZE), but a row needs all "
+            "ranks; start them all in the command, as torchrun --nproc-per-node does"
         )
     name = end.trial.protocol.name
     return (
-        f"after {steps} optimizer steps, and protocol={name} takes {_takes(end)}; let it run longer, or give "
+        f"after {steps} optimizer steps, but protocol={name} needs {_takes(end)}; let it run longer, or set "
         "protocol.warmup_steps= and protocol.measured_steps="
     )
 

@@ -62,16 +62,16 @@ def run(trial: Trial, folder: Path) -> Columns:
     row = of_processes.columns(trial, trained, command_template.placeholder_names(str(trial.runner.command)))
     more = sum("columns" in one for one in seen) - len(trained)
     if more > 0:
-        row["notes"] = [*(row["notes"] or ()), f"{more} more processes trained; this row is of the first training"]
+        row["notes"] = [*(row["notes"] or ()), f"{more} more processes trained; this row describes the first training"]
     row |= {"environment": worker_environment.recorded_variables(os.environ), "device_baseline_bytes": baseline}
     if code == 0 and all(one["complete"] for one in trained):
         return row
     result_file.values(folder, row, complete=False)
     problem = next((one["problem"] for one in trained if one["problem"]), None)
-    how = "ended before it" if code == 0 else exit_diagnosis.describe_end(code, folder)
+    how = "ended" if code == 0 else exit_diagnosis.describe_end(code, folder)
     if code == 0 and problem:
         how = f"could not be watched any further: {problem}"
-    left = "" if all(one["complete"] for one in trained) else "the step that counts FLOPs is missing: "
+    left = "" if all(one["complete"] for one in trained) else "the step that counts FLOPs is missing, because "
     raise result_file.EndedEarly(f"{left}after the measured steps the script {how}")
 
 

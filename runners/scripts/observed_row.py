@@ -35,7 +35,7 @@ def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Col
     row["world_size"] = len(trained)
     if len(trained) != trial.world_size:
         ranks = f"{len(trained)} rank{'s' * (len(trained) > 1)}"
-        notes.append(f"the training had {ranks}, where the trial has world_size={trial.world_size}")
+        notes.append(f"the training had {ranks}, but the trial has world_size={trial.world_size}")
     notes += [*_shapes(trial, trained, row, told), *_shared(trained), *_largest(row)]
     effective = None
     if "backend" in trained[0]:
@@ -58,7 +58,7 @@ def _require_device(trial: Trial, one: Seen) -> None:
     lacks = found == "cpu" and torch is not None and one["columns"].get("cuda_version") is None
     why = f" (its torch {torch} is built without CUDA)" if lacks else ""
     raise InvalidTrial(
-        f"the script trained on device={found}{why}, and the trial has device={asked}: have it train there, or give "
+        f"the script trained on device={found}{why}, but the trial has device={asked}; make it train there, or set "
         f"device={found}"
     )
 
@@ -74,8 +74,8 @@ def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:
     for one in seen:
         for name, value in one["variables"].items():
             return (
-                f"the script sets {name}={value or ''} itself, so allocator={trial.allocator.name} is not what it runs "
-                "with; take that line out, or give the setting as allocator=custom allocator.conf=..."
+                f"the script sets {name}={value or ''} itself, so allocator={trial.allocator.name} has no effect; "
+                "remove that line, or give the setting as allocator=custom allocator.conf=..."
             )
     return None
 
@@ -87,7 +87,7 @@ def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collectio
     shapes = [(batch, length) for batch, length in first["shapes"]] if first["shapes_known"] else []
     batches = first["batches"][0] if len(first["batches"]) == 1 else None
     if first["repeated"]:
-        return ["tokens/s is not known: the optimizer asks for the passes itself (a closure), as often as it likes"]
+        return ["tokens/s is unknown, because the optimizer runs the passes itself (a closure), any number of times"]
     if not shapes:
         return _told_tokens(trial, trained, row, told)
     filled, other = called_with(shapes, trial, told)
@@ -98,8 +98,8 @@ def _shapes(trial: Trial, trained: Sequence[Seen], row: Columns, told: Collectio
         every = ", ".join(f"{b} x {n}" for b, n in shapes[:3]) + (", ..." if len(shapes) > 3 else "")
         said = " and ".join(f"{name}={getattr(trial, name)}" for name in other)
         return [
-            f"the model was called with {every} tokens (batch x length), where {said} is told; tokens/s counts what it "
-            "was called with"
+            f"the model was called with {every} tokens (batch x length), but {said} is given; tokens/s counts the "
+            "tokens of the calls"
         ]
     return []
 
@@ -108,19 +108,19 @@ def _told_tokens(trial: Trial, trained: Sequence[Seen], row: Columns, told: Coll
     """Fill in the speed from the told length and batch, as no call was seen. Return notes on what it depends on."""
     unseen = "no model was called with token ids"
     if not {"seq_len", "micro_batch"} <= set(told):
-        return [f"tokens/s is not known: {unseen}, and {{seq_len}} and {{micro_batch}} are not told"]
+        return [f"tokens/s is unknown, because {unseen}, and {{seq_len}} and {{micro_batch}} are not given"]
     batches, from_told = trained[0]["batches"], "length and batch"
     if batches == [None] and "grad_accum" in told:
         batches, from_told = [trial.grad_accum], "length, batch and accumulation"
     if len(batches) != 1 or batches == [None]:
-        why = "how many batches a step has is not seen, or not always the same; tell it by {grad_accum}"
-        return [f"tokens/s is not known: {unseen}, and {why}"]
+        why = "the number of batches of a step is unknown or varies; give it as {grad_accum}"
+        return [f"tokens/s is unknown, because {unseen}, and {why}"]
     if row["elapsed_s"] is None:
         return []  # speed is unknown too, and has its own note
     samples = trial.micro_batch * batches[0] * len(trained) * len(row["step_times_s"])
     row["samples_per_s"] = samples / row["elapsed_s"]
     row["tokens_per_s"] = samples * trial.seq_len / row["elapsed_s"]
-    return [f"tokens/s is of the {from_told} that are told: {unseen}"]
+    return [f"tokens/s is computed from the given {from_told}, because {unseen}"]
 
 
 def called_with(shapes: Collection[tuple[int, int]], trial: Trial, told: Collection[str]) -> tuple[Columns, list[str]]:
@@ -142,7 +142,7 @@ def _largest(row: Columns) -> list[str]:
     steps = max((peaks[name] for name in ("first_step", "steps") if name in peaks), default=None)
     if part in (None, "first_step", "steps") or not steps:
         return []
-    return [f"of the whole job {part} needs most: {peaks[part] / MIB:,.1f} MiB, and the steps {steps / MIB:,.1f} MiB"]
+    return [f"{part} needs most memory of the whole job: {peaks[part] / MIB:,.1f} MiB; steps: {steps / MIB:,.1f} MiB"]
 
 
 def _shared(trained: Sequence[Seen]) -> list[str]:
@@ -153,8 +153,8 @@ def _shared(trained: Sequence[Seen]) -> list[str]:
         if card is not None:  # by uuid, because numbers may differ: each rank may see its own GPUs
             cards.setdefault(card, []).append(one["rank"])
     return [
-        f"ranks {' and '.join(map(str, ranks))} ran on the same GPU: each counter is of one process, and the GPU "
-        "held them all"
+        f"ranks {' and '.join(map(str, ranks))} ran on the same GPU; each counter covers one process, so the GPU "
+        "used more memory"
         for ranks in cards.values()
         if len(ranks) > 1
     ]

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from vramsweep.runners.measure.rank_instruments import Gauges
     from vramsweep.runners.measure.step_meter import Meter
 
-UNLOADED = "what loading took is not known: no module was called on the GPU, so where the first step begins is not seen"
-DISTURBED = "the optimizer's peak is not known: the script evaluated or saved before the next step began"
+UNLOADED = "memory of loading is unknown, because no call of a module on the GPU shows where the first step begins"
+DISTURBED = "the optimizer's peak is unknown, because the script evaluated or saved before the next step began"
 HELD_S = 5.0  # seconds that the process waits after its last report: the worker ends it, and what would follow it
 SETTLED = 3  # steps without a new model; then hooks on the classes of known models are enough
 MEETING_S = 60.0  # longest wait of a rank in seconds, before it ends, until the others have measured
@@ -360,8 +360,9 @@ class Observer:
             return self.volume.columns(clean, own["elapsed_s"])
         what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
         if self.each_time(steps):
-            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what}: it counts"]}
-        notes = [*own["notes"], f"{what}: their memory counts, and the speed is that of the others"]
+            notes = [*own["notes"], f"{what}; memory and speed include these steps"]
+            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": notes}
+        notes = [*own["notes"], f"{what}; memory includes these steps, speed leaves them out"]
         times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
         energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
         return energy | step_meter.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}

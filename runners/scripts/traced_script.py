@@ -42,9 +42,9 @@ from vramsweep.runners.scripts.traced_devices import TwoMemories
 from vramsweep.runners.trace.known_values import KnownValues
 from vramsweep.runners.trace.step_tracer import Tracer
 
-TRITON = "{} launches of Triton kernels a step are not run: they allocate nothing, and the time they take is not known"
-MADE_UP = "the script asked {} for the value of a tensor, such as its loss: it was nan, which is not less than anything"
-LENGTHS = "the traced steps' batches are of several shapes ({} tokens): the peak is theirs, not that of a longer one"
+TRITON = "{} launches of Triton kernels a step are not run; they allocate nothing, and their time is unknown"
+MADE_UP = "the script read the value of a tensor, such as its loss, {}; it got nan, which is not less than any number"
+LENGTHS = "the traced steps have batches of several shapes ({} tokens); the peak is theirs, not that of a longer batch"
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
@@ -61,7 +61,7 @@ class _Over(BaseException):
 def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     """Run the script until `trial.steps()` of its steps are traced. Raises InvalidTrial if they cannot be."""
     if type(trial.seq_len) is not int or type(trial.micro_batch) is not int:
-        raise RuntimeError("a command has numbers in it, not symbols")
+        raise RuntimeError("a command needs numbers, not symbols")
     require_unchanged_files(trial)
     output = (folder / command_template.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
@@ -107,12 +107,12 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise  # make_trace.py explains it
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            raise InvalidTrial(f"cannot be simulated: on fake tensors the script fails ({what}); measure it") from error
+            raise InvalidTrial(f"cannot be predicted: the script fails on fake tensors ({what}); measure it") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
     raise InvalidTrial(
-        f"cannot be simulated: the script {ended} after {observer.counts['steps']} optimizer steps, and a prediction "
-        f"takes {trial.steps() + 1}" + (f"; {values.note()}" if values.asked else "")
+        f"cannot be predicted, because the script {ended} after {observer.counts['steps']} optimizer steps; it "
+        f"needs {trial.steps() + 1}" + (f"; {values.note()}" if values.asked else "")
     )
 
 
@@ -166,7 +166,7 @@ class _Traced(Observer):
         every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))
         if other and len(known) == 1:
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
-            notes.append(f"in the traced steps the model was called with {every} tokens, where {said} is told")
+            notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
         if len(shapes) > 1:
             found |= {"step_growth_bytes": None, "plateau": None}
             notes.append(LENGTHS.format(every))
@@ -259,21 +259,21 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
     command = str(trial.runner.command)
     if not Path(words[0]).name.startswith("python"):
         raise InvalidTrial(
-            f"cannot be simulated: {words[0]} starts other processes; give the script itself (python train.py ...), or "
-            "measure on device=cuda"
+            f"cannot be predicted, because {words[0]} starts other processes; give the script itself (python train.py "
+            "...), or measure on device=cuda"
         )
     if interpreter.interpreter_facts(command):
-        raise InvalidTrial(f"cannot be simulated: {words[0]} is not the Python that vramsweep runs in; use that one")
+        raise InvalidTrial(f"cannot be predicted: {words[0]} is not the Python that runs vramsweep; use that one")
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         if rest.pop(0) in ("-X", "-W") and rest:  # their value is a separate word
             rest.pop(0)
     if not rest or rest[0] == "-c" or rest == ["-m"]:
-        raise InvalidTrial("cannot be simulated: the command runs no Python file and no module")
+        raise InvalidTrial("cannot be predicted, because the command runs no Python file or module")
     if rest[0] == "-m":
         return None, rest[1], rest[2:]
     if not Path(rest[0]).is_file():
-        raise InvalidTrial(f"cannot be simulated: there is no file {rest[0]}")
+        raise InvalidTrial(f"cannot be predicted, because there is no file {rest[0]}")
     return rest[0], None, rest[1:]
 
 

@@ -69,7 +69,7 @@ def close_open_training() -> None:
     """End a training that is over but still open, because a Trainer with its own loop did not report its end."""
     for one in list(_open):
         error = getattr(sys, "last_value", None)  # set if an exception ends the process
-        one.ended(error or RuntimeError("the training was left before its end"))
+        one.ended(error or RuntimeError("the training stopped before its end"))
 
 
 def _wrap_loop(loop: Callable[..., Any]) -> Callable[..., Any]:

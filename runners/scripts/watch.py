@@ -71,7 +71,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         """
         self.row: Row | None = None
         if why := file_names.name_problem(name):
-            raise UserError(f"vramsweep.watch: name={name[:60]!r}: {why}; it is that of one folder in {results}")
+            raise UserError(f"vramsweep.watch: name={name[:60]!r}: {why}; it must name one folder in {results}")
         self._place = Path(results) / name
         self._warmup_steps = warmup_steps
         self._told = set(settings) & {*command_template.UNSAID, *command_template.TOLD}
@@ -83,7 +83,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         if self._left_alone:
             return self
         if _watching:
-            raise UserError("vramsweep.watch: this process is watched already; one block at a time")
+            raise UserError("vramsweep.watch: this process is already being watched; end that block first")
         self._began, self._started_at = time.monotonic(), row_builder.now()
         self._folder = Path(tempfile.mkdtemp(prefix="vramsweep-"))
         asked = {
@@ -147,7 +147,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._ranks = [own]
             return
         if not torch.distributed.is_initialized():
-            raise UserError(f"its {own['world_size']} ranks have no process group any more; destroy it after the block")
+            raise UserError(f"the {own['world_size']} ranks have no process group any more; destroy it after the block")
         every: list[Any] = [None] * own["world_size"]
         with torch.cuda.device(own["card"]) if "card" in own else contextlib.nullcontext():  # NCCL's is the current one
             torch.distributed.all_gather_object(every, own)
@@ -160,10 +160,10 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             raise RuntimeError(own["problem"])
         measured = len(self._ranks) == own["world_size"] and all("columns" in one for one in self._ranks)
         if error is None and len(self._ranks) < own["world_size"]:
-            raise UserError(f"the block was left before its {own['world_size']} ranks could meet")
+            raise UserError(f"the block ended before its {own['world_size']} ranks could exchange results")
         if error is None and not measured:
             needed = self._warmup_steps + 4
-            raise UserError(f"{own['steps']} optimizer steps were seen, and it takes {needed}")
+            raise UserError(f"the block had {own['steps']} optimizer steps, but a row needs {needed}")
         row = self._base(own)
         if measured:
             found = observed_row.columns(self._trial, self._ranks, self._told)
@@ -228,7 +228,7 @@ def _trial(settings: dict[str, Any], told: set[str], warmup_steps: int) -> trial
             json.dumps(to_jsonable_python(value), allow_nan=False)
         except (PydanticSerializationError, ValueError):
             what = f"{name} is of type {type(value).__name__}"
-            raise UserError(f"vramsweep.watch: {what}, which a row cannot hold; give text or numbers") from None
+            raise UserError(f"vramsweep.watch: {what}, which a row cannot store; give text or numbers") from None
     conf = os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or ""
     try:
         canonical = allocator_config.parse(conf).render()

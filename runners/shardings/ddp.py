@@ -43,12 +43,12 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
     found = next((m for m in net.modules() if isinstance(m, DistributedDataParallel)), None)
     if found is None:
         raise InvalidTrial(
-            f"sharding=ddp: {type(net).__name__} is no DistributedDataParallel and holds none, so no rank hears of the "
-            "others; wrap the model and return the wrapped one"
+            f"sharding=ddp: {type(net).__name__} is no DistributedDataParallel and contains none, so ranks exchange no "
+            "gradients; wrap the model and return the wrapped one"
         )
     size = dist.get_world_size(found.process_group)
     if size != trial.world_size:
-        raise InvalidTrial(f"sharding=ddp: the model averages over {size} ranks, and world_size is {trial.world_size}")
+        raise InvalidTrial(f"sharding=ddp: the model averages over {size} ranks, but world_size is {trial.world_size}")
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:

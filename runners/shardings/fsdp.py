@@ -47,20 +47,20 @@ def checked(trial: Trial, net: torch.nn.Module) -> None:
     size = _ranks_of_fsdp1(net) if trial.sharding == "fsdp1" else _ranks_of_fsdp2(net)
     if size != trial.world_size:
         raise InvalidTrial(
-            f"sharding={trial.sharding}: the model is divided over {size} ranks, and world_size is {trial.world_size}"
+            f"sharding={trial.sharding}: the model is divided over {size} ranks, but world_size is {trial.world_size}"
         )
 
 
 def _ranks_of_fsdp1(net: torch.nn.Module) -> int:
     if not isinstance(net, FullyShardedDataParallel):
-        raise InvalidTrial(f"sharding=fsdp1: {type(net).__name__} is no FullyShardedDataParallel")
+        raise InvalidTrial(f"sharding=fsdp1: {type(net).__name__} is no FullyShardedDataParallel; wrap the model")
     return net.world_size
 
 
 def _ranks_of_fsdp2(net: torch.nn.Module) -> int:
     found = next((p for p in net.parameters() if isinstance(p, DTensor)), None)
     if not any(isinstance(module, FSDPModule) for module in net.modules()) or found is None:
-        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} was not passed to fully_shard, nor anything in it")
+        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} and its modules were not passed to fully_shard")
     return found.device_mesh.size()
 
 
@@ -104,7 +104,7 @@ def _by_tensor(trial: Trial, device: torch.device) -> Sharded:
     groups = trial.runner.options.get("reshard_after_forward")
     if trial.device.name == "simulated" and type(groups) is int and groups not in (1, trial.world_size):
         raise InvalidTrial(
-            f"runner.options.reshard_after_forward={groups}: groups of ranks cannot be simulated; use true or false"
+            f"runner.options.reshard_after_forward={groups}: groups of ranks cannot be predicted; use true or false"
         )
     mesh = process_group.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
@@ -128,7 +128,7 @@ def blocks(net: torch.nn.Module) -> list[torch.nn.Module]:
     """
     lists = [list(m) for m in net.modules() if isinstance(m, torch.nn.ModuleList)]
     if not lists:
-        raise InvalidTrial("the model has no list of blocks (torch.nn.ModuleList) for FSDP to divide one by one")
+        raise InvalidTrial("FSDP divides block by block, but the model has no list of blocks (torch.nn.ModuleList)")
     return max(lists, key=lambda found: sum(map(model_description.parameters, found)))
 
 
@@ -201,19 +201,19 @@ def fitting(trial: Trial, net: torch.nn.Module, made: TrainingArguments) -> None
     if ignored == "version":  # we set it; transformers 4.57 lacks it and would not wrap layers either
         raise InvalidTrial(
             f"sharding={trial.sharding} with runner=trainer: TrainingArguments of transformers "
-            f"{transformers.__version__} know no version of FSDP; install a newer one, or use runner=torch"
+            f"{transformers.__version__} have no setting for FSDP's version; install a newer one, or use runner=torch"
         )
     if ignored is not None:
         raise InvalidTrial(
-            f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} does not look at it with "
-            f"sharding={trial.sharding}; it would have no effect"
+            f"runner.options.fsdp_config.{ignored}: transformers {transformers.__version__} ignores it with "
+            f"sharding={trial.sharding}; leave it out"
         )
     asked = {key.removeprefix("fsdp_"): value for key, value in trial.runner.options.get("fsdp_config", {}).items()}
     named = asked.get("transformer_layer_cls_to_wrap") or []
     there = {type(module).__name__ for module in net.modules()}
     for name in [named] if isinstance(named, str) else named:
         if name not in there:
-            usual = ", ".join(getattr(net, "_no_split_modules", None) or ()) or "none that it names itself"
+            usual = ", ".join(getattr(net, "_no_split_modules", None) or ()) or "not named by the model"
             raise InvalidTrial(
                 f"runner.options.fsdp_config.transformer_layer_cls_to_wrap: {type(net).__name__} has no {name}; its "
                 f"layers are {usual}, which is the default"

@@ -87,7 +87,7 @@ def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 
 def _no_ddp(*args: Any, **kwargs: Any) -> None:
-    raise InvalidTrial("sharding is FSDP's, and a DistributedDataParallel is made; use sharding=ddp, or fully_shard")
+    raise InvalidTrial("sharding is FSDP but the code makes a DistributedDataParallel; use sharding=ddp or fully_shard")
 
 
 def _moved(parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], device: torch.device) -> None:

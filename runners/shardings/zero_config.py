@@ -49,7 +49,7 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
     for the only one. TrainingArguments accept bf16 on a CPU only with use_cpu, which switches DeepSpeed off.
     """
     if trial.device.name == "cpu" and trial.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        raise InvalidTrial("precision=fp16: DeepSpeed says that this CPU has no fp16; use bf16 or fp32, or device=cuda")
+        raise InvalidTrial("precision=fp16: this CPU has no fp16 for DeepSpeed; use bf16 or fp32, or device=cuda")
     meeting = ("fake" if trial.device.name == "simulated" else process_group.BACKENDS["cpu"], DistributedType.NO)
     return patched(
         (
@@ -63,8 +63,8 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 def _no_kernel(builder: Any, verbose: bool = True) -> None:
     raise InvalidTrial(
-        "DeepSpeed has no kernel for a CPU of what its configuration asks for (zero_quantized_*, or an optimizer other "
-        "than Adam); take that out, or measure on device=cuda"
+        "DeepSpeed has no kernel for a CPU that its configuration needs (zero_quantized_*, or an optimizer other than "
+        "Adam); remove that setting, or measure on device=cuda"
     )
 
 
@@ -172,14 +172,14 @@ def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
     found = {hasattr(parameter, "ds_id") for parameter in base}
     if found != {divided(trial)}:
         raise RuntimeError(
-            f"zero_init={trial.zero_init}, and the model's parameters are divided or not: {sorted(found)}"
+            f"zero_init={trial.zero_init} does not match the model's parameters (divided: {sorted(found)})"
         )
 
 
 def checked(trial: Trial, net: Any) -> None:
     """Raise InvalidTrial unless DeepSpeed's engine trains with the trial's stage, batch, ranks, precision, offloads."""
     if not isinstance(net, deepspeed.DeepSpeedEngine):
-        raise InvalidTrial(f"sharding={trial.sharding}: what trains is {type(net).__name__}, not DeepSpeed's engine")
+        raise InvalidTrial(f"sharding={trial.sharding}: {type(net).__name__} trains, not DeepSpeed's engine")
     stage = runner_table.sharding(trial.sharding).stage
     precision = trial.precision if trial.precision in ("bf16", "fp16") else "fp32"
     half = {"bf16": net.bfloat16_enabled(), "fp16": net.fp16_enabled()}
@@ -197,7 +197,7 @@ def checked(trial: Trial, net: Any) -> None:
     }
     for what, (found, asked) in compared.items():
         if found != asked:
-            raise InvalidTrial(f"DeepSpeed's engine has {what} {found}, and the trial asks for {asked}")
+            raise InvalidTrial(f"DeepSpeed's engine has {what} {found}, but the trial has {asked}")
     tracer = step_tracer.active()
     if tracer is not None:
         tracer.held = functools.partial(zero_traced.held, net.optimizer)
@@ -264,7 +264,7 @@ def heeded(config: Mapping[str, Any]) -> None:
     if ignored is not None:
         path, known = ignored
         raise InvalidTrial(
-            f"{WHERE}, {path}: DeepSpeed {deepspeed.__version__} does not look at it, so it would have no effect"
+            f"{WHERE}, {path}: DeepSpeed {deepspeed.__version__} ignores it, so it would have no effect"
             f"{_closest(path.rpartition('.')[2], known)}"
         )
 
@@ -281,9 +281,7 @@ def _schedule(taken: Any) -> None:
     try:
         inspect.signature(kind).bind(None, **(taken.scheduler_params or {}))
     except TypeError as error:
-        raise InvalidTrial(
-            f'{WHERE}, scheduler.params of {name}: {error} ("auto" is filled in by the Trainer only)'
-        ) from None
+        raise InvalidTrial(f'{WHERE}, scheduler.params of {name}: {error} (only the Trainer fills in "auto")') from None
 
 
 def _ignored(node: KeyUsage, before: str = "") -> Iterator[tuple[str, set[str]]]:

@@ -64,12 +64,12 @@ def from_plain(values: Mapping[str, Any]) -> Candidate | Refused:
     numbers += [number for _, number, _ in symbolic.collectives]
     numbers += [number for _, _, number in symbolic.stepwise]
     if not all(number < formulas for number in numbers):
-        raise ValueError("a number is that of no formula")
+        raise ValueError("a number has no formula")
     if (len(symbolic.sizes), len(symbolic.host)) != (len(template.categories), len(template.host.categories)):
-        raise ValueError("its storages have not one size each")
+        raise ValueError("there is not one size for each storage")
     for storage, text, number in symbolic.stepwise:
         if storage >= len(symbolic.sizes):
-            raise ValueError("a size that follows a number is that of no storage")
+            raise ValueError("a size that depends on a number belongs to no storage")
         compiled(following(text, symbolic.formulas[number]))
     for path, _ in symbolic.varying:
         put(symbolic.details, path, 0)
@@ -91,7 +91,7 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
     Raises ValueError for fewer than two.
     """
     if len(direct) < 2:
-        raise ValueError("it takes direct traces of two points to confirm a symbolic one")
+        raise ValueError("a symbolic trace needs direct traces of two points to confirm it")
     own, template = found.symbolic.template, next(iter(direct.values()))[0]
     few = {"layers_traced": next(iter(direct.values()))[1].get("layers_traced")}  # of the template
     symbolic = replace(found.symbolic, template=template, details={**found.symbolic.details, **few}, basis="symbolic")
@@ -101,7 +101,7 @@ def verified(found: Candidate, direct: Mapping[Point, tuple[Trace, dict[str, Any
             return Refused(f"its guards do not hold {at}")
         books = ((own, traced, found.collected), (own.host, traced.host, found.host_collected))
         if any(_uncollected(one, collected) != _uncollected(other, collected) for one, other, collected in books):
-            return Refused(f"symbols led the code another way: its events differ from those traced {at}")
+            return Refused(f"the code behaves differently with symbols; its events differ from those traced {at}")
         try:
             what = difference(symbolic.at(point), (traced, details | few))
         except ValueError as error:

@@ -57,7 +57,7 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
     """
     synthetic = trial.data == "synthetic" or length_distribution.has_varying_lengths(trial)
     if not synthetic or trial.padding:
-        return Refused("how much of a batch is padding is no formula of its length")
+        return Refused("the padding of a batch is no formula of its length")
     try:
         found = _trace_few(trial, card, folder, runner)
         if found is not None:
@@ -143,7 +143,7 @@ class _Symbols:
     def symbolic(self, traced: Trace, details: Mapping[str, Any]) -> SymbolicTrace:
         """Return the trace with formulas. Raises NotSerializable if a size or guard has none."""
         if self.env.replacements or self.env.deferred_runtime_asserts:
-            raise NotSerializable("the code uses a length or batch as a plain number: it is true of this one alone")
+            raise NotSerializable("the code uses a length or batch as a plain number, so formulas are impossible")
         formulas: dict[str, int] = {}
         texts: dict[Any, str] = {}
 
@@ -301,14 +301,14 @@ def written(expression: Any, names: Mapping[Any, str]) -> str:
         return f"not {parts[0]}"
     if kind in _BETWEEN:
         return _BETWEEN[kind].join(parts)
-    raise NotSerializable(f"no formula says {expression}")
+    raise NotSerializable(f"no formula expresses {expression}")
 
 
 def _whole_division(expression: Any) -> Any:
     """Return math.ceil or math.floor of a true division as whole-number division; else raise NotSerializable."""
     (quotient,) = expression.args
     if not isinstance(quotient, functions.IntTrueDiv):
-        raise NotSerializable(f"no formula says {expression}")
+        raise NotSerializable(f"no formula expresses {expression}")
     over, by = quotient.args
     down = isinstance(expression, functions.FloorToInt)
     return functions.FloorDiv(over, by) if down else -functions.FloorDiv(-over, by)

@@ -139,7 +139,7 @@ def _confirmed(
     asked = witnesses(held)
     direct = tracer.kept({where: at(anyone, where) for where in asked})
     if len(direct) < len(asked):
-        return symbolic_candidate.Refused("it would hold where nothing can be traced")
+        return symbolic_candidate.Refused("its guards hold at points that cannot be traced")
     return symbolic_candidate.verified(found, {where: (one.trace, one.details) for where, one in direct.items()})
 
 

@@ -36,8 +36,8 @@ from vramsweep.runners.trace.symbolic_trace import Point
 from vramsweep.runners.trace.trace_data import Mark, Trace, cublas_workspace, fitted
 
 STEPS = 3  # steps of a trace
-OTHERWISE = "cannot be predicted with lengths that vary: {}; give one length (data=synthetic), or measure it"
-UNTIMED = "no estimated times: lengths vary"
+OTHERWISE = "cannot be predicted with varying lengths, because {}; set one length (data=synthetic), or measure it"
+UNTIMED = "no estimated times, because lengths vary"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def forms(trace: Trace) -> Forms:
         kept.append(tuple(form.storages[n - 1] for n in form.kept))
     passes, uneven = divmod(len(found) - 1, STEPS)
     if uneven:
-        raise InvalidTrial(OTHERWISE.format("its steps do not have as many passes"))
+        raise InvalidTrial(OTHERWISE.format("its steps differ in their number of passes"))
     load, *rest = found
     first, second, third = (tuple(rest[step * passes : (step + 1) * passes]) for step in range(STEPS))
     return Forms(trace, load, (first, second, third, _further(second, third)))
@@ -102,14 +102,14 @@ def _further(second: tuple[StepTemplate, ...], third: tuple[StepTemplate, ...]) 
     for at, form in enumerate((*second, *third)):
         for age, position in form.carried:
             if at >= before and not 0 < age <= at:
-                raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+                raise InvalidTrial(OTHERWISE.format("a step behaves differently from the one before it"))
             if age and 0 <= at - age < before:
                 used[at - age].add(position)
     for part, (one, other) in enumerate(zip(second, third, strict=True)):
         if one.kept == other.kept:
             used[part] = set(range(len(one.kept)))
         elif len(used[part]) != len(other.kept):
-            raise InvalidTrial(OTHERWISE.format("a step does not go as the one before it"))
+            raise InvalidTrial(OTHERWISE.format("a step behaves differently from the one before it"))
     ranks = [{position: rank for rank, position in enumerate(sorted(positions))} for positions in used]
 
     def where(at: int, age: int, position: int) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class TraceFamily:
             trace, sizes, basis = self._sizes(trial, batch)
             apart = self.forms(trace, batch)
             if len(apart.steps[0]) != len(passes):
-                raise InvalidTrial(OTHERWISE.format("the passes of a step cannot be told apart"))
+                raise InvalidTrial(OTHERWISE.format("the passes of a step cannot be distinguished"))
             done.append(self._own(trial, apart, apart.of(number, at), sizes))
             rests.add(basis)
         return done, rests
@@ -194,7 +194,7 @@ class TraceFamily:
         where = Point(widest.width, widest.samples)
         found = self.curves[widest.padded].at(representative_trial(trial, widest.padded, where))
         if found is None:
-            raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+            raise InvalidTrial(OTHERWISE.format(f"it has no trace of {where.micro_batch} x {where.seq_len} tokens"))
         return found[0], found[1]
 
     def forms(self, trace: Trace, batch: length_distribution.Batch) -> Forms:
@@ -206,7 +206,7 @@ class TraceFamily:
                 kept = [[[len(form.kept) for form in step] for step in one.steps] for one in (old, new)]
                 if old.load != new.load or kept[0] != kept[1]:
                     odd = min(batch, other, key=lambda one: one.tokens)
-                    what = f"steps of {odd.samples} x {odd.width} tokens leave other things than others"
+                    what = f"steps of {odd.samples} x {odd.width} tokens keep other tensors than others"
                     raise InvalidTrial(OTHERWISE.format(f"{what} (try padding_to=8)"))
             self._forms[key] = new, batch
         return self._forms[key][0]
@@ -220,7 +220,7 @@ class TraceFamily:
         if (padded, where) not in self._traced:
             found = self.curves[padded].at(representative_trial(trial, padded, where))
             if found is None:
-                raise InvalidTrial(OTHERWISE.format(f"no trace of {where.micro_batch} x {where.seq_len} tokens"))
+                raise InvalidTrial(OTHERWISE.format(f"it has no trace of {where.micro_batch} x {where.seq_len} tokens"))
             self._traced[padded, where] = found[0], found[2]
         trace, basis = self._traced[padded, where]
         return trace, trace.sizes, basis
@@ -412,7 +412,7 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
             return replay(load, steps(), config, memory_limit(gpu)).predicted.refused is None
 
         if enough := _smaller(card, math.ceil(whole.peak["reserved"] / config.per_process_memory_fraction), fits):
-            text += f" (giving memory back at its limit, {enough.name} is enough)"
+            text += f" ({enough.name} is enough, because PyTorch frees cached memory at the limit)"
         at = predicted.refused.mark.step
         if at is not None:
             text += f"; that step's batch is {' + '.join(f'{one.samples} x {one.width}' for one in every[at])} tokens"

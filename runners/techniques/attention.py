@@ -73,8 +73,8 @@ def _forced(trial: Trial) -> Iterator[None]:
             told = [text for line in (*str(error).splitlines()[1:], *reasons) if (text := line.strip(" ."))]
             why = f" ({'; '.join(dict.fromkeys(told))})" if told else ""
             raise InvalidTrial(
-                f"attention={trial.attention} cannot serve this model's attention{why}; use attention=sdpa, for which "
-                "torch chooses a kernel that can"
+                f"attention={trial.attention} cannot run this model's attention{why}; use attention=sdpa, with which "
+                "torch chooses a suitable kernel"
             ) from error
 
 

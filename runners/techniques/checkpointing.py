@@ -46,7 +46,7 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
     layers = [module for module in net.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and trial.checkpointing_every > 1:
         name = type(net).__name__
-        raise InvalidTrial(f"checkpointing_every: the layers of {name} are checkpointed all or none; use 1")
+        raise InvalidTrial(f"checkpointing_every: {name} can only checkpoint all layers or none; use 1")
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % trial.checkpointing_every == 0
     return net
@@ -73,7 +73,7 @@ def _contexts(names: str) -> Callable[[], Any]:
         layers += 1
         if layers > 1 and missing:
             raise InvalidTrial(
-                f"checkpointing_ops: no layer of this model calls {'+'.join(sorted(missing))} here; leave it out"
+                f"checkpointing_ops: no layer of this model calls {'+'.join(sorted(missing))}; leave it out"
             )
         return create_selective_checkpoint_contexts(policy)
 

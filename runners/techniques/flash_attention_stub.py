@@ -164,7 +164,7 @@ def _refuse(*tensors: torch.Tensor) -> None:
     if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
     if tensors[0].size(-1) > 256:
-        raise InvalidTrial("attention=flash_attention_2 takes heads of at most 256; use attention=sdpa")
+        raise InvalidTrial("attention=flash_attention_2 takes a head width of at most 256; use attention=sdpa")
 
 
 @contextlib.contextmanager
@@ -186,7 +186,7 @@ def call(net: torch.nn.Module) -> None:
     """Let the model's layers call flash_attention_2. Raises InvalidTrial if transformers has none for the model."""
     known = getattr(net, "_supports_flash_attn", getattr(net, "_supports_flash_attn_2", False))
     if not known:
-        raise InvalidTrial(f"attention=flash_attention_2: transformers has none for {type(net).__name__}; use sdpa")
+        raise InvalidTrial(f"attention=flash_attention_2: transformers lacks it for {type(net).__name__}; use sdpa")
     for module in net.modules():
         config: Any = getattr(module, "config", None)
         if hasattr(config, "_attn_implementation"):

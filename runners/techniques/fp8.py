@@ -26,8 +26,8 @@ def model(trial: Trial, net: Any, device: torch.device) -> Any:
     taken = {m for m in net.modules() if isinstance(m, torch.nn.Linear) and m is not last and aligned(m)}
     if not taken:
         raise InvalidTrial(
-            f"precision=fp8: {type(net).__name__} has no linear layer, beside the output layer, whose dimensions "
-            f"{ALIGNED} divides; use precision=bf16"
+            f"precision=fp8: {type(net).__name__} has no linear layer, except the output layer, whose dimensions "
+            f"are multiples of {ALIGNED}; use precision=bf16"
         )
     (_stand_in if trial.device.name == "simulated" else _library)(net, taken)
     return net

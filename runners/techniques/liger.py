@@ -48,13 +48,13 @@ def _library(trial: Trial, base: Any) -> None:
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    _known(base, MODEL_TYPE_TO_APPLY_LIGER_FN, "has nothing for", "use kernels=none")
+    _known(base, MODEL_TYPE_TO_APPLY_LIGER_FN, "has no kernels for", "use kernels=none")
     own_loss = trial.loss == "default"
     _apply_liger_kernel_to_instance(model=base, fused_linear_cross_entropy=own_loss, cross_entropy=False)
 
 
 def _stand_in(trial: Trial, base: Any) -> None:
-    _known(base, PREDICTED, "cannot be simulated for", "use kernels=none, or measure on device=cuda")
+    _known(base, PREDICTED, "cannot be predicted for", "use kernels=none, or measure on device=cuda")
     liger_stub.patch(base, trial.device.card.multiprocessors)
     vars(sys.modules[type(base).__module__])["apply_rotary_pos_emb"] = liger_stub.rotary
     if trial.loss == "default":

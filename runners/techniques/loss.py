@@ -96,7 +96,7 @@ def without_logits(base: Any, loss: Loss) -> None:
     """Let the output layer pass hidden states through, and use `loss(layer, hidden, labels, number of items)`."""
     head = base.get_output_embeddings()
     if head is None:
-        raise InvalidTrial(f"{type(base).__name__} has no output layer to take the loss of; use loss=plain")
+        raise InvalidTrial(f"{type(base).__name__} has no output layer; use loss=plain")
     layer = head.forward
     passed: torch.Tensor | None = None  # hidden states from the output layer, until their loss is taken
 
@@ -112,7 +112,7 @@ def without_logits(base: Any, loss: Loss) -> None:
         hidden, passed = passed, None
         if logits is not hidden:
             raise InvalidTrial(
-                f"{type(base).__name__} changes its logits after the output layer, so they are needed; use loss=plain"
+                f"{type(base).__name__} changes its logits after the output layer, so it needs them; use loss=plain"
             )
         return loss(layer, hidden, labels, num_items_in_batch)
 

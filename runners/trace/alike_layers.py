@@ -115,7 +115,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
 def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
     """Return the trace of this many layers, and its details, from those of `FEW` and of one more. Raises Unlike."""
     if shorter.trace.notes or longer.trace.notes:
-        raise Unlike("several streams are at work")
+        raise Unlike("several streams are used")
     more, memories = layers - FEW, list[_Memory]()
     pairs = zip(_memories(shorter.trace), _memories(longer.trace), shorter.layers, (shorter.joined, set()), strict=True)
     for old, new, owners, joined in pairs:
@@ -294,7 +294,7 @@ def _extend(value: Any, longer: Any, more: int) -> Any:
     if expression(value) == expression(longer):
         return value
     if not all(isinstance(one, (int, torch.SymInt)) for one in (value, longer)):
-        raise Unlike("what is told of the model differs")
+        raise Unlike("the details of the model differ")
     return value + (longer - value) * more
 
 

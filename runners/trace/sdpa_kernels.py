@@ -52,7 +52,7 @@ class Attention(NamedTuple):
         if any(t.dim() != 4 for t in tensors) or len({t.dtype for t in tensors}) > 1:
             return "it needs query, key and value of four dimensions and one dtype"
         if any(other.size(n) != self.query.size(n) for other in tensors[1:] for n in ((0,) if self.gqa else (0, 1))):
-            return "it needs query, key and value of as many samples and, without enable_gqa, of as many heads"
+            return "it needs query, key and value with equal numbers of samples and, without enable_gqa, of heads"
         if self.mask is not None and self.mask.requires_grad:
             return "the mask requires a gradient"
         return None
@@ -88,7 +88,7 @@ def _flash_lacks(asked: Attention, capability: Capability) -> str | None:
     if asked.mask is not None:
         return "it takes no mask"
     if not asked.width == asked.value.size(-1) <= 256:
-        return "it takes heads of one width of at most 256"
+        return "it takes one head width of at most 256"
     return asked.fits_none()
 
 
@@ -101,7 +101,7 @@ def _efficient_lacks(asked: Attention, capability: Capability) -> str | None:
         return f"it does not take {asked.query.dtype} on this GPU"
     multiple = 16 // asked.query.element_size() if modern else 4
     if asked.width != asked.key.size(-1) or asked.width % multiple or asked.value.size(-1) % multiple:
-        return f"it takes heads of a width that {multiple} divides"
+        return f"it takes head widths that are multiples of {multiple}"
     return asked.fits_none()
 
 
@@ -113,9 +113,9 @@ def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
         return f"it takes fp16 and bf16, not {asked.query.dtype}"
     widest, most = max(asked.width, asked.value.size(-1)), widest_cudnn(capability)
     if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
-        return f"it takes heads of a width of at most {most} that 8 divides"
+        return f"it takes head widths of at most {most} that are multiples of 8"
     if IN_SIXTEENTHS and asked.dropout * 16 % 1:
-        return f"it takes dropout in sixteenths, not {asked.dropout}"
+        return f"it takes dropout in steps of 1/16, not {asked.dropout}"
     return asked.fits_none()
 
 

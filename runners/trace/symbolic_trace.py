@@ -151,7 +151,7 @@ def function(formula: str) -> Function:
 
     The text is parsed, not run as code; what it may contain is listed above. Raises ValueError for anything else."""
     if len(formula) > LONGEST:
-        raise ValueError(f"no formula: {shorten(formula)} has {len(formula):,} characters, more than {LONGEST:,}")
+        raise ValueError(f"no formula: {shorten(formula)} has {len(formula):,} characters; allowed are {LONGEST:,}")
     try:
         return _made(ast.parse(formula, mode="eval").body)
     except (SyntaxError, RecursionError, MemoryError, ValueError) as error:
@@ -200,7 +200,7 @@ def _made(node: ast.expr) -> Function:
         case ast.Call(ast.Name(name), [_, *_] as parts, []) if name in _FUNCTIONS:
             call, arguments = _FUNCTIONS[name], [_made(part) for part in parts]
             return lambda point: call([part(point) for part in arguments])
-    raise ValueError(f"a {type(node).__name__} is no part of one")
+    raise ValueError(f"a {type(node).__name__} is not allowed")
 
 
 def _between(act: Callable[[Any, Any], Any], left: ast.expr, right: ast.expr) -> Function:

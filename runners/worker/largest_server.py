@@ -137,7 +137,7 @@ def _of_group(
         replayed += len(points)
         return {0: dict(_read(places))}
 
-    result_file.progress(tracer.folder, f"adding up what {len(trials):,} trials ask for")
+    result_file.progress(tracer.folder, f"adding up the requests of {len(trials):,} trials")
     survey = Survey(_floors(settings, trials, known), cards, every, math.inf if every else MOST)
     drive([survey], evaluate)
     return survey.found()

@@ -91,10 +91,10 @@ def _device(trial: Trial) -> torch.device:
     if trial.device.name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise EnvironmentFault("torch sees no CUDA device; `vramsweep doctor` tells more, or use device=cpu")
+        raise EnvironmentFault("torch finds no CUDA device; run `vramsweep doctor` for more, or use device=cpu")
     rank, visible = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if rank >= visible > 0:
-        raise InvalidTrial(f"world_size {trial.world_size} needs as many GPUs, and torch sees {visible} here; lower it")
+        raise InvalidTrial(f"world_size={trial.world_size} needs as many GPUs, but torch finds {visible}; lower it")
     return torch.device("cuda", rank)
 
 

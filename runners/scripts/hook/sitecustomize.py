@@ -76,7 +76,7 @@ def observe(folder: str) -> None:
     version = str(getattr(sys.modules["torch"], "__version__", ""))
     numbers = re.match(r"(\d+)\.(\d+)", version)
     if numbers is not None and tuple(map(int, numbers.groups())) < LEAST_TORCH:
-        raise RuntimeError(f"the script's torch is {version}, and it can be watched from {_dotted(LEAST_TORCH)} on")
+        raise RuntimeError(f"the script's torch is {version}, but vramsweep watches {_dotted(LEAST_TORCH)} and later")
     package = os.environ[PACKAGE]
     if "vramsweep" not in sys.modules:  # by its file, so that packages next to it do not become importable
         spec = importlib.util.spec_from_file_location(
@@ -110,7 +110,7 @@ def wait_for_torch(folder: str) -> None:
     """Have `observe` called once this process has imported torch. Raises RuntimeError if Python is too old."""
     if sys.version_info < LEAST:
         found = _dotted(sys.version_info[:3])
-        raise RuntimeError(f"the script's Python is {found}, and it can be watched from {_dotted(LEAST)} on")
+        raise RuntimeError(f"the script's Python is {found}, but vramsweep watches {_dotted(LEAST)} and later")
     sys.meta_path.insert(0, AfterTorch(folder))
 
 

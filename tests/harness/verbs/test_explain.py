@@ -145,8 +145,8 @@ def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], lin
 
 
 def test_the_host_and_the_allocator_s_share_decide_too() -> None:
-    text = said(answer(host_refused="a node's 8 GiB of host memory are too few"))
-    assert "does not fit in host memory: a node's 8 GiB of host memory are too few" in text
+    text = said(answer(host_refused="8 GiB of host memory per node are not enough"))
+    assert "does not fit in host memory: 8 GiB of host memory per node are not enough" in text
     ahead = " ".join(said(answer(peak_reserved_most=3 * answer()["peak_reserved"])).split())
     assert "4.2 to 12.5 of 13.8 GiB (90 %)" in ahead and "the peak grows if the CPU runs ahead" in ahead
     half = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "l4-24gb"},

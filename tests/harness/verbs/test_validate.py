@@ -351,7 +351,7 @@ def test_every_reading_without_a_prediction_says_why() -> None:
         (None, full), (3 << 30, None), ((3 << 30) + 100, None), (None, full), (None, full),
     ]  # fmt: skip
     assert {why for _, why in found(outcome="host_oom")} == {"predicted to run out of the host's memory"}
-    paged = "no estimated times: where the pages of paged_adamw_8bit are decides"
+    paged = "no estimated times, because they depend on where the pages of paged_adamw_8bit are"
     known = found(peak_reserved_bytes=5, notes=["other", paged])
     assert known[:3] == [(100, None), (5, None), (105, None)]
     assert known[3:] == [(None, "no forward_peak_reserved_bytes is predicted"), (None, paged)]

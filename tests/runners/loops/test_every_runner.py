@@ -192,7 +192,7 @@ def test_what_targets_and_options_say_reaches_the_row(run_sweep: Run, tmp_path: 
         (
             tiny(runner={"name": "custom", "target": f"{target}:build"}),
             "invalid",
-            "must return (model, optimizer, step)",
+            "must return (model, optimizer, step[, batches])",
         ),
         (tiny(runner={"name": "trainer", "options": {"no_such_argument": 1}}), "invalid", "no_such_argument"),
         (custom("raises"), "crash", "this target is broken"),

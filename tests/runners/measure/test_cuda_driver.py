@@ -18,7 +18,7 @@ def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
     assert cuda_driver.loaded(f"{maps}7f02-7f03 r-xp 0000 08:01 13    /usr/lib/libcuda.so.1 (deleted)\n")
     mine = tmp_path / "maps"
     mine.write_text("7f02-7f03 r-xp 0000 08:01 13    /nowhere/libcuda.so.1\n")
-    assert "cannot be asked" in str(cuda_driver.unclean(mine))  # and is not loaded for the question
+    assert "cannot report" in str(cuda_driver.unclean(mine))  # and is not loaded for the question
     assert cuda_driver.unclean() is None
 
 

@@ -336,7 +336,7 @@ def test_a_reported_setting_that_did_not_take_is_an_error(card: Card, monkeypatc
 
 def test_no_device_is_the_machine_s_fault_not_the_trial_s(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentFault, match="torch sees no CUDA device"):
+    with pytest.raises(EnvironmentFault, match="torch finds no CUDA device"):
         run_rank._device(on_cuda())
 
 

@@ -36,7 +36,7 @@ def test_a_rank_that_comes_late_to_the_measured_steps_is_a_note(monkeypatch: pyt
         torch.distributed.distributed_c10d._get_default_store().add(rank_instruments.MET, others)
         found.append(rank_instruments.meet_ranks())
         torch.distributed.destroy_process_group()
-    assert found == [["the ranks did not begin the measured steps together: one came more than 0.1 s later"], []]
+    assert found == [["the ranks did not begin the measured steps together, because one was over 0.1 s late"], []]
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
@@ -240,7 +240,7 @@ def test_products_of_the_optimizer_are_hardware_flops_only(tmp_path: Path) -> No
     row = of("operator_in_the_update", tmp_path)
     assert row["model_flops_per_token"] == 3 * FORWARD / TOKENS
     assert row["hardware_flops_per_token"] is None
-    assert row["notes"][0].startswith("hardware FLOPs are not known: no formula for vramsweep_tests::twice_product")
+    assert row["notes"][0].startswith("hardware FLOPs are unknown, because there is no formula for vramsweep_tests::")
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", "kernels-community/flash-attn3"])

@@ -78,7 +78,7 @@ def test_what_the_hub_model_cannot_do_is_invalid(folder: Path, tmp_path: Path) -
     assert "4096 positions" in refusal(trials.InvalidTrial, build.model, hub(folder, seq_len=5000), CPU)
     assert "model.path" in refusal(trials.InvalidTrial, build.model, hub(tmp_path), CPU)
     (tmp_path / "empty.txt").write_text("\n\n")
-    assert "holds no text" in refusal(trials.InvalidTrial, build.data, hub(folder, data=str(tmp_path / "empty.txt")))
+    assert "contains no text" in refusal(trials.InvalidTrial, build.data, hub(folder, data=str(tmp_path / "empty.txt")))
 
 
 def test_unknown_architecture() -> None:

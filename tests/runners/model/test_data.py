@@ -88,7 +88,7 @@ def test_texts_are_padded_on_either_side_or_joined_and_cut(folder: Path) -> None
     assert [sample["position_ids"].tolist() for sample in documents.samples] == [
         [0, 1, 2, 3, 0], [0, 1, 0, 1, 2], [0, 1, 2, 0, 1],
     ]  # fmt: skip
-    with pytest.raises(trial.InvalidTrial, match="holds 16 tokens, which fill no sample"):
+    with pytest.raises(trial.InvalidTrial, match="has 16 tokens, fewer than one sample"):
         build.data(text(folder, "short.txt", seq_len=17, packing="wrapped"))
 
 
@@ -189,7 +189,7 @@ def test_text_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     flash = HALF | {"attention": "flash_attention_2"}
     _, details = traced(text(folder, "long.txt", device=SIMULATED, **flash), tmp_path)
     assert details["attention_effective"] == "flash_attention_2"
-    with pytest.raises(trial.InvalidTrial, match="padding of many lengths cannot be simulated"):
+    with pytest.raises(trial.InvalidTrial, match="padding of many lengths cannot be predicted"):
         traced(text(folder, "short.txt", device=SIMULATED, **flash), tmp_path)
     packed = {"device": SIMULATED, "packing": "documents", **flash, "micro_batch": 1, "seq_len": 8}
     traced(text(folder, "short.txt", **packed), tmp_path)
@@ -221,7 +221,7 @@ def test_what_a_text_or_a_model_does_not_take_is_refused(folder: Path) -> None:
     assert "needs data=synthetic" in refusal(trial.InvalidTrial, text, folder, "short.txt", padding=0.25)
     bloom = tiny(packing="documents")
     bloom["model"] = {"name": "bloom", "model_type": "bloom", "config": {"hidden_size": 64, "n_layer": 1, "n_head": 4}}
-    with pytest.raises(trial.InvalidTrial, match="takes no position_ids; use packing=wrapped"):
+    with pytest.raises(trial.InvalidTrial, match="accepts no position_ids; use packing=wrapped"):
         build.model(trial_parser.parse(bloom | {"attention": "eager"}), CPU)
     with pytest.raises(trial.InvalidTrial, match=r"BloomForCausalLM does not support .*; use attention=eager"):
         run_rank.run(trial_parser.parse(bloom | {"packing": "none"}), folder)

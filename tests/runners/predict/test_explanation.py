@@ -130,7 +130,7 @@ def test_a_node_without_room_is_told(tmp_path: Path) -> None:
         assert found is not None
         return found
 
-    assert "a node's 0.01 GiB of host memory are too few" in answered(0.01)["host_refused"]
+    assert "0.01 GiB of host memory per node are not enough" in answered(0.01)["host_refused"]
     assert answered(512)["host_refused"] is answered(None)["host_refused"] is None
 
 

@@ -23,7 +23,7 @@ from vramsweep.runners.scripts import exit_diagnosis, launch_command
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
 OOM = {"type": "torch.OutOfMemoryError", "message": FULL}
 CUDA = {"type": "builtins.RuntimeError", "message": "CUDA error: probe failed"}
-OLD = "RuntimeError: the script's Python is 3.9.18, and it can be watched from 3.11 on"
+OLD = "RuntimeError: the script's Python is 3.9.18, but vramsweep watches 3.11 and later"
 ARGPARSE = "usage: t.py [-h]\nt.py: error: unrecognized arguments: --length 3\n"
 TORCHRUN = """\
 E1123 22:35:13 31306 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {0}) local_rank: 0
@@ -68,7 +68,7 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
         1, [seen(error=OOM, **TRAINED)], {"problem": OLD}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
     "an old Python alone": (1, [], {"problem": OLD}, ("invalid", f"the script cannot be watched: {OLD[14:]}")),
     "an old Python's tool beside a training that is too short": (
-        0, [seen(**TRAINED)], {"problem": OLD}, ("invalid", "t.py ended after 2 optimizer steps, and protocol=brief")),
+        0, [seen(**TRAINED)], {"problem": OLD}, ("invalid", "t.py ended after 2 optimizer steps, but protocol=brief")),
     "a helper's error that the script survives": (
         1, [seen(pid=2, error=CUDA), seen(at=2.0)], {"log": "RuntimeError: CUDA error: probe failed\nno data here"},
         ("crash", "ended with exit status 1; its last words: no data here")),
@@ -83,10 +83,10 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
         ("crash", "ended with exit status 1; its last words: no file data.txt")),
     "more ranks than cards": (
         1, [seen(error=OOM | {"message": "CUDA error: invalid device ordinal"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, and world_size=1 is how many GPUs it is given: give world_size=2")),
+        ("invalid", "the training has 2 ranks, but world_size=1 is the number of its GPUs; set world_size=2")),
     "ranks that share a card": (
         1, [seen(error=OOM | {"message": "Duplicate GPU detected : rank 0 and rank 1"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, and world_size=1 is how many GPUs it is given: give world_size=2")),
+        ("invalid", "the training has 2 ranks, but world_size=1 is the number of its GPUs; set world_size=2")),
     "words that only sound like an option's": (
         1, [], {"log": "Missing checkpoint: model.pt"},
         ("crash", "ended with exit status 1; its last words: Missing checkpoint: model.pt")),
@@ -103,14 +103,14 @@ ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, 
         ("invalid", "t.py does not take these options: No such option: --len")),
     "a whole job that leaves by os._exit(0)": (
         0, [seen(ended=False, forwards=1)], {"job": True, "begun": 100, "log": "bye"},
-        ("crash", "t.py ended by os._exit, or by a signal that its parent kept to itself, after 100 or more optimizer "
-         "steps: what it took could not be told; let it return, or end by sys.exit; its last words: bye")),
+        ("crash", "t.py ended by os._exit, or by a signal that its parent did not report, after 100 or more optimizer "
+         "steps, so nothing was measured; let it return, or end by sys.exit; its last words: bye")),
     "one that does so too early": (
         0, [seen(ended=False, forwards=1)], {"job": True, "begun": 4},
-        ("invalid", "t.py ended after 4 optimizer steps, and protocol=job takes 5")),
+        ("invalid", "t.py ended after 4 optimizer steps, but protocol=job needs 5")),
     "a rank that was never started": (
         0, [seen(forwards=99, backwards=99, steps=99, world_size=2)], {},
-        ("invalid", "t.py ended after 99 optimizer steps, and trained on 1 of its 2 ranks (WORLD_SIZE): a row takes")),
+        ("invalid", "t.py ended after 99 optimizer steps on 1 of its 2 ranks (WORLD_SIZE), but a row needs")),
     "transformers' parser": (
         1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
         ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
@@ -142,7 +142,7 @@ def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
     done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (problem,) = tmp_path.glob("problem-*.txt")
-    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, and it can be watched from 3.11 on"
+    assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, but vramsweep watches 3.11 and later"
 
 
 OLD_FINDER = """
@@ -156,14 +156,14 @@ import torch
 @pytest.mark.parametrize(
     ("code", "version", "said"),
     [
-        ("import torch", "2.5.1+cu121", "the script's torch is 2.5.1+cu121, and it can be watched from 2.6 on"),
+        ("import torch", "2.5.1+cu121", "the script's torch is 2.5.1+cu121, but vramsweep watches 2.6 and later"),
         ("import torch", "2.6.0a0+git", None),
-        (OLD_FINDER, "1.0", "the script's torch is 1.0, and it can be watched from 2.6 on"),  # is passed over
+        (OLD_FINDER, "1.0", "the script's torch is 1.0, but vramsweep watches 2.6 and later"),  # is passed over
     ],
 )
 def test_a_torch_that_is_too_old_is_said(tmp_path: Path, code: str, version: str, said: str | None) -> None:
     found = hooked(tmp_path, code, version)
-    assert found == f"RuntimeError: {said}" if said else "watched from" not in found
+    assert found == f"RuntimeError: {said}" if said else "vramsweep watches" not in found
 
 
 def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,8 +210,8 @@ def test_a_training_that_cannot_be_watched_any_further_is_ended(here: Path, over
 
 def test_what_was_measured_before_that_is_kept(here: Path) -> None:
     assert left(here, 60, seen(**BROKE, **MEASURED)) == (
-        "the step that counts FLOPs is missing: after the measured steps the script could not be watched any further: "
-        "TypeError: probe failed"
+        "the step that counts FLOPs is missing, because after the measured steps the script could not be watched any "
+        "further: TypeError: probe failed"
     )
     values = json.loads((here / "attempt" / "result.json").read_text())["values"]
     assert (values["tokens_per_s"], values["seq_len"]) == (50.0, 50)
@@ -262,8 +262,8 @@ def test_a_job_that_leaves_and_a_training_that_breaks_what_watches_it(run_sweep:
     left, broke = run_sweep(command("PYTHON left.py", **JOB), command("PYTHON broke.py"))
     assert left["outcome"] == broke["outcome"] == "crash"
     assert left["reason"].endswith(
-        "left.py ended by os._exit, or by a signal that its parent kept to itself, after 8 or more optimizer steps: "
-        "what it took could not be told; let it return, or end by sys.exit"
+        "left.py ended by os._exit, or by a signal that its parent did not report, after 8 or more optimizer steps, "
+        "so nothing was measured; let it return, or end by sys.exit"
     )
     assert "the script could not be watched any further: TypeError: " in broke["reason"]
 

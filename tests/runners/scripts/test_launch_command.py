@@ -83,11 +83,11 @@ def test_the_rank_that_fails_first_is_named_and_more_ranks_than_cards_are_noted(
     reasons = {
         "raise": "builtins.ValueError: rank one has bad data",
         "kill": "rank 1 killed by SIGKILL",
-        "exit": "rank 1 ended in the middle of the training without a word",
+        "exit": "rank 1 ended during the training without an error message",
     }
     words = f"{BIN / 'torchrun'} --nproc-per-node 2 SCRIPTS/ddp.py"
     many, *failed = run_sweep(command(words), *(command(f"{words} --fault {how}", world_size=2) for how in reasons))
-    assert many["notes"] == ["the training had 2 ranks, where the trial has world_size=1"] and many["world_size"] == 2
+    assert many["notes"] == ["the training had 2 ranks, but the trial has world_size=1"] and many["world_size"] == 2
     for row, reason in zip(failed, reasons.values(), strict=True):
         assert row["outcome"] == "crash" and row["reason"].startswith(reason)
 
@@ -152,9 +152,9 @@ def test_what_fails_after_the_measured_steps_is_a_note(run_sweep: Run) -> None:
 def test_what_cannot_be_measured_says_why(run_sweep: Run) -> None:
     reasons = {
         "PYTHON SCRIPTS/plain.py --length 32": "plain.py does not take these options: plain.py: error: ",
-        "PYTHON SCRIPTS/faults.py fine 2": "faults.py ended after 2 optimizer steps, and protocol=brief takes 5",
-        "PYTHON -c 'import os'": f"{PYTHON} ended well, but no Python process of it imported torch",
-        "PYTHON -I SCRIPTS/faults.py fine": "faults.py ended well, but no Python process of it imported torch",
+        "PYTHON SCRIPTS/faults.py fine 2": "faults.py ended after 2 optimizer steps, but protocol=brief needs 5",
+        "PYTHON -c 'import os'": f"{PYTHON} ended without an error, but none of its Python processes imported torch",
+        "PYTHON -I SCRIPTS/faults.py fine": "faults.py ended without an error, but none of its Python processes",
         "bash -c 'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 PYTHON SCRIPTS/faults.py fine'":
             "the script sets PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 itself",
     }  # fmt: skip
@@ -314,7 +314,7 @@ def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: 
     assert first["largest_part"] == "evaluation"
     assert first["peak_allocated_bytes"] == peaks["steps"]  # of load and steps alone
     assert first["part_peak_reserved_bytes"] is None
-    assert first["notes"][-1] == "of the whole job evaluation needs most: 10.0 MiB, and the steps 3.0 MiB"
+    assert first["notes"][-1] == "evaluation needs most memory of the whole job: 10.0 MiB; steps: 3.0 MiB"
     (said,) = parts.sentences(parts.jobs(groups(load(tmp_path / "t"))))
     assert said.startswith(
         "In 2 of 2 jobs evaluation needs most (allocated): at worst 10.0 MiB where the steps need 3.0 MiB"
@@ -384,7 +384,7 @@ def test_a_plain_loop_is_predicted_as_our_own_runner_predicts_it(run_sweep: Run)
     assert row["load_peak_allocated_bytes"] == sum(-(-size // 512) * 512 for size in loaded)
     assert half["peak_optimizer_state_bytes"] == row["peak_optimizer_state_bytes"]
     assert half["peak_activations_bytes"] < row["peak_activations_bytes"] < longer["peak_activations_bytes"]
-    assert any("it was nan" in note for note in row["notes"])  # it prints its loss
+    assert any("it got nan" in note for note in row["notes"])  # it prints its loss
 
 
 def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
@@ -395,7 +395,7 @@ def test_trl_is_predicted_with_its_kernel(run_sweep: Run) -> None:
     assert (row["outcome"], row["reason"]) == ("ok", None)
     assert row["estimated_step_s"] is None and row["step_growth_bytes"] is None
     notes = "; ".join(row["notes"])
-    assert "launches of Triton kernels" in notes and "batches are of several shapes (4 x " in notes
+    assert "launches of Triton kernels" in notes and "batches of several shapes (4 x " in notes
 
 
 def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, tmp_path: Path) -> None:
@@ -414,14 +414,14 @@ def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, t
 
 
 def test_what_cannot_be_predicted_says_why(run_sweep: Run) -> None:
-    few = "after 3 optimizer steps, and a prediction takes 4"
+    few = "after 3 optimizer steps; it needs 4"
     reasons = {
         f"{BIN / 'torchrun'} SCRIPTS/ddp.py": "torchrun starts other processes; give the script itself",
-        "PYTHON SCRIPTS/faults.py never": "the script ended after 0 optimizer steps, and a prediction takes 4",
-        "PYTHON -c 'import torch'": "the command runs no Python file and no module",
+        "PYTHON SCRIPTS/faults.py never": "the script ended after 0 optimizer steps; it needs 4",
+        "PYTHON -c 'import torch'": "the command runs no Python file or module",
         "PYTHON -X faulthandler SCRIPTS/plain.py --steps 3": few,
         "PYTHON SCRIPTS/plain.py --length 3": "does not take these options: unrecognized arguments: --length 3",
-        "PYTHON SCRIPTS/faults.py decide": f"{few}; the script asked once",
+        "PYTHON SCRIPTS/faults.py decide": f"{few}; the script read the value of a tensor, such as its loss, once",
     }
     rows = run_sweep(*(command(words, device=SIMULATED) for words in reasons))
     for row, reason in zip(rows, reasons.values(), strict=True):

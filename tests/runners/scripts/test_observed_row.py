@@ -34,7 +34,7 @@ def asked(**over: Any) -> trial.Trial:
 def test_two_processes_on_one_card_are_said() -> None:
     row = observed_row.columns(asked(world_size=2), [process(0, 0), process(1, 0)], {"seq_len", "micro_batch"})
     assert row["notes"] == [
-        "ranks 0 and 1 ran on the same GPU: each counter is of one process, and the GPU held them all"
+        "ranks 0 and 1 ran on the same GPU; each counter covers one process, so the GPU used more memory"
     ]
     # each rank may have a CUDA_VISIBLE_DEVICES of its own, in which its card is the first
     unknown = [process(rank, 0, columns={"gpu_uuid": None}) for rank in (0, 1)]
@@ -51,11 +51,11 @@ def test_two_processes_on_one_card_are_said() -> None:
             "cuda",
             False,
             {"torch_version": "2.9.0+cpu", "cuda_version": None},
-            r"^the script trained on device=cpu \(its torch 2.9.0\+cpu is built without CUDA\), and the trial has "
-            "device=cuda: have it train there, or give device=cpu$",
+            r"^the script trained on device=cpu \(its torch 2.9.0\+cpu is built without CUDA\), but the trial has "
+            "device=cuda; make it train there, or set device=cpu$",
         ),
-        ("cuda", False, {"torch_version": "2.9.0", "cuda_version": "12.8"}, "^the script trained on device=cpu, and"),
-        ("cpu", True, {}, "^the script trained on device=cuda, and the trial has device=cpu: have it"),
+        ("cuda", False, {"torch_version": "2.9.0", "cuda_version": "12.8"}, "^the script trained on device=cpu, but"),
+        ("cpu", True, {}, "^the script trained on device=cuda, but the trial has device=cpu; make it"),
     ],
 )
 def test_a_training_on_another_device_than_the_trials_is_no_row(
@@ -103,11 +103,11 @@ def test_backward_passes_are_batches_where_each_has_a_forward_pass_of_its_own(pa
     without = merged(unknown, {"columns": {"tokens_per_s": None, "samples_per_s": None}})
     row = observed_row.columns(asked(), [without], {"seq_len", "micro_batch"})
     if batches is None:
-        assert row["tokens_per_s"] is None and "tell it by {grad_accum}" in row["notes"][0]
+        assert row["tokens_per_s"] is None and "give it as {grad_accum}" in row["notes"][0]
         row = observed_row.columns(asked(grad_accum=2), [without], {"seq_len", "micro_batch", "grad_accum"})
-        assert row["tokens_per_s"] == 2 * 50 * 2 / 2.0 and "accumulation that are told" in row["notes"][0]
+        assert row["tokens_per_s"] == 2 * 50 * 2 / 2.0 and "given length, batch and accumulation" in row["notes"][0]
     else:
-        assert row["tokens_per_s"] == batches * 50 * 2 / 2.0 and "length and batch that are told" in row["notes"][0]
+        assert row["tokens_per_s"] == batches * 50 * 2 / 2.0 and "from the given length and batch" in row["notes"][0]
 
 
 def test_steps_of_several_numbers_of_batches_have_none() -> None:

@@ -110,10 +110,10 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path) -> None:
     for steps in (4, 5):  # which end amid the steps that modes look at
         done = trained(tmp_path, plain(steps))
         assert (done.returncode, done.stdout) == (0, "None\n"), done.stderr
-        assert f"vramsweep.watch wrote no row: {steps} optimizer steps were seen, and it takes 7" in done.stderr
+        assert f"vramsweep.watch wrote no row: the block had {steps} optimizer steps, but a row needs 7" in done.stderr
     assert not (tmp_path / "results").exists()
     nested = "import vramsweep\nwith vramsweep.watch():\n  with vramsweep.watch(): pass"
-    assert "this process is watched already" in trained(tmp_path, nested).stderr
+    assert "this process is already being watched" in trained(tmp_path, nested).stderr
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_what_cannot_be_watched_is_said(tmp_path: Path) -> None:
         ({"seq_len": "abc"}, "seq_len='abc': input should be a valid integer"),
         ({"world_size": 0}, "world_size=0: input should be greater than or equal to 1"),
         ({"warmup_steps": 0}, "warmup_steps=0: input should be greater than or equal to 1"),
-        ({"model": torch.nn.Linear(1, 1)}, "model is of type Linear, which a row cannot hold"),
-        ({"lr": float("nan")}, "lr is of type float, which a row cannot hold"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is of type Linear, which a row cannot store"),
+        ({"lr": float("nan")}, "lr is of type float, which a row cannot store"),
     ],
     ids=str,
 )
@@ -138,7 +138,7 @@ def test_a_value_that_cannot_be_is_said_at_once(settings: dict[str, Any], said: 
 def test_a_rank_that_somebody_ends_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with (
-        pytest.warns(UserWarning, match="the block was left before its 2 ranks could meet"),
+        pytest.warns(UserWarning, match="the block ended before its 2 ranks could exchange results"),
         pytest.raises(KeyboardInterrupt),
         vramsweep.watch("mine", results=str(tmp_path)),
     ):
@@ -227,7 +227,7 @@ except ValueError:
     done = trained(tmp_path, f"{TRAINER}{own}trainer().train()\ntrainer(Own).train()", TMPDIR=str(tmp_path))
     assert done.stderr.splitlines()[-1] == "ValueError: bad data"
     left, well, last = rows(tmp_path)
-    assert (left["outcome"], left["reason"]) == ("crash", "builtins.RuntimeError: the training was left before its end")
+    assert (left["outcome"], left["reason"]) == ("crash", "builtins.RuntimeError: the training stopped before its end")
     assert (well["outcome"], last["reason"]) == ("ok", "builtins.ValueError: bad data")
     assert not list(tmp_path.glob("vramsweep-*"))
 

@@ -146,7 +146,7 @@ def test_a_target_wraps_its_own_model(run_sweep: Run) -> None:
     assert 0 <= more <= DIVIDED / 4
     assert shards["optimizer_peak_allocated_bytes"] < 4 * DIVIDED
     assert whole["outcome"] == "invalid"
-    assert "Sequential is no DistributedDataParallel and holds none" in whole["reason"]
+    assert "Sequential is no DistributedDataParallel and contains none" in whole["reason"]
 
 
 @pytest.mark.parametrize(("function", "sharding", "reason"), cases("target_mistakes"))

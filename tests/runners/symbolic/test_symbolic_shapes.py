@@ -275,7 +275,7 @@ def test_why_there_is_no_symbolic_trace_is_said(untraceable: bool) -> None:
     points = [Point(n, 2) for n in range(2, 40)]
     assert _symbolic(trial_parser.parse(tiny()), points, Fake()) is None  # type: ignore[arg-type]
     (line,) = said
-    assert ("nothing can be traced" if untraceable else "1 of 38 points") in line
+    assert ("cannot be traced" if untraceable else "1 of 38 points") in line
 
 
 def test_of_a_length_the_share_of_padding_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,7 +262,7 @@ def test_steps_of_several_lengths_are_those_of_a_trace_of_these_lengths(
 @pytest.mark.slow
 def test_what_a_single_token_leaves_is_said(tmp_path: Path) -> None:
     batches = [length_distribution.Batch(1, width, width) for width in (9, 1, 32)]
-    with pytest.raises(trials.InvalidTrial, match=r"steps of 1 x 1 tokens leave .* \(try padding_to=8\)"):
+    with pytest.raises(trials.InvalidTrial, match=r"steps of 1 x 1 tokens keep .* \(try padding_to=8\)"):
         followed(tried(device=SIMULATED, micro_batch=1, runner={"name": "trainer"}), tmp_path, batches)
 
 

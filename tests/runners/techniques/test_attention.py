@@ -69,7 +69,7 @@ def test_a_kernel_that_torch_refuses_makes_a_trial_invalid(tmp_path: Path) -> No
     values = tiny(attention="sdpa_flash")
     values["model"] = yaml.safe_load((ROOT / "conf/model/gpt2.yaml").read_text())
     values["model"]["config"] |= {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 512}
-    with pytest.raises(trial.InvalidTrial, match=r"attention=sdpa_flash cannot serve .*dropout.*; use attention=sdpa"):
+    with pytest.raises(trial.InvalidTrial, match=r"attention=sdpa_flash cannot run .*dropout.*; use attention=sdpa"):
         run_rank.run(trial_parser.parse(values), tmp_path)
 
 

@@ -228,7 +228,7 @@ def test_no_speed_is_estimated_where_copies_over_the_bus_would_set_the_pace(tmp_
     trace = traced(tmp_path, precision="bf16", activation_offload=True)
     assert predicted_row.speed(tried(**over), trace, A100)[0]["estimated_step_s"]
     found, why = predicted_row.speed(tried(**over, activation_offload=True), trace, A100)
-    assert "estimated_step_s" not in found and why is not None and "host sets the pace" in why
+    assert "estimated_step_s" not in found and why is not None and "host limits the speed" in why
 
 
 @pytest.mark.gpu

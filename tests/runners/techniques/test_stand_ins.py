@@ -159,7 +159,7 @@ def test_models_that_it_does_not_know(tmp_path: Path) -> None:
         traced(tmp_path, model=gpt2, **PLAIN)
     pytest.importorskip("liger_kernel")
     net = build.model(trial_parser.parse(tiny(model=gpt2)), torch.device("cpu"))
-    assert "has nothing for gpt2 models" in refusal(InvalidTrial, liger._library, trial_parser.parse(tiny()), net)
+    assert "has no kernels for gpt2 models" in refusal(InvalidTrial, liger._library, trial_parser.parse(tiny()), net)
 
 
 def products(found: Trace) -> dict[str, int]:

@@ -166,10 +166,10 @@ def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Pa
         assert found["estimated_moved_bytes"] == whole["estimated_moved_bytes"]
         return why
 
-    assert "peak of some arithmetic" in untimed(chosen, gpu_lookup.gpu_named("t4-16gb"))
-    assert "host sets the pace" in untimed(chosen.model_copy(update={"offload_optimizer": True}))
+    assert "a peak of t4-16gb" in untimed(chosen, gpu_lookup.gpu_named("t4-16gb"))
+    assert "host limits the speed" in untimed(chosen.model_copy(update={"offload_optimizer": True}))
     ranks = chosen.model_copy(update={"sharding": "fsdp2", "world_size": 16})
-    assert "device.interconnect between nodes" in untimed(ranks)  # nobody said what links the two nodes
+    assert "device.interconnect (between nodes)" in untimed(ranks)  # nobody said what links the two nodes
     linked = ranks.model_copy(update={"device": chosen.device.model_copy(update={"interconnect": "ib-hdr200"})})
     found, why = predicted_row.speed(linked, trace, A100)
     assert found["estimated_link"] and why is None

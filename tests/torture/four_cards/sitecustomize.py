@@ -15,7 +15,7 @@ if any(word.endswith("runners.worker.serve_forks") for word in sys.orig_argv):
         process_end.die_with_parent(parent)
         time.sleep(0.2)
         lost = os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["LOST_CARD"] and Path(os.environ["LOST"]).exists()
-        error = {"type": "vramsweep.EnvironmentFault", "message": "torch sees no CUDA device"}
+        error = {"type": "vramsweep.EnvironmentFault", "message": "torch finds no CUDA device"}
         (folder / "aside").write_text(json.dumps({"error": error} if lost else {"values": {"loss_last": 1.0}}))
         (folder / "aside").rename(folder / "result.json")
         return 0
