@@ -33,9 +33,9 @@ HEADER = (
 def main() -> int:
     """Inject the chosen faults and print the table; return 1 if anything was lost, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="only faults whose name holds this text")
-    parser.add_argument("--skip", help="no faults whose name holds this text")
-    parser.add_argument("--scale", type=float, default=1.0, help="of how often each is injected")
+    parser.add_argument("--only", default="", help="only faults whose name contains this text")
+    parser.add_argument("--skip", help="leave out faults whose name contains this text")
+    parser.add_argument("--scale", type=float, default=1.0, help="factor of how often each fault is injected")
     parser.add_argument("--seed", type=int, default=20261124)
     options = parser.parse_args()
     print(f"{platform.machine()}, Python {platform.python_version()}, seed {options.seed}\n\n{HEADER}", flush=True)

@@ -118,7 +118,7 @@ class Sweep:
         return found
 
     def role(self, name: str) -> list[int]:
-        """Return a role's pids: launcher, template (fork server), attempt's init, worker, rank, guard, report, all."""
+        """Return a role's pids: launcher, fork server, attempt's init, worker, rank, guard, report, all."""
         assert self.launcher is not None
         found = self.processes()
         if name == "all":
@@ -140,7 +140,7 @@ class Sweep:
         }  # fmt: skip
         workers = {pid for pid in found if parents.get(pid) in inits}
         roles = {
-            "template": templates,
+            "fork server": templates,
             "init": inits,
             "worker": workers,
             "rank": {pid for pid in found if parents.get(pid) in workers},

@@ -154,9 +154,9 @@ def _reported(sweep: Sweep) -> bool:
 
 MISBEHAVIOUR = {
     "hangs_in_c": "timeout", "hangs_in_python": "timeout", "hangs_in_import": "timeout", "hangs_at_the_end": "ok",
-    "ignores_signals": "timeout", "floods": "ok", "forks_daemons": "ok", "exits_without_a_word": "bad_result",
-    "leaves_garbage": "bad_result", "leaves_nan": "bad_result", "leaves_too_much": "bad_result",
-    "leaves_another_s_row": "bad_result", "closes_its_pipes": "ok", "closes_every_file": "crash",
+    "ignores_signals": "timeout", "floods": "ok", "forks_daemons": "ok", "exits_without_a_result": "bad_result",
+    "writes_garbage": "bad_result", "writes_nan": "bad_result", "writes_too_much": "bad_result",
+    "writes_the_row_of_another": "bad_result", "closes_its_pipes": "ok", "closes_every_file": "crash",
     "starts_threads_that_stay": "ok", "forks_for_ever": "ok",
 }  # fmt: skip
 
@@ -216,7 +216,7 @@ def _cgroup(controller: str, limits: dict[str, str]) -> Iterator[tuple[list[str]
         name = next(name for name in limits if (own / name).exists())
         (own / name).write_text(limits[name])
     except (OSError, StopIteration) as error:
-        raise Missing(f"no cgroup can be made: {error or 'the controller is not there'}") from None
+        raise Missing(f"no cgroup can be made: {error or 'it has no such controller'}") from None
     try:
         yield ["bash", "-c", f'echo $$ > {own}/cgroup.procs && exec "$@"', "_"], own
     finally:
@@ -351,13 +351,13 @@ def card_lost(arena: Arena, sweep: Sweep) -> None:
     stand_ins = str(Path(__file__).parent / "four_cards")
     path = os.pathsep.join(filter(None, [stand_ins, os.environ.get("PYTHONPATH")]))
     sweep.start(environ={"PYTHONPATH": path, "LOST": str(lost), "LOST_CARD": card})
-    _at_a_random_moment(arena, sweep, "template")
+    _at_a_random_moment(arena, sweep, "fork server")
     lost.touch()
     sweep.inject()
     code = sweep.wait()
     attempts = sum(row["gpu_uuid"] == card and row["outcome"] == "environment" for row in sweep.rows())
     if code or attempts > 2 or not sweep.done():
-        sweep.count.lose(f"exit status {code}, {attempts} attempts on the lost card: {sweep.said()[-300:]}")
+        sweep.count.lose(f"exit status {code}, {attempts} attempts on the lost GPU: {sweep.said()[-300:]}")
 
 
 def two_launchers(without_locks: bool = False) -> Callable[[Arena, int], Count]:
@@ -432,19 +432,19 @@ def faults_of_cuda(arena: Arena, times: int) -> Count:
 
 FAULTS: tuple[Fault, ...] = (
     Fault("SIGKILL of the launcher", killing("launcher", signal.SIGKILL), 60, 1),
-    Fault("SIGKILL of a template", killing("template", signal.SIGKILL), 100, 1),
+    Fault("SIGKILL of a fork server", killing("fork server", signal.SIGKILL), 100, 1),
     Fault("SIGKILL of a worker", killing("worker", signal.SIGKILL), 120, 1),
     Fault("SIGKILL of a worker, cold", killing("worker", signal.SIGKILL, "isolation=cold"), 20, 1),
     Fault("SIGKILL of the guard", killing("guard", signal.SIGKILL), 60, 1),
     Fault("SIGKILL of all at once", killing("all", signal.SIGKILL), 50, 1),
-    Fault("SIGKILL of a worker's init", killing("init", signal.SIGKILL), 30, 1),
-    *(Fault(f"SIGKILL of a {role}, three slots", killing(role, signal.SIGKILL, base=SLOTS), 40, n) for role, n in
-      (("launcher", 0), ("template", 1), ("worker", 0))),
+    Fault("SIGKILL of the process above a worker", killing("init", signal.SIGKILL), 30, 1),
+    *(Fault(f"SIGKILL of a {role}, three slots", killing(role, signal.SIGKILL, base=SLOTS), 40, n)
+      for role, n in (("launcher", 0), ("fork server", 1), ("worker", 0))),
     Fault("SIGKILL of all at once, three slots", killing("all", signal.SIGKILL, base=SLOTS), 20, 1),
     Fault("SIGTERM of the launcher, three slots", killing("launcher", signal.SIGTERM, base=SLOTS), 20, 1),
-    Fault("SIGKILL of the launcher, several at a time", killing("launcher", signal.SIGKILL, base=SEVERAL), 25, 0),
-    Fault("SIGKILL of a worker, several at a time", killing("worker", signal.SIGKILL, base=SEVERAL), 30, 0),
-    Fault("SIGKILL of all at once, several at a time", killing("all", signal.SIGKILL, base=SEVERAL), 25, 1),
+    Fault("SIGKILL of the launcher, predictions", killing("launcher", signal.SIGKILL, base=SEVERAL), 25, 0),
+    Fault("SIGKILL of a worker, predictions", killing("worker", signal.SIGKILL, base=SEVERAL), 30, 0),
+    Fault("SIGKILL of all at once, predictions", killing("all", signal.SIGKILL, base=SEVERAL), 25, 1),
     Fault(
         "SIGKILL of a rank of two",
         killing("rank", signal.SIGKILL, "runner=torch", "world_size=2", "sharding=ddp", "seq_len=8"),
@@ -452,10 +452,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault("SIGKILL of the report", killing("report", signal.SIGKILL, "report=true"), 15, 1),
     Fault("SIGTERM of the launcher", killing("launcher", signal.SIGTERM), 20, 1),
-    *(Fault(f"SIGSTOP of a {role}", stopped(role), 5, 1) for role in ("launcher", "template", "worker")),
+    *(Fault(f"SIGSTOP of a {role}", stopped(role), 5, 1) for role in ("launcher", "fork server", "worker")),
     Fault("Ctrl-C once", interrupted(1), 10, 1),
     Fault("Ctrl-C twice", interrupted(2), 10, 1),
-    Fault("SIGHUP: the terminal goes", interrupted(1, signal.SIGHUP, 129), 10, 1),
+    Fault("SIGHUP, as if the terminal closed", interrupted(1, signal.SIGHUP, 129), 10, 1),
     *(Fault(f"a worker that {name.replace('_', ' ')}", misbehaving(name), 2, 0) for name in MISBEHAVIOUR),
     Fault("all these workers in one sweep", misbehaving(*MISBEHAVIOUR), 1, 1),
     Fault("a worker that fills the memory", memory_filled, 5, 1),
@@ -466,11 +466,11 @@ FAULTS: tuple[Fault, ...] = (
     Fault("the folder is moved away", each(folder_gone, trials=6), 8, 1),
     Fault("the time of day jumps", each(clock_jumps, f"runner.target={TARGETS}:does_not_sleep", trials=6), 3, 1),
     Fault(
-        "one card of four is lost",
+        "one GPU of four is lost",
         each(card_lost, "device=cuda", "retries=2", "backoff_s=0.1", "breaker=10", trials=40), 10, 1,
     ),
     Fault("two launchers", two_launchers(), 10, 1),
     Fault("two launchers, no locks", two_launchers(without_locks=True), 10, 1),
-    Fault("the journal appended to meanwhile", each(appended_to, trials=6), 10, 1),
+    Fault("another program appends to the journal", each(appended_to, trials=6), 10, 1),
     Fault("a fault of CUDA or the system", faults_of_cuda, 1 << 30, 16),
 )  # fmt: skip

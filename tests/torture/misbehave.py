@@ -112,7 +112,7 @@ def forks_for_ever(trial: Any) -> Any:
     return good(trial)
 
 
-def exits_without_a_word(trial: Any) -> Any:
+def exits_without_a_result(trial: Any) -> Any:
     os._exit(0)
 
 
@@ -123,19 +123,19 @@ def _leaves(trial: Any, content: bytes) -> Any:
     os._exit(0)
 
 
-def leaves_garbage(trial: Any) -> Any:
+def writes_garbage(trial: Any) -> Any:
     _leaves(trial, os.urandom(1 << 16))
 
 
-def leaves_nan(trial: Any) -> Any:
+def writes_nan(trial: Any) -> Any:
     _leaves(trial, b'{"values": {"loss_last": NaN, "peak_allocated_bytes": Infinity}, "complete": true}')
 
 
-def leaves_too_much(trial: Any) -> Any:
+def writes_too_much(trial: Any) -> Any:
     _leaves(trial, b'{"values": {"notes": ["' + b"x" * (100 << 20) + b'"]}}')
 
 
-def leaves_another_s_row(trial: Any) -> Any:
+def writes_the_row_of_another(trial: Any) -> Any:
     _leaves(trial, json.dumps({"values": {"trial_id": "somebody", "outcome": "ok", "terminal": True}}).encode())
 
 
