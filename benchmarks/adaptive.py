@@ -177,21 +177,19 @@ def line(name: str, points: Grid, truth: list[tuple[float, float] | None], limit
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DATA, help="the folder with both sweeps' folders")
-    parser.add_argument("--results", type=Path, help="keep the predicted rows here, and use them if they are there")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder that contains both sweeps' folders")
+    parser.add_argument("--results", type=Path, help="folder of the predicted rows: read if it has them, else written")
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--keep", type=Path, help="write what the search reads of the predicted rows here")
+    parser.add_argument("--keep", type=Path, help="folder to write the predicted columns to that the search reads")
     parser.add_argument("--only", nargs="+", choices=SWEEPS, default=list(SWEEPS))
     chosen = parser.parse_args()
     missing = [
         sweep.file for name, sweep in SWEEPS.items() if name in chosen.only and not (chosen.data / sweep.file).is_file()
     ]
     if missing:
-        parser.exit(
-            1, f"there is no file {chosen.data / missing[0]}; give the folder of the published ones with --data\n"
-        )
+        parser.exit(1, f"there is no file {chosen.data / missing[0]}; give the published folder with --data\n")
     print("| sweep | prediction | points | measured | allocated: 95 % | worst | within 1 % | reserved: 95 % | worst "
-          "| within 2 % | says it is enough | edges wrong | longest round |")  # fmt: skip
+          "| within 2 % | reports enough | wrong maxima | longest round |")  # fmt: skip
     print("|---|---|---|---|---|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         for name in chosen.only:

@@ -90,7 +90,7 @@ def measure(path: Path) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="keep the generated journal there (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder of the generated journal (default: a temporary one)")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:

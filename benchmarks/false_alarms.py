@@ -29,7 +29,7 @@ def noise(random: np.random.Generator, rows: int, steps: int, deviation: float, 
 def main() -> None:
     """Print the table in Markdown."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--rows", type=int, default=5000, help="rows a cell")
+    parser.add_argument("--rows", type=int, default=5000, help="rows of each cell")
     parser.add_argument("--seed", type=int, default=20268)
     arguments = parser.parse_args()
     random = np.random.default_rng(arguments.seed)

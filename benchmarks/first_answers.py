@@ -47,15 +47,15 @@ ANSWERS = (
     ("advise model={model} adapter=lora seq_len=4096 --most 0", 10.0),
 )
 PHASES = (
-    ("interpreter and front door", "import vramsweep.__main__"),
-    ("what composes settings", "from vramsweep.harness.config import compose"),
+    ("interpreter and command line", "import vramsweep.__main__"),
+    ("imports to compose settings", "from vramsweep.harness.config import compose"),
     ("one trial composed", "trial = compose.resolve(['device=simulated', 'model=gpt2'], 'explain').trials[0].trial"),
-    ("what reads and replays a trace", "from vramsweep.runners.worker import query_server"),
-    ("what traces", "from vramsweep.runners.worker import worker; worker.preload('simulated')"),
+    ("imports to read and replay a trace", "from vramsweep.runners.worker import query_server"),
+    ("imports to trace", "from vramsweep.runners.worker import worker; worker.preload('simulated')"),
     ("one trace", "from vramsweep.runners.predict import trace_cache; from pathlib import Path; import tempfile; "
      "place = Path(tempfile.mkdtemp()); "
      "trace, _ = trace_cache.load_or_trace(trial, trial.device.card, place, place / 'traces')"),
-    ("the same, kept", "trace_cache.load_trace(trial, trial.device.card, place / 'traces')"),
+    ("the cached trace", "trace_cache.load_trace(trial, trial.device.card, place / 'traces')"),
     ("its explanation", "query_server.QUESTIONS['explanation'](trace, trial)"),
 )  # fmt: skip
 
@@ -96,7 +96,7 @@ def show_answers(repeats: int, folder: Path, model: str) -> None:
     the machine's speed varies."""
     code = "import torch; from transformers import LlamaForCausalLM"
     heads = "import, s | x import: wall | CPU | goal | again, s | goal | elsewhere, s"
-    print(f"\n| asked, from nothing | {heads} |\n|---|--:|--:|--:|--:|--:|--:|--:|")
+    print(f"\n| command, without a cache | {heads} |\n|---|--:|--:|--:|--:|--:|--:|--:|")
     for text, goal in ANSWERS:
         words = [*MODULE, *text.format(model=model).split()]
         tries: dict[str, list[Spent]] = {name: [] for name in ("first", "again", "elsewhere")}

@@ -231,22 +231,22 @@ def cells() -> Iterator[Cell]:
             yield Cell("own rows", made_up, noise, lengths)
         yield Cell("own rows, batches 1 2 4", made_up, noise, "6", (1, 2, 4))
         yield Cell("own rows, replayed", replayed, noise, "6")
-        yield Cell("own rows, beside a prediction", made_up, noise, "3", beside=True)
-        yield Cell("own rows, replayed, beside a prediction", replayed, noise, "3", beside=True)
-        yield Cell("own rows, beside a prediction", made_up, noise, "4", beside=True)
+        yield Cell("own rows, with a prediction", made_up, noise, "3", beside=True)
+        yield Cell("own rows, replayed, with a prediction", replayed, noise, "3", beside=True)
+        yield Cell("own rows, with a prediction", made_up, noise, "4", beside=True)
         yield Cell("own rows, reserved", made_up, noise, "6", metric="peak_reserved_bytes")
     for name, truth in (("line", line), ("hinge", hinge), ("hinge, knot in an end gap", end_gap)):
         for noise in ("512 B", "2 MiB", "20 MiB blocks", "0 to 3 %"):
-            yield Cell(f"foreign rows, {name}", truth, noise, "7", foreign=True)
+            yield Cell(f"imported rows, {name}", truth, noise, "7", foreign=True)
     for noise in ("2 MiB", "20 MiB blocks"):
-        yield Cell("foreign rows, out of memory", out_of_memory, noise, "7", foreign=True, metric="peak_reserved_bytes")
-        yield Cell("foreign rows, out of memory for another reason", hinge, noise, "7", foreign=True, contradicted=True,
-                   metric="peak_reserved_bytes")  # fmt: skip
+        more: dict[str, Any] = {"foreign": True, "metric": "peak_reserved_bytes"}
+        yield Cell("imported rows, out of memory", out_of_memory, noise, "7", **more)
+        yield Cell("imported rows, out of memory for another reason", hinge, noise, "7", contradicted=True, **more)
     if PUBLIC.is_file():
-        yield Cell("foreign rows, a public sweep", published, "none", "7", foreign=True)
+        yield Cell("imported rows, a public sweep", published, "none", "7", foreign=True)
     for name, truth in (("flat, then parabola", plateau), ("three lines", three_lines), ("softened", softened)):
         for noise in ("512 B", "2 MiB"):
-            yield Cell(f"foreign rows, {name}", truth, noise, "8 geometric" if truth is not three_lines else "7",
+            yield Cell(f"imported rows, {name}", truth, noise, "8 geometric" if truth is not three_lines else "7",
                        foreign=True)  # fmt: skip
 
 
@@ -324,7 +324,8 @@ def drawn(cell: Cell, random: Random) -> Drawn:
 
 def measure(cell: Cell, draws: int, seed: int) -> dict[str, Any]:
     """Return a line of the table, by column."""
-    random = np.random.default_rng([seed, *f"{cell.name} {cell.noise} {cell.lengths}".encode()])
+    name = cell.name.replace("imported", "foreign").replace("with a", "beside a")  # as before: the same draws
+    random = np.random.default_rng([seed, *f"{name} {cell.noise} {cell.lengths}".encode()])
     found = [drawn(cell, random) for _ in range(draws)]
     known = [one for one in found if one.identified]
     return {
@@ -429,12 +430,12 @@ def show_grids(draws: int, seed: int, only: str, part: int, parts: int) -> None:
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, help="default 500, of grids 8")
-    parser.add_argument("--grids", action="store_true", help="what the usual grid tells of all other lengths")
+    parser.add_argument("--draws", type=int, help="draws of each cell (default 500; with --grids 8)")
+    parser.add_argument("--grids", action="store_true", help="fit usual grids, and check all other lengths")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="cells of which name and noise hold this")
+    parser.add_argument("--only", default="", help="only cells whose name and noise contain this text")
     parser.add_argument(
-        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth cell from I on"
+        "--part", type=int, nargs=2, default=(0, 1), metavar=("I", "N"), help="every Nth cell, beginning with cell I"
     )
     arguments = parser.parse_args()
     if arguments.grids:

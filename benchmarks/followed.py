@@ -50,7 +50,7 @@ WAYS = {
     "the first of two trials that are predicted together": Way(
         ("sweep", "-m", *TRIAL, "device=simulated", "seq_len=32,64"), _RUN, _PREDICT
     ),
-    "advise, all of it": Way(
+    "advise, to its end": Way(
         ("advise", *TRIAL, "seq_len=32", "device.gpu=l4-24gb", "--most", "1"),
         ("harness/verbs/advise:main", "harness/advise:main"), (),
     ),

@@ -214,14 +214,14 @@ def told(name: str, inputs: int, seed: int) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=1_000_000, help="of each target")
+    parser.add_argument("--inputs", type=int, default=1_000_000, help="number of inputs for each target")
     parser.add_argument("--only", choices=TARGETS, action="append", help="a target; may be repeated (default: all)")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     random.seed(asked.seed)
     if importlib.util.find_spec("atheris") is None:  # type: ignore[attr-defined]
-        print("benchmarks/fuzz.py needs atheris, which is no dependency: pip install atheris", file=sys.stderr)
+        print("benchmarks/fuzz.py needs atheris; run pip install atheris", file=sys.stderr)
         return 2
     if asked.child is not None:
         fuzz(asked.only[0], asked.inputs, asked.seed, asked.child)

@@ -179,7 +179,7 @@ def instruments(check: Check) -> dict[str, Any]:
     """Compare our loop with a bare one on the same shapes. It runs in its own process because later sweeps would count
     this one, once it has touched the GPU, as a foreign user of it. Raises RuntimeError if it fails."""
     if missing(["pytest"]):
-        return {"skipped": "pytest is not installed here, and the tiny model is the tests'"}
+        return {"skipped": "pytest is not installed here, but the tiny model is part of the tests"}
     code = "import json, sys; sys.path.insert(0, 'benchmarks'); import overhead; "
     code += f"print(json.dumps(overhead.instruments(rounds=10, steps=30, device={check.device!r})))"
     done = check.python(["-c", code])
@@ -235,7 +235,7 @@ def misses(check: Check) -> dict[str, Any]:
     """
     path = check.out / "residuals.csv"
     if not check.real or not path.exists():
-        return {"skipped": "needs CUDA, and the residuals that the part predicted leaves"}
+        return {"skipped": "needs CUDA, and the residuals of the part predicted"}
     with path.open(newline="") as stream:
         off = [one for one in csv.DictReader(stream) if one["component"] == "peak_reserved_bytes"]
     off = [one for one in off if abs(float(one["relative"])) > MISSED]
@@ -272,7 +272,7 @@ def profiles(check: Check) -> dict[str, Any]:
     except RuntimeError:
         done = None
     if not path.exists():
-        raise RuntimeError(last_line(done.stderr) if done else "no profile was done in time")
+        raise RuntimeError(last_line(done.stderr) if done else "no profile finished in time")
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -320,14 +320,14 @@ def sweep(check: Check) -> dict[str, Any]:
         status = check.run([*words, "VENV=", f"ARGS={' '.join(where)}"], stream)
     rows = swept(folder)
     if not rows:
-        raise RuntimeError(f"make sweep left no row: {last_line(log.read_text())}")
+        raise RuntimeError(f"make sweep wrote no row: {last_line(log.read_text())}")
     check.keep(rows)
     asked = (f"model={model}", "sweep=cuda") if check.real else (f"model={model}",)
     if asked not in check.asked:
         check.asked.append(asked)
     plan = own_files(folder) / journal.PLAN
     if status and not plan.exists():
-        raise RuntimeError(f"make sweep did not begin: {last_line(log.read_text())}")
+        raise RuntimeError(f"make sweep did not start: {last_line(log.read_text())}")
     if len(rows) < len(json.loads(plan.read_text())["trials"]):  # the budget was too short
         check.cut_short.add(name)
     if (report := folder / "report.html").exists():
@@ -346,7 +346,7 @@ def predicted(check: Check) -> dict[str, Any]:
     name = next((r["gpu_name"] for r in check.rows if r["gpu_name"] is not None), None)
     card = find_gpu(name) if name else None
     if check.real and card is None:
-        return {"skipped": f"{name or 'the GPU'} is not in `vramsweep gpus`, so nothing can be predicted for it"}
+        return {"skipped": f"{name or 'the GPU'} is not in `vramsweep gpus`, so vramsweep cannot predict for it"}
     gpu = card.name if card else REHEARSED
     grids = list(dict.fromkeys(part for asked in check.asked for part in by_length(asked)))
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # tracing is Python, and several run at once
@@ -436,7 +436,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--seconds", type=float, default=520)
-    parser.add_argument("--only", help="parts, joined by commas; OUT may hold others: " + ", ".join(NAMES))
+    parser.add_argument("--only", help="parts, joined by commas; OUT may contain other parts: " + ", ".join(NAMES))
     arguments = parser.parse_args()
     apart = {part.__name__ for part in APART}
     names = arguments.only.split(",") if arguments.only else [name for name in NAMES if name not in apart]
@@ -444,7 +444,7 @@ def main() -> int:
     if unknown := [name for name in names if name not in NAMES]:
         parser.error(f"there is no part {unknown[0]}; allowed: {', '.join(NAMES)}")
     if arguments.device == "cuda" and names != [predicted.__name__] and not machine.gpus():
-        sys.exit("gpu_check: NVML sees no GPU here; --device cpu rehearses the check without one")
+        sys.exit("gpu_check: NVML finds no GPU here; --device cpu rehearses the check without one")
     arguments.out.mkdir(parents=True, exist_ok=True)
     before = read_summary(arguments.out)
     unfinished = {"skipped", "failed", "cut_short"}  # another run does or continues these
@@ -456,7 +456,7 @@ def main() -> int:
     done = sorted(did & set(names))
     if done or (any(arguments.out.iterdir()) and not (work.exists() or (before and arguments.only))):
         what = f"has {', '.join(done)} already" if done else "is not empty"
-        sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that no earlier result is mixed in")
+        sys.exit(f"gpu_check: {arguments.out} {what}; name a new folder, so that earlier results are not mixed in")
     ends = time.monotonic() + arguments.seconds
     here = {
         "machine": machine.machine_facts()

@@ -62,7 +62,7 @@ class Check:
         self.seed(name)
         rows = self.run_sweep(name, f"device={self.device}", *overrides)
         if not rows:
-            raise RuntimeError(f"sweep {name} left no row: {last_line((self.scratch / f'{name}.log').read_text())}")
+            raise RuntimeError(f"sweep {name} wrote no row: {last_line((self.scratch / f'{name}.log').read_text())}")
         self.keep(rows)
         return rows
 
@@ -150,7 +150,7 @@ def ended_ok(rows: list[Row]) -> list[Row]:
     """Return the rows that ended ok. Raises RuntimeError, with the first reason, if none did."""
     ok = [r for r in rows if r["outcome"] == "ok"]
     if not ok:
-        raise RuntimeError(f"no row ended ok: {rows[0]['outcome']}, {rows[0]['reason']}")
+        raise RuntimeError(f"no row is ok: {rows[0]['outcome']}, {rows[0]['reason']}")
     return ok
 
 

@@ -196,8 +196,8 @@ def save(folder: Path, megabytes: int) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="parts of the lines' names")
-    parser.add_argument("--megabytes", type=int, default=512, help="size of the checkpoint that is loaded, in fp32")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only lines whose name contains each word")
+    parser.add_argument("--megabytes", type=int, default=512, help="size of the checkpoint in fp32")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")

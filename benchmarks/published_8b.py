@@ -145,17 +145,17 @@ def line(name: str, reading: Reading, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="every published length and batch")
+    parser.add_argument("--all", action="store_true", help="all published lengths and batches")
     parser.add_argument("--only", choices=FILES, help="one of the files")
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the published files")
-    parser.add_argument("--json", action="store_true", help="one line of JSON a point instead of a table")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON for each point, not a table")
     chosen = parser.parse_args()
     if not chosen.data.is_dir():
         parser.exit(1, f"there is no folder {chosen.data}; give the published files with --data\n")
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     if not chosen.json:
-        print("| | at | active, published | predicted | at most | reserved, published | predicted | at most |")
+        print("| | at | active, published | lower | upper bound | reserved, published | lower | upper bound |")
         print("|---|---|---|---|---|---|---|---|")
     for name, (file, axis, checkpointing, few) in FILES.items():
         for reading in readings(chosen.data / file) if chosen.only in (None, name) else ():

@@ -61,13 +61,13 @@ def table(rows: dict[int, Row], truth: dict[int, tuple[int, int]]) -> list[str]:
     for low, high in ((1, 511), (512, 1023), (1024, 1535), (1536, 2048)):
         at = [n for n in truth if low <= n <= high and n in rows and rows[n]["outcome"] == "ok"]
         if not at:
-            lines.append(f"| {low} to {high} | no row without an error | | | | |")
+            lines.append(f"| {low} to {high} | no row is ok | | | | |")
             continue
         for index, (name, (column, most, _)) in enumerate(LINES.items()):
             errors = [rows[n][column] / MIB / truth[n][index] - 1 for n in at]
             worst = max(errors, key=abs)
             upper = [rows[n][most] / MIB / truth[n][index] - 1 for n in at] if most else []
-            more = f"at most: {statistics.median(upper):+.2%} | {max(upper, key=abs):+.2%}" if upper else " | "
+            more = f"upper bound: {statistics.median(upper):+.2%} | {max(upper, key=abs):+.2%}" if upper else " | "
             lines.append(f"| {low} to {high} | {name} | {statistics.median(errors):+.2%} | {worst:+.2%} | {more} |")
     return lines
 
@@ -82,7 +82,7 @@ def draw(rows: dict[int, Row], truth: dict[int, tuple[int, int]], out: Path) -> 
             x=x, y=[truth[n][index] / 1024 for n in x], mode="markers", name=f"{name}, published",
             marker={"size": 4, "color": colour, "opacity": 0.35},
         )  # fmt: skip
-        for label, one, dash in ((f"{name}, predicted", column, "solid"), (f"{name}, predicted at most", most, "dot")):
+        for label, one, dash in ((f"{name}, predicted", column, "solid"), (f"{name}, upper bound", most, "dot")):
             if one is not None:
                 figure.add_scatter(
                     x=order, y=[rows[n][one] / MIB / 1024 if rows[n][one] else math.nan for n in order], name=label,
@@ -99,11 +99,11 @@ def draw(rows: dict[int, Row], truth: dict[int, tuple[int, int]], out: Path) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=DATA)
-    parser.add_argument("--figure", type=Path, help="where to draw it")
-    parser.add_argument("--results", type=Path, help="keep the rows here, and use them if they are there")
+    parser.add_argument("--figure", type=Path, help="file of the figure")
+    parser.add_argument("--results", type=Path, help="folder of the rows: read if it has them, else written")
     chosen = parser.parse_args()
     if not chosen.data.is_file():
-        parser.exit(1, f"there is no file {chosen.data}; give the published one with --data\n")
+        parser.exit(1, f"there is no file {chosen.data}; give the published file with --data\n")
     truth = published(chosen.data)
     with tempfile.TemporaryDirectory() as folder:
         rows = predicted(chosen.results or Path(folder))

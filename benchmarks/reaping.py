@@ -53,7 +53,7 @@ def measure(zombies: int, daemons: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write the numbers there, too")
+    parser.add_argument("--json", type=Path, help="file to write the numbers to")
     arguments = parser.parse_args()
     found = [measure(*case) for case in CASES]
     print("| zombies | daemons | s | listings of all processes |\n|---|---|---|---|")

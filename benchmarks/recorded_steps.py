@@ -55,9 +55,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--limit", type=int)
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--streams", action="store_true", help="the next batch is copied on a stream of its own")
-    kinds.add_argument("--ddp", action="store_true", help="DistributedDataParallel of one rank, over NCCL")
-    kinds.add_argument("--row", nargs=2, metavar=("ROWS", "TRIAL_ID"), help="the trial of this row of a journal")
+    kinds.add_argument("--streams", action="store_true", help="copy the next batch on a second stream")
+    kinds.add_argument("--ddp", action="store_true", help="train with DistributedDataParallel of one rank over NCCL")
+    kinds.add_argument("--row", nargs=2, metavar=("ROWS", "TRIAL_ID"), help="train the trial of this row of a journal")
     arguments = parser.parse_args()
     limit = None
     if arguments.limit is not None:

@@ -148,7 +148,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[200, 20_000])
     parser.add_argument("--times", type=int, default=5, help="loads of each page")
     parser.add_argument("--wait", type=float, default=0, help="seconds between writing a page and loading it")
-    parser.add_argument("--keep", type=Path, help="leave the reports there")
+    parser.add_argument("--keep", type=Path, help="folder to keep the reports in")
     arguments = parser.parse_args()
     lines, browser, missed = [], "", []
     with tempfile.TemporaryDirectory() as temporary:

@@ -74,8 +74,8 @@ LEFT_OUT = (
     LeftOut("rows", "git_commit", "the code that is compared"),
     LeftOut("rows", "started_at", "a date"),
     LeftOut("rows", "duration_s overhead_s", "times of attempts"),
-    LeftOut("rows", "host_load", "what else the machine does"),
-    LeftOut("rows", "checksum", "a sum of the line, with what is left out here"),
+    LeftOut("rows", "host_load", "load by other programs"),
+    LeftOut("rows", "checksum", "checksum of the line, with values that are left out here"),
     LeftOut("measured", "elapsed_s step_times_s warmup_step_times_s step_median_s step_iqr_s", "times of steps"),
     LeftOut("measured", "tokens_per_s samples_per_s", "speeds"),
     LeftOut(
@@ -83,12 +83,12 @@ LEFT_OUT = (
         "load_peak_reserved_bytes forward_peak_reserved_bytes backward_peak_reserved_bytes peak_reserved_bytes "
         "optimizer_peak_reserved_bytes step_peak_reserved_bytes rank_peak_reserved_bytes rss_baseline_bytes "
         "host_resident_peak_bytes host_processes_bytes host_load_peak_bytes host_peak_bytes plateau worst_rank",
-        "resident sets, which vary by pages; whether and where they rose; on a CPU reserved is the resident set",
+        "resident sets (reserved on a CPU), which vary by pages; plateau and worst_rank depend on them",
     ),
-    LeftOut("flags", "busy_host wide_spread not_settled odd_end clock_anomaly", "judgements on times and load"),
-    LeftOut("flags", "not_plateaued", "a judgement on the resident set"),
-    LeftOut("texts", r"(?m)^(\[\d+(/\d+)?\] |tracing ).*\n", "progress: in the order, and as often, as time makes it"),
-    LeftOut("texts", r'"expected_s": [\d.]+|rough, at [\d.]+ TFLOP/s', "how fast this machine is now, by plan"),
+    LeftOut("flags", "busy_host wide_spread not_settled odd_end clock_anomaly", "flags about times and load"),
+    LeftOut("flags", "not_plateaued", "a flag about the resident set"),
+    LeftOut("texts", r"(?m)^(\[\d+(/\d+)?\] |tracing ).*\n", "progress lines, whose order and number vary"),
+    LeftOut("texts", r'"expected_s": [\d.]+|rough, at [\d.]+ TFLOP/s', "expected times, which depend on the machine"),
 )
 
 
@@ -97,7 +97,7 @@ class Code:
 
     def __init__(self, checkout: Path, python: Path, folder: Path) -> None:
         if not (checkout / "vramsweep").is_dir():
-            raise SystemExit(f"{checkout} is no checkout of vramsweep")
+            raise SystemExit(f"{checkout} is not a checkout of vramsweep")
         self.folder = folder
         self.command = [str(python), "-m", "vramsweep"]
         path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"  # `python` of the inputs' commands
@@ -247,7 +247,7 @@ def lost_rows(folder: Path) -> Iterator[str]:
     rows = read_rows(folder / "results" / "killed")
     for row in json.loads((folder / "rows_at_the_kill.json").read_text()):
         if row not in rows:
-            yield f"{folder}: killed: {row['trial_id']}: its row from before the kill is lost or changed"
+            yield f"{folder}: killed: {row['trial_id']}: its row from before the kill is missing or changed"
     ended = [row["trial_id"] for row in rows if row["terminal"]]
     yield from (f"{folder}: killed: {trial}: two terminal rows" for trial in set(ended) if ended.count(trial) > 1)
 
@@ -279,10 +279,10 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     writer = verbs.add_parser("write", help="write a folder of evidence")
     writer.add_argument("folder", type=Path)
-    writer.add_argument("--code", type=Path, required=True, help="the checkout whose rows these are")
+    writer.add_argument("--code", type=Path, required=True, help="checkout that makes the rows")
     writer.add_argument("--python", type=Path, default=Path(sys.executable), help="the interpreter; default: this one")
-    writer.add_argument("--before", type=Path, help="evidence whose sweeps this code is to resume")
-    comparer = verbs.add_parser("compare", help="print what differs between two folders; status 1 if anything does")
+    writer.add_argument("--before", type=Path, help="earlier evidence, whose sweeps this code resumes")
+    comparer = verbs.add_parser("compare", help="print the differences of two folders; status 1 if there are any")
     comparer.add_argument("one", type=Path)
     comparer.add_argument("other", type=Path)
     asked = parser.parse_args()

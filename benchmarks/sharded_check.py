@@ -103,11 +103,11 @@ def ds_config(stage: int, **more: Any) -> dict[str, str]:
 CASES = [
     case("ZeRO-0", "deepspeed", "zero0", "fp32", **DEEPSPEED),
     *(case(f"ZeRO-{n}", "deepspeed", f"zero{n}", p, **DEEPSPEED) for p in ("bf16", "fp32") for n in (1, 2, 3)),
-    *(case("ZeRO-3 whole first", "deepspeed", "zero3", p, zero_init=False, **DEEPSPEED) for p in ("bf16", "fp32")),
+    *(case("ZeRO-3 zero_init=false", "deepspeed", "zero3", p, zero_init=False, **DEEPSPEED) for p in ("bf16", "fp32")),
     case("Trainer ZeRO-0", "trainer", "zero0", "fp32", **ds_config(0)),
     *(case(f"Trainer ZeRO-{n}", "trainer", f"zero{n}", p, **ds_config(n)) for p in ("bf16", "fp32") for n in (1, 2, 3)),
     *(
-        case("Trainer ZeRO-3 whole first", "trainer", "zero3", p, zero_init=False, **ds_config(3))
+        case("Trainer ZeRO-3 zero_init=false", "trainer", "zero3", p, zero_init=False, **ds_config(3))
         for p in ("bf16", "fp32")
     ),
     *(
@@ -139,10 +139,10 @@ CASES = [
         "fp32",
         options={"bucket_cap_mb": 2, "gradient_as_bucket_view": True},
     ),
-    case("DDP, unused looked for", "torch", "ddp", "fp32", options={"find_unused_parameters": True}),
+    case("DDP, find_unused_parameters", "torch", "ddp", "fp32", options={"find_unused_parameters": True}),
     *(
         case(f"DDP, 2 passes{each}", "torch", "ddp", "fp32", grad_accum=2, no_sync=not each)
-        for each in ("", ", each averaged")
+        for each in ("", ", no_sync=false")
     ),
     *(case("Trainer DDP", "trainer", "ddp", p) for p in ("fp32", "bf16")),
     *(case("FSDP1", "torch", "fsdp1", p) for p in ("fp32", "bf16")),
@@ -417,9 +417,9 @@ def sums(trace: Trace) -> dict[str, int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("words", nargs="*", metavar="WORD", help="parts of the cases' names")
-    parser.add_argument("--exact", action="store_true", help="each word is the whole name of a case")
-    parser.add_argument("--worlds", default="1,2", help="numbers of ranks")
+    parser.add_argument("words", nargs="*", metavar="WORD", help="only cases whose name contains each word")
+    parser.add_argument("--exact", action="store_true", help="each word is the full name of a case")
+    parser.add_argument("--worlds", default="1,2", help="numbers of ranks, joined by commas")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON instead of a table")
     chosen = parser.parse_args()
     logging.disable(logging.WARNING)

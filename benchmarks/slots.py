@@ -71,8 +71,8 @@ def main() -> None:
         one, cpu_one = run(folder, max(3, asked.trials // asked.slots), 1, asked.seconds, launcher)
         many, cpu_many = run(folder, asked.trials, asked.slots, asked.seconds, launcher)
     print(f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}")
-    print(f"one place: {one:.3f} trials/s; {asked.slots} places: {many:.3f} trials/s, {many / one:.2f} times as many")
-    print(f"launcher's CPU per trial: {1000 * cpu_one:.1f} ms, {1000 * cpu_many:.1f} ms with {asked.slots} places")
+    print(f"one slot: {one:.3f} trials/s; {asked.slots} slots: {many:.3f} trials/s, {many / one:.2f} times as many")
+    print(f"launcher's CPU per trial: {1000 * cpu_one:.1f} ms, {1000 * cpu_many:.1f} ms with {asked.slots} slots")
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path(__file__).resolve().parents[1])
     parser.add_argument("--rooms", action="store_true", help="list the imports between rooms too")
-    parser.add_argument("--follow", action="store_true", help="count stays and returns of three ways instead")
+    parser.add_argument("--follow", action="store_true", help="count how often a reader changes the module")
     options = parser.parse_args()
     root = options.folder.resolve()
     if options.follow:
@@ -143,10 +143,10 @@ def main() -> None:
             print(f"{folder.relative_to(root)!s:<34}{len(lines):>6}{sum(lines):>8}")
         inside = {n for n in arrows if (root / package) in modules[n].parents}
         own = {n: arrows[n] & inside for n in inside}
-        print(f"  {package}: {sum(map(len, own.values()))} arrows on {count_floors(own)} floors\n")
+        print(f"  {package}: {sum(map(len, own.values()))} imports on {count_floors(own)} levels\n")
     circles = find_circles(arrows)
     total = sum(map(len, arrows.values()))
-    print(f"all: {total} arrows on {count_floors(arrows)} floors; circles: {len(circles) or 'none'}")
+    print(f"all: {total} imports on {count_floors(arrows)} levels; cycles: {len(circles) or 'none'}")
     for circle in circles:
         print(f"  {len(circle)}: {' '.join(n.removeprefix('vramsweep.') for n in circle)}")
     if options.rooms:

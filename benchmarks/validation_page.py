@@ -276,7 +276,7 @@ def draw_errors(found: pd.DataFrame) -> go.Figure | None:
         margin={"t": 40, "r": 16, "b": 80, "l": 160},
     )  # fmt: skip
     plot.add_annotation(
-        text="filled: the peak moves with batch and length; open: it is fixed, or does not fit",
+        text="filled: the peak depends on batch and length; open: it does not, or the run does not fit",
         showarrow=False, xref="paper", yref="paper", x=0, y=0, yshift=-62, xanchor="left", font={"size": 11},
     )  # fmt: skip
     return plot

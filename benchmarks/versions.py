@@ -65,9 +65,9 @@ def main() -> int:
     """Try each combination; return 1 if in any a test failed or the tests could not be run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", nargs="+", default=[sys.executable], help="interpreters (default: this one)")
-    parser.add_argument("--torch", help="its version, as pip takes it")
+    parser.add_argument("--torch", help="version of torch, as for pip")
     parser.add_argument("--transformers", nargs="+", default=[])
-    parser.add_argument("--light", action="store_true", help="without extras")
+    parser.add_argument("--light", action="store_true", help="install no extras")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "compatibility.md")
     arguments = parser.parse_args()
     if arguments.light == bool(arguments.torch and arguments.transformers):

@@ -207,10 +207,10 @@ def test_an_outlier_is_named_and_no_curve_follows_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["own rows, replayed", "foreign rows, hinge", "foreign rows, three lines", "end gap"])
+@pytest.mark.parametrize("kind", ["own rows, replayed", "imported rows, hinge", "three lines", "end gap"])
 def test_what_memory_does_is_no_outlier(kind: str) -> None:
     """Knots, pieces with one length, blocks, replays of reserved memory."""
-    for cell in (cell for cell in CELLS.values() if kind in cell.name and "beside" not in cell.name):
+    for cell in (cell for cell in CELLS.values() if kind in cell.name and not cell.beside):
         random = np.random.default_rng(7)
         for _ in range(3):
             assert fit_cover.fitted(cell, cell.truth(random), random)[0].outliers == (), cell
@@ -312,7 +312,7 @@ def test_intervals_of_own_rows_hold_inside_and_at_twice_the_longest_length(cell:
 @pytest.mark.parametrize("noise", ["512 B", "2 MiB", "20 MiB blocks"])
 def test_foreign_hinges_are_found_and_lines_are_not_bent(noise: str) -> None:
     names = ("hinge", "line", "hinge, knot in an end gap")
-    hinge, line, gap = (CELLS[f"foreign rows, {name}", noise, "7"] for name in names)
+    hinge, line, gap = (CELLS[f"imported rows, {name}", noise, "7"] for name in names)
     assert fit_cover.measure(hinge, 100, seed=1)["right kind"] >= 0.92
     assert fit_cover.measure(line, 100, seed=1)["right kind"] >= 0.88
     assert fit_cover.measure(gap, 60, seed=1)["at twice"] > 0.85
