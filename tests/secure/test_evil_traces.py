@@ -125,7 +125,7 @@ def test_a_file_that_is_no_trace_is_made_anew(
         place.mkdir()  # neither read nor removed
     assert trace_cache.load_trace(trial, trial.device.card, tmp_path) is None
     assert place.exists() == (content is None)
-    assert ("made anew" in capsys.readouterr().out) == (content is not None)
+    assert ("traced again" in capsys.readouterr().out) == (content is not None)
 
 
 def candidate() -> dict[str, Any]:
