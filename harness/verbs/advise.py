@@ -111,7 +111,7 @@ def show(
     if axis:
         console.print(f"goal: largest {axis} that fits, up to {asked.most:,}; changes are compared for the run above")
     if found.base.need is None and not found.base.full:
-        console.print(f"cannot be predicted: {escape(str(found.base.reason))}\n{exact(trial)}")
+        console.print(f"no prediction: {escape(str(found.base.reason))}\n{exact(trial)}")
         return
     if found.base.fits(found.limit):
         console.print(f"unchanged, it {fit_text.describe_fit(found.base.least, found.base.need or 0, found.limit)}")
