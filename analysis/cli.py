@@ -59,29 +59,29 @@ def _parsers() -> dict[str, Parser]:
         "--figure",
         type=FIGURE,
         metavar="FILE",
-        help="draw fits: HTML, PNG, SVG or PDF; each of several in its own: FILE, FILE_2, ...",
+        help="draw fits as HTML, PNG, SVG or PDF; several fits go to FILE, FILE_2, ...",
     )
     fit.add_argument(
         "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
         help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
     )  # fmt: skip
-    fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="what curves are along (default: seq_len)")
+    fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="x axis of the curves (default: seq_len)")
     fit.add_argument(
-        "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings, whose shape is taken"
+        "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings; fits take their shape"
     )
-    fit.add_argument("--robust", action="store_true", help="the default now: outliers are named, no curve follows them")
+    fit.add_argument("--robust", action="store_true", help="no effect: fits always name outliers and ignore them")
 
     report = verb("report", _report)
-    report.add_argument("--out", type=Path, help="default: the results folder itself")
+    report.add_argument("--out", type=Path, help="folder to write to (default: the results folder)")
     _fitting(report, figures=True)
-    report.add_argument("--answer", choices=NAMES, help="begin with this table (default: what the sweep was run for)")
+    report.add_argument("--answer", choices=NAMES, help="begin with this answer (default: that of the sweep's preset)")
     report.add_argument(
-        "--images", type=_images, default="png,svg,pdf", help="static formats, or none (default: png,svg,pdf)"
+        "--images", type=_images, default="png,svg,pdf", help="static figure formats, or none (default: png,svg,pdf)"
     )
-    report.add_argument("--brief", action="store_true", help="print only where the files are")
+    report.add_argument("--brief", action="store_true", help="print only the paths of the files")
 
     paper = verb("paper", _paper)
-    paper.add_argument("--out", type=Path, help="default: paper/ in the results folder")
+    paper.add_argument("--out", type=Path, help="folder to write to (default: paper/ in the results folder)")
     _fitting(paper, figures=True)
 
     frontier = verb("frontier", _frontier)
@@ -91,45 +91,45 @@ def _parsers() -> dict[str, Parser]:
         metavar="SIZES",
         help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)",
     )
-    frontier.add_argument("--batch", action="store_true", help="largest batch per length instead of length per batch")
+    frontier.add_argument("--batch", action="store_true", help="maximum batch per length, not maximum length per batch")
 
     verb("export", _export).add_argument(
-        "out", type=OutFile((".csv", ".parquet")), metavar="FILE", help="something.csv or something.parquet"
+        "out", type=OutFile((".csv", ".parquet")), metavar="FILE", help="file to write, NAME.csv or NAME.parquet"
     )
 
     compare = verb("compare", _compare, rows=False)
-    compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="A and B, or one with --by")
+    compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="sets of rows, A and B, or one with --by")
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument(
-        "--axis", choices=["seq_len", "micro_batch", "tokens"], help="what trends and the figure are along (default: "
-        "length, or batch where that has more values); pairs always agree in both",
+        "--axis", choices=["seq_len", "micro_batch", "tokens"], help="x axis of trends and figure (default: length, "
+        "or batch if it has more values); pairs always agree in both",
     )  # fmt: skip
     compare.add_argument(
         "--tolerance", type=float, default=0.005, metavar="SHARE",
-        help="memory that differs by no more is EQUAL (default 0.005, of reserved at least a block of 2 MiB; 0: exact)",
+        help="memory is EQUAL if it differs by at most this (default 0.005, for reserved at least 2 MiB; 0: exact)",
     )  # fmt: skip
     compare.add_argument(
-        "--figure", type=FIGURE, metavar="FILE", help="draw both: HTML, PNG, SVG or PDF; data beside it"
+        "--figure", type=FIGURE, metavar="FILE", help="draw both sets: HTML, PNG, SVG or PDF, with the data next to it"
     )
-    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="a page of both: verdicts, figure, answers")
+    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="page of both: verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
-    compare.add_argument("--names", metavar="A,B", help="what both are called (default: their paths)")
+    compare.add_argument("--names", metavar="A,B", help="names of the two sets (default: their paths)")
     _foreign(compare)
 
     calibrate = verb("calibrate", _calibrate, rows=False)
     calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
-    calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="simulated rows; may be the same")
+    calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="predicted rows; may be the same path")
     calibrate.set_defaults(columns=None, mapping=None, settings=())
 
     errors = verb("errors", _errors, rows=False)
     errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
 
     draw = verb("draw", _draw, rows=False)
-    draw.add_argument("data", type=Path, help="what timeline --json printed")
+    draw.add_argument("data", type=Path, help="output of vramsweep timeline --json")
     draw.add_argument("out", type=PAGE, help="the HTML page to write")
 
     for name in ("fit", "report", "paper", "frontier", "compare", "calibrate"):
-        found[name].add_argument("--json", action="store_true", help="print the data instead")
+        found[name].add_argument("--json", action="store_true", help="print JSON instead of text")
     return found
 
 
@@ -140,23 +140,23 @@ def _input(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--names",
         metavar="NAMES",
-        help="of several foreign files: the allocator of each, or COLUMN=A,B of another column",
+        help="for several imported files: the allocator of each, or COLUMN=A,B for another column",
     )
-    parser.add_argument("--ranks", choices=HOW, default="worst", help="memory of several ranks (default: the worst's)")
+    parser.add_argument("--ranks", choices=HOW, default="worst", help="how to combine ranks' memory (default: worst)")
     _foreign(parser)
 
 
 def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
     """Add the options that choose the rows of fits, and what figures draw of them."""
-    parser.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="shortest x that fits use")
-    parser.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="longest x that fits use")
+    parser.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="smallest x to fit")
+    parser.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="largest x to fit")
     if figures:
         parser.add_argument(
             "--curves",
             type=_curves,
             default=(),
             metavar="KINDS",
-            help="drawn beside the chosen curve: linear,quadratic",
+            help="curves to draw with the chosen one: linear,quadratic",
         )
 
 
@@ -165,15 +165,15 @@ def _foreign(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         metavar="NAMES",
-        help="our names of a foreign CSV's columns, by position: 'seq_len,8*(peak_active_mib,peak_reserved_mib),-'; "
-        "8*(...) is once for each of 8 ranks, - leaves a column out",
+        help="our names of an imported CSV's columns, in order: 'seq_len,8*(peak_active_mib,peak_reserved_mib),-'; "
+        "8*(...) repeats for 8 ranks, - skips a column",
     )
     parser.add_argument(
-        "--mapping", type=Path, metavar="FILE", help="JSON: our column names to a foreign CSV's (or positions)"
+        "--mapping", type=Path, metavar="FILE", help="JSON: the CSV's column (name or position) for each of ours"
     )
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",
-        help="a value of all lines of a foreign file, such as seq_len=2048; may be repeated",
+        help="a value for all lines of an imported file, such as seq_len=2048; may be repeated",
     )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def _curves(text: str) -> tuple[str, ...]:
 def _images(text: str) -> list[str]:
     names = [] if text == "none" else [name.strip() for name in text.split(",")]
     if unknown := [name for name in names if name not in IMAGES]:
-        raise UserError(suggestions.no_such_value(unknown[0], "format", unknown[0], IMAGES) + "; none stands alone")
+        raise UserError(suggestions.no_such_value(unknown[0], "format", unknown[0], IMAGES) + "; use none on its own")
     return names
 
 
@@ -213,7 +213,7 @@ def _open(arguments: argparse.Namespace, path: Path | None = None) -> Table:
         print(f"note: {note}", file=sys.stderr)
     ranks = getattr(arguments, "ranks", "worst")
     if ranks != "worst" and not any(table.frame[name].notna().any() for name in LISTS.values()):
-        print(f"note: no row knows the memory of each rank, so --ranks {ranks} changes nothing", file=sys.stderr)
+        print(f"note: --ranks {ranks} changes nothing, because no row has the memory of each rank", file=sys.stderr)
     return over_ranks(table, ranks)
 
 
@@ -245,7 +245,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     if arguments.figure is not None:
         _refuse_inputs(arguments, arguments.figure)
     elif arguments.curves:
-        raise UserError("--curves chooses what --figure draws; add --figure FILE (the text has both anyway)")
+        raise UserError("--curves changes only the figure; add --figure FILE (the text always has both curves)")
     table = _open(arguments)
     beside: Beside | Chosen = Chosen(load(arguments.prediction)) if arguments.prediction else Beside(table)
     metrics, ends = arguments.metric or tuple(METRICS), (arguments.start, arguments.stop)
@@ -279,13 +279,11 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
         out = name if number == 1 else name.with_stem(f"{name.stem}_{number}")
         _refuse_inputs(arguments, out)
         if number > 1 and out.exists():  # the user did not name this file
-            raise UserError(
-                f"{out} exists, and the figure of fit {number} would replace it; move it, or name a --metric"
-            )
+            raise UserError(f"the figure of fit {number} would replace {out}; move that file, or choose a --metric")
         files.write_one(figure, out)
         say(f"{figure.title}: {out}")
     if len(fits) > FIGURES:
-        say(f"note: the first {FIGURES} of {len(fits):,} fits are drawn; --metric takes those of one quantity")
+        say(f"note: only the first {FIGURES} of {len(fits):,} fits are drawn; choose a quantity with --metric")
 
 
 def _refuse_inputs(arguments: argparse.Namespace, out: Path) -> None:
@@ -318,7 +316,7 @@ def _index(place: Path, arguments: argparse.Namespace) -> int:
     others = {name for name, value in vars(arguments).items() if value != getattr(own, name, value)}
     if named := sorted(others - {"out", "json", "images"}):
         raise UserError(
-            f"{place} holds sweeps, so report makes an index of them, which takes --out and --json, "
+            f"{place} holds sweeps, so report writes an index of them, which takes --out and --json, "
             f"not {', '.join('--' + {'start': 'from', 'stop': 'to', 'settings': 'set'}.get(one, one) for one in named)}"
         )
     with Activity("reading rows") as activity:
@@ -350,7 +348,7 @@ def _paper(arguments: argparse.Namespace) -> int:
     fitting = Fitting(arguments.start, arguments.stop, arguments.curves)
     ends = (("from", fitting.start), ("to", fitting.stop), ("curves", ",".join(fitting.curves) or None))
     given += [f"--{name}={value}" for name, value in ends if value is not None]
-    with Activity(f"writing the paper's folder of {len(table.frame):,} rows"):
+    with Activity(f"writing the paper folder from {len(table.frame):,} rows"):
         written = write_paper(table, folder, read_question(arguments.rows[0]), given, fitting)
     _print_written(written, arguments.json, table)
     return 0
@@ -388,7 +386,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.names:
         names = tuple(arguments.names.split(","))
         if len(names) != 2 or not all(names):
-            raise UserError(f"--names {arguments.names}: give two, of A and of B")
+            raise UserError(f"--names {arguments.names}: give two names, for A and for B")
     found = verdicts.compare(a, b, (names[0], names[1]), arguments.tolerance)
     along = trends.along(found, arguments.axis)
     if arguments.json:
@@ -427,7 +425,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     print(markup.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
     print(markup.markdown(tables.of_estimates(simulated, rows)))
-    print("° calibrated, beyond what was measured")
+    print("° calibrated, outside the measured range")
     for one in calibrations:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
     for note in (*notes, *missing):
@@ -447,7 +445,7 @@ def _frontier(arguments: argparse.Namespace) -> int:
     )
     if not limits and varying(table.frame).all():
         raise UserError(
-            "lengths vary in every row (data=lengths:...), so seq_len is only where samples are cut; see report"
+            "lengths vary in every row (data=lengths:...) and seq_len only cuts samples; see vramsweep report"
         )
     if not limits:
         raise UserError("no row of a GPU has peak reserved or device used memory, so nothing is known about what fits")

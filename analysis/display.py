@@ -257,7 +257,7 @@ class Rows(pd.DataFrame):
         if not self._whole:
             return super()._repr_html_()  # type: ignore[misc, no-any-return]
         title, table = _summary(self)
-        about = f"{len(self.columns)} columns, most of them not shown: vramsweep.units(rows) says what each is."
+        about = f"Most of the {len(self.columns)} columns are not shown; vramsweep.units(rows) explains them."
         return html(title, table, [about], notes=self.attrs.get("notes", ()))
 
     @property

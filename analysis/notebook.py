@@ -80,7 +80,7 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
     """
     if taken := settings.keys() & {"name", "results", "report"}:
         raise UserError(
-            f"{min(taken)}: predict(folder=...) says where rows are kept, and report(rows, folder) draws them"
+            f"predict takes no {min(taken)}; predict(folder=...) keeps the rows, and report(rows, folder) draws them"
         )
     words = _words(settings)
     with tempfile.TemporaryDirectory(prefix="vramsweep-") as place:
@@ -89,7 +89,7 @@ def predict(folder: str | os.PathLike[str] | None = None, **settings: Any) -> Ro
         line = build_command("vramsweep", "predict", *words, *_words(own))
         done = subprocess.run(line, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode not in (0, 1) or not kept.is_dir():  # 1: some trials have no answer; their rows say so
-            told = [text for text in done.stderr.splitlines() if text.strip()] or ["it gave no reason"]
+            told = [text for text in done.stderr.splitlines() if text.strip()] or ["predict failed without a message"]
             raise UserError("\n".join(told[-2:]).removeprefix("vramsweep: "))
         table = reading.load(kept)
         if asked := {str(one) for plan in journal.plans(kept)[-1:] for one in plan.get("trials") or []}:
@@ -221,7 +221,7 @@ def report(rows: Given, folder: str | os.PathLike[str] | None = None, *, images:
     table = _table(rows)
     source = Path(table.source)
     if folder is None and not source.is_dir():
-        raise UserError(f"say where the report is to be written: report(rows, folder); the rows are from {source}")
+        raise UserError(f"name the folder to write to, as report(rows, folder); the rows are from {source}")
     place = sweep_of(source) if folder is None else Path(folder)
     return Report(write_report(table, place, list(images), read_question(source)))
 

@@ -95,7 +95,7 @@ def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
         }
         for card in found
     ]
-    note = "Predicted: no GPU has run these; `device=cuda` measures the same trials. Seconds are estimates."
+    note = "Predicted: no GPU has run these trials; `device=cuda` measures them. Seconds are estimates."
     return pd.DataFrame(lines), [note] * any("predicted" in card.verdict for card in found)
 
 
@@ -134,7 +134,7 @@ def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
     if undecided:
         return next((card for card in undecided if card.verdict.startswith("refuted")), undecided[0])
     why = reasons(pd.concat(failed)) if failed else ""
-    return Card(claim, "not tested", reason=why or "no rows of a GPU, and none predicted, that can be compared so")
+    return Card(claim, "not tested", reason=why or "no measured or predicted rows of a GPU can be compared")
 
 
 def _bounds(claim: Claim) -> str:

@@ -30,7 +30,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
     for _, row in recorded.head(MOST).iterrows():
         path = file_names.is_inside(folder, str(own / str(row["recording"])))
         if path is None:
-            notes.append(f"recording of trial {row['trial_id']}: {row['recording']} is not in {table.source}; left out")
+            notes.append(f"recording of trial {row['trial_id']} left out: {row['recording']} is not in {table.source}")
             continue
         try:
             result = what_if(path, grid(limited=False))
@@ -47,7 +47,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
         name = file_names.make_safe(f"what_if_{row['trial_id']}")
         tables.append((title, name, pd.DataFrame([_cells(r) for r in (first, *others[:BEST])])))
     if len(recorded) > MOST:
-        notes.append(f"{len(recorded)} recordings, what-if tables for the first {MOST}; `vramsweep replay` shows any")
+        notes.append(f"only the first {MOST} of {len(recorded)} recordings have tables; `vramsweep replay` shows any")
     return tables, notes
 
 

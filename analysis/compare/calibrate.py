@@ -69,8 +69,8 @@ class Calibration:
         reasons: dict[str, list[str]] = {}
         for part, factor, efficiency in zip(PARTS, self.factors, self.efficiencies(), strict=True):
             if efficiency is None:
-                why = "no row has any" if factor is None else "too small a part, or moves with the others"
-                why = "at its bound of 0 seconds" if factor == 0 else why
+                why = "no row has any" if factor is None else "too small a part, or not separable from the others"
+                why = "fitted as 0 seconds" if factor == 0 else why
                 reasons.setdefault(why, []).append(part)
         return "; ".join(f"{', '.join(parts)} not identifiable ({why})" for why, parts in reasons.items())
 
@@ -96,15 +96,15 @@ def calibrate(table: Table) -> tuple[list[Calibration], list[str]]:
     for (gpu, precision), mine in found.groupby(["gpu", "precision"], sort=True):
         if len(mine) < FEWEST:
             notes.append(
-                f"{gpu}, {precision}: {len(mine)} configuration{'s' * (len(mine) != 1)} both measured and simulated; a "
+                f"{gpu}, {precision}: {len(mine)} configuration{'s' * (len(mine) != 1)} both measured and predicted; a "
                 f"calibration needs {FEWEST} or more"
             )
         else:
             calibrations.append(_calibration(str(gpu), str(precision), mine))
     if found.empty:
         notes.append(
-            "no measured CUDA row has a simulated row of equal settings with device.gpu set to its GPU; simulate what "
-            "was measured: the same axes with device=simulated"
+            "no measured CUDA row has a predicted row with equal settings and device.gpu set to its GPU; predict the "
+            "measured trials, with the same axes and device=simulated"
         )
     return calibrations, notes
 
@@ -150,7 +150,7 @@ def together(measured: Table, simulated: Table) -> tuple[Table, list[str]]:
     lone = {str(name) for name in set(frames[0]) ^ set(frames[1]) if not str(name).startswith(EXTRAS_APART)}
     both = pd.concat([frame.drop(columns=[n for n in frame if n in lone]) for frame in frames], ignore_index=True)
     unseen = sorted(lone - _HELD)
-    notes = [f"{name} varies in one of the two sets of rows only and is not looked at" for name in unseen]
+    notes = [f"{name} is ignored, because it varies in only one of the two sets of rows" for name in unseen]
     return from_frame(both, f"{measured.source} and {simulated.source}"), notes
 
 

@@ -144,7 +144,7 @@ def _describe_moment(phase: str, warm: float) -> str:
 
 def sentences(every: Sequence[Runs]) -> list[str]:
     """Return what each setting holds at the end, compared with the first; if none finished, what the steps had."""
-    return [f"With lengths that vary ({one.where}), {text}." for one in every for text in _of(one)]
+    return [f"With varying lengths ({one.where}), {text}." for one in every for text in _of(one)]
 
 
 def _of(found: Runs) -> Iterator[str]:
@@ -161,7 +161,7 @@ def _of(found: Runs) -> Iterator[str]:
             total = len(one.full) + len(one.held)
             often = "" if total == 1 else f" in {len(one.full)} of {total} runs"
             places = f" at {one.full[0]}" if one.full[0] else ""
-            on = f"; {' and '.join(lasting)} go{'es' * (len(lasting) == 1)} on" if lasting else ""
+            on = f"; {' and '.join(lasting)} do{'es' * (len(lasting) == 1)} not" if lasting else ""
             yield f"{one.name} runs out of memory{often}{',' * bool(often and places)}{places}{on}"
 
 
@@ -170,12 +170,12 @@ def _steps(rows: pd.DataFrame) -> str:
     if (done := rows[rows["outcome"].eq("ok")].dropna(subset=["step_tokens"])).empty:
         return ""
     tokens = np.concatenate([np.array(one, dtype=float) for one in done["step_tokens"]])
-    text = f"a step has {_ends(tokens)} tokens, {tokens.mean():,.0f} in the mean"
+    text = f"a step has {_ends(tokens)} tokens, {tokens.mean():,.0f} on average"
     if done["padding_fraction"].notna().any():
         text += f", {100 * done['padding_fraction'].mean():.0f} % of it padding"
     if done["mean_document"].notna().any():
         ends = _ends(pd.concat([done["shortest_document"], done["longest_document"]]))
-        text += f"; documents have {ends}, {done['mean_document'].mean():,.0f} in the mean"
+        text += f"; documents have {ends}, {done['mean_document'].mean():,.0f} on average"
     most = done["peak_allocated_bytes"].dropna()
     return text + (f"; peak allocated {_range(list(most), format_size)}" if len(most) else "")
 
@@ -203,7 +203,7 @@ def _alone(one: Setting) -> str:
     tries = f", with {sum(retries):,} retr{'y' if sum(retries) == 1 else 'ies'}" if retries else ""
     waste = [held.waste for held in one.held if held.waste is not None]
     idle = f"; {_range(waste, _share)} of its peak reserved was above its peak allocated" if waste else ""
-    return f"{one.name} holds {ends} after {_count(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
+    return f"{one.name} reserves {ends} after {_count(one)} steps, {up_to}{way} after the first of them{idle}{tries}"
 
 
 def _count(one: Setting) -> str:
@@ -227,7 +227,7 @@ def _against(first: Setting, other: Setting) -> str:
     )
     steps = _range([len(its.reserved) for _, its in pairs], lambda steps: f"{steps:,}")
     over = f" over {len(pairs)} seeds" if len(pairs) > 1 else ""
-    text = f"set against {first.name}, {other.name} holds {'from ' * (len(ends) > 1)}{said} reserved"
+    text = f"compared with {first.name}, {other.name} reserves {'from ' * (len(ends) > 1)}{said}"
     text += f"{over} after {steps} steps ({sizes})"
     waste = [(its.waste, mine.waste) for mine, its in pairs if its.waste is not None and mine.waste is not None]
     if waste:
@@ -265,7 +265,7 @@ def table(groups: Sequence[Group]) -> pd.DataFrame:
             documents = [done["shortest_document"], done["longest_document"]]
             known = all(one.notna().any() for one in documents)
             line["documents (tokens)"] = _ends(pd.concat(documents)) if known else "–"
-            line["their mean"] = _mean(done["mean_document"], "{:,.0f}".format)
+            line["mean document"] = _mean(done["mean_document"], "{:,.0f}".format)
             line["allocated (GiB)"] = _mean(done["peak_allocated_bytes"], format_gib)
             line["reserved (GiB)"] = _mean(done["peak_reserved_bytes"], format_gib)
             line["tokens/s, padding counted"] = _mean(done["tokens_per_s"], "{:,.0f}".format)

@@ -44,7 +44,7 @@ def _sizes(found: pd.DataFrame) -> list[str]:
 
 def _stated(line: dict[Any, Any]) -> str:
     if not line["worst_bytes"]:
-        return "exact to the byte"
+        return "exact"
     if line["configurations"] == 1:
         return f"{percent(line['worst'])} at {line['where']}"
     return f"{percent(line['median'])} median, worst {percent(line['worst'])} at {line['where']}"
@@ -77,7 +77,7 @@ def _spread(found: pd.DataFrame) -> list[str]:
     where = f"{format_size(float(most['spread_bytes']))} at {most['settings']}"
     return [
         f"Repeats differ in memory in {_count(apart)}, most in {name_of(str(most['component']))} ({where}); "
-        "residuals are of their median."
+        "prediction errors use their median."
     ]
 
 
@@ -94,9 +94,9 @@ def not_compared(table: Table) -> list[str]:
     said = []
     if len(unlisted):
         names = ", ".join(map(str, unlisted["gpu_name"].dropna().unique())) or "an unknown GPU"
-        said.append(f"{_rows(unlisted)} from {names} not compared with predictions: `vramsweep gpus` does not list it")
+        said.append(f"{_rows(unlisted)} from {names} not compared, because `vramsweep gpus` does not list the GPU")
     if len(missing):
-        said.append(f"{_rows(missing)} not compared with predictions: none of equal settings for the GPU")
+        said.append(f"{_rows(missing)} not compared, because no prediction has equal settings for the GPU")
     failed = frame.loc[simulated & ~frame["outcome"].isin(["ok", "oom"]), "reason"].fillna("unknown").value_counts()
     said += [f"{number:,} not predicted: {reason}" for reason, number in failed.head(4).items()]
     return said

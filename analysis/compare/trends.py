@@ -116,9 +116,9 @@ def chosen(pairs: Sequence[Pair], axis: str | None = None) -> str | None:
         return best if counts[best] > 1 else None
     if counts[axis] < 2:
         varying = [name for name in FREE if counts[name] > 1]
-        instead = f"take --axis {' or '.join(varying)}" if varying else "none of them varies, so leave --axis out"
-        all_one = "all pairs have one" if counts[axis] else "no pair knows its"
-        raise UserError(f"--axis {axis}: {all_one} {axis}; {instead}")
+        instead = f"use --axis {' or '.join(varying)}" if varying else "no axis varies, so leave --axis out"
+        all_one = "the same" if counts[axis] else "unknown"
+        raise UserError(f"--axis {axis}: {axis} is {all_one} in all pairs; {instead}")
     return axis
 
 

@@ -29,7 +29,7 @@ GIB = 1 << 30
 MOVES, FIXED = "moves", "fixed"  # with batch and length, or not: peaks of the optimizer, loading, gradients
 FULL = "does not fit"  # measured memory of a run that is predicted to run out
 OUTCOMES = {
-    "fitted, and predicted to": ("ok", "ok"), "ran out, and predicted to": ("oom", "oom"),
+    "fitted, as predicted": ("ok", "ok"), "ran out, as predicted": ("oom", "oom"),
     "fitted, predicted to run out": ("ok", "oom"), "ran out, predicted to fit": ("oom", "ok"),
 }  # fmt: skip
 RUN = ["place", "run"]  # file and line, and the name, which is unique in its file alone
@@ -193,7 +193,7 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
             "measured (GiB)": gib(line["measured"]),
             "predicted": gib(line["predicted"]),
             "error": percent(line["error"]),
-            "at most": percent(line["most_error"]),
+            "upper bound": percent(line["most_error"]),
             "why": "; ".join(filter(None, (_bounded(line), line["note"], line["reading_note"]))) or "not found",
         }
         for _, line in missed.sort_values(["title", "kind"]).iterrows()
@@ -203,10 +203,10 @@ def of_misses(found: pd.DataFrame, least: float = MISS) -> pd.DataFrame:
 def _bounded(line: pd.Series[Any]) -> str:
     """Say whether a wrong reading lies between the bounds, or that it would exceed the limit."""
     if line["outcome"] != "ok":
-        return "predicted to run out; this is what it would reserve without a limit"
+        return "predicted to run out of memory; this is the prediction without a limit"
     if pd.isna(line["between"]):
         return ""
-    return "between the bounds" if line["between"] else "not between the bounds either"
+    return "between the bounds" if line["between"] else "outside the bounds"
 
 
 def of_readings(found: pd.DataFrame) -> pd.DataFrame:

@@ -27,8 +27,8 @@ def format_validation(made: Validation) -> str:
         "By counter": validation.of_summary(whole),
         "By source": validation.of_summary(whole, "title"),
         "Next to other tools": validation.other_tools_errors(whole, made.others),
-        "What fits": validation.of_outcomes(made.readings),
-        "Misses": validation.of_misses(found),
+        "Which runs fit": validation.of_outcomes(made.readings),
+        "Large errors": validation.of_misses(found),
         "Every reading": validation.of_readings(made.readings.head(FEW if len(made.readings) <= FEW else 0)),
     }
     for title, frame in tables.items():

@@ -218,7 +218,7 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
     predicted = [set((rows["device"] == "simulated").fillna(False)) for _, rows in both.groupby("_set")]
     if len(predicted) == 2 and predicted[0] != predicted[1]:
         raise UserError(
-            "one set is predicted (device=simulated), the other measured; they are not compared, see the figure "
+            "compare cannot mix a predicted set (device=simulated) with a measured one; see the figure "
             "predicted_against_measured of the report"
         )
     own = extras(both)
@@ -240,7 +240,7 @@ def _cells(a: Table, b: Table, names: tuple[str, str]) -> tuple[list[_Cell], dic
         cells.append(_Cell(settings, first["seq_len"], first["micro_batch"], *sides))
     if not any(cell.paired for cell in cells):
         why = f"they share no {' and no '.join(apart)}" if apart else "no combination of settings is in both"
-        raise UserError(f"nothing to compare between {names[0]} and {names[1]}: {why}")
+        raise UserError(f"nothing to compare between {names[0]} and {names[1]}, because {why}")
     return sorted(cells, key=lambda cell: [_order(value) for value in cell.settings.values()]), differs
 
 
@@ -321,10 +321,10 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
         return Memory(metric, verdict, reason, middle_a, middle_b, apart)
 
     if "memory_source" in differs:
-        return found("AMBIGUOUS", "the counters mean different things (memory_source)")
+        return found("AMBIGUOUS", "the two sides count memory differently (memory_source)")
     if a.oom != b.oom and not (len(values_a) and len(values_b)):
         verdict, who = ("LARGER", "B") if b.oom else ("SMALLER", "A")
-        return found(verdict, f"{who} ran out of memory where the other fits")
+        return found(verdict, f"{who} ran out of memory, the other did not")
     if middle_a is None or middle_b is None:
         return found("AMBIGUOUS", "not measured on both sides")
     change = _change(middle_a, middle_b)
@@ -334,13 +334,13 @@ def _memory(metric: str, a: _Side, b: _Side, differs: Mapping[str, Any], toleran
         return found("EQUAL", f"{METRICS[metric].show(middle_a)} in every run", apart)
     if apart <= least:
         most = format_difference.in_bytes(apart, signed=False)[0]
-        return found("EQUAL", f"{change}; no runs further apart than {most}", apart)
+        return found("EQUAL", f"{change}; runs of A and B differ by at most {most}", apart)
     overlap = float(min(values_a.max(), values_b.max()) - max(values_a.min(), values_b.min()))
     if overlap < 0 and abs(middle_b - middle_a) > least:
         return found("SMALLER" if middle_b < middle_a else "LARGER", change, apart)
     size = format_difference.in_bytes(abs(overlap), signed=False)[0]
     why = f"overlap by {size}" if overlap >= 0 else f"are {size} apart"
-    return found("AMBIGUOUS", f"the two sides' runs {why}, their medians: {change}", apart)
+    return found("AMBIGUOUS", f"runs of A and B {why}; medians: {change}", apart)
 
 
 def _change(a: float, b: float) -> str:
@@ -451,7 +451,7 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
         return Speed("FASTER" if low > MARGIN else "SLOWER", text, change, low, high, **known)
     if low >= -MARGIN and high <= MARGIN:
         return Speed("SAME", f"{text}, within the margin of 1 %", change, low, high, **known)
-    return Speed("AMBIGUOUS", f"{text}, which reaches across the margin of 1 %", change, low, high, **known)
+    return Speed("AMBIGUOUS", f"{text}, which crosses the margin of 1 %", change, low, high, **known)
 
 
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:

@@ -105,7 +105,7 @@ def _trend(trend: Trend, along: Along) -> str:
         said = [
             f"{format_difference.speed(float(np.expm1(end)))} {place}" for end, place in zip(ends, places, strict=True)
         ]
-        return f"the change moves with {TITLES[str(along.axis)]}: from {said[0]} to {said[1]}"
+        return f"the change depends on {TITLES[str(along.axis)]}: from {said[0]} to {said[1]}"
     shares = format_difference.format_alike(*along.ratios(trend))
     said = [
         f"{size} ({share}) {at}"
@@ -129,7 +129,7 @@ def _level(one: Level, along: Along) -> str:
         way = ("slower", "faster")[one.after > 0] if speed else ("less", "more")[one.after > 0]
         level = f"{100 * ends[0]:.1f} % to {100 * ends[1]:.1f} % {way} (8 of 10 pairs)"
     before = "the same" if abs(one.before) <= (MARGIN if speed else 0) else show(one.before)
-    sure = "it turns between {} and {}" if one.exact else "95 % interval {} to {}"
+    sure = "it changes between {} and {}" if one.exact else "95 % interval {} to {}"
     between = sure.format(_number(one.low), _number(one.high))
     return f"{before} up to about {place_of(one, along)} ({between}), from there {level}"
 
@@ -147,9 +147,9 @@ def _place(one: Place, along: Along) -> str:
     else:
         size = f"{100 * abs(float(np.expm1(one.size))):.1f} %"
     if one.stop is None:
-        return f"B over A {'drops' if one.size < 0 else 'jumps'} by {size} at {_describe_places(one.start, unit)}"
+        return f"B against A {'drops' if one.size < 0 else 'jumps'} by {size} at {_describe_places(one.start, unit)}"
     way = "dips" if one.size < 0 else "rises"
-    return f"B over A {way} by {size} from {_number(one.start)} to {_describe_places(one.stop, unit)}, and back"
+    return f"B against A {way} by {size} from {_number(one.start)} to {_describe_places(one.stop, unit)}, and back"
 
 
 def _describe_places(x: float, unit: str) -> str:

@@ -41,8 +41,8 @@ def our_name(name: str, values: Sequence[str]) -> tuple[str, str]:
         shown = {"mib": "MiB", "gib": "GiB"}.get(unit, unit)
         assumed = f"{name} has no unit; its values, up to {largest:,.6g}, were read as {shown}" * (largest > 0)
     else:
-        powers = f"{name} was read in powers of 10, as {unit.upper()} says; if it was divided by powers of 1024"
-        assumed = f"{powers}: --columns ...,{base}_{unit[0]}ib" if unit in ("kb", "mb", "gb") else ""
+        powers = f"{name} was read in powers of 10, because its unit is {unit.upper()}; if it is in powers of 1024"
+        assumed = f"{powers}, use --columns ...,{base}_{unit[0]}ib" if unit in ("kb", "mb", "gb") else ""
     ours = f"{base}_{unit or 's'}"
     return (ours, assumed) if ours in TARGETS else ("", "")
 

@@ -54,7 +54,7 @@ def to_table(cells: pd.DataFrame, mapping: FileMapping, origin: str, label: str,
     measured = [name for name in MEASURED if name in frame]
     if not measured and frame["outcome"].isna().all():
         raise UserError(
-            f"{origin}: nothing measured among {', '.join(sorted(mapping.columns))}; name a column such as "
+            f"{origin} has no measured column among {', '.join(sorted(mapping.columns))}; name one such as "
             "peak_reserved_mib or iterations_per_s with --columns or --mapping"
         )
     anything = frame[measured].notna().any(axis=1)
@@ -89,7 +89,7 @@ def _values(
         else:
             frame[source.column] = values[0]
         if source.inverse:
-            notes.append(f"{source.name} is read as optimizer steps per second, the step time as its inverse")
+            notes.append(f"{source.name} is read as optimizer steps per second; the step time is its inverse")
     return frame, ranks
 
 
@@ -150,7 +150,7 @@ def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes:
     if (count := int(said.notna().sum())) > 0:
         example = str(said.dropna().iloc[0])[:40]
         notes.append(
-            f"{_count(count, 'line')} with {example!r} where a value should be: memory ran out, values unknown"
+            f"{_count(count, 'line')} with {example!r} instead of a value: read as out of memory, values unknown"
         )
     said = said.fillna(frame["outcome"].astype("string") if "outcome" in frame else said).str.strip()
     word = said.str.lower()
@@ -241,19 +241,19 @@ def _worst_rank(peaks: dict[str, Floats], runs: int) -> Ints:
 def _words_of_runs(frame: pd.DataFrame, made: pd.DataFrame, known: Bools, repeat: pd.Series[Any]) -> list[str]:
     """Return notes on how lines became runs."""
     notes = [
-        f"{_count(len(frame), 'line')} of {known.shape[1]} ranks are {_count(len(made), 'run')}: lines of equal "
-        "settings are one until a rank reports again; memory is that of the rank with the largest peak reserved "
-        "(without it, allocated, active), speed the slowest's"
+        f"{_count(len(frame), 'line')} of {known.shape[1]} ranks make {_count(len(made), 'run')}. Lines of equal "
+        "settings are one run until a rank reports again; its memory is that of the rank with the largest peak "
+        "reserved (else allocated, else active), its speed that of the slowest"
     ]
     if again := int((repeat > 0).sum()):
-        notes.append(f"{_count(again, 'run')} with the settings of an earlier one: kept as repeats")
+        notes.append(f"{_count(again, 'run')} with the settings of an earlier run, kept as repeats")
     lacking = ~known.all(axis=1) & ~made["outcome"].isin(_RAN_OUT).fillna(False).to_numpy(bool)
     if lacking.any():
         first = int(lacking.argmax())
         ranks = ", ".join(map(str, np.flatnonzero(~known[first])))
         notes.append(
-            f"{_count(int(lacking.sum()), 'run')} without some rank's memory, such as that from line "
-            f"{made['line'].iloc[first]} on without rank {ranks}: the largest known rank counts as the worst"
+            f"{_count(int(lacking.sum()), 'run')} without some rank's memory (such as rank {ranks} "
+            f"of the run from line {made['line'].iloc[first]} on); the largest known rank counts as the worst"
         )
     return notes
 
@@ -277,7 +277,7 @@ def _add_throughput(frame: pd.DataFrame, notes: list[str]) -> None:
             frame["tokens_per_s"] *= frame[name]
     if assumed := [name for name in _FACTORS if name not in frame]:
         given = " ".join(f"--set {name}=..." for name in assumed)
-        notes.append(f"tokens/s count {', '.join(assumed)} as 1, which the file does not say; if not so: {given}")
+        notes.append(f"tokens/s assume 1 for {', '.join(assumed)}, which the file lacks; otherwise add {given}")
 
 
 def _count(number: int, what: str) -> str:

@@ -42,12 +42,12 @@ def open_rows(
     constants = from_settings(settings)
     if path.suffix == ".json" and path.is_file():
         raise UserError(
-            f"{path}: rows are read from a results folder, a journal (.jsonl), CSV or Parquet; write a line per run of "
-            "this file as a CSV"
+            f"{path} is JSON, but rows are read from a results folder, a journal (.jsonl), CSV or Parquet; convert it "
+            "to a CSV with a line per run"
         )
     if path.suffix != ".csv" or not path.is_file() or _is_ours(path):
         given = columns or mapping or settings
-        note = f"{path} is not a foreign CSV: --columns, --mapping and --set change nothing in it"
+        note = f"{path} is not an imported CSV, so --columns, --mapping and --set do not apply"
         return load(path), [note] if given else []
     return read_csv(path, columns, mapping, constants)
 
@@ -66,7 +66,7 @@ def open_together(
     values = [value.strip() for value in listed.split(",")] if names else []
     if names and (len(values) != len(paths) or not all(values) or len({*values}) < len(values)):
         raise UserError(
-            f"--names {names} are {len(values)} names of {len(paths)} files; give each its own, in their order"
+            f"--names {names}: {len(values)} names for {len(paths)} files; give each file its own name, in order"
         )
     own = [[f"{axis or 'allocator'}={value}"] for value in values] or [[] for _ in paths]
     opened = [open_rows(path, columns, mapping, [*settings, *more]) for path, more in zip(paths, own, strict=True)]
@@ -77,7 +77,7 @@ def open_together(
     origins = list(dict.fromkeys(frame["foreign"].dropna()))
     frame["foreign"] = frame["foreign"].where(frame["foreign"].isna(), " and ".join(map(str, origins)))
     if len(origins) > 1 and not names:
-        notes.append(f"{' and '.join(map(str, origins))} are read as one configuration; --names A,B sets them apart")
+        notes.append(f"{' and '.join(map(str, origins))} are read as one configuration; --names A,B tells them apart")
     warnings = list(dict.fromkeys(warning for table, _ in opened for warning in table.warnings))
     return from_frame(frame, " and ".join(map(str, paths)), warnings), notes
 
@@ -99,14 +99,14 @@ def read_csv(
     if header:
         del lines[0]
     if not lines:
-        raise UserError(f"{path} has a header ({', '.join(first)[:60]}) and no line below it")
+        raise UserError(f"{path} has a header ({', '.join(first)[:60]}) but no line below it")
     width = len(first) if header else _width(lines)
     mapping = _declared(path, columns, mapping_file, first if header else None, width, lines, notes)
     mapping = mapping.with_constants(constants)
     if mapping.width and not header and width < mapping.width and all(_ran_out(cells) for _, cells in lines):
         width = mapping.width  # every line ran out of memory
     if mapping.width and mapping.width != width:
-        raise UserError(f"{path} has {width} columns, --columns names {mapping.width}: {columns or _BARE}")
+        raise UserError(f"{path} has {width} columns, but --columns names {mapping.width}: {columns or _BARE}")
     if "seq_len" not in mapping.columns:
         named = ", ".join(sorted(mapping.columns) if columns or mapping_file else first)
         raise UserError(
@@ -128,7 +128,7 @@ def _declared(
         return from_file(mapping_file)
     if columns:
         if header:
-            notes.append(f"{path.name}: its header ({', '.join(header)[:200]}) gave way to --columns")
+            notes.append(f"{path.name}: --columns replaces its header ({', '.join(header)[:200]})")
         return by_position(columns)
     if header:
         found = [our_name(name, [cells[at] for _, cells in lines if at < len(cells)]) for at, name in enumerate(header)]
@@ -136,7 +136,7 @@ def _declared(
         if unknown := [theirs for theirs, ours in pairs if not ours]:
             notes.append(f"columns left out because their names are not known: {', '.join(unknown)}")
         if read := [f"{theirs} as {ours}" for theirs, ours in pairs if ours not in ("", theirs)]:
-            notes.append(f"{path.name}: columns were read: {', '.join(read)} (name others with --columns)")
+            notes.append(f"{path.name}: columns read: {', '.join(read)} (name others with --columns)")
         notes += [assumed for (_, assumed), (_, ours) in zip(found, pairs, strict=True) if ours and assumed]
         return by_name([ours for _, ours in pairs])
     only_out = width < 4 and all(_ran_out(cells) for _, cells in lines)
@@ -158,11 +158,11 @@ def _lines(path: Path, notes: list[str]) -> Lines:
     except UnicodeDecodeError:
         text = "\0"
     if "\0" in text:
-        raise UserError(f"{path} is not a text in UTF-8, so it cannot be read as CSV; save it as one")
+        raise UserError(f"cannot read {path} as CSV, because it is not UTF-8 text; save it as UTF-8")
     first = text.lstrip().partition("\n")[0]
     separator, named = next((each for each in _SEPARATORS.items() if each[0] in first), (",", ""))
     if separator != ",":
-        notes.append(f"{path.name}: its cells were read as separated by {named}")
+        notes.append(f"{path.name}: cells were read as separated by {named}")
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
     try:
         lines = [(reader.line_num, [cell.strip() for cell in cells]) for cells in reader]
@@ -170,7 +170,7 @@ def _lines(path: Path, notes: list[str]) -> Lines:
         raise UserError(f"cannot read {path} as CSV: line {reader.line_num}: {error}") from None
     lines = [(number, cells) for number, cells in lines if any(cells)]
     if not lines:
-        raise UserError(f"{path} is empty; name a CSV with a line per run")
+        raise UserError(f"{path} is empty; give a CSV with a line per run")
     return lines
 
 
@@ -197,13 +197,13 @@ def _padded(lines: Lines, width: int, path: Path, notes: list[str]) -> list[list
                 cells = [*cells[:at], ", ".join(cells[at:])]
             elif any(cells[width:]):
                 raise UserError(
-                    f"{path}, line {number}: {len(cells)} cells, but the file has {width} columns; put a text that "
-                    "holds commas in double quotes"
+                    f"{path}, line {number}: {len(cells)} cells, but the file has {width} columns; put text with "
+                    "commas in double quotes"
                 )
         short += len(cells) < width and not _ran_out(cells)
         padded.append([*cells[:width], *[None] * (width - len(cells))])
     if short:
-        notes.append(f"{short} line{'s' * (short != 1)} with fewer than {width} cells; what lacks is unknown")
+        notes.append(f"{short} line{'s' * (short != 1)} with fewer than {width} cells; missing values are unknown")
     return padded
 
 

@@ -313,7 +313,7 @@ def _believed(frame: pd.DataFrame) -> list[str]:
             strange.append(str(name))
             frame[name] = frame[name].mask(nothing)
     said = f"{', '.join(strange[:8])}{' and others' * (len(strange) > 8)}"
-    return [f"numbers that cannot be (infinite, beyond {LARGEST:g}, below 0) read as unknown in {said}"] * bool(strange)
+    return [f"impossible numbers (infinite, beyond {LARGEST:g}, below 0) read as unknown in {said}"] * bool(strange)
 
 
 def converted(values: pd.Series[Any], kind: type, name: str, notes: list[str]) -> Any:

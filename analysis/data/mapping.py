@@ -112,19 +112,19 @@ class FileMapping:
             if other is not source:
                 raise UserError(
                     f"{source.column} comes from two columns, {other.name} and {source.name}; "
-                    "leave one out (in --columns by a - in its place)"
+                    "leave one out (with - in --columns)"
                 )
             if source.column in self.constants:
                 raise UserError(
                     f"{source.column} is both a constant and the column {source.name}; leave out the constant, or the "
-                    "column (in --columns by a - in its place)"
+                    "column (with - in --columns)"
                 )
             if source.per_rank and source.column not in PER_RANK:
                 raise UserError(f"{source.name} cannot be given per rank; these can: {', '.join(PER_RANK)}")
         counts = {source.name: len(source.places) for source in self.sources if source.per_rank}
         if len(set(counts.values())) > 1:
             said = ", ".join(f"{name} {count}" for name, count in counts.items())
-            raise UserError(f"columns per rank must be of equally many ranks, not {said}")
+            raise UserError(f"columns per rank must have the same number of ranks, not {said}")
         if self.constants.get("world_size") is not None and self.constants["world_size"] < self.ranks:
             raise UserError(
                 f"world_size is {self.constants['world_size']}, but columns of {self.ranks} ranks are named"
@@ -157,7 +157,9 @@ def by_position(text: str) -> FileMapping:
     for name, times in Counter(named).items():
         target(name, "--columns")
         if times > 1:
-            raise UserError(f"--columns names {name} {times} times; name it once, other columns -, ranks as {_EXAMPLE}")
+            raise UserError(
+                f"--columns names {name} {times} times; name it once, skip others by -, ranks as {_EXAMPLE}"
+            )
     places: dict[tuple[str, bool], list[Place]] = {}
     position = 0
     for names, ranks in parts:
@@ -203,7 +205,7 @@ def from_file(path: Path) -> FileMapping:
     except OSError as error:
         raise UserError(f"cannot read the mapping {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"the mapping {path} is no JSON that can be read: {error!s:.200}") from None
+        raise UserError(f"cannot read the mapping {path} as JSON: {error!s:.200}") from None
     if not isinstance(found, dict):
         raise UserError(f'the mapping {path} must be a JSON object such as {{"seq_len": "Length"}}')
     sources: list[Source] = []
@@ -224,7 +226,7 @@ def from_file(path: Path) -> FileMapping:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is said twice")
+        raise ValueError(f"{Counter(name for name, _ in pairs).most_common(1)[0][0]!r} is given twice")
     return found
 
 
@@ -310,7 +312,7 @@ def target(name: str, said: str) -> Target:
     if name in TARGETS:
         return TARGETS[name]
     if name in _MADE or name in BY_NAME:
-        raise UserError(f"{said}: {name} cannot be given, the importer makes it; leave it out")
+        raise UserError(f"{said}: {name} cannot be given, because the importer makes it; leave it out")
     near = suggestions.find_nearest(name, TARGETS, most=3)
     meant = f"did you mean {' or '.join(near)}?" if near else "`vramsweep columns` lists our columns"
-    raise UserError(f"{said}: columns not known: {name}; {meant} (memory also as ..._mib, ..._gib, ..._mb, ..._gb)")
+    raise UserError(f"{said}: there is no column {name}; {meant} (memory also as ..._mib, ..._gib, ..._mb, ..._gb)")

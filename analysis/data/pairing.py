@@ -86,15 +86,15 @@ class Chosen:
             if not pd.isna(value := first.get(name)):
                 rows = rows[rows[name].isna() | rows[name].astype("string").eq(str(value))]
         if rows.empty:
-            raise UserError(f"{self._source} predicts nothing with the settings of {group.label}")
+            raise UserError(f"{self._source} has no prediction with the settings of {group.label}")
         for name in ("simulated_gpu", *COMPARED, *more):
             if rows[name].nunique(dropna=False) > 1:
                 there = ", ".join(map(str, rows[name].unique()))
-                way = "give predictions of one alone"
+                way = "give predictions of only one"
                 if not name.startswith(EXTRA):
-                    way = f"say it with --set {'gpu_name' if name == 'simulated_gpu' else name}=..."
+                    way = f"add --set {'gpu_name' if name == 'simulated_gpu' else name}=..."
                 raise UserError(
-                    f"{self._source} predicts {name} {there}, and the rows do not say which is theirs; {way}"
+                    f"{self._source} has predictions for {name} {there}, but the rows do not name theirs; {way}"
                 )
         return rows
 
@@ -105,5 +105,5 @@ class Chosen:
             return self._rows
         if (found := self._rows[self._rows["simulated_gpu"].isin(names)]).empty:
             there = ", ".join(map(str, self._rows["simulated_gpu"].dropna().unique()))
-            raise UserError(f"{self._source} predicts nothing for {min(names)}, only for {there}")
+            raise UserError(f"{self._source} has no prediction for {min(names)}, only for {there}")
         return found

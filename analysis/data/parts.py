@@ -112,7 +112,7 @@ def sentences(found: Sequence[Job]) -> list[str]:
         most = max(found, key=lambda job: job.peaks["steps"])
         others = {part: size for part, size in most.peaks.items() if part not in OF_TRAINING}
         after = max(others, key=lambda part: others[part], default="")
-        next_ = f"; {called(after)}, the next, {format_size(others[after])}" if after else ""
+        next_ = f"; {called(after)} comes next with {format_size(others[after])}" if after else ""
         said = [
             f"In {'each of ' * (len(found) > 1)}{total} the steps need most ({most.base}):"
             f" {'up to ' * (len(found) > 1)}{format_size(most.peaks['steps'])}{next_} ({most.name})."
@@ -128,6 +128,6 @@ def remark(found: Sequence[Job]) -> str:
     more = " and ".join(dict.fromkeys(called(job.excess.part) for job in beyond))
     need = "need" if " and " in more else "needs"
     return (
-        f"peaks of fits and of what fits are those of load and steps; in {len(beyond):,} of {len(found):,} whole jobs"
+        f"fits and limits use the peaks of load and steps; in {len(beyond):,} of {len(found):,} whole jobs"
         f" {more} {need} more, by up to {format_size(worst.excess.size)} {worst.excess.base} ({worst.name})"
     )

@@ -33,7 +33,7 @@ def systems(frame: pd.DataFrame) -> list[str]:
     found = found[varying].drop_duplicates()
     rows = found.itertuples(index=False)
     names = sorted(" · ".join(str(v) for v in row if not pd.isna(v)) or "the rest" for row in rows)
-    return [f"rows of {len(found)} systems, never fitted together: {'; '.join(names[:4])}"]
+    return [f"rows of {len(found)} systems, which are never fitted together: {'; '.join(names[:4])}"]
 
 
 def flagged(frame: pd.DataFrame) -> list[str]:
@@ -49,7 +49,7 @@ def flagged(frame: pd.DataFrame) -> list[str]:
         rows = frame.loc[found[name]]
         are = f"{len(rows):,} rows are" if len(rows) != 1 else "1 row is"
         words = f" ({BY_NAME[name].meaning})" if name in BY_NAME else ""
-        notes.append(f"{are} flagged {name}{words}: {name_rows(rows, frame)}; what they allow: vramsweep check")
+        notes.append(f"{are} flagged {name}{words}: {name_rows(rows, frame)}; see vramsweep check")
     return notes
 
 

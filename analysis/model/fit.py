@@ -46,7 +46,6 @@ from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 
 LEVEL = 0.95
-CUT = "seq_len is only where their samples are cut"
 FEWEST_TIMES = 5  # lengths: two lines (four numbers) would fit fewer step times exactly
 ROUNDED = 32 * 1024  # bytes that blocks of 512 may add at lengths less round than the measured: to 28 KiB, eager 40
 HIDDEN = 0.1  # share of the peak: if the curve rises less over all points, they do not show activations yet
@@ -235,7 +234,7 @@ def fit_table(
     found = groups(table, axis) if found is None else found
     if varied := sum(group.varies for group in found):
         found = [group for group in found if not group.varies]
-        notes.append(f"{varied} group{'s' * (varied != 1)} with lengths that vary not fitted: {CUT}")
+        notes.append(f"{varied} group{'s' * (varied != 1)} of varying lengths not fitted, as seq_len only cuts samples")
     wholes = Wholes(table)
     for group in found[:limit]:
         frame = group.frame
@@ -253,7 +252,7 @@ def fit_table(
             try:
                 fit = fit_points(points, METRICS[name], group, axis, knows)
             except np.linalg.LinAlgError:
-                notes.append(f"{group.label}: {METRICS[name].label} cannot be fitted: its numbers are too far apart")
+                notes.append(f"{group.label}: {METRICS[name].label} cannot be fitted, as its values are too far apart")
                 continue
             if fit is None:
                 short += 1
@@ -270,7 +269,7 @@ def fit_table(
         one = "curve of step time" if few == 1 else "curves of step time"
         notes.append(f"{few} {one} with fewer than {FEWEST_TIMES} different lengths not fitted")
     if len(found) > limit:
-        notes.append(f"{len(found):,} groups of equal settings; the {limit} with most rows were fitted")
+        notes.append(f"{len(found):,} groups of equal settings; only the {limit} with most rows were fitted")
     return fits, notes
 
 
@@ -305,10 +304,10 @@ def fit_points(
     warnings = [*points.warnings, *_censoring_remarks(predictor, points, metric)]
     for x, off in zip(points.x[odd], left[odd], strict=True):
         warnings.append(
-            f"an outlier at {x:,.0f} {UNITS[axis]} lies {metric.show(abs(off))} {'above' if off > 0 else 'below'} the "
-            "curve, which does not follow it: something else may have been measured there"
+            f"the curve ignores an outlier at {x:,.0f} {UNITS[axis]}, {metric.show(abs(off))} "
+            f"{'above' if off > 0 else 'below'} it; something else may have been measured there"
         )
-    why = f"{chosen.probability:.0%} of the probability of all kinds" + found.remark
+    why = f"probability {chosen.probability:.0%} among all kinds of curve" + found.remark
     samples = _samples(group.ok("tokens_per_s", "step_median_s", "seq_len")) if group and not metric.memory else None
     return Fit(
         metric=metric,
@@ -354,8 +353,8 @@ def _censoring_remarks(predictor: Predictor, points: Points, metric: Metric) -> 
     if not below.any():
         return []
     return [
-        f"the curve stays below {int(below.sum())} of {len(below)} lower bounds (rows that ran out of memory, or whose "
-        "allocator tried again): something else may have held memory there, or more grows than these points show"
+        f"the curve is below {int(below.sum())} of {len(below)} lower bounds (rows that ran out of memory, or whose "
+        "allocator retried); something else may have used memory there, or it grows more than these points show"
     ]
 
 

@@ -99,7 +99,7 @@ def other_class(fit: Fit) -> list[str]:
     new = fit.predict(of.of_other_class(np.array([fit.range[1] - 1])))
     which = f"only {_class(of.divisible)} were measured; others may need {'more' if of.divisible else 'less'}"
     if len(of.x):
-        which = f"of {_class(not of.divisible)} only {len(np.unique(of.x))} were measured, which tell of the others"
+        which = f"{_class(not of.divisible)} are estimated from only {len(np.unique(of.x))} of them"
     ends = _interval(fit.metric, float(new.new_low[0]), float(new.new_high[0]))
     return [f"{which}: a new run at {new.x[0]:,.0f} {UNITS[fit.axis]}: {ends} (95 %)"]
 
@@ -188,26 +188,26 @@ def _dominates(fit: Fit, piece: int, pieces: int, flat: bool) -> str:
 def rests_on(fit: Fit) -> list[str]:
     """Say what values and intervals are based on, how sure that is, and what to measure next."""
     unit = UNITS[fit.axis]
-    found = [f"values between and beyond the points rest {BASES[fit.basis]} ({fit.because})"]
+    found = [f"values between and beyond the points are based {BASES[fit.basis]} ({fit.because})"]
     if fit.residual is not None:
         found.append(_residual(fit, fit.residual))
     if not fit.identified and fit.metric.memory and fit.only is None:
-        found.append("more than one kind of curve is possible, or a piece has fewer points than numbers")
+        found.append("more than one kind of curve is possible, or a piece has fewer points than parameters")
     at = fit.ahead
     ends = [_interval(fit.metric, *pair) for pair in zip(at.new_low, at.new_high, strict=True)]
-    farther = f"; at {at.x[1]:,.0f}, beyond what was measured: {ends[1]}" if len(ends) > 1 else ""
+    farther = f"; at {at.x[1]:,.0f}, outside the measured range: {ends[1]}" if len(ends) > 1 else ""
     found.append(f"a new run at {at.x[0]:,.0f} {unit}: {ends[0]}{farther} (95 %)")
     found += [_jump(fit, jump.size, jump.x) for jump in fit.jumps]
     for part in fit.wavering:
         found.append(
             f"{part.count} {NOUNS[fit.axis][1]} from {part.start:,.0f} to {part.stop:,.0f} {unit} lie "
-            f"{fit.metric.show(abs(part.size))} {'below' if part.size < 0 else 'above'} those around them (median)"
+            f"{fit.metric.show(abs(part.size))} {'below' if part.size < 0 else 'above'} their neighbours (median)"
         )
     if (one := fit.ranks) is not None:
         sizes = ", ".join(
             f"{fit.metric.show(v)} {n}" for v, n in ((one.least, "min"), (one.mean, "mean"), (one.most, "max"))
         )
-        found.append(f"over {one.ranks} ranks at {one.x:,.0f} {unit}: {sizes}; they lie {one.apart:.1%} apart (median)")
+        found.append(f"over {one.ranks} ranks at {one.x:,.0f} {unit}: {sizes}; they differ by {one.apart:.1%} (median)")
     if fit.next_x is not None and fit.metric.memory:
         found.append(f"to know more, measure {fit.next_x:,} {unit} next")
     return found
@@ -215,7 +215,7 @@ def rests_on(fit: Fit) -> list[str]:
 
 def _interval(metric: Metric, low: float, high: float) -> str:
     if not np.isfinite(high):
-        return f"{metric.show(low)} up to no known end"
+        return f"{metric.show(low)} or more"
     return " to ".join(dict.fromkeys((metric.show(low), metric.show(high))))
 
 
@@ -228,7 +228,7 @@ def _residual(fit: Fit, residual: Residual) -> str:
     left = fit.points.y - fit.predictor.value(fit.points.x)
     sizes = " to ".join(dict.fromkeys(f"{'plus' if v >= 0 else 'minus'} {fit.metric.show(abs(v))}" for v in ends))
     rms = fit.metric.show(float(np.sqrt(np.mean(left**2))))
-    return f"measured is predicted {sizes} ({kind}; RMS of what is left {rms})"
+    return f"measured is predicted {sizes} ({kind}; RMS of the rest {rms})"
 
 
 def text(fit: Fit) -> str:

@@ -139,8 +139,8 @@ def observations(
     if squeezed.any():
         n = int(squeezed.sum())
         warnings.append(
-            f"{n} row{'s' * (n != 1)} close to the device's memory, whose allocator had to free its cache and try "
-            f"again, {'counts as a lower bound' if n == 1 else 'count as lower bounds'} of {metric.label}"
+            f"{n} row{'s count as lower bounds' if n != 1 else ' counts as a lower bound'} of {metric.label}, because "
+            "the device was nearly full and the allocator had to free its cache and retry"
         )
     failed = full = np.empty(0, dtype=np.int64)
     limit = allocator_limits(frame)

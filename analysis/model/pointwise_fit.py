@@ -115,7 +115,7 @@ def estimate_points(points: Points, metric: Metric) -> Estimated:
     if len(np.unique(rest.x)) >= 30 and (alike := _autocorrelation(rest, found)) > 0.3:
         share = max((1 - alike) / (1 + alike), min(1.0, 20 / len(rest.x)))
         found = _aligned(rest, metric, (found.modulus,) if found.modulus else (), share)
-        remark += f"; neighbours err alike, so that these count as {len(rest.x) * share:,.0f}"
+        remark += f"; errors of neighbours are correlated, so the rows count as {len(rest.x) * share:,.0f}"
     return replace(found, remark=remark, outliers=tuple({*seen.ids} - {*rest.ids}))
 
 

@@ -28,7 +28,7 @@ from vramsweep.analysis.model.times import OfParts, parts
 
 MOST_ROWS = 400  # of a whole, enough for its phases because they are exact
 BASES = {
-    "prediction": "on predicted rows of the same settings, and what was measured above or below them",
+    "prediction": "on predicted rows of the same settings, and the measured difference from them",
     "phases": "on the peak of each phase, over batch and length together",
     "points": "on these points alone",
 }
@@ -176,15 +176,15 @@ class Better:
 def best_basis(points: Points, metric: Metric, group: Group | None, axis: str, knows: Knows) -> Better:
     """Choose what a fit is based on: predicted rows, phases, or its points alone."""
     if group is None or points.rows is None or (knows.predicted is None and knows.phases is None):
-        return Better("nothing is predicted of the same settings, and the peaks of the phases are not known of them")
+        return Better("no prediction has the same settings, and the rows' peaks by phase are unknown")
     if axis == "tokens":
-        return Better("along tokens, rows of several batches and lengths are one curve")
+        return Better("along tokens, rows of several batches and lengths share one curve")
     across = "micro_batch" if axis == "seq_len" else "seq_len"
     other = group.take(across)[across].to_numpy(float, na_value=np.nan)
     if not np.isfinite(other).all():
-        return Better(f"some of these rows do not know their {across}")
+        return Better(f"{across} is unknown in some of these rows")
     per_x = float(other[0])
-    why = "nothing is predicted of the same settings"
+    why = "no prediction has the same settings"
     if knows.predicted is not None:
         same = knows.predicted.frame[knows.predicted.frame[across].eq(per_x).fillna(False)]
         own = group.frame.iloc[points.rows]
@@ -192,11 +192,11 @@ def best_basis(points: Points, metric: Metric, group: Group | None, axis: str, k
         if found is not None:
             return found
         count = observations(same, metric, axis=axis).x if metric.memory else same[axis].dropna().unique()
-        why = f"{len(count)} predicted rows at {across} {per_x:g} know it; {FEWEST} are the fewest"
+        why = f"{len(count)} predicted rows at {across} {per_x:g} have this value, and {FEWEST} are needed"
     if not metric.memory:
-        return Better(f"{why}, and phases say nothing of time")
+        return Better(f"{why}, and peaks of phases do not give times")
     if group.resident and metric.column != "peak_allocated_bytes":
-        return Better(f"{why}, and phases say nothing of a resident set")
+        return Better(f"{why}, and peaks of phases do not give a resident set")
     return _on_phases(points, metric, group, axis, per_x, knows.phases, why)
 
 
@@ -281,16 +281,16 @@ def _on_phases(
 ) -> Better:
     """Use the phases' peaks as the basis, if known; `why` is the reason for nothing better."""
     if peaks is None:
-        return Better(f"{why}, and the peaks of the phases are not known of them")
+        return Better(f"{why}, and the peaks of the phases are unknown")
     phases = OfPhases(peaks, axis, per_x)
     known = peaks.identified(*phases._where(np.unique(points.x)))
     if metric.column == "peak_allocated_bytes":
         return Better(why, "phases", phases, known)
     if metric.above is None:
-        return Better(f"{why}, and phases say nothing of it")
+        return Better(f"{why}, and peaks of phases do not give it")
     base = group.take(metric.above)[metric.above].to_numpy(float, na_value=np.nan)[points.rows]
     if not (base > 0).all():
-        return Better(f"{why}, and what it stands on is not known of all rows")
+        return Better(f"{why}, and {metric.above} is unknown in some rows")
     (over,) = residual_model.excesses(points.x * per_x, [(points.y, base)], metric.resolution, residual_model.OVERHEAD)
     bounded = Bounded(Standing(phases, over, per_x, True), points.bound_x, points.bound_y)
     return Better(why, "phases", bounded, known and over.posterior.identified)

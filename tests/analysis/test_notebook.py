@@ -77,7 +77,7 @@ def test_each_function_gives_what_its_verb_prints(tmp_path: Path) -> None:
     figure = vramsweep.figure(found, "memory_by_length")
     assert isinstance(figure, go.Figure) and "synthetic" in figure.layout.annotations[-1].text
     for shown in (fits, limits, compared):
-        assert "<table" in shown._repr_html_() and "as the verb prints it" in shown._repr_html_()
+        assert "<table" in shown._repr_html_() and "as the command prints it" in shown._repr_html_()
     written = vramsweep.report(found, tmp_path / "out")
     assert written.path == tmp_path / "out" / "report.html" and written.path.is_file()
 
@@ -112,7 +112,7 @@ def test_what_rows_hold_is_text_in_every_display() -> None:
         (lambda r: vramsweep.compare(r), "two sets of rows"),
         (lambda r: vramsweep.compare(r, r, tolerance=2), "a share such as 0.001"),
         (lambda r: vramsweep.figure(r, "x"), "they have memory_by_phase, frontier,"),
-        (lambda r: vramsweep.report(r), "say where the report is to be written"),
+        (lambda r: vramsweep.report(r), "name the folder to write to"),
         (lambda r: vramsweep.predict(model="tiny", seq_len=[]), "an empty list leaves nothing"),
         (lambda r: vramsweep.predict(model="tiny", name="x"), "predict(folder=...)"),
     ],

@@ -153,7 +153,7 @@ def test_rows_decide(name: str, confirming: list[Row], number: float, refuting: 
     assert "predicted: h100-80gb" in no.text()
     nothing = card(name)
     assert (nothing.verdict, nothing.found) == ("not tested", ())
-    assert nothing.text() == "no rows of a GPU, and none predicted, that can be compared so"
+    assert nothing.text() == "no measured or predicted rows of a GPU can be compared"
     # of a card: what is predicted beside them does not decide, and is not said to be measured
     of_card = {"device": "cuda", "simulated_gpu": None, "gpu_name": "NVIDIA H100", "memory_limit_bytes": None,
                "device_total_bytes": 79 * GIB, "estimated_step_s": None}  # fmt: skip
@@ -313,7 +313,7 @@ def test_why_a_claim_is_not_tested_is_said_in_few_reasons_of_what_could_not_be_c
     said = card("accumulation", *rows).text()
     assert said == "too small by 1; too small by 2; too small by 3; and 296 more reasons"
     nothing = card("accumulation", *rows, row()).text()
-    assert nothing == "no rows of a GPU, and none predicted, that can be compared so"
+    assert nothing == "no measured or predicted rows of a GPU can be compared"
 
 
 @pytest.mark.slow

@@ -129,7 +129,7 @@ def test_what_the_rows_cannot_tell_is_said() -> None:
     free = [r for r in sweep() if r["device"] == "simulated"]
     free += [measured(length, b, efficiencies=(0.5, 0.5, 0.5, -10)) for length in LENGTHS for b in (1, 4)]
     [found], _ = calibrate(table(free))
-    assert "launch not identifiable (at its bound of 0 seconds)" in found.remark()
+    assert "launch not identifiable (fitted as 0 seconds)" in found.remark()
     assert found.as_json()["launch_efficiency"] is None
     assert found.as_json()["compute_efficiency"] == pytest.approx(0.5, rel=0.1)
 
@@ -170,9 +170,9 @@ def test_pairs_are_of_equal_settings_on_the_same_card() -> None:
 @pytest.mark.parametrize(
     ("rows", "why"),
     [
-        ([measured(128, 1), measured(256, 1)], "no measured CUDA row has a simulated row"),
-        ([estimated(128, 1), estimated(256, 1)], "no measured CUDA row has a simulated row"),
-        ([estimated(128, 1), measured(128, 1)], f"1 configuration both measured and simulated; .* {FEWEST} or more"),
+        ([measured(128, 1), measured(256, 1)], "no measured CUDA row has a predicted row"),
+        ([estimated(128, 1), estimated(256, 1)], "no measured CUDA row has a predicted row"),
+        ([estimated(128, 1), measured(128, 1)], f"1 configuration both measured and predicted; .* {FEWEST} or more"),
         ([estimated(128, 1) | {"estimated_launch_s": None}, measured(128, 1)], "no measured CUDA row"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_setting_that_only_one_side_varies_is_named() -> None:
     one.frame["trial.lookahead"] = "yes"
     other.frame["trial.precision"] = "bf16"  # is a column too
     _, notes = together(one, other)
-    assert notes == ["trial.lookahead varies in one of the two sets of rows only and is not looked at"]
+    assert notes == ["trial.lookahead is ignored, because it varies in only one of the two sets of rows"]
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_a_byte_makes_a_difference_only_with_tolerance_0() -> None:
     assert not found.worse
     allocated = found.pairs[0].memory[0]
     assert (allocated.verdict, allocated.apart) == ("EQUAL", 1)
-    assert "no runs further apart than 1 B" in allocated.reason
+    assert "runs of A and B differ by at most 1 B" in allocated.reason
     assert "peak allocated: EQUAL within 0.5 %: equal in 4 of 4 pairs" in text(found, along(found))
     same = compare(table(rows), table(rows))
     assert "peak allocated: EQUAL: equal in 4 of 4 pairs" in text(same, along(same))
@@ -125,7 +125,7 @@ def test_an_ambiguous_pair_says_how_far_the_sides_overlap_and_how_far_the_median
         sides.append(table([{**r, "peak_allocated_bytes": s * MIB} for r, s in zip(rows, sizes, strict=True)]))
     found = compare(*sides).pairs[0].memory[0]
     assert found.verdict == "AMBIGUOUS"
-    assert found.reason == "the two sides' runs overlap by 50.0 MiB, their medians: " \
+    assert found.reason == "runs of A and B overlap by 50.0 MiB; medians: " \
         "1.07 GiB to 1.13 GiB (+60.0 MiB, +5.45 %)"  # fmt: skip
 
 
@@ -188,7 +188,7 @@ def test_what_compare_does_not_take_is_said(tmp_path: Path, cli: Cli) -> None:
     a = synthetic.write(tmp_path / "a", sweep())
     for flags, said in (
         (["--tolerance", "2"], "a share such as 0.001"),
-        (["--axis", "micro_batch"], "all pairs have one micro_batch; take --axis seq_len or tokens"),
+        (["--axis", "micro_batch"], "micro_batch is the same in all pairs; use --axis seq_len or tokens"),
         (["--figure", "x.gif"], "--figure: x.gif must end in one of .html, .png, .svg, .pdf"),
     ):
         assert said in cli.refuse("compare", a, a, *flags)
@@ -222,7 +222,7 @@ def test_one_pair_is_one_and_what_it_does_not_know_is_said() -> None:
     rows = [{**r, "micro_batch": None} for r in sweep() if r["seq_len"] == 256]
     found = compare(table(rows), table(rows))
     assert "over the one pair:" in text(found, along(found))
-    with pytest.raises(UserError, match="no pair knows its micro_batch; none of them varies, so leave --axis out"):
+    with pytest.raises(UserError, match="micro_batch is unknown in all pairs; no axis varies, so leave --axis out"):
         along(found, "micro_batch")
 
 

@@ -82,12 +82,12 @@ def test_what_is_not_a_pair(why: str, left: str, right: str) -> None:
 def test_what_could_not_be_compared_is_said() -> None:
     rest = table(measured(gpu_name="NVIDIA Imaginary 9000"), predicted())
     assert not_compared(rest) == [
-        "12 measured rows from NVIDIA Imaginary 9000 not compared with predictions: `vramsweep gpus` does not list it"
+        "12 measured rows from NVIDIA Imaginary 9000 not compared, because `vramsweep gpus` does not list the GPU"
     ]
     refused = predicted(allocators=("expandable",), outcome="invalid", reason="cannot be simulated")
     some = table(measured(), predicted(allocators=("default",)), refused)
     assert not_compared(some) == [
-        "6 measured rows not compared with predictions: none of equal settings for the GPU",
+        "6 measured rows not compared, because no prediction has equal settings for the GPU",
         "3 not predicted: cannot be simulated",
     ]
     assert not_compared(table(measured())) == []
@@ -164,7 +164,7 @@ def test_words_name_the_worst_and_where() -> None:
     said = sentences(residuals(table(measured(allocators=("default",)), rows)))
     assert said == [
         "Predicted against measured (3 configurations): peak allocated +0.00 % median, worst +2.00 % at 1,024 tokens; "
-        "peak reserved exact to the byte; the phase that differs most is forward, −5.00 % median, worst −6.00 % "
+        "peak reserved exact; the phase that differs most is forward, −5.00 % median, worst −6.00 % "
         "at 4,096 tokens."
     ]
 

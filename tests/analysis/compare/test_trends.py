@@ -83,7 +83,7 @@ def test_trends_are_along_the_axis_asked_for_and_apart_by_the_other_settings() -
     assert "from -0.39 GiB (-10.93 %) at 128 tokens to -1.75 GiB (-11.20 %) at 8,192 tokens" in growing
     by_tokens = along(found, "tokens")
     assert all(not t.settings for t in by_tokens.trends)
-    with pytest.raises(UserError, match="take --axis seq_len or tokens"):
+    with pytest.raises(UserError, match="use --axis seq_len or tokens"):
         alone = [r for r in rows if r["micro_batch"] == 1]
         sides = split(synthetic.table(alone), "allocator", ["default", "expandable"])
         along(compare(*sides), "micro_batch")

@@ -106,7 +106,7 @@ def test_runs_of_one_name_in_two_files_of_a_source_are_two() -> None:
     oom = {"quantity": "outcome", "measured": None, "predicted": None, "outcome": "oom", "measured_outcome": "oom"}
     found = errors(reading(place="a:1", trial_id="1"), reading(place="b:1", trial_id="2", **oom))
     (line,) = validation.of_outcomes(found).to_dict("records")
-    assert (line["fitted, and predicted to"], line["ran out, and predicted to"], line["which"]) == ("1", "1", "")
+    assert (line["fitted, as predicted"], line["ran out, as predicted"], line["which"]) == ("1", "1", "")
     two = errors(reading(place="a:1"), reading(place="b:1", trial_id="2"))
     assert validation.summary(two, ["kind"])["runs"].tolist() == [2]
 
@@ -214,7 +214,7 @@ def test_misses_say_why_and_whether_they_lie_between_the_bounds() -> None:
     sizes = (11.0, 9.995, 9.5)  # the second is short by less than a thousandth
     found = errors(*(reading(predicted=9.0 * GIB, predicted_most=most * GIB, run=str(most)) for most in sizes))
     whys = validation.of_misses(found)["why"].tolist()
-    assert whys == ["between the bounds", "between the bounds", "not between the bounds either"]
+    assert whys == ["between the bounds", "between the bounds", "outside the bounds"]
     assert validation.of_summary(found)["between the bounds"].tolist() == ["2 of 3"]
 
 

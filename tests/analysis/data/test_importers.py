@@ -67,7 +67,7 @@ def test_a_mapping_file_names_columns_units_and_constants(tmp_path: Path) -> Non
 
 def test_a_file_that_is_none_of_these_says_so(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("{}")
-    assert "write a line per run of this file as a CSV" in refusal(UserError, open_rows, tmp_path / "x.json")
+    assert "convert it to a CSV with a line per run" in refusal(UserError, open_rows, tmp_path / "x.json")
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -121,8 +121,8 @@ def test_public_lines_of_single_ranks_become_a_row_per_run() -> None:
     assert (frame.loc[1]["worst_rank"], frame.loc[1]["peak_active_bytes"]) == (1, 34481 * MIB)
     assert max(frame.loc[1]["rank_peak_active_bytes"]) == 34705 * MIB
     assert "peak_active_mib: 1,400 zeros read as unknown" in notes
-    assert any(note.startswith("200 lines of 8 ranks are 25 runs") for note in notes)
-    assert any("count grad_accum as 1" in note for note in notes) and not any("without some" in note for note in notes)
+    assert any(note.startswith("200 lines of 8 ranks make 25 runs") for note in notes)
+    assert any("1 for grad_accum" in note for note in notes) and not any("without some" in note for note in notes)
 
 
 @llama
@@ -161,8 +161,8 @@ def test_a_rank_that_reports_again_begins_another_run_and_one_that_does_not_repo
     assert list(frame["rank_peak_reserved_bytes"].iloc[0]) == [None, 30 * MIB]
     assert frame["worst_rank"].tolist() == [1, 0, 0] and frame["step_median_s"].tolist() == [1, 0.25, 1 / 3]
     assert frame["peak_active_bytes"].tolist() == [12 * MIB, 20 * MIB, 22 * MIB]
-    assert any("1 run with the settings of an earlier one" in note for note in notes)
-    assert any("1 run without some rank's memory, such as that from line 3 on without rank 1" in note for note in notes)
+    assert any("1 run with the settings of an earlier run" in note for note in notes)
+    assert any("1 run without some rank's memory (such as rank 1 of the run from line 3 on)" in note for note in notes)
     for out in (tmp_path / "out.csv", tmp_path / "out.parquet"):
         cli.run("export", file, out, "--columns", "seq_len,2*(peak_active_mib,peak_reserved_mib),-")
         assert list(load(out).frame["rank_peak_active_bytes"].iloc[1]) == [20 * MIB, None]
@@ -200,7 +200,7 @@ def test_tokens_per_s_count_batch_accumulation_and_ranks_and_say_what_they_assum
     table, notes = opened(tmp_path, text)
     assert table.frame["tokens_per_s"].tolist()[0] == 800
     assert notes == [
-        "tokens/s count micro_batch, world_size as 1, which the file does not say; if not so: "
+        "tokens/s assume 1 for micro_batch, world_size, which the file lacks; otherwise add "
         "--set micro_batch=... --set world_size=..."
     ]
 
@@ -246,7 +246,7 @@ def test_constants_are_what_a_file_does_not_know(tmp_path: Path) -> None:
 def test_options_for_foreign_files_change_nothing_in_our_own_and_that_is_said(tmp_path: Path) -> None:
     folder = synthetic.write(tmp_path / "sweep", synthetic.sweep(lengths=(128,), batches=(1,)))
     table, notes = open_rows(folder, settings=["seq_len=2048"])
-    assert set(table.frame["seq_len"]) == {128} and "change nothing" in notes[0]
+    assert set(table.frame["seq_len"]) == {128} and "do not apply" in notes[0]
 
 
 FOUR = "128,100,120,2.0\n256,110,130,1.0\n"
@@ -270,8 +270,8 @@ def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text
     ("content", "text"),
     [
         (b"", "is empty"), (b"\n , \n", "is empty"),
-        (b"seq_len,peak_active_mib\n", r"a header \(seq_len, peak_active_mib\) and no line below"),
-        (b"\x00\x01\x02", "not a text in UTF-8"), (b"\xff\xfe1,2", "not a text in UTF-8"),
+        (b"seq_len,peak_active_mib\n", r"a header \(seq_len, peak_active_mib\) but no line below"),
+        (b"\x00\x01\x02", "not UTF-8 text"), (b"\xff\xfe1,2", "not UTF-8 text"),
         (b"1,2,3,4\n1,2,3,4\n1,2,3,4,5\n", "line 3: 5 cells, but the file has 4 columns"),
         (b"seq_len,seq_len,peak_active_mib\n1,2,3\n", "seq_len comes from two columns"),
     ],
@@ -292,7 +292,7 @@ def test_a_byte_order_mark_short_lines_and_missing_values_are_taken_for_what_the
     assert table.frame["peak_reserved_bytes"].tolist() == [pd.NA, pd.NA, 5 * MIB]
     assert table.frame["sharding"].tolist() == ["none", "zero3", pd.NA]
     assert notes == [
-        "1 line with fewer than 4 cells; what lacks is unknown",
+        "1 line with fewer than 4 cells; missing values are unknown",
         "peak_active_mib: 1 zero read as unknown",
         "peak_reserved_mib: 1 infinite value read as unknown",
     ]
@@ -303,7 +303,7 @@ def test_a_byte_order_mark_short_lines_and_missing_values_are_taken_for_what_the
 def test_other_separators_than_commas(tmp_path: Path, separator: str, named: str, header: str) -> None:
     table, notes = opened(tmp_path, f"{header}{FOUR}".replace(",", separator))
     assert table.frame["peak_reserved_bytes"].tolist() == [120 * MIB, 130 * MIB]
-    assert f"x.csv: its cells were read as separated by {named}" in notes
+    assert f"x.csv: cells were read as separated by {named}" in notes
 
 
 def test_what_is_less_than_nothing_was_not_measured(tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_flagged_rows_are_said_and_kept(tmp_path: Path) -> None:
     said = [note for note in table.warnings if "flagged" in note]
     assert [note.split(" (")[0] for note in said] == ["1 row is flagged contended", "1 row is flagged throttled"]
     assert "flagged throttled (the clocks were lowered because of heat" in said[1]
-    which = f"): allocator={rows[0]['allocator']} seq_len={rows[0]['seq_len']}; what they allow: vramsweep check"
+    which = f"): allocator={rows[0]['allocator']} seq_len={rows[0]['seq_len']}; see vramsweep check"
     assert all(note.endswith(which) for note in said)  # which row, after what the flag means
 
 
@@ -206,7 +206,7 @@ def measured(gpu: str | None) -> groups.Group:
 def test_predictions_of_another_card_are_not_taken(gpu: str) -> None:
     found = of_cards("h100-80gb", "a100-40gb").of(measured(gpu))
     assert found is not None and found["simulated_gpu"].tolist() == ["a100-40gb"] * 3
-    with pytest.raises(UserError, match=rf"predicts nothing for {gpu}, only for h100-80gb"):
+    with pytest.raises(UserError, match=rf"has no prediction for {gpu}, only for h100-80gb"):
         of_cards("h100-80gb").of(measured(gpu))
 
 
@@ -239,11 +239,11 @@ def test_batches_whose_passes_follow_them_are_compared_as_batches() -> None:
 
 @pytest.mark.slow
 def test_of_predictions_of_several_cards_or_trials_the_rows_must_say_which_is_theirs() -> None:
-    with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* say it with --set gpu_name=\.\.\."):
+    with pytest.raises(UserError, match=r"simulated_gpu h100-80gb, a100-40gb, .* add --set gpu_name=\.\.\."):
         of_cards("h100-80gb", "a100-40gb").of(measured(None))
     assert of_cards("h100-80gb").of(measured(None)) is not None
     rows = of_cards("h100-80gb")._rows
     twice = pd.concat([rows.assign(**{"trial.lora.rank": rank}) for rank in ("8", "64")], ignore_index=True)
     twice["trial_id"] += twice["trial.lora.rank"]
-    with pytest.raises(UserError, match=r"trial.lora.rank 8, 64, .* give predictions of one alone"):
+    with pytest.raises(UserError, match=r"trial.lora.rank 8, 64, .* give predictions of only one"):
         Chosen(load.from_frame(twice, "predictions")).of(measured(None))

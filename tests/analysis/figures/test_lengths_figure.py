@@ -61,8 +61,8 @@ def said(*rows: Row) -> list[str]:
 def test_what_each_setting_holds_is_said_against_the_default() -> None:
     found = said(row("expandable", [7, 7, 8, 8]), row("default", [8, 9, 9, 10], alloc_retries=3))
     assert found == [
-        "With lengths that vary (samples of at most 512 tokens · seed 0), set against default, expandable holds 20 % "
-        "less reserved after 4 steps (8.0 GiB against 10.0 GiB); 25 % of its peak reserved was above its peak "
+        "With varying lengths (samples of at most 512 tokens · seed 0), compared with default, expandable reserves 20 "
+        "% less after 4 steps (8.0 GiB against 10.0 GiB); 25 % of its peak reserved was above its peak "
         "allocated, against 40 % of default's; retries 0 against 3."
     ]
 
@@ -70,7 +70,7 @@ def test_what_each_setting_holds_is_said_against_the_default() -> None:
 @pytest.mark.slow
 def test_a_setting_alone_is_told_from_its_first_step_on() -> None:
     (more,) = said(row("default", [8, 9, 9, 10], alloc_retries=1))
-    assert "default holds 10.0 GiB after 4 steps, 2.0 GiB more than after the first of them" in more
+    assert "default reserves 10.0 GiB after 4 steps, 2.0 GiB more than after the first of them" in more
     assert "with 1 retry." in more
     (less,) = said(row("default", [8, 5]))
     assert "3.0 GiB less than after the first" in less and "retr" not in less
@@ -85,7 +85,7 @@ def test_every_seed_counts_and_the_range_over_them_is_said() -> None:
         row("default", [8, 10], seed=2), row("expandable", [8, 11], seed=2),
     )  # fmt: skip
     assert "3 seeds" in text
-    assert "from 12 % less to 50 % more reserved over 3 seeds after 2 steps" in text
+    assert "from 12 % less to 50 % more over 3 seeds after 2 steps" in text
     assert "(8.8 GiB against 10.0 GiB with seed 0, 15.0 GiB against 10.0 GiB with seed 1)" in text
 
 
@@ -93,7 +93,7 @@ def test_every_seed_counts_and_the_range_over_them_is_said() -> None:
 def test_seeds_that_only_one_setting_has_do_not_hinder_the_others() -> None:
     rows = [row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1), row("expandable", [8, 9], seed=1)]
     (text,) = said(*rows)
-    assert "expandable holds 10 % less reserved after 2 steps (9.0 GiB against 10.0 GiB)" in text
+    assert "expandable reserves 10 % less after 2 steps (9.0 GiB against 10.0 GiB)" in text
     (figure,) = figures(*rows)
     assert set(figure.data["seed"]) == {1} and "seed 1" in figure.caption
     (apart,) = said(row("expandable", [7, 7], seed=0), row("default", [8, 10], seed=1))
@@ -105,7 +105,7 @@ def test_the_longest_cut_and_the_last_repeat_count() -> None:
         row("default", [2, 2], seq_len=256), row("expandable", [1, 1], seq_len=256),
         row("default", [8, 9], repeat=0), row("default", [8, 10], repeat=1), row("expandable", [8, 8]),
     )  # fmt: skip
-    assert "at most 512 tokens" in text and "20 % less reserved after 2 steps (8.0 GiB against 10.0 GiB)" in text
+    assert "at most 512 tokens" in text and "20 % less after 2 steps (8.0 GiB against 10.0 GiB)" in text
 
 
 def test_runs_of_other_step_counts_are_not_compared_and_that_is_said() -> None:
@@ -113,14 +113,14 @@ def test_runs_of_other_step_counts_are_not_compared_and_that_is_said() -> None:
     (text,) = said(*rows)
     assert text.endswith("expandable and default have 2 and 4 measured steps, so they are not compared.")
     (one,) = said(*rows, row("default", [8, 10], seed=1), row("expandable", [5, 5], seed=1))
-    assert "50 % less reserved after 2 steps" in one  # of seed 1, where both have as many
+    assert "50 % less after 2 steps" in one  # of seed 1, where both have as many
 
 
 def test_settings_of_one_name_are_told_apart() -> None:
     confs = ("max_split_size_mb:64", "max_split_size_mb:128")
     first, second = (row("custom", [size, size], allocator_conf=conf) for size, conf in zip((8, 6), confs, strict=True))
     (text,) = said(first, second)
-    assert f"set against custom {confs[0]}, custom {confs[1]} holds 25 % less" in text
+    assert f"compared with custom {confs[0]}, custom {confs[1]} reserves 25 % less" in text
     (figure,) = figures(first, second)
     assert {f"custom {conf}" for conf in confs} <= {trace.name for trace in figure.plot.data}
 
@@ -128,7 +128,7 @@ def test_settings_of_one_name_are_told_apart() -> None:
 @pytest.mark.slow
 def test_one_that_runs_out_of_memory_is_named_with_its_measured_step() -> None:
     text, *more = [text for text in said(row("expandable", [7, 8]), full("default")) if "out of memory" in text]
-    assert text.endswith("default runs out of memory at measured step 34 (forward); expandable goes on.") and not more
+    assert text.endswith("default runs out of memory at measured step 34 (forward); expandable does not.") and not more
     for phase, place in (("step 3: backward", "the probe step (backward)"), ("step 0", "warm-up step 1"),
                          ("load", "load")):  # fmt: skip
         found = said(row("expandable", [7, 8]), full("default", phase))
@@ -141,9 +141,9 @@ def test_repeats_and_seeds_that_run_out_of_memory_are_counted() -> None:
     assert sum("out of memory" in text for text in both) == 1
     mixed = said(row("default", [7, 8], seed=0), full("default", seed=1), row("expandable", [7, 8], seed=0))
     (text,) = [text for text in mixed if "out of memory" in text]
-    assert "default runs out of memory in 1 of 2 runs, at measured step 34 (forward); expandable goes on" in text
+    assert "default runs out of memory in 1 of 2 runs, at measured step 34 (forward); expandable does not" in text
     none = said(full("default"), full("expandable", warmup_steps=3))
-    assert len(none) == 2 and all("runs out of memory at measured step 34" in one and "on." not in one for one in none)
+    assert len(none) == 2 and all("runs out of memory at measured step 34" in one and "not" not in one for one in none)
     shorter = said(row("default", [7, 8]), row("expandable", [7, 8]), full("default", seq_len=256))
     assert not any("out of memory" in text for text in shorter)
 
@@ -186,7 +186,7 @@ def test_a_cut_is_no_length_of_a_fit_a_figure_or_what_fits() -> None:
     ]
     varied = table(*rows)
     fits, notes = fit_table(varied)
-    assert fits == [] and "4 groups with lengths that vary not fitted" in notes[0]
+    assert fits == [] and "4 groups of varying lengths not fitted" in notes[0]
     assert frontier(varied) == []
     content = collect(varied)
     assert [figure.name for figure in content.figures] == ["lengths", "step_times"]
@@ -215,8 +215,8 @@ def test_on_a_cpu_the_steps_themselves_are_told() -> None:
     rows = [row("default", [1, 1], seed=s, step_tokens=[80 + s, 120], **nothing, **documents) for s in (0, 1)]
     (text,) = said(*rows)
     assert text == (
-        "With lengths that vary (samples of at most 512 tokens · 2 seeds), a step has 80 to 120 tokens, 100 in the "
-        "mean, 25 % of it padding; documents have 3 to 200, 40 in the mean; peak allocated 6.0 GiB."
+        "With varying lengths (samples of at most 512 tokens · 2 seeds), a step has 80 to 120 tokens, 100 on average, "
+        "25 % of it padding; documents have 3 to 200, 40 on average; peak allocated 6.0 GiB."
     )
     line = lengths.table(groups(table(*rows))).iloc[0]
     assert (line["tokens of a step"], line["padding"], line["documents (tokens)"]) == ("80 to 120", "25 %", "3 to 200")
@@ -230,8 +230,8 @@ def test_the_report_tells_predicted_from_measured() -> None:
         for one in measured
     ]
     content = collect(table(*measured, *simulated))
-    about = [text for text in content.findings if "lengths that vary" in text]
-    assert [text.startswith("Predicted: With lengths") for text in about] in ([True, False], [False, True])
+    about = [text for text in content.findings if "varying lengths" in text]
+    assert [text.startswith("Predicted: With varying") for text in about] in ([True, False], [False, True])
     assert content.summary.splitlines()[:2] == about  # which is what the terminal begins with
     assert len([figure for figure in content.figures if figure.name.startswith("lengths")]) == 2
     assert not any("peak reserved SMALLER" in text for text in content.findings)  # it is said once

@@ -95,7 +95,7 @@ def test_fit_draws_into_the_files_that_are_named_and_over_no_input(tmp_path: Pat
     assert there == [True, True, True, True, False, False]
     cli.json("fit", file, "--figure", out)  # all that the rows have: active, reserved, step time
     assert {one.name for one in out.parent.glob("*.svg")} == {"fit.svg", "fit_2.svg", "fit_3.svg"}
-    assert "fit_2.svg exists, and the figure of fit 2 would replace it" in cli.refuse("fit", file, "--figure", out)
+    assert f"fit 2 would replace {out.with_stem('fit_2')}; move" in cli.refuse("fit", file, "--figure", out)
     journal = (synthetic.write(tmp_path, synthetic.curve((256, 512, 1024))) / "journal.jsonl").read_bytes()
     for name in ("b.svg", "b_2.svg"):
         (own := tmp_path / name).write_bytes(journal)
@@ -122,9 +122,9 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        ("default", "--names default are 1 names of 2 files; give each its own, in their order"),
-        ("a,b,c", "are 3 names of 2 files"), ("a,", "are 2 names of 2 files"),
-        ("a,a", "are 2 names of 2 files; give each its own"), ("wings=a,b", "columns not known: wings"),
+        ("default", "--names default: 1 names for 2 files; give each file its own name, in order"),
+        ("a,b,c", "3 names for 2 files"), ("a,", "2 names for 2 files"),
+        ("a,a", "2 names for 2 files; give each file its own"), ("wings=a,b", "no column wings"),
         ("micro_batch=1,x", 'micro_batch is a whole number, not "x"'),
     ],
 )  # fmt: skip

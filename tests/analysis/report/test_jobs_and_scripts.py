@@ -60,7 +60,7 @@ def test_the_part_that_needs_most_is_said_with_its_size_and_setting() -> None:
         "batch 2)."
     ]
     assert parts.sentences(parts.jobs(groups(table(job(128, 5, 6))))) == [
-        "In 1 job the steps need most (allocated): 6.0 MiB; evaluation, the next, 5.0 MiB (128 tokens · batch 2)."
+        "In 1 job the steps need most (allocated): 6.0 MiB; evaluation comes next with 5.0 MiB (128 tokens · batch 2)."
     ]
     assert parts.sentences([]) == []
 

@@ -268,7 +268,7 @@ def test_a_journal_of_another_card_finishes_nothing_here(
     table = load(tmp_path / "t")
     assert len(table.frame) == 4
     assert len(groups(table)) == 2
-    assert any("rows of 2 systems, never fitted together: one; two" in note for note in table.warnings)
+    assert any("rows of 2 systems, which are never fitted together: one; two" in note for note in table.warnings)
     file.write_text("".join(json.dumps(row | dict.fromkeys(SYSTEM)) + "\n" for row in rows[:2]))
     run_scripted(*values)  # rows of trials that never started are of no system
     assert "another system" not in "".join(capsys.readouterr())
