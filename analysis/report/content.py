@@ -143,7 +143,7 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     when = f", {' to '.join(days)}" if days else ""
     ended = " · ".join(f"{count:,} {outcome}" for outcome, count in findings.coverage(table).items())
     fit_in = f"Longest sequence that fits ({alone}{FITS}{JOBS if beyond_steps else ''})"
-    beyond = "; °: calibrated, beyond what was measured" if calibrations else ""
+    beyond = "; °: calibrated, outside the measured range" if calibrations else ""
     roofline = f"Estimated throughput (roofline, not measured{beyond})"
     return Content(
         table=table,
