@@ -192,7 +192,9 @@ def _predicted(of: Evidence) -> Iterable[Finding]:
         yield from _find(rows, (), "predicted", "row", "predicted, not measured")
     unproven = [row for row in rows if row.get("unproven")]
     names = ", ".join(sorted({name for row in unproven for name in row["unproven"]}))
-    yield from _find(unproven, (), "unproven", "row", f"with techniques whose prediction no GPU has confirmed yet: {names}")
+    yield from _find(
+        unproven, (), "unproven", "row", f"with techniques whose prediction no GPU has confirmed yet: {names}"
+    )
 
 
 QUESTIONS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (

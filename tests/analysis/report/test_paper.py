@@ -223,9 +223,9 @@ def test_what_a_paper_says_of_its_rows(paper: Path) -> None:
     assert r"Predicted, not measured, for l4-24gb" in predicted and "unproven: adapter=lora" in predicted
     measured = next((paper / "tables").glob("settings_measured*.tex")).read_text()
     assert "Measured on" in measured and "flagged: wide spread" in measured and r"\toprule" in measured
-    assert "Unproven, because no GPU has confirmed the prediction yet: adapter=lora." in (paper / "methods.txt").read_text(
-        encoding="utf-8"
-    )
+    assert "Unproven, because no GPU has confirmed the prediction yet: adapter=lora." in (
+        paper / "methods.txt"
+    ).read_text(encoding="utf-8")
     assert json.loads((paper / "environment.json").read_text())["coverage"]["ok"] > 40
     readme = (paper / "README.md").read_text(encoding="utf-8")
     for file in (paper / "tables").glob("*.tex"):
