@@ -126,6 +126,11 @@ def trace_trial(
         ) from error
     except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
         unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
+        if "dummy base class" in str(error):  # a class that torch has only with CUDA, such as CUDAGraph
+            raise InvalidTrial(
+                f"cannot be predicted, because the step uses torch.cuda.{str(error).split()[-1]}; leave it out, or "
+                "measure on device=cuda"
+            ) from error
         if not unsupported and "fake impl" not in str(error):  # the error of custom operators
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]

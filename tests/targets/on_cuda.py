@@ -1,4 +1,4 @@
-"""Custom targets that name the device "cuda": one as docs/own_script.md writes it, others that cannot be simulated."""
+"""Custom targets that name the device "cuda": one as docs/own_script.md writes it, others that cannot be predicted."""
 
 from __future__ import annotations
 
@@ -48,6 +48,10 @@ def asks_for_a_value(trial: Any) -> Any:
 
 def selects_by_value(trial: Any) -> Any:
     return documented(trial, lambda loss: torch.stack([loss, loss])[torch.stack([loss, loss]) > 0].sum())
+
+
+def captures_a_graph(trial: Any) -> Any:
+    return documented(trial, lambda loss: torch.cuda.CUDAGraph() and loss)
 
 
 def unknown_operator(trial: Any) -> Any:

@@ -181,15 +181,16 @@ def test_custom_targets_run_as_they_are_or_say_why_not(run_sweep: Run) -> None:
         target("asks_for_a_value"),
         target("unknown_operator"),
         target("selects_by_value"),
+        target("captures_a_graph"),
         *(target("documented", precision=precision) for precision in ("fp32", "bf16", "fp16")),
         target("loads_and_adapts"),
     )
-    assert [row["outcome"] for row in rows] == ["invalid"] * 3 + ["ok"] * 4
+    assert [row["outcome"] for row in rows] == ["invalid"] * 4 + ["ok"] * 4
     assert ".item()" in rows[0]["reason"]
-    assert "register_fake" in rows[1]["reason"]
-    assert "vramsweep_tests" in rows[1]["reason"]
+    assert "register_fake" in rows[1]["reason"] and "vramsweep_tests" in rows[1]["reason"]
     assert "value" in rows[2]["reason"]
-    for row in rows[3:]:
+    assert "torch.cuda.CUDAGraph" in rows[3]["reason"]
+    for row in rows[4:]:
         assert row["peak_parameters_bytes"] == 4 * row["parameters"] == 4 * (64 * 256 * 2 + 256 + 64)
 
 
