@@ -29,7 +29,7 @@ class HostMemoryExhausted(Exception):
     """Almost no memory is left on the host."""
 
     def __init__(self, memory: HostMemory) -> None:
-        super().__init__("next to no host memory is left")
+        super().__init__("almost no host memory is left")
         self.memory = memory
 
 

@@ -166,7 +166,7 @@ def predict_on_gpus(asked: AdviceRequest, found: Advice, level: int) -> list[Opt
 def option(remedies: tuple[MemorySaving, ...], item: Planned, row: Row | None, seconds: str = SECONDS[0]) -> Option:
     """Return the option that a row shows for these changes; its time is from column `seconds`. `row` may be None."""
     if item.trial is None or row is None:
-        return Option(remedies, None, None, item.reason or "the prediction gave no answer")
+        return Option(remedies, None, None, item.reason or "the prediction did not finish")
     need, tokens = find_need(row), item.trial.tokens_per_step()
     full = row["outcome"] in (Outcome.OOM, Outcome.HOST_OOM)
     reason = str(row["reason"]) if need is None or row["outcome"] == Outcome.HOST_OOM else None

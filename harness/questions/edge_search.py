@@ -248,7 +248,7 @@ def announced(searches: Sequence[Search], axis: str) -> str:
     """Return a line on what a search is going to do, for a sweep that is only planned."""
     most = sum(most_trials(len(one.ahead.values), one.ahead.predicted is not None) for one in searches)
     plural = "s" * (len(searches) != 1)
-    return f"the largest {axis} of {len(searches)} configuration{plural}: up to {most} trials; others depend on these"
+    return f"the largest {axis} of {len(searches)} configuration{plural}: up to {most} trials, chosen as results come"
 
 
 def _cannot(edge: Edge) -> bool:

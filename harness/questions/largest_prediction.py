@@ -93,7 +93,7 @@ def _attempted(
     if worst["unanswered"]:
         print(
             f"{worst['unanswered']} of {worst['unanswered'] + worst['looked_at']} values of {axis} could not be "
-            f"predicted, so both results leave them out; {place / LOGS[1]} may say why",
+            f"predicted, so the results leave them out; {place / LOGS[1]} may say why",
             file=sys.stderr,
         )
     return {trial_id: one | {"reason": None} for trial_id, one in found.items()}
@@ -109,7 +109,7 @@ def _within(trial: Trial, axis: str, values: range | Sequence[int] | None) -> tu
         return f"the number of positions of {trial.model.name} is unknown; give {axis}=1..8192", ()
     asked = range(1, (positions or 0) + 1) if values is None else values
     if axis == "seq_len" and positions is not None and max(asked) > positions:
-        return f"{axis} goes up to {max(asked)}, but {trial.model.name} has only {positions} positions", ()
+        return f"{axis} goes up to {max(asked)}, but {trial.model.name} has only {positions} positions; stop there", ()
     return None, asked
 
 

@@ -88,10 +88,10 @@ def read(path: Path) -> tuple[list[Run], list[str]]:
         root = yaml.load(bounded_reads.read_content(path, 1 << 24).decode(), Loader=_Loader)
     except OSError as error:
         raise UserError(
-            f"{path}: {error.strerror}; name a file of reference runs, such as those in benchmarks/published"
+            f"{path}: {error.strerror}; name a file of published runs, such as those in benchmarks/published"
         ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{path} is not text; a file of reference runs is YAML") from None
+        raise UserError(f"{path} is not text; a file of published runs is YAML") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark is not None else ""
@@ -355,7 +355,7 @@ def _reading(node: _Node) -> Reading:
     quantity, phase = node.text("quantity"), node.given("phase")
     node.listed("quantity", quantity, UNITS)
     if phase is not None and (phase not in PHASES or quantity not in ("allocated", "reserved")):
-        raise node.wrong(f"phase {_short(phase)}: only allocated and reserved have one, of {', '.join(PHASES)}")
+        raise node.wrong(f"phase {_short(phase)}: allowed is {', '.join(PHASES)}, for allocated or reserved")
     note, value = node.text("note", ""), node.given("value")
     if quantity == "outcome":
         node.listed("outcome", value, OUTCOMES)
@@ -369,6 +369,6 @@ def _reading(node: _Node) -> Reading:
     if not 0 < number < math.inf:
         raise node.wrong(f"value {_short(value)}: allowed is a number above 0")
     if unit == "percent" and number > 100:
-        raise node.wrong(f"value {_short(value)}: allowed are up to 100 percent")
+        raise node.wrong(f"value {_short(value)}: allowed is up to 100 percent")
     scale = node.size("of") / 100 if unit == "percent" else BYTES.get(unit) or SECONDS.get(unit, 1.0)
     return Reading(quantity, phase, number * scale, None, unit, note, node.line)

@@ -157,10 +157,10 @@ def _planned(words: Sequence[str]) -> tuple[Planned, Settings]:
     """Return the one trial of these words. Raises UserError if they are none, or one that is not predicted."""
     asked = compose.resolve(words)
     if len(asked.trials) != 1 or asked.settings is None:
-        raise UserError(f"its overrides name {len(asked.trials)} trials; a reference run must be one trial")
+        raise UserError(f"its overrides name {len(asked.trials)} trials; a published run must be one trial")
     (item,) = asked.trials
     if item.trial is not None and item.trial.device.name != "simulated":
-        raise UserError(f"device={item.trial.device.name}: reference runs can only be predicted, on device=simulated")
+        raise UserError(f"device={item.trial.device.name}: published runs can only be predicted, on device=simulated")
     return item, asked.settings
 
 

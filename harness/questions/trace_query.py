@@ -41,7 +41,7 @@ def find_trial(verb: str, words: Sequence[str]) -> tuple[str, Trial] | None:
     if not (planned := compose.resolve(spelled(words), verb).trials):
         return None
     if len(planned) != 1:
-        raise UserError(f"{verb} takes one trial, and these are {len(planned)}; give each setting one value")
+        raise UserError(f"{verb} takes one trial, not {len(planned)}; give each setting one value")
     if planned[0].trial is None:
         raise UserError(planned[0].reason)
     simulated(verb, planned[0].trial)

@@ -82,7 +82,7 @@ class Bisection:
         """Return the largest value that fits and the next one, as far as they are known."""
         bracket, value = self._bracket(*FULL), self._between()
         reason = self.known[value].reason if value in self.known else None
-        unknown = None if value is None else reason or f"the trial of {value} gave no answer"
+        unknown = None if value is None else reason or f"the trial of {value} did not finish"
         bound = None if bracket.above is None else self.known[bracket.above]
         return Edge(bracket.largest, bracket.above, bound, unknown, self._bracket("full").either_way)
 

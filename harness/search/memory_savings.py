@@ -56,7 +56,7 @@ _LIONS = ("lion_32bit", "lion_8bit", "paged_lion_8bit")
 _EIGHT_BITS = "optimizer state in 8 bits"
 _BF16: dict[str, Any] = {
     "capability": (8, 0),
-    "instead": "bf16 is emulated, and so slow, below compute capability 8.0 (fp16 is not)",
+    "instead": "bf16 is emulated and slow below compute capability 8.0 (fp16 is not)",
 }
 _LORA = "adapters are trained, the weights are frozen"
 _WHOLE = _is("adapter", "none")

@@ -110,7 +110,7 @@ class Budget:
         if item.trial is not None and (work := _work(item.resolved)) is not None:
             spent = START_S + step_s * item.trial.steps()
             self._predicted.setdefault(configuration(item.resolved), _Took()).add(work, spent, START_S)
-            self._of_predictions = f"estimated step times on {gpu}"
+            self._of_predictions = f"from estimated step times on {gpu}"
 
     def expected(self, item: Planned) -> Expected:
         """Return what one trial will take; 0 s if it cannot run. For a simulated one, without the shared trace."""
@@ -120,7 +120,7 @@ class Budget:
         work, simulated = _work(item.resolved), trial.device.name == "simulated"
         same = self._of.get(configuration(item.resolved))
         if same is not None and work is not None:
-            return self._capped(same.scaled(work), "a trial of the same configuration")
+            return self._capped(same.scaled(work), "from a trial of the same configuration")
         if simulated:
             return Expected(PREDICTED_S, f"rough: {PREDICTED_S:g} s per prediction")
         own = self._predicted.get(configuration(item.resolved))
@@ -128,9 +128,9 @@ class Budget:
             return self._capped(own.scaled(work), self._of_predictions)
         parameters = trial.model.parameters or 0
         if self._any and work is not None and parameters > 0:
-            return self._capped(self._any.scaled(work * parameters), "a trial of another configuration")
+            return self._capped(self._any.scaled(work * parameters), "from a trial of another configuration")
         if self._spent:
-            return self._capped(fmean(self._spent), f"the mean of {len(self._spent)} finished trials")
+            return self._capped(fmean(self._spent), f"from the mean of {len(self._spent)} finished trials")
         if self._flops is None or parameters <= 0:
             return Expected(None, "no trial has finished yet, and parameter count or device speed is unknown")
         spent = START_S + trial.steps() * flops_per_step(trial, parameters) / self._flops
@@ -149,7 +149,7 @@ class Budget:
         bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))
         if traced:
             bases.append(
-                f"{TRACE_S:g} s to trace each of {len(traced)} configurations, as for 0.5 to 8 billion parameters"
+                f"{TRACE_S:g} s to trace each of {len(traced)} configurations (typical of 0.5 to 8 billion parameters)"
             )
         spent = sum(one.seconds or 0.0 for one in each) + TRACE_S * len(traced)
         return Expected(spent, ", ".join(bases) or "nothing to do")

@@ -53,7 +53,7 @@ class OomDominance:
         if one is None or one.fits:
             return None
         size = f"length {one.length}, batch {one.batch}"
-        return f"not run, because {one.trial_id} ({size}) ran out of memory and needs no more than this"
+        return f"not run, because {one.trial_id} ({size}) ran out of memory; this trial needs no less"
 
 
 def order(planned: Sequence[Planned]) -> list[Planned]:

@@ -82,7 +82,7 @@ class Settings:
         """Check what depends on other settings, or on tables."""
         time_limit.parse_limit(self.budget, self.max_cost, self.price_per_hour)
         if not self.results:
-            raise UserError("results= names no folder; give one that can be written, as results=DIR")
+            raise UserError("results= names no folder; choose a writable folder with results=DIR")
         if self.name and (why := file_names.name_problem(self.name)):  # "" counts as null
             raise UserError(
                 f"name={self.name[:60]!r}: {why}; name= is the name of a single folder in {self.results}, such as "
@@ -99,7 +99,7 @@ class Settings:
             raise UserError(gpu_names.unknown_gpu(f"predict={self.predict} (true, false or a GPU)", str(self.predict)))
         shards.parse(self.shard)
         if self.shards > shards.MOST:
-            raise UserError(f"shards={self.shards}: allowed are up to {shards.MOST:,}")
+            raise UserError(f"shards={self.shards}: allowed is a whole number from 1 to {shards.MOST:,}")
         if shards.slurm(self.cluster) is None and self.shard is None and self.shards != 1:
             raise UserError(
                 f"shards={self.shards} needs cluster=slurm; without Slurm run the command once for each shard, with "

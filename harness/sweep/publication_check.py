@@ -162,7 +162,7 @@ def _processes(of: Evidence) -> Iterable[Finding]:
     known = [(found, runs[0][1]) for runs in speeds if (found := repeats.interval([speed for speed, _ in runs]))]
     if known:
         widest, row = max(known, key=lambda one: one[0].half_width)
-        text = f"speed with its 95 % interval between processes, up to {100 * widest.half_width:.1f} % above the mean"
+        text = f"the 95 % interval of speed between processes, up to {100 * widest.half_width:.1f} % above the mean"
         yield Finding((), "intervals", len(known), f"{text} (trial {_name(row)})")
 
 
@@ -181,7 +181,7 @@ def _systems(of: Evidence) -> Iterable[Finding]:
         rows = of.measured if of_device is None else [row for row in of.measured if row.get("device") == of_device]
         values = sorted({str(row[name]) for row in rows if row.get(name) is not None})
         if len(values) > 1:
-            yield Finding((), "systems", len(values), f"the system of each number: {name} is {' or '.join(values)}")
+            yield Finding((), "systems", len(values), f"the {name} of each number; rows have {' and '.join(values)}")
 
 
 def _predicted(of: Evidence) -> Iterable[Finding]:

@@ -73,9 +73,9 @@ def run(
         what = f"cannot write under {folder}: {error_reason(error)}"
         if not is_write_error(error):
             what = f"the system refused a resource that the sweep needs: {error}"
-        raise UserError(f"{what}; finished rows are safe; fix the problem and run the same command again") from None
+        raise UserError(f"{what}; finished rows are kept; fix the problem and run the same command again") from None
     except KeyboardInterrupt as stop:
-        print("interrupted; every finished row is kept: rerun the same command to resume", file=sys.stderr)
+        print("interrupted; finished rows are kept; run the same command again to resume", file=sys.stderr)
         if settings.report and isinstance(stop, Finished):
             report(folder)
         raise Interrupted(interrupts.status, at_once=not isinstance(stop, Finished)) from None
@@ -161,7 +161,7 @@ def report(folder: Path, brief: bool = False) -> int:
     page = folder / "report.html"
     there = brief and page.is_file() and (folder / "rows.csv").is_file()
     if there and all(one.stat().st_mtime < page.stat().st_mtime for one in files(folder)):
-        print(f"\nreport    {page} (unchanged, because its rows are; `vramsweep report {folder}` writes it anew)")
+        print(f"\nreport    {page} (kept, because no row has changed; `vramsweep report {folder}` rewrites it)")
         return 0
     sys.stdout.flush()
     command = build_command("vramsweep", "report", str(folder), *["--brief"] * brief)

@@ -137,5 +137,5 @@ def _broken(row: Row, count: int) -> str:
     again = "" if outcome.runs_again(row["outcome"], asked=False) else " with retry_failed=true"
     return (
         f"{count} trials in a row ended in the same way, so the sweep stops: {row['outcome']}: {row['reason']}. "
-        f"All rows are kept; fix the problem and run the same command{again} (breaker=0 never stops)"
+        f"Finished rows are kept; fix the problem and run the same command{again} (breaker=0 never stops)"
     )

@@ -175,7 +175,7 @@ def exact(trial: Trial) -> str:
     plain = {"precision": "fp32", "optimizer": "default", "adapter": "none", "quantization": "none", "sharding": "none"}
     other = ", ".join(f"{name}={value}" for name, own in plain.items() if (value := getattr(trial, name)) != own)
     return (
-        f"It has {count:,} parameters of {BYTES_A_PARAMETER} bytes each in fp32, with gradients and AdamW's state: "
+        f"In fp32 its {count:,} parameters need {BYTES_A_PARAMETER} bytes each, gradients and AdamW's state included: "
         f"{format_gib(BYTES_A_PARAMETER * count)} GiB{f' (ignoring {other})' if other else ''}. Activations come on "
         "top; measure the run to know them."
     )

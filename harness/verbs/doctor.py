@@ -82,7 +82,7 @@ def _card(card: Gpu) -> list[Check]:
     size, driver = _size(card), card.driver or "unknown"
     level, said = "ok", ""
     if card.problem is not None and "permission" in card.problem.lower():
-        where = "as in a container that has a MIG slice"
+        where = "as is usual in a container with a MIG slice"
         level, said = "note", f"; some values cannot be read here ({card.problem}), {where}"
     elif card.problem is not None:
         cure = "exclude it with CUDA_VISIBLE_DEVICES, reset it, or reboot the node"
@@ -172,7 +172,7 @@ def compatible(
         checks.append(Check("cuda", "problem", text))
     else:
         newer = has is not None and has < need[:2]
-        note = "; the driver's CUDA is older, of the same major version, so only compiled kernels work" if newer else ""
+        note = "; the driver's CUDA is older (same major version), so only precompiled kernels work" if newer else ""
         checks.append(Check("cuda", "note" if newer else "ok", f"torch is built with CUDA {cuda}, {said}{note}"))
     low, high = capabilities(torch, cuda)
     for card in cards:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep explain`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["explain"]().parse_settings(argv)
     if not words:
-        raise UserError(f"explain needs a trial or a sweep's folder: {_USAGE}")
+        raise UserError(f"explain needs settings or a sweep's folder: {_USAGE}")
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("explain", words)) is None:
             return 0
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         rows = trace_query.finished(Path(words[0]), words[1:])
         asked = [(str(row["trial_id"]), trace_query.read_trial("explain", row)) for row in rows]
         if not asked:
-            raise UserError(f"{words[0]} has no predicted row; name a trial: {_USAGE}")
+            raise UserError(f"{words[0]} has no predicted row; give a trial's settings: {_USAGE}")
     console = Console(markup=True)
     records = []
     for trial_id, trial in asked:
@@ -202,7 +202,7 @@ def _steps_to_card(trial: Trial, answer: Mapping[str, Any], unit: str) -> Table:
         "peak_reserved": "= peak reserved",
         "context": "CUDA context, upper bound (0.22 to 0.75 GiB measured)",
         "device": f"= shown by nvidia-smi (approximate upper bound){'; without ' * bool(missing)}{', '.join(missing)}",
-        "unknown": "of this, missing in an estimate from weights and optimizer state",
+        "unknown": "of this, not in an estimate from weights and optimizer state",
     }
     for name, size in to_card(answer):
         if size:

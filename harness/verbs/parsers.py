@@ -65,8 +65,8 @@ def _predict() -> Parser:
     parser.add_argument(
         "--largest",
         choices=("seq_len", "micro_batch"),
-        help="find the largest length or batch that fits, for all settings and GPUs; in its range if "
-        "given, else up to the model's maximum (batch: 4096)",
+        help="find the largest length or batch that fits, for all settings and GPUs, in the given "
+        "range, else up to the model's maximum (batch: 4096)",
     )
     parser.add_argument("--every", action="store_true", help="with --largest: also replay values that fit by a margin")
     parser.add_argument("--json", action="store_true", help="with --largest: print JSON")

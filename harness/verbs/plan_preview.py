@@ -195,7 +195,7 @@ def list_measurements(
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
         known = all(p.trial_id in rows for p in items)
         basis = (
-            "from predicted step times"
+            "from estimated step times"
             if known
             else "rough, from parameters and tokens, until the trials are predicted"
         )

@@ -112,9 +112,9 @@ def _holders(peak: Holders, of: str) -> Table:
 
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
-    notes = ['"rebuilt": blocks live at the start are allocated again first; compare these rows only with each other.']
+    notes = ['"rebuilt": the replay allocates what was live at the start; compare these rows only with each other.']
     if result.history == "part":
-        notes.append(f"Peaks are of its {result.events} events: it began late, or its ring (max_entries) lost some.")
+        notes.append(f"Peaks cover only {result.events} events: recording began late, or max_entries dropped some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
         saved = f"reserves {format_size(found[1])} less than" if found[1] > 0 else "saves nothing over"
         notes.append(

@@ -170,7 +170,7 @@ def _watch(folders: Sequence[Path], named: bool, text: str, as_json: bool) -> in
         try:
             seconds = units.parse_seconds(text)
         except UserError:
-            raise UserError(f"--watch {text}: allowed is a number of seconds, after the folder") from None
+            raise UserError(f"--watch {text}: allowed is a number of seconds; the folder goes before --watch") from None
     if not 0.1 <= seconds <= 3600:
         raise UserError(f"--watch {text}: allowed is 0.1 to 3600 seconds")
     if not named:

@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `vramsweep timeline`; return the exit status. Raises UserError for a mistake that the user can fix."""
     arguments, words = PARSERS["timeline"]().parse_settings(argv)
     if not words:
-        raise UserError(f"timeline needs settings or a sweep: {_USAGE}")
+        raise UserError(f"timeline needs settings or a sweep's folder: {_USAGE}")
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("timeline", words)) is None:
             return 0

@@ -36,7 +36,7 @@ def parser() -> Parser:
         usage="%(prog)s FILE ... [KEY=VALUE ...]",
         description=DETAILS,
     )
-    parser.add_argument("--json", action="store_true", help="print the readings instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("words", nargs="*", metavar="FILE", help="files of published runs; settings may be among them")
     return parser
 

@@ -145,7 +145,7 @@ def interrupted(presses: int, number: int = signal.SIGINT, status: int = 130) ->
 def _reported(sweep: Sweep) -> bool:
     """Return whether there is a report; if only its drawing was interrupted, run the same command again first."""
     page = sweep.place / "report.html"
-    stopped_trials = not sweep.done() or "rerun the same command to resume" in sweep.said()
+    stopped_trials = not sweep.done() or "interrupted; finished rows are kept" in sweep.said()
     if not page.exists() and not stopped_trials:
         sweep.start()
         sweep.wait()

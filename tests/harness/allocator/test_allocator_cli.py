@@ -36,7 +36,7 @@ def test_json_is_for_scripts(cli):
         ([-1], 'No history: the ring kept one event (max_entries, or enabled="state"). The final state is '
          "3.5 GiB reserved, 30.3 MiB allocated; the peak is unknown."),
         ([-2, -1], "Nothing to compare, because its 2 events concern no segment and allocate no block."),
-        ([*range(-4, 0)], "Peaks are of its 4 events: it began late, or its ring (max_entries) lost"),
+        ([*range(-4, 0)], "Peaks cover only 4 events: recording began late, or max_entries dropped"),
     ],
 )  # fmt: skip
 def test_a_recording_without_history_is_not_called_exact(events, said, tmp_path, cli):

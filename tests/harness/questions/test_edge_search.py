@@ -163,7 +163,7 @@ def test_a_plan_lists_the_first_round_and_how_many_may_follow(
     assert front_door.main(["plan", "-m", "sweep=frontier", *words]) == 0
     told = capsys.readouterr().out
     assert "seq 2048" in told and "1, 2" in told and "2 to do" in told  # 4,160 are more than tiny's positions
-    assert "the largest seq_len of 2 configurations: up to 14 trials; others depend on these" in told
+    assert "the largest seq_len of 2 configurations: up to 14 trials, chosen as results come" in told
     assert not list(tmp_path.iterdir()) or not list(tmp_path.rglob("journal*"))
 
 

@@ -98,7 +98,7 @@ def test_what_cannot_be_asked_does_not_keep_others_from_an_answer(
     assert dies.trial is not None
     reasons = find([planned(), refused, short, dies], tmp_path, silent=dies.trial_id)
     assert reasons[:2] == [None, "device.gpu is t5, which is not listed"]
-    assert reasons[2] == "seq_len goes up to 2000, but tiny has only 100 positions"
+    assert reasons[2] == "seq_len goes up to 2000, but tiny has only 100 positions; stop there"
     assert "say more" in reasons[3]
     labels = [
         "tiny · torch · default · t5",

@@ -146,5 +146,5 @@ def test_one_that_fails_ends_the_search_with_what_is_known_by_then() -> None:
     found, tried = hunt(range(1, 101), lambda v: Probe("failed", "crash: x") if v == 41 else up_to(60)(v), 40)
     assert found == Edge(40, None, None, "crash: x") and len(tried) == 2 and not found.confirmed
     nothing = Bisection([5], known={5: Probe("failed")})
-    assert nothing.found() == Edge(None, None, None, "the trial of 5 gave no answer") and not nothing.ask()
+    assert nothing.found() == Edge(None, None, None, "the trial of 5 did not finish") and not nothing.ask()
     assert hunt([5, 6], lambda _: Probe("beyond", "no card"))[0] == Edge(None, 5, Probe("beyond", "no card"))

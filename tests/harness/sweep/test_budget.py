@@ -53,8 +53,8 @@ def test_expected_from_the_nearest_trial_of_the_same_configuration() -> None:
     mine = Budget(settings(), [measured(small, 3.0, overhead_s=2.0), measured(big, 6.0, overhead_s=2.0)])
     assert mine.expected(big).seconds == pytest.approx(6.0)
     assert mine.expected(asked).seconds == pytest.approx(2 + 4 * 128 / 64)  # twice the tokens, the start stays
-    assert mine.expected(asked).basis == "a trial of the same configuration"
-    assert mine.expected(other).basis == "a trial of another configuration"
+    assert mine.expected(asked).basis == "from a trial of the same configuration"
+    assert mine.expected(other).basis == "from a trial of another configuration"
     for spent in (10.0, 20.0, 90.0):  # of repeats the median
         mine.learn([measured(other, spent)])
     assert mine.expected(other).seconds == pytest.approx(20.0)
@@ -66,7 +66,7 @@ def test_other_configurations_are_scaled_by_parameters_and_failures_are_no_measu
     mine = Budget(settings(), [measured(one, 10.0)])
     assert mine.expected(twice).seconds == pytest.approx(20.0)
     failed = Budget(settings(), [measured(one, 2.0, outcome="oom"), {"trial_id": "x", "duration_s": 4.0}])
-    assert failed.expected(one) == budget.Expected(3.0, "the mean of 2 finished trials")
+    assert failed.expected(one) == budget.Expected(3.0, "from the mean of 2 finished trials")
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_what_may_start() -> None:
     clock = iter([100.0])
     mine = Budget(settings(budget="60s"), [measured(short, 1.0)], clock=lambda: next(clock))
     assert mine.allows(long, 100.0) == (
-        "budget of 1 min: 1 min left, but it would take 1 min 40 s (a trial of the same configuration)"
+        "budget of 1 min: 1 min left, but it would take 1 min 40 s (from a trial of the same configuration)"
     )
     assert mine.allows(short, 158.9) is None
     assert "0.5 s left" in str(mine.allows(short, 159.5))

@@ -33,12 +33,12 @@ def test_what_plan_says(tmp_path: Path, cli: Cli) -> None:
     by_length = {one["trial"]["seq_len"]: one for one in found["trials"]}
     assert [by_length[n]["expected_s"] for n in (16, 64, 256)] == [None, None, 160.0]
     assert by_length[256]["expected_cost"] == found["estimated_cost"] == pytest.approx(1.6)
-    assert (found["estimated_s"], found["estimate_basis"]) == (160.0, "a trial of the same configuration")
+    assert (found["estimated_s"], found["estimate_basis"]) == (160.0, "from a trial of the same configuration")
     said = cli.run("plan", *words).out
     said_time = (
         "estimated time: about 2 min 40 s, cost: 1.60 at 36 an hour for the node (measuring 1 trial on this CPU: "
     )
-    assert f"{said_time}a trial of" in said
+    assert f"{said_time}from a trial of" in said
     said = cli.run("plan", *words, "--all").out
     assert "~ 2 min 40 s" in said
 
@@ -70,7 +70,7 @@ def test_an_estimated_step_time_is_scaled_to_the_configuration_s_other_trials() 
     mine.learn_step(large, 10.0, "h100-80gb")
     assert large.trial is not None
     spent = 10.0 * large.trial.steps()
-    assert mine.expected(large) == Expected(START_S + spent, "estimated step times on h100-80gb")
+    assert mine.expected(large) == Expected(START_S + spent, "from estimated step times on h100-80gb")
     assert mine.expected(small).seconds == pytest.approx(START_S + spent / 2)
     assert mine.expected(other).seconds is None
     predicted = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb"}))

@@ -59,7 +59,7 @@ def test_a_sweep_leaves_them_out_until_that_is_no_longer_asked_for(tmp_path: Pat
     fake, rows, code = swept(tmp_path, 200, points, skip=True)
     assert [one["outcome"] for one in rows] == ["oom", "skipped", "ok", "oom", "ok", "ok"] and code == 0
     assert fake.tried == [(256, 1), (32, 1), (32, 4), (128, 1), (128, 4)]
-    why = f"not run, because {rows[0]['trial_id']} (length 256, batch 1) ran out of memory and needs no more than this"
+    why = f"not run, because {rows[0]['trial_id']} (length 256, batch 1) ran out of memory; this trial needs no less"
     assert (rows[1]["attempt"], rows[1]["terminal"], rows[1]["reason"]) == (0, True, why)
     told = sweep_status.read_status(tmp_path)
     assert (told.state, told.done, told.total, told.ok, told.oom, told.skipped) == ("finished", 6, 6, 3, 2, 1)

@@ -352,7 +352,7 @@ def test_ctrl_c_once_finishes_the_running_trial_and_reports_twice_or_sigterm_sto
         os.killpg(parent.pid, number)
     _, err = parent.communicate(timeout=120)
     assert parent.returncode == 130
-    assert "rerun the same command to resume" in err and "Traceback" not in err
+    assert "run the same command again to resume" in err and "Traceback" not in err
     rows, unreadable = journal.read(tmp_path / "t")
     assert ([row["outcome"] for row in rows], unreadable) == (["ok"] * finished, 0)
     assert (tmp_path / "t" / "report.html").exists() == finished

@@ -159,7 +159,7 @@ def test_a_folder_without_predictions_has_nothing_to_explain(tmp_path: Path) -> 
     row = {"trial_id": "a", "terminal": True, "device": "cuda", "outcome": "ok", "model": "m", "runner": "torch",
            "peak_reserved_bytes": 5, "trial": {}}  # fmt: skip
     (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
-    assert "has no predicted row; name a trial" in refusal(UserError, explain.main, [str(tmp_path)])
+    assert "has no predicted row; give a trial's settings" in refusal(UserError, explain.main, [str(tmp_path)])
 
 
 @pytest.mark.slow

@@ -215,8 +215,8 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
     for name, reason in {
         "no model": "model=nothing: there is no such model",
-        "two trials": "its overrides name 2 trials; a reference run must be one trial",
-        "measured": "device=cpu: reference runs can only be predicted",
+        "two trials": "its overrides name 2 trials; a published run must be one trial",
+        "measured": "device=cpu: published runs can only be predicted",
         "compiled": "compile=default with device=simulated",
         "theirs": "closed source",
     }.items():
