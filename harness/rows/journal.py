@@ -330,7 +330,7 @@ def _sync_folder(folder: Path) -> None:
 def _unwritable(path: Path, error: OSError) -> UserError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
-            f"{error_reason(error)}: {path} takes no more rows. Earlier rows are safe; free space and rerun"
+            f"{error_reason(error)}: {path} takes no more rows. Those before are kept; free space and rerun"
         )
     if error.errno == errno.ELOOP:
         return UserError(f"{path} is a link; a journal is not written through one. Choose another folder: results=DIR")
