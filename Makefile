@@ -35,9 +35,9 @@ GRID = -m $(MODEL:%=model=%) device=$(DEVICE) sweep=$(SWEEP) $(ARGS)
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# Everything that constraints.txt pins comes by its hash from locked*.txt, except torch and what its build brings (CUDA's
-# libraries, triton): which build that is, CPU or CUDA, is the index's choice, and its files are no others' files. What it
-# needs besides is there before it. What is built from source comes after it: DeepSpeed looks for torch.
+# Everything that constraints.txt pins is installed by its hash in locked*.txt, except torch and what its build brings
+# (CUDA's libraries, triton), because the index chooses the build, CPU or CUDA. Torch's other requirements are installed
+# before it, packages that are built from source after it, because DeepSpeed looks for torch.
 INSTALL = $(VENV)/bin/python -m pip install --quiet
 LOCKED = $(INSTALL) --require-hashes --no-deps --no-build-isolation --requirement
 FITS = $(VENV)/bin/python -m pip check >/dev/null || { $(VENV)/bin/python -m pip check; exit 1; }
@@ -106,7 +106,7 @@ test: $(READY)  ## run the short tests (three minutes): the pure core and one pa
 	$(PY) -m pytest -m 'not gpu and not slow' -n 2 --dist worksteal
 	@$(REACH)
 
-# tests/unchanged.py leaves out what depends on code and packages alone and passed with those of now.
+# tests/unchanged.py skips tests that depend on code and packages alone and have passed with the present ones.
 test-all: $(READY) $(TECHNIQUES) test  ## also run the long tests: wheel, ranks, browser, libraries; ALL=1: even if their code has not changed
 	$(PY) -m pytest -m 'not gpu and slow' -n 2 --dist worksteal -rs --durations=20 --unchanged=$(if $(filter-out 0,$(ALL)),keep,skip)
 
@@ -161,7 +161,7 @@ lock:  ## write locked*.txt after a change of constraints.txt; needs the network
 	$(LOCK) --extra techniques --extra scripts $(call NAMES,locked.txt locked-built.txt) \
 	  --output-file locked-techniques.txt >/dev/null
 
-# Strict, as advisories that cannot be read would else count as none.
+# Strict, because advisories that cannot be read would otherwise count as none.
 audit:  ## look up known vulnerabilities of the pinned packages; needs the network
 	$(PYTHON) -m venv $(TOOLS)
 	$(TOOLS)/bin/python -m pip install --quiet pip-audit

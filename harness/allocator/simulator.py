@@ -448,7 +448,7 @@ class Simulator:
 def _limit(config: AllocatorConfig, memory_limit: int | None) -> int | None:
     """Return the memory limit in bytes. Raises UserError for settings that cannot be simulated."""
     if config.throw_on_cudamalloc_oom:
-        raise UserError("throw_on_cudamalloc_oom is not simulated; leave it out (it only changes how a request fails)")
+        raise UserError("throw_on_cudamalloc_oom cannot be replayed; leave it out (it only changes how requests fail)")
     if config.per_process_memory_fraction < 1:
         if memory_limit is None:
             raise UserError(

@@ -216,7 +216,7 @@ def _value(word: str, key: str, item: str, line: Line) -> str:
         return f"{key}={item.removesuffix('/config.json')}"
     plain = bool(re.fullmatch(r"[\w.*:, -]+", item)) and item != "null"  # neither quoted nor Hydra's grammar
     if key == "device.gpu" and re.fullmatch(r"\d\d?", item):
-        raise UserError(f"{word}: gpu= names the kind of GPU, world_size= their number, CUDA_VISIBLE_DEVICES which")
+        raise UserError(f"{word}: gpu= is the kind of GPU, world_size= how many; CUDA_VISIBLE_DEVICES selects them")
     if key in ("device.gpu", "predict") and plain:
         found = gpu_names.find_name(item)
         if found is None and key == "device.gpu":
@@ -271,7 +271,7 @@ def _notes(word: str, now: str) -> Iterator[str]:
     if now.partition("=")[0].endswith("_gib") and re.fullmatch(r"[\d.]+[KMGTP]B", text):
         yield f"{text} is {units.gib(text):,.2f} GiB"
     if key == "lora_target_modules" and len([*split_values(text)]) > 1 and text[0] not in "'[\"":
-        yield f"{word} is one trial for each; one with all of them: {key}={text.replace(',', '+')}"
+        yield f"{word} is one trial for each name; for one trial with all, write {key}={text.replace(',', '+')}"
     now = now.removeprefix("device.") if key == "gpu" else now
     if "/" in text and now != word and set(now.removeprefix("model=").split(",")) <= {*conf_files.file_names("model")}:
         yield f"{word} is built in, as {now}"
@@ -289,7 +289,7 @@ def spell_range(word: str) -> str:
         return word
     if not whole:
         only = f"only whole numbers have ranges: {', '.join(sorted(whole_numbers()))}"
-        raise UserError(f"{word}: {only}; one that is a text: {suggestions.quote_words(key, text)}")
+        raise UserError(f"{word}: {only}; for a text, type {suggestions.quote_words(key, text)}")
     if len(items) == 1:
         span = _span(word, items[0])
         return f"{key}=range({span.start},{span.stop},{span.step})"
@@ -310,7 +310,7 @@ def _span(word: str, item: str) -> range:
     if found := _FUNCTION.fullmatch(item):
         return range(int(found[1]), int(found[2]), int(found[3] or 1))
     if (found := _SPAN.fullmatch(item)) is None:
-        raise UserError(f"{word}: {item} is no range; write FIRST..LAST or FIRST..LAST:STEP, as 1..2048 or 64..2048:64")
+        raise UserError(f"{word}: {item} is not a range; write FIRST..LAST or FIRST..LAST:STEP, as 1..2048")
     first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
     if step < 1:
         raise UserError(f"{word}: the step of {item} must be 1 or more")

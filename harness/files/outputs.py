@@ -116,7 +116,7 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
         )
         if place is not None:
             raise UserError(
-                f"{place} is a link to {place.readlink()}, and vramsweep {_verb(verb)} writes through no link; "
+                f"{place} is a link to {place.readlink()}, which vramsweep {_verb(verb)} does not write through; "
                 "remove it, or choose a folder with --out"
             )
     _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})
@@ -138,7 +138,7 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
                 place.parent.rmdir()
     _write_list(folder, verb, made)
     more = f" and {len(kept) - 1} more *.kept" * (len(kept) > 1)
-    return [f"kept as {kept[0]}{more}: content that vramsweep {_verb(verb)} had not written" for _ in kept[:1]]
+    return [f"kept as {kept[0]}{more}, because vramsweep {_verb(verb)} did not write that content" for _ in kept[:1]]
 
 
 def _write_list(folder: Path, verb: str, made: Mapping[str, list[str]]) -> None:

@@ -65,9 +65,9 @@ class GpuHealth:
         found = []
         for card, failed in ((self._cards[uuid], self._failed[uuid]) for uuid in self._failing()):
             number, row = card.index if card.index >= 0 else card.uuid, failed[-1][0]
-            why = f"while other GPUs work ({row['outcome']}: {row['reason']}); check it with nvidia-smi -i {number}"
+            why = f"so it gets few trials ({row['outcome']}: {row['reason']}); check it with nvidia-smi -i {number}"
             name = f"GPU {number} ({str(card.uuid)[:12]}, {card.name})"
-            found.append(f"{name} failed {len(failed)} times in a row and gets no more trials {why}")
+            found.append(f"{name} failed {len(failed)} times in a row while other GPUs work, {why}")
         return found
 
     def _failing(self) -> list[str | None]:

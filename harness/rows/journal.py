@@ -333,5 +333,5 @@ def _unwritable(path: Path, error: OSError) -> UserError:
             f"{error_reason(error)}: {path} takes no more rows. Those before are kept; free space and rerun"
         )
     if error.errno == errno.ELOOP:
-        return UserError(f"{path} is a link; a journal is not written through one. Choose another folder: results=DIR")
+        return UserError(f"{path} is a link, which vramsweep does not write through; choose another: results=DIR")
     return UserError(f"cannot write {path}: {error_reason(error)}; choose a writable folder with results=DIR")

@@ -210,10 +210,10 @@ def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     held, used, total, before = (format_gib(size) for size in (seen.held, seen.used, seen.total, seen.before))
     if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
         return Outcome.HOST_OOM, (
-            f"ended because it used {held} of the host's {total} GiB and almost nothing was left; before it {before}"
+            f"ended because it used {held} of the host's {total} GiB and almost none was left ({before} in use before)"
         )
     return Outcome.ENVIRONMENT, (
-        f"other programs use the host's memory: {used} of {total} GiB in use, {held} by the trial, {before} before it"
+        f"other programs use the host's memory: {used} of {total} GiB in use, {held} by the trial; before it, {before}"
     )
 
 

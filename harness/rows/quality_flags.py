@@ -156,7 +156,7 @@ FLAGS = (
     Flag("contended", "other processes used the GPU before or after the steps", _known("foreign_processes", bool)),
     Flag("high_baseline", "more than 1 GiB of the GPU was in use before the trial started; in a container, "
          "other processes are not listed", _known("device_baseline_bytes", lambda used: used > BASELINE_BYTES)),
-    Flag("throttled", "heat or the board lowered the clocks",
+    Flag("throttled", "the clocks were lowered because of heat or by a hardware slowdown",
          _known("throttle_reasons", lambda reasons: bool(HEAT_AND_FAULTS & set(reasons))), (SPEED,)),
     Flag("low_clocks", f"the SM clock was below {_percent(CLOCK_SHARE)} of the GPU's highest before or after the "
          "steps, for example by a power cap; state it with the speed", _low_clocks, ()),

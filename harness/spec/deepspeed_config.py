@@ -158,7 +158,7 @@ def contradictions(trial: Trial, config: Mapping[str, Any]) -> Iterator[str]:
         yield "bf16 and fp16 are both enabled; enable one of them"
     for key in OTHERS:
         if stated_values(config, key):
-            yield f"{key} is true, which is no value of precision=; use bf16.enabled or fp16.enabled instead"
+            yield f"{key} is true, which is not a value of precision=; use bf16.enabled or fp16.enabled instead"
     clipping = stated_values(config, "gradient_clipping")
     if clipping is not None and (isinstance(clipping, bool) or not isinstance(clipping, (int, float))):
         yield f"gradient_clipping is {json.dumps(clipping)}; it must be a number"

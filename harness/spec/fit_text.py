@@ -93,7 +93,7 @@ def communication_bytes(trial: Trial) -> int:
 def describe_limit(trials: Sequence[Trial]) -> str:
     """Return a sentence on what the limit of a GPU is in these predictions."""
     unknown = any(reported_bytes(trial.device.card) is None for trial in trials)
-    less = f"{SHORTFALL:.0%}, because what it reports is unknown, and ".replace("%", " %") * unknown
+    less = f"{SHORTFALL:.0%} (the size that it reports is unknown) and ".replace("%", " %") * unknown
     most = max((trial.device.headroom_gib for trial in trials), default=0.0)
     up_to = "up to " * any(trial.device.headroom_gib < most for trial in trials)
     context = f"{format_gib(CONTEXT_BYTES)} GiB for the CUDA context"

@@ -24,7 +24,7 @@ def unknown_gpu(said: str, typed: str) -> str:
     if (found := _COUNTED.fullmatch(typed)) and (like := _like(found["name"] or found["other"])):
         others = f" (or {', '.join(gpu.name for gpu in like[1:])})" if like[1:] else ""
         ranks = f"world_size={found['n'] or found['m']} sharding=fsdp2"
-        return f"{said}: gpu= names the kind of GPU, world_size= their number; write {ranks} gpu={like[0].name}{others}"
+        return f"{said}: gpu= is the kind of GPU, world_size= how many; write {ranks} gpu={like[0].name}{others}"
     if len(like := _like(typed)) > 1:
         each = ", ".join(f"{gpu.name} ({gpu.memory_gib:g} GiB{f', {gpu.link}' if gpu.link else ''})" for gpu in like)
         return f"{said} may be any of {each}; name one of them"

@@ -38,7 +38,7 @@ MOST = 10**15  # most samples of a histogram, which a float still counts exactly
 LONGEST_OF_BATCH, FULL = "longest", "max"  # values of padding_to; any other is a multiple
 WAYS = f"write {PREFIX}lognormal(MEDIAN,SIGMA), or {PREFIX}FILE"
 CHANGED = "{} has changed since the sweep was planned; run the sweep again"
-FORMS = "a JSON list, one length a line, or lines of length,count"
+FORMS = "a JSON list, one length per line, or lines of length,count"
 _LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
 _CALL = re.compile(r"(\w+)\((.*)\)?")
 _WHOLE = re.compile(r"([+-]?\d{1,18})(?:\.0*)?")  # as pandas writes counts
@@ -139,9 +139,9 @@ def _lognormal(data: str, text: str) -> Lognormal:
     try:
         median, sigma = float(found[1]), float(found[2])
     except ValueError:
-        raise LengthsError(f"data={data}: MEDIAN and SIGMA are numbers, as in lognormal(512,0.8)") from None
+        raise LengthsError(f"data={data}: MEDIAN and SIGMA must be numbers, as in lognormal(512,0.8)") from None
     if not (1 <= median <= LONGEST and 0 <= sigma < math.inf):
-        raise LengthsError(f"data={data}: MEDIAN is from 1 to {LONGEST:,} tokens and SIGMA 0 or more")
+        raise LengthsError(f"data={data}: MEDIAN must be 1 to {LONGEST:,} tokens, and SIGMA 0 or more")
     return Lognormal(median, sigma)
 
 
@@ -152,7 +152,7 @@ def _listed(place: Path, size: int, changed_ns: int) -> tuple[Listed, str]:
         content = bounded_reads.read_content(place)
         text = content.decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise LengthsError(f"{place} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}") from None
+        raise LengthsError(f"{place} cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
     counts: dict[int, int] = {}
     for length, count in _json(place, text) if text.startswith("[") else _lines(place, text):
         counts[min(length, LONGEST)] = counts.get(min(length, LONGEST), 0) + count
@@ -169,7 +169,7 @@ def _json(place: Path, text: str) -> Iterator[tuple[int, int]]:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise LengthsError(f"{place} is no JSON: {_short(str(error))}; it must be {FORMS}") from None
+        raise LengthsError(f"{place} is not JSON: {_short(str(error))}; it must be {FORMS}") from None
     for number, value in enumerate(values, 1):
         if type(value) not in (int, float) or not value >= 1 or value % 1:
             got = _short(json.dumps(value))
@@ -190,7 +190,7 @@ def _lines(place: Path, text: str) -> Iterator[tuple[int, int]]:
         found = [_WHOLE.fullmatch(cell) for cell in cells]
         if columns > 2 or len(cells) != columns or None in found:
             raise LengthsError(
-                f"{place}, line {number}: {_short(repr(line.strip()))} is no length; the file must be {FORMS}"
+                f"{place}, line {number}: {_short(repr(line.strip()))} is not a length; the file must be {FORMS}"
             )
         values = [int(one[1]) for one in found if one]
         length, count = values[::-1] if swapped and columns == 2 else (values[0], values[1] if columns == 2 else 1)
@@ -337,15 +337,15 @@ def _predicted(trial: Trial) -> Iterator[str]:
         return
     if trial.runner.name in runner_table.TARGETED:
         yield (
-            f"data={trial.data} with runner={trial.runner.name} cannot be predicted, because the use that the "
-            "target makes of a length is unknown; measure it, or use another runner"
+            f"data={trial.data} with runner={trial.runner.name} cannot be predicted, because it is unknown "
+            "how the target uses a length; measure it, or use another runner"
         )
         return
     alone = trial.micro_batch == 1 and trial.padding_to == LONGEST_OF_BATCH
     if has_varying_lengths(trial) and trial.attention == "flash_attention_2" and not alone:
         yield (
-            "attention=flash_attention_2 with padding of many lengths cannot be predicted, because the number of "
-            "tokens without padding differs from batch to batch; use attention=sdpa, packing or micro_batch=1"
+            "attention=flash_attention_2 with padding of varying lengths cannot be predicted, because the number of "
+            "tokens that are not padding varies by batch; use attention=sdpa, packing or micro_batch=1"
         )
 
 

@@ -84,7 +84,7 @@ def ds_config_file(trial: Trial, runners: str) -> Iterator[str]:
     if trial.sharding not in ZERO:
         yield (
             f"ds_config {trial.ds_config} leaves the stage to sharding={trial.sharding}, which has no stage; give "
-            f"sharding={', '.join(ZERO)}"
+            f"sharding={' or '.join(ZERO)}"
         )
     untraced = deepspeed_config.stated_values(config, "optimizer") and deepspeed_config.adam(config) is None
     if untraced and trial.device.name == "simulated":
@@ -114,7 +114,7 @@ def _deepspeed_optimizer(trial: Trial) -> Iterator[str]:
     kind = str(asked.get("type") if isinstance(asked, Mapping) else asked)
     if kind.lower() in ("adam", "adamw"):
         own = "deepspeed_cpu_adam" if trial.offload_optimizer else "deepspeed_fused_adam"
-        yield f"runner.options.optimizer of type {kind} belongs to the axis optimizer: give optimizer={own}"
+        yield f"runner.options.optimizer of type {kind} belongs to the setting optimizer: give optimizer={own}"
     if trial.optimizer != "default":
         yield f"runner.options.optimizer contradicts optimizer={trial.optimizer}; leave one out"
     if trial.device.name == "simulated":
@@ -138,7 +138,7 @@ def _trainer_optimizer(trial: Trial) -> Iterator[str]:
     name = {"adamw_8bit": "adamw_bnb_8bit"}.get(str(asked), str(asked))  # an alias in TrainingArguments
     axis = next((t.name for t in catalog.entries("optimizer") if t.optim == name), None)
     if axis is not None:
-        yield f"runner.options.optim={asked} belongs to the axis optimizer: give optimizer={axis}"
+        yield f"runner.options.optim={asked} belongs to the setting optimizer: give optimizer={axis}"
     if trial.optimizer != "default":
         yield f"runner.options.optim={asked} contradicts optimizer={trial.optimizer}; leave one out"
     if trial.device.name == "simulated" and name not in _TRACED:
@@ -155,7 +155,7 @@ def _trainer_optim_args(trial: Trial) -> Iterator[str]:
         return
     entry = catalog.technique("optimizer", trial.optimizer)
     if trial.optimizer == "sgd" and "momentum" in str(trial.runner.options["optim_args"]):
-        yield "runner.options.optim_args: momentum belongs to the axis optimizer: give optimizer=sgd_momentum"
+        yield "runner.options.optim_args: momentum belongs to the setting optimizer: give optimizer=sgd_momentum"
     if trial.optimizer != "default" and entry.optim is None:
         yield f"runner.options.optim_args does not reach {entry}, which TrainingArguments lacks; leave it out"
     if entry.packages and trial.device.name == "simulated":

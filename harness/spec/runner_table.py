@@ -226,7 +226,7 @@ def _supported(trial: Trial, entry: Runner) -> Iterator[str]:
         )
     if trial.world_size > 1 and trial.sharding == "none":
         ways = ", ".join(s.name for s in SHARDINGS if s.name not in ("none", "fsdp2"))
-        yield f"world_size={trial.world_size} needs a sharding, because none is one rank; add sharding=fsdp2, or {ways}"
+        yield f"world_size={trial.world_size} needs a sharding (none is for one rank); add sharding=fsdp2, or {ways}"
     if trial.device.name == "simulated" and not _SHARDINGS[trial.sharding].simulated:
         yield f"sharding={trial.sharding} with runner={entry.name} cannot be predicted; measure it on device=cuda"
 
@@ -260,7 +260,7 @@ def _options(trial: Trial, entry: Runner) -> Iterator[str]:
         whole = not isinstance(value, Mapping)  # it would replace a node that has a key of an axis
         axis = next((a for o, a in entry.owned.items() if option == o or (whole and o.startswith(f"{option}."))), None)
         if axis is not None:
-            yield f"runner.options.{option} belongs to the axis {axis}; set that instead, so that the row shows it"
+            yield f"runner.options.{option} belongs to the setting {axis}; give that instead, so that the row shows it"
     if entry.options is not None:
         known = (*entry.options, *_SHARDINGS[trial.sharding].options)
         if unknown := sorted(set(trial.runner.options) - set(known)):

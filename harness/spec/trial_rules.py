@@ -30,13 +30,11 @@ def _model(trial: Trial) -> Iterator[str]:
             yield f"model.trust_remote_code has no effect with {runner}, which loads its model itself; leave it out"
         return
     if (trial.model.model_type is None) == (path is None):
-        yield "model: give either a shipped architecture or model.path (a local directory or hub id)"
+        yield "model: give either a built-in model or model.path (a folder or hub id)"
     if trial.weights == "pretrained" and path is None:
-        yield "weights=pretrained needs model.path (a local directory or hub id): model=hub model.path=..."
+        yield "weights=pretrained needs model.path (a folder or hub id): model=hub model.path=..."
     if trial.data != "synthetic" and not length_distribution.names_lengths(trial.data) and path is None:
-        yield (
-            "a text data set needs a tokenizer; give model.path (a local directory or hub id): model=hub model.path=..."
-        )
+        yield "a text data set needs a tokenizer; give model.path (a folder or hub id): model=hub model.path=..."
     if trusted and path is None:
         yield "model.trust_remote_code needs a model that brings code (model=hub model.path=...); else leave it out"
     if limit is not None and trial.seq_len > limit:
@@ -103,12 +101,12 @@ def _runner(trial: Trial) -> Iterator[str]:
     name = trial.runner.name
     for setting, takers in (("target", runner_table.TARGETED), ("command", runner_table.STARTING)):
         if getattr(trial.runner, setting) and name not in takers:
-            yield f"runner.{setting} belongs to runner={' or '.join(takers)}, not {name}"
+            yield f"runner.{setting} belongs to runner={' or '.join(takers)}, not {name}; leave it out"
     if name in runner_table.STARTING:
         yield from command_template.command_problems(trial)
     elif not trial.runner.stop:
         which = " or ".join(runner_table.STARTING)
-        yield f"runner.stop belongs to runner={which}, not {name}, which ends with the protocol's steps"
+        yield f"runner.stop belongs to runner={which}, not {name}, which ends with the protocol's steps; leave it out"
     if name in runner_table.TARGETED:
         path, colon, function = (trial.runner.target or "").rpartition(":")
         if not colon or not function.isidentifier():

@@ -99,7 +99,7 @@ def rule(trial: Trial) -> Iterator[str]:
         try:
             asked = Version(version)
         except InvalidVersion:
-            yield f"versions.{package}={version} is no version; write it like 0.14.2"
+            yield f"versions.{package}={version} is not a version; write it like 0.14.2"
             continue
         installed = catalog.version(package)
         # "+cu130" and "+cpu" are builds of one version

@@ -101,8 +101,9 @@ def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
         lengths = ask().lengths
         if len(lengths) > 1:
             raise InvalidTrial(
-                "attention=flash_attention_2 with padding of many lengths cannot be predicted, because the number "
-                "of tokens differs between batches; use data=synthetic with padding=, packing, or attention=sdpa"
+                "attention=flash_attention_2 with padding of varying lengths cannot be predicted, because the number "
+                "of tokens that are not padding varies by batch; use data=synthetic with padding=, packing, or "
+                "attention=sdpa"
             )
         (length,) = lengths
         tokens = attention_mask.sum(dim=-1, dtype=torch.int32)

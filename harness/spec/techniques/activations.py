@@ -20,7 +20,7 @@ def _recorded_first(trial: Trial) -> Iterator[str]:
     """Require two warm-up steps: one without the graph, one that records it (torch/_inductor/cudagraph_trees.py)."""
     if trial.protocol.warmup_steps < 2:
         yield (
-            f"compile={trial.compile} records its CUDA graphs in the second step, which is no warm-up step with "
+            f"compile={trial.compile} records its CUDA graphs in the second step, which is not a warm-up step with "
             f"protocol={trial.protocol.name}; use protocol=quick, or protocol.warmup_steps=2"
         )
 

@@ -36,7 +36,7 @@ def _uncached(trial: Trial) -> Iterator[str]:
     """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
     cached = trial.runner.name == "trainer" and (numbers(version("transformers") or "5")) < (5,)
     if trial.use_cache == "on" or (trial.use_cache == "default" and cached):
-        yield "packing=documents needs use_cache=off, because transformers separates no documents if it has a cache"
+        yield "packing=documents needs use_cache=off, because with a cache transformers does not separate documents"
 
 
 AXES, TECHNIQUES = read_table("batching.json", _padded, _to_the_left, _full, _uncached)

@@ -84,7 +84,7 @@ def _known(trial: Trial, axis: Axis, user_code: bool) -> Iterator[str]:
     if axis.of is not None and value != axis.default and not user_code:
         other, needed = axis.of
         if getattr(trial, other) not in needed:
-            yield f"{axis.name} belongs to {other}={' or '.join(needed)}, not {other}={getattr(trial, other)}"
+            yield f"{axis.name} belongs to {other}={' or '.join(needed)}, not {getattr(trial, other)}; leave it out"
 
 
 def _fits(trial: Trial, entry: Technique) -> Iterator[str]:

@@ -21,9 +21,7 @@ def _labels_are_left(trial: Trial) -> Iterator[str]:
 
 def _half_precision(trial: Trial) -> Iterator[str]:
     if trial.device.name != "cpu" and trial.precision in ("fp32", "tf32"):
-        yield (
-            f"attention={trial.attention} takes fp16 and bf16 only, not precision={trial.precision}; use bf16, or sdpa"
-        )
+        yield f"attention={trial.attention} takes fp16 and bf16 only; use precision=bf16 or attention=sdpa"
 
 
 def _maskless(trial: Trial) -> Iterator[str]:

@@ -35,8 +35,8 @@ def _fp8_tokens(trial: Trial) -> Iterator[str]:
     tokens = trial.micro_batch * trial.seq_len
     if tokens % 16:
         yield (
-            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, because of its products with "
-            f"gradients, not {tokens}; change seq_len or micro_batch"
+            f"precision=fp8 needs a multiple of 16 tokens in a micro-batch, not {tokens}, because of its matrix "
+            "products with gradients; change seq_len or micro_batch"
         )
 
 

@@ -309,7 +309,7 @@ def test_reserved_but_unallocated_is_taken_at_one_moment():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom is not simulated"),
+        ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom cannot be replayed"),
         ("per_process_memory_fraction:0.5", "is a share of a memory limit; give one"),
     ],
 )

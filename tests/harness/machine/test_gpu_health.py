@@ -60,7 +60,7 @@ def test_a_bad_card_costs_only_its_own_trials(
     assert len(attempts) == len(rows) == 24 + sum(went[f"GPU-{n}"] for n in bad)
     out = capfd.readouterr().out
     for n in bad if case != "gone" else ():
-        told = f"GPU {n} (GPU-{n}, NVIDIA H100) failed 2 times in a row and gets no more trials while other GPUs work ("
+        told = f"GPU {n} (GPU-{n}, NVIDIA H100) failed 2 times in a row while other GPUs work, so it gets few trials ("
         assert told in str(out.splitlines()[-len(bad) :]) and f"check it with nvidia-smi -i {n}" in out
         assert f"ETA 0:00 · GPU {n} (GPU-{n}, NVIDIA H100) failed 2 times in a row" in out or len(bad) > 1
 

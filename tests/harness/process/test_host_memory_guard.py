@@ -36,10 +36,10 @@ def test_next_to_nothing_left_ends_the_attempt() -> None:
 
 
 @pytest.mark.parametrize(("held", "before", "kind", "said"), [
-    (60, 2, "host_oom", "because it used 60.0 of the host's 64.0 GiB and almost nothing was left; before it 2.0"),
+    (60, 2, "host_oom", "because it used 60.0 of the host's 64.0 GiB and almost none was left (2.0 in use before)"),
     (32, 31, "host_oom", "because it used 32.0"),  # of what was free, all; hugepages or a database hold the rest
-    (33, 1, "environment", "63.0 of 64.0 GiB in use, 33.0 by the trial, 1.0 before it"),  # another job came
-    (2, 61, "environment", "63.0 of 64.0 GiB in use, 2.0 by the trial, 61.0 before it"),
+    (33, 1, "environment", "63.0 of 64.0 GiB in use, 33.0 by the trial; before it, 1.0"),  # another job came
+    (2, 61, "environment", "63.0 of 64.0 GiB in use, 2.0 by the trial; before it, 61.0"),
 ])  # fmt: skip
 def test_whose_doing_it_was(held: int, before: int, kind: str, said: str) -> None:
     memory = outcome.HostMemory(held * GIB, 63 * GIB, 64 * GIB, before * GIB)

@@ -139,10 +139,10 @@ def test_a_file_of_something_else_is_refused_by_its_line(tmp_path: Path, text: s
 
 def test_errors_are_short_and_name_what_cannot_be_read(tmp_path: Path) -> None:
     for text, said in (
-        ("[" * 100_000, "is no JSON"),
-        ("9" * 5000, "... (5,002 characters) is no length"),
-        ("5," + "9" * 400, "is no length"),
-        ("5,7,9," * 30_000, "... (180,002 characters) is no length"),
+        ("[" * 100_000, "is not JSON"),
+        ("9" * 5000, "... (5,002 characters) is not a length"),
+        ("5," + "9" * 400, "is not a length"),
+        ("5,7,9," * 30_000, "... (180,002 characters) is not a length"),
     ):
         assert said in refused(data=listed(tmp_path, text))
     for text in ("7," * 100_000, f"[{'[' * 50_000}{']' * 50_000}]", f'["{"7" * 100_000}"]'):
@@ -195,9 +195,9 @@ def test_settings_that_do_not_go_together_say_what_would() -> None:
     assert "which is no multiple of it; use seq_len=24" in refused(data=data, padding_to="12")
     assert "packed samples are all full" in refused(data=data, padding_to="8", packing="wrapped")
     own = {"runner": custom("good")["runner"], "data": data, "device": SIMULATED}
-    assert "cannot be predicted, because the use that the target makes of a length" in refused(**own)
+    assert "cannot be predicted, because it is unknown how the target uses a length" in refused(**own)
     flash = {"data": data, "attention": "flash_attention_2", "precision": "bf16", "device": SIMULATED}
-    assert "padding of many lengths cannot be predicted" in refused(**flash)
+    assert "padding of varying lengths cannot be predicted" in refused(**flash)
     assert tried(**flash, micro_batch=1).micro_batch == 1
     assert tried(data=data, packing="documents").packing == "documents"
     for mistake in ({"padding_to": "0"}, {"data": "lengths:nothing"}):  # nothing that rests on one is looked at

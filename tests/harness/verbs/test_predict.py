@@ -182,7 +182,7 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
     own = sized.device.card  # what PyTorch reports of it is not known, and taken to be 9 % less
     assert sized.memory_limit() == int(80 * 0.91 * 2**30) - CONTEXT_BYTES and own.reported_mib is None
     assert fit_text.describe_limit([sized]) == (
-        "limit: the GPU's memory minus 9 %, because what it reports is unknown, and 0.75 GiB for the CUDA context"
+        "limit: the GPU's memory minus 9 % (the size that it reports is unknown) and 0.75 GiB for the CUDA context"
     )
     kept = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0}))
     assert fit_text.describe_limit([kept]).endswith(" 0.75 GiB for the CUDA context, and 2 GiB headroom")

@@ -189,7 +189,7 @@ def test_text_is_taken_as_it_is(folder: Path, tmp_path: Path) -> None:
     flash = HALF | {"attention": "flash_attention_2"}
     _, details = traced(text(folder, "long.txt", device=SIMULATED, **flash), tmp_path)
     assert details["attention_effective"] == "flash_attention_2"
-    with pytest.raises(trial.InvalidTrial, match="padding of many lengths cannot be predicted"):
+    with pytest.raises(trial.InvalidTrial, match="padding of varying lengths cannot be predicted"):
         traced(text(folder, "short.txt", device=SIMULATED, **flash), tmp_path)
     packed = {"device": SIMULATED, "packing": "documents", **flash, "micro_batch": 1, "seq_len": 8}
     traced(text(folder, "short.txt", **packed), tmp_path)
