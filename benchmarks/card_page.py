@@ -373,8 +373,8 @@ def _both_ways(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str
         f"(warm): {cold}.",
         "- Qwen1.5-0.5B, 512 tokens, three cold and three warm trials in turns: overhead "
         f"{part['overhead_s']['cold']:.1f} s and {part['overhead_s']['warm']:.2f} s, fastest step "
-        f"{1000 * times['cold']:.1f} and {1000 * times['warm']:.1f} ms. Tokens/s are "
-        f"{part['speed_of_warm'].split(':')[0]}, because the speed of the host varies more.",
+        f"{1000 * times['cold']:.1f} and {1000 * times['warm']:.1f} ms. The verdict on tokens/s "
+        f"is {part['speed_of_warm'].split(':')[0]}, because the speed of the host varies more.",
         "- These six trials reserved the same memory, and the cold ones allocated 512 bytes more: 4 bytes of "
         "torchaudio, which the model's code imports while it is made. Workers now import it before; the H200 ran "
         "with this fix.",

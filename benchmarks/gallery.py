@@ -227,7 +227,7 @@ def page(work: Path) -> str:
             lines = "\n".join(new)
             parts.append(f"```\n{lines}\n```")
     footer = "; ".join(dict.fromkeys(versions))
-    return "\n\n".join(parts) + f"\n{KEPT}\n---\n\n*Versions: {footer}; of the H100 in [its page](h100.md).*\n"
+    return "\n\n".join(parts) + f"\n{KEPT}\n---\n\n*Versions: {footer}; for the H100 see [its page](h100.md).*\n"
 
 
 def main() -> int:

@@ -235,7 +235,7 @@ def misses(check: Check) -> dict[str, Any]:
     """
     path = check.out / "residuals.csv"
     if not check.real or not path.exists():
-        return {"skipped": "needs CUDA, and the residuals of the part predicted"}
+        return {"skipped": "needs CUDA and residuals.csv, which the part predicted writes"}
     with path.open(newline="") as stream:
         off = [one for one in csv.DictReader(stream) if one["component"] == "peak_reserved_bytes"]
     off = [one for one in off if abs(float(one["relative"])) > MISSED]

@@ -289,7 +289,7 @@ def main(readings: Path, out: Path, figure: Path, every: Path) -> None:
     outputs.write(every, csv_text(made))
     plot = draw_errors(made.readings)
     if plot is None:
-        raise UserError(f"no memory was predicted: {out} is written, {figure}, which it links, is not")
+        raise UserError(f"no memory was predicted, so {out} links to {figure}, which is not written")
     draw_one(Picture(plot, figure, scale=2))
 
 

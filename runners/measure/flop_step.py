@@ -17,7 +17,7 @@ from vramsweep.runners.measure.dispatch_modes import FlopCount, SdpaKernels
 from vramsweep.runners.measure.steady_memory import NO_BACKWARD
 from vramsweep.runners.rank.aggregate_ranks import Columns
 
-COUNTED_EAGERLY = "FLOPs are counted in a step without torch.compile, whose code calls no countable operators"
+COUNTED_EAGERLY = "FLOPs are counted without torch.compile, because compiled code calls no countable operators"
 COMPILED = "FLOPs are unknown, because compiled code calls no countable operators"
 
 
@@ -120,7 +120,7 @@ class Count:
         if self.total is None:
             return None, None, [COMPILED] if self.compiled and not self.own else []
         if attention is not None and "flash" in attention:
-            return None, None, [f"FLOPs are unknown, because the kernels of {attention} are no operators of torch"]
+            return None, None, [f"FLOPs are unknown, because the kernels of {attention} are not torch operators"]
         hardware = None if self.uncounted else self.total
         model = None if self.forward is None else 3 * self.forward
         if uneven and model is not None:

@@ -219,7 +219,7 @@ def _not_timed(trial: Trial, card: Gpu, peak_unknown: bool, sent: interconnects.
     if trial.offload_optimizer or trial.offload_param or trial.activation_offload:
         return "no estimated times, because with states or activations in host memory the host limits the speed"
     if peak_unknown:
-        return f"no estimated times, because a peak of {card.name} or the FLOPs of an operator are unknown"
+        return f"no estimated times, because a peak rate of {card.name} or the FLOPs of an operator are unknown"
     if sent is None:
         return "no estimated times, because there is no formula for one of the collectives"
     if sent.seconds is None:
@@ -271,8 +271,7 @@ def refused_text(refused: Refused, asked: Held, trial: Trial, without_limit: Pre
         f"{card.name} ({format_gib(trial.memory_limit())} GiB left for the allocator) is too small. A request of "
         f"{format_gib(refused.request)} GiB fails {where} ({asked.category.replace('_', ' ')}, {who}), next to "
         f"{format_gib(refused.allocated)} GiB already allocated ({parts}). Without a limit the run would reserve "
-        f"{format_gib(need)} GiB"
-        f"{', ' + (f'which {of}{enough[0].name} has' if enough else none)}"
+        f"{format_gib(need)} GiB{', ' + (f'which fits in {of}{enough[0].name}' if enough else none)}"
     )
 
 
@@ -295,7 +294,7 @@ def _would_fit(trial: Trial, without_limit: Prediction, limit: int) -> str:
     fitting = int((1 - LEFT_UNUSED) * (limit - fixed) * tokens / grows) if moving and grows > 0 else 0
     if fitting < 1:
         return f"{format_gib(fixed)} GiB of it do not depend on length or batch (vramsweep advise finds what helps)"
-    return f"about {min(fitting, tokens):,} of its {tokens:,} tokens a pass would fit, by proportion"
+    return f"a pass of about {min(fitting, tokens):,} of its {tokens:,} tokens would fit, by proportion"
 
 
 def host_columns(trial: Trial, host: HostPrediction) -> dict[str, Any]:
@@ -358,10 +357,10 @@ def _host_refused(trial: Trial, host: HostPrediction, where: Mark, about: Mappin
     parts |= {name: about[f"host_{name}_bytes"] for name in apart}
     largest = sorted(filter(parts.get, parts), key=lambda name: -parts[name])
     told = ", ".join(f"{name} {format_gib(parts[name])}" for name in largest[:4])
-    phase = "loading" if where.step is None else f"the {where.phase} phase of step {where.step}"
+    phase = "while loading" if where.step is None else f"in the {where.phase} phase of step {where.step}"
     need = f"{about['host_ranks']} ranks need" if about["host_ranks"] > 1 else "One rank needs"
     return (
-        f"{trial.device.node_memory_gib:g} GiB of host memory per node are not enough from {phase} on. {need} at least "
+        f"{trial.device.node_memory_gib:g} GiB of host memory per node are not enough {phase}. {need} at least "
         f"{format_gib(about['host_peak_bytes'])} GiB ({told}); {_LESS.get(largest[0], 'use a node with more memory')}"
     )
 

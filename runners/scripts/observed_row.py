@@ -142,7 +142,7 @@ def _largest(row: Columns) -> list[str]:
     steps = max((peaks[name] for name in ("first_step", "steps") if name in peaks), default=None)
     if part in (None, "first_step", "steps") or not steps:
         return []
-    return [f"{part} needs most memory of the whole job: {peaks[part] / MIB:,.1f} MiB; steps: {steps / MIB:,.1f} MiB"]
+    return [f"{part} needs the most memory of the job: {peaks[part] / MIB:,.1f} MiB; steps: {steps / MIB:,.1f} MiB"]
 
 
 def _shared(trained: Sequence[Seen]) -> list[str]:

@@ -360,7 +360,8 @@ class Observer:
             return self.volume.columns(clean, own["elapsed_s"])
         what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
         if self.each_time(steps):
-            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what}; all count"]}
+            notes = [*own["notes"], f"{what}; memory and speed include these steps"]
+            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": notes}
         notes = [*own["notes"], f"{what}; memory includes these steps, speed leaves them out"]
         times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
         energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))

@@ -107,7 +107,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             raise  # make_trace.py explains it
         except Exception as error:
             what = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-            raise InvalidTrial(f"cannot be predicted: the script fails on fake tensors ({what}); measure it") from error
+            raise InvalidTrial(f"cannot be predicted, because it fails on fake tensors ({what}); measure it") from error
     if observer.problem is not None:
         raise RuntimeError(observer.problem)
     raise InvalidTrial(
@@ -263,7 +263,7 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
             "...), or measure on device=cuda"
         )
     if interpreter.interpreter_facts(command):
-        raise InvalidTrial(f"cannot be predicted: {words[0]} is not the Python that runs vramsweep; use that one")
+        raise InvalidTrial(f"cannot be predicted, because {words[0]} is not vramsweep's Python; use that one")
     rest = list(words[1:])
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         if rest.pop(0) in ("-X", "-W") and rest:  # their value is a separate word

@@ -147,7 +147,7 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
             self._ranks = [own]
             return
         if not torch.distributed.is_initialized():
-            raise UserError(f"the {own['world_size']} ranks have no process group any more; destroy it after the block")
+            raise UserError(f"the {own['world_size']} ranks no longer have a process group; destroy it after the block")
         every: list[Any] = [None] * own["world_size"]
         with torch.cuda.device(own["card"]) if "card" in own else contextlib.nullcontext():  # NCCL's is the current one
             torch.distributed.all_gather_object(every, own)

@@ -49,7 +49,7 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
     for the only one. TrainingArguments accept bf16 on a CPU only with use_cpu, which switches DeepSpeed off.
     """
     if trial.device.name == "cpu" and trial.precision == "fp16" and not get_accelerator().is_fp16_supported():
-        raise InvalidTrial("precision=fp16: this CPU has no fp16 for DeepSpeed; use bf16 or fp32, or device=cuda")
+        raise InvalidTrial("precision=fp16: DeepSpeed has no fp16 on this CPU; use bf16 or fp32, or device=cuda")
     meeting = ("fake" if trial.device.name == "simulated" else process_group.BACKENDS["cpu"], DistributedType.NO)
     return patched(
         (
@@ -63,8 +63,8 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
 
 def _no_kernel(builder: Any, verbose: bool = True) -> None:
     raise InvalidTrial(
-        "DeepSpeed has no kernel for a CPU that its configuration needs (zero_quantized_*, or an optimizer other than "
-        "Adam); remove that setting, or measure on device=cuda"
+        "DeepSpeed lacks a CPU kernel that its configuration needs (zero_quantized_*, or an optimizer other than Adam)"
+        "; remove that setting, or measure on device=cuda"
     )
 
 
@@ -179,7 +179,7 @@ def fitting(trial: Trial, net: torch.nn.Module, arguments: Any = None) -> None:
 def checked(trial: Trial, net: Any) -> None:
     """Raise InvalidTrial unless DeepSpeed's engine trains with the trial's stage, batch, ranks, precision, offloads."""
     if not isinstance(net, deepspeed.DeepSpeedEngine):
-        raise InvalidTrial(f"sharding={trial.sharding}: {type(net).__name__} trains, not DeepSpeed's engine")
+        raise InvalidTrial(f"sharding={trial.sharding} needs DeepSpeed's engine, but {type(net).__name__} trains")
     stage = runner_table.sharding(trial.sharding).stage
     precision = trial.precision if trial.precision in ("bf16", "fp16") else "fp32"
     half = {"bf16": net.bfloat16_enabled(), "fp16": net.fp16_enabled()}

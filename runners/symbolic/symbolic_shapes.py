@@ -57,7 +57,7 @@ def trace(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner) -> C
     """
     synthetic = trial.data == "synthetic" or length_distribution.has_varying_lengths(trial)
     if not synthetic or trial.padding:
-        return Refused("the padding of a batch is no formula of its length")
+        return Refused("the padding of a batch has no formula")
     try:
         found = _trace_few(trial, card, folder, runner)
         if found is not None:

@@ -206,7 +206,7 @@ class TraceFamily:
                 kept = [[[len(form.kept) for form in step] for step in one.steps] for one in (old, new)]
                 if old.load != new.load or kept[0] != kept[1]:
                     odd = min(batch, other, key=lambda one: one.tokens)
-                    what = f"steps of {odd.samples} x {odd.width} tokens keep other tensors than others"
+                    what = f"steps of {odd.samples} x {odd.width} tokens keep other tensors than other steps do"
                     raise InvalidTrial(OTHERWISE.format(f"{what} (try padding_to=8)"))
             self._forms[key] = new, batch
         return self._forms[key][0]

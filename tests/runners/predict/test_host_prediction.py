@@ -85,7 +85,7 @@ def test_a_node_that_is_too_small_is_full_before_the_card_is(run_sweep: Run) -> 
     # fp32 master weights and two moments, one half on each rank, both of this node
     assert roomy["host_peak_optimizer_state_bytes"] == 3 * 4 * PARAMETERS
     assert full["outcome"] == "host_oom"
-    assert "host memory per node are not enough from loading on. 2 ranks need at least 0.65" in full["reason"]
+    assert "host memory per node are not enough while loading. 2 ranks need at least 0.65" in full["reason"]
     assert full["host_peak_bytes"] == roomy["host_peak_bytes"] > full["host_total_bytes"]
     assert full["phase"] == "load"
     assert (small["outcome"], small["host_ranks"]) == ("ok", 1)

@@ -79,7 +79,7 @@ def test_what_would_have_fitted_does_and_hardly_more(tmp_path: Path) -> None:
     gib = round(whole / (1 << 30) / 3 + 0.87, 2)  # with a context
     card = {"gpu": "a100-80gb", "memory_gib": gib, "capability": "8.6"}
     error = str(predicted_at(96, card, tmp_path).error)
-    found = re.search(r"; about ([\d,]+) of its 49,152 tokens a pass would fit, by proportion$", error)
+    found = re.search(r"; a pass of about ([\d,]+) of its 49,152 tokens would fit, by proportion$", error)
     assert found, error
     batch = int(found[1].replace(",", "")) // 512
     assert 8 <= batch <= 80
@@ -129,7 +129,7 @@ def test_a_row_that_runs_out_says_what_was_asked_for_and_what_was_there(tmp_path
     assert "0.0" not in small and float(small[0]) > 0
     assert f"), next to {format_gib(row['oom_allocated_bytes'])} GiB already allocated (" in reason
     assert f", workspaces {small[0]}, optimizer state {small[1]})" in reason
-    assert "GiB, which gh200-144gb has" in reason or "GiB, which h200" in reason
+    assert "GiB, which fits in gh200-144gb" in reason or "GiB, which fits in h200" in reason
     trace.sizes[layers] = 1000 << 30
     error = predicted_row.predict(chosen, trace, details).error
     assert "more than any listed GPU of capability 8.0 or later has" in str(error)
@@ -146,7 +146,7 @@ def test_a_share_of_the_card_is_what_its_row_speaks_of(tmp_path: Path) -> None:
     needed = found.columns["unlimited_peak_reserved_bytes"]
     said = str(found.error)
     assert "l4-24gb (0.21 GiB left for the allocator) is too small" in said
-    enough = re.search(r"which 0.01 of ([\w-]+) has", said)
+    enough = re.search(r"which fits in 0.01 of ([\w-]+)", said)
     assert enough and gpu_lookup.memory_limit(gpu_lookup.gpu_named(enough[1])) * 0.01 >= needed
     fitting = int(re.search(r"about ([\d,]+) of its 8,192 tokens", said)[1].replace(",", ""))  # type: ignore[index]
     assert fitting < 8192 * chosen.memory_limit() / needed

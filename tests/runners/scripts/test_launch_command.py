@@ -314,7 +314,7 @@ def test_a_whole_job_has_a_peak_for_each_of_its_parts(run_sweep: Run, tmp_path: 
     assert first["largest_part"] == "evaluation"
     assert first["peak_allocated_bytes"] == peaks["steps"]  # of load and steps alone
     assert first["part_peak_reserved_bytes"] is None
-    assert first["notes"][-1] == "evaluation needs most memory of the whole job: 10.0 MiB; steps: 3.0 MiB"
+    assert first["notes"][-1] == "evaluation needs the most memory of the job: 10.0 MiB; steps: 3.0 MiB"
     (said,) = parts.sentences(parts.jobs(groups(load(tmp_path / "t"))))
     assert said.startswith(
         "In 2 of 2 jobs evaluation needs most (allocated): at worst 10.0 MiB where the steps need 3.0 MiB"

@@ -166,7 +166,7 @@ def test_no_estimate_where_a_peak_is_unknown_or_others_set_the_pace(tmp_path: Pa
         assert found["estimated_moved_bytes"] == whole["estimated_moved_bytes"]
         return why
 
-    assert "a peak of t4-16gb" in untimed(chosen, gpu_lookup.gpu_named("t4-16gb"))
+    assert "a peak rate of t4-16gb" in untimed(chosen, gpu_lookup.gpu_named("t4-16gb"))
     assert "host limits the speed" in untimed(chosen.model_copy(update={"offload_optimizer": True}))
     ranks = chosen.model_copy(update={"sharding": "fsdp2", "world_size": 16})
     assert "device.interconnect (between nodes)" in untimed(ranks)  # nobody said what links the two nodes
