@@ -102,16 +102,16 @@ def _parsers() -> dict[str, Parser]:
     compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
     compare.add_argument(
         "--axis", choices=["seq_len", "micro_batch", "tokens"], help="x axis of trends and figure (default: length, "
-        "or batch if it has more values); pairs always agree in both",
+        "or batch if it has more values); the sides of a pair always agree in both",
     )  # fmt: skip
     compare.add_argument(
         "--tolerance", type=float, default=0.005, metavar="SHARE",
-        help="memory is EQUAL if it differs by at most this (default 0.005, for reserved at least 2 MiB; 0: exact)",
+        help="memory is EQUAL up to this difference, reserved also up to 2 MiB (default 0.005; 0: exact)",
     )  # fmt: skip
     compare.add_argument(
         "--figure", type=FIGURE, metavar="FILE", help="draw both sets: HTML, PNG, SVG or PDF, with the data next to it"
     )
-    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="page of both: verdicts, figure, answers")
+    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="HTML page of verdicts, figure, answers")
     compare.add_argument("--all", action="store_true", help="print every pair")
     compare.add_argument("--names", metavar="A,B", help="names of the two sets (default: their paths)")
     _foreign(compare)
@@ -156,7 +156,7 @@ def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
             type=_curves,
             default=(),
             metavar="KINDS",
-            help="curves to draw with the chosen one: linear,quadratic",
+            help="more curves to draw: linear,quadratic",
         )
 
 
@@ -169,7 +169,7 @@ def _foreign(parser: argparse.ArgumentParser) -> None:
         "8*(...) repeats for 8 ranks, - skips a column",
     )
     parser.add_argument(
-        "--mapping", type=Path, metavar="FILE", help="JSON: the CSV's column (name or position) for each of ours"
+        "--mapping", type=Path, metavar="FILE", help="JSON: our column names, each with the CSV's (name or position)"
     )
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",

@@ -43,7 +43,7 @@ def what_if_tables(table: Table) -> tuple[list[tuple[str, str, pd.DataFrame]], l
         match = first.match
         exact = "exact" if match is not None and match.exact else "NOT exact, so take the rest with care"
         where = f"{row['model']}, {row['seq_len']} tokens, {row['precision']}"
-        title = f"Allocator what-if, replayed from trial {row['trial_id']} ({where}); the replay as recorded is {exact}"
+        title = f"Allocator what-if from trial {row['trial_id']} ({where}); a replay of its own settings is {exact}"
         name = file_names.make_safe(f"what_if_{row['trial_id']}")
         tables.append((title, name, pd.DataFrame([_cells(r) for r in (first, *others[:BEST])])))
     if len(recorded) > MOST:

@@ -451,7 +451,7 @@ def _judge(shift: float, draws: Array, basis: str, **known: float) -> Speed:
         return Speed("FASTER" if low > MARGIN else "SLOWER", text, change, low, high, **known)
     if low >= -MARGIN and high <= MARGIN:
         return Speed("SAME", f"{text}, within the margin of 1 %", change, low, high, **known)
-    return Speed("AMBIGUOUS", f"{text}, which crosses the margin of 1 %", change, low, high, **known)
+    return Speed("AMBIGUOUS", f"{text}; the interval crosses the margin of 1 %", change, low, high, **known)
 
 
 def _speed_over_all(speeds: Sequence[Speed], shifts: Array, random: np.random.Generator) -> Speed:

@@ -277,7 +277,7 @@ def _add_throughput(frame: pd.DataFrame, notes: list[str]) -> None:
             frame["tokens_per_s"] *= frame[name]
     if assumed := [name for name in _FACTORS if name not in frame]:
         given = " ".join(f"--set {name}=..." for name in assumed)
-        notes.append(f"tokens/s assume 1 for {', '.join(assumed)}, which the file lacks; otherwise add {given}")
+        notes.append(f"tokens/s assume 1 for {', '.join(assumed)}, which the file lacks; if that is wrong, add {given}")
 
 
 def _count(number: int, what: str) -> str:

@@ -155,8 +155,8 @@ def _phases(rows: pd.DataFrame, axis: str) -> str:
     held, places = highest(rows), [int(place) for place in rows[axis]]
     if not (turns := [i for i in range(len(held)) if held[i] and (i == 0 or held[i] != held[i - 1])]):
         return ""
-    told = [f"{f'from {places[i]:,} on ' if i else ''}in {held[i]}" for i in turns]
-    return f"The peak is {', '.join(told)}."
+    told = [f"{f'from {places[i]:,} on, ' if i else ''}in the {held[i]} phase" for i in turns]
+    return f"The peak is {'; '.join(told)}."
 
 
 def _ran(group: Group, axis: str, beside: Beside | None, measured: Sequence[Group]) -> pd.DataFrame:

@@ -49,8 +49,8 @@ def frontier_chart(view: View) -> list[Figure]:
     drawn = [one for (size, _), (one, _) in best.items() if size in sizes]
     caption = sentence(
         "Hatched: predicted to fit. Line: up to the next predicted length, which does not fit." if view.predicted else
-        "Solid: ran. Hatched: a new run fits with 97.5 %. Tick: estimated maximum; line: up to the end of its 95 % "
-        "interval.",
+        "Solid: ran. Hatched: a new run fits with a probability of 97.5 %. Tick: estimated maximum; line: up to the "
+        "end of its 95 % interval.",
         "Arrow: beyond what the fit can predict." if any(_beyond(view, one) for one in drawn) else "",
         "° and paler: beyond the fitted lengths." if any(one.extrapolated for one in drawn) else "",
         "(all): the model has no more positions." if any(one.remark == ALL for one in drawn) else "",

@@ -202,7 +202,7 @@ def _lines_are(fits: Sequence[Fit]) -> str:
 
 def _kinds(groups: Sequence[Group], fits: Sequence[Fit]) -> str:
     if all(group.resident for group in groups):
-        return "Memory is the bytes of live tensors on a CPU."
+        return "On a CPU, memory is the bytes of live tensors."
     return "Open markers and dashed lines: reserved." if any(fit.metric.limited for fit in fits) else ""
 
 

@@ -35,7 +35,7 @@ def of_jobs(view: View) -> list[Figure]:
     plot.update_xaxes(type="category")
     caption = sentence(
         f"Peak {' or '.join(bases)} of each part of the job. Framed: the steps, on which fits and maxima are based.",
-        f"{len(shown)} of {len(jobs):,} jobs: those that exceed their steps most." if len(jobs) > len(shown) else "",
+        f"{len(shown)} of {len(jobs):,} jobs: their parts exceed the steps most." if len(jobs) > len(shown) else "",
     )
     data = pd.DataFrame(
         {"job": job.name, "part": part, f"peak_{job.base}_bytes": size, "trial_id": job.trial_id}

@@ -142,7 +142,7 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope
-    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, there below {most:,.0f} tokens/s)"
+    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, below {most:,.0f} tokens/s)"
 
 
 def _on_top(fixed: float) -> str:
@@ -228,7 +228,7 @@ def _residual(fit: Fit, residual: Residual) -> str:
     left = fit.points.y - fit.predictor.value(fit.points.x)
     sizes = " to ".join(dict.fromkeys(f"{'plus' if v >= 0 else 'minus'} {fit.metric.show(abs(v))}" for v in ends))
     rms = fit.metric.show(float(np.sqrt(np.mean(left**2))))
-    return f"measured is predicted {sizes} ({kind}; RMS of the rest {rms})"
+    return f"measured equals predicted {sizes} ({kind}; RMS of the rest {rms})"
 
 
 def text(fit: Fit) -> str:

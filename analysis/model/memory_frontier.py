@@ -33,6 +33,7 @@ REACH = 4  # a fit is evaluated up to this multiple of the longest measured valu
 ALL = "all that the model has positions for"
 FEW = "fewer than three different values, so no curve"
 EDGE = "vramsweep predict --largest finds the maximum"
+_TORN = "results from {:,} to {:,} contradict each other"
 _LIMITING = ("device_used_bytes", "peak_reserved_bytes")
 
 
@@ -179,7 +180,7 @@ def _predicted_ends(part: _Part, rows: Bracket) -> _Ends:
     """Return the ends that predicted rows show; no curve through them knows more than the predictor does."""
     ok, over, step = rows.largest, rows.smallest, part.multiples_of or 1
     if ok is None or rows.either_way:
-        return _Ends(remark="from {:,} to {:,} it goes either way".format(*rows.either_way) if rows.either_way else "")
+        return _Ends(remark=_TORN.format(*rows.either_way) if rows.either_way else "")
     if ok == part.longest:
         return _Ends(ok, ok, ok, ALL)
     high = None if over is None else over - step
@@ -233,7 +234,7 @@ def _remark(
     """Return where rows contradict the curve or each other, or that it is extrapolated; "" otherwise."""
     proven, over = rows.proven, rows.smallest
     if rows.either_way:
-        return "results from {:,} to {:,} contradict each other".format(*rows.either_way)
+        return _TORN.format(*rows.either_way)
     if value is None and not endless:
         return f"not even {shortest:,.0f} fits"
     if proven is not None and not endless and (crossing is None or crossing < proven):
@@ -276,16 +277,14 @@ def text(limits: Sequence[Limit]) -> str:
 def _line(limit: Limit) -> str:
     unit = UNITS[limit.axis]
     one = unit.removesuffix("s") if limit.largest_ok == 1 else unit
-    how, ran, not_ = ("predicted", "predicted to fit", "not") if limit.predicted else ("measured", "ran", "did not")
-    parts = [f"{limit.largest_ok:,} {one} {ran} within" if limit.largest_ok is not None else f"none {how} within"]
+    how, ran, not_ = ("predicted", "predicted to fit", "not") if limit.predicted else ("measured", "fitted", "did not")
+    parts = [f"{limit.largest_ok:,} {one} {ran}" if limit.largest_ok is not None else f"none that was {how} fits"]
     if limit.smallest_too_large is not None:
         parts.append(f"{limit.smallest_too_large:,} {not_}")
     beyond = f" (beyond what was {how})" if limit.extrapolated else ""
     known_safe = limit.low is not None and (limit.largest_ok is None or limit.low > limit.largest_ok)
     safe = f"safe up to {limit.low:,}" if known_safe else ""
-    if limit.proven:
-        parts += [limit.remark] * bool(limit.remark)
-    elif limit.predicted:
+    if limit.proven or limit.predicted:
         parts += filter(None, [limit.remark])
     elif limit.value is None:
         parts += [limit.remark, *([safe] if safe and limit.extrapolated else [])]
@@ -305,6 +304,6 @@ def room(limits: Sequence[Limit]) -> str:
     if all(limit.usable_gib == limit.gib for limit in limits):
         return ""
     return (
-        "usable: what PyTorch can have of the smallest GPU of that size, its memory without the driver's share and "
-        f"{format_size(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with 97.5 %"
+        "usable: what PyTorch can use of the smallest GPU of that size, its memory less the driver's share and "
+        f"{format_size(CONTEXT_BYTES)} for the CUDA context; safe: a new run fits with a probability of 97.5 %"
     )

@@ -32,7 +32,7 @@ from vramsweep.analysis.report.summary import Summary
 FITTED = 24  # most groups; fits of more would take longer than anyone waits at the end of a sweep
 SHOWN = 200  # most groups that figures, findings and warnings consider
 PREDICTED = "predicted"
-FITS = "°: beyond the fitted lengths; safe: a new run fits with 97.5 %, next to the CUDA context"
+FITS = "°: beyond the fitted lengths; safe: a new run fits with a probability of 97.5 %, CUDA context included"
 JOBS = "; only load and steps count, although other parts of the job need more"
 LENGTHS = 12_000  # most lengths over all fitted groups, for the same reason as FITTED
 

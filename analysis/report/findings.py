@@ -181,7 +181,7 @@ def _unflagged(frame: pd.DataFrame) -> list[str]:
     creeping = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False)  # a resident set always rises
     leaking = frame["step_growth_bytes"].gt(0).fillna(False)
     if len(rising := frame[frame["plateau"].eq(False).fillna(False) & ~creeping & ~leaking]):
-        found.append(f"memory was still rising at the end of {_rows(len(rising))}: {name_rows(rising, frame)}")
+        found.append(f"memory was still rising at the end in {_rows(len(rising))}: {name_rows(rising, frame)}")
     if wide := int((frame["step_iqr_s"] / frame["step_median_s"]).astype(float).gt(0.1).sum()):
         found.append(f"step times spread by more than 10 % (interquartile) within {_rows(wide)}")
     return found

@@ -41,7 +41,7 @@ SAID = {
     "too long": "shortest that is too long",
 }
 BRACKETS = {"(": "In brackets: half of the 95 % interval of {}, in units of the last digit.",
-            "[": "In square brackets: the 95 % interval of {}, if its half is at least the value."}  # fmt: skip
+            "[": "In square brackets: the 95 % interval of {}, if half of it is at least the value."}  # fmt: skip
 _NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
           ("deepspeed_version", "DeepSpeed"))  # fmt: skip
 MOST_SAID = 3  # most sentences about a table
@@ -312,7 +312,7 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     ran, run = ("fits", "predicted length") if predicted else ("ran", "measured length")
     notes = [
         f"{ran.capitalize()}: the longest {run} within PyTorch's limit on such a GPU. Safe: a new run of that length "
-        f"fits with 97.5 %. Curve: the maximum by the fitted curve. Too long: the shortest {run} that needs more."
+        f"fits with a probability of 97.5 %. Curve: maximum by the fitted curve. Too long: shortest that needs more."
     ]
     if any(BEYOND in line[4] for line in lines):
         notes.append(f"{BEYOND}: beyond what was {'predicted' if predicted else 'measured'}.")

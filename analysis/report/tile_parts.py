@@ -27,7 +27,7 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
         held = {called(part): float(size) for part, size in oom_parts(lost.iloc[0]).items()}
         phase = str(lost["phase"].dropna().mode().get(0, "")).split(", ")[-1]
         if sum(held.values()) > 0:
-            what = f"of {format_size(sum(held.values()))}, with the failed request, when memory ran out"
+            what = f"of {format_size(sum(held.values()))}, including the failed request, when memory ran out"
             return _largest(question, held, f"{what} in {phase}" if phase else what, basis(lost.iloc[0]))
         if not phase:
             return Tile(question, about="No row has a peak.")

@@ -70,7 +70,7 @@ def test_each_function_gives_what_its_verb_prints(tmp_path: Path) -> None:
     at = fits[0].predict(np.array([2048.0]))
     assert at.new_low[0] <= at.value[0] <= at.new_high[0]
     limits = vramsweep.frontier(found, gib=[24])
-    assert "ran within" in repr(limits) and limits.frame["largest_ok"].max() == 2048
+    assert "tokens fitted" in repr(limits) and limits.frame["largest_ok"].max() == 2048
     compared = vramsweep.compare(found, by="allocator=default,expandable")
     assert "B allocator=expandable" in repr(compared) and not compared.worse
     assert set(compared.frame["verdict"]) >= {"SMALLER"}
@@ -86,7 +86,7 @@ def test_each_function_gives_what_its_verb_prints(tmp_path: Path) -> None:
 def test_predicted_limits_are_not_said_to_have_run() -> None:
     predicted = rows((128, 256, 512), device="simulated", simulated_gpu="l4-24gb", gpu_name=None)
     text = repr(vramsweep.frontier(predicted, gib=[24]))
-    assert "predicted to fit within" in text and "ran within" not in text and "measured" not in text
+    assert "tokens predicted to fit" in text and "fitted" not in text and "measured" not in text
 
 
 @pytest.mark.slow

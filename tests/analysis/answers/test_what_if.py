@@ -33,7 +33,7 @@ def test_a_recorded_step_becomes_a_table_that_says_it_is_predicted(tmp_path: Pat
     shutil.copy(SMALL, target / "recording.pickle")
     (only,), notes = what_if_tables(open_rows(tmp_path, None)[0])
     title, name, frame = only
-    assert "replayed from trial t0" in title
+    assert "what-if from trial t0" in title
     assert title.endswith("is exact")
     assert name == "what_if_t0"
     assert frame.iloc[0]["settings"] == "(defaults), as recorded"

@@ -200,7 +200,7 @@ def test_tokens_per_s_count_batch_accumulation_and_ranks_and_say_what_they_assum
     table, notes = opened(tmp_path, text)
     assert table.frame["tokens_per_s"].tolist()[0] == 800
     assert notes == [
-        "tokens/s assume 1 for micro_batch, world_size, which the file lacks; otherwise add "
+        "tokens/s assume 1 for micro_batch, world_size, which the file lacks; if that is wrong, add "
         "--set micro_batch=... --set world_size=..."
     ]
 

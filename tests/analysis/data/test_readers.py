@@ -100,10 +100,10 @@ def test_memory_and_seconds_per_iteration_are_linear_in_the_batch(cli: Cli) -> N
 def test_the_largest_batch(cli: Cli) -> None:
     words = ("--columns", f"micro_batch,{RANKS}", "--set", "seq_len=2048", "--set", "device_total_gib=80")
     text = cli.run("frontier", LLAMA / "batches-zero3-checkpointing.csv", *words, "--batch", "--gib", "80").out
-    assert "12 samples ran within; 13 did not" in text and "CUDA context" in text
+    assert "12 samples fitted; 13 did not" in text and "CUDA context" in text
     words = (*BATCHES, "--set", "device_total_gib=24", "--batch", "--gib", "24")
     text = cli.run("frontier", QWEN / "batches.csv", *words).out
-    assert "2 samples ran within; 3 did not" in text
+    assert "2 samples fitted; 3 did not" in text
 
 
 def second(folder: Path, slope: float = -900_000.0, at: float = 200.0) -> Path:

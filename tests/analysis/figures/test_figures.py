@@ -66,7 +66,7 @@ def test_the_parts_are_stacked_up_to_what_is_reserved() -> None:
     assert list(bars[0].x) == [f"{length:,}" for length in LENGTHS] and figure.plot.layout.barmode == "stack"
     total = sum(np.asarray(bar.y, dtype=float) for bar in bars) * GIB
     assert np.allclose(total, [row["peak_reserved_bytes"] for row in rows]) and "reserved_beyond_bytes" in figure.data
-    assert "The peak is in optimizer, from 1,024 on in backward." in figure.caption
+    assert "The peak is in the optimizer phase; from 1,024 on, in the backward phase." in figure.caption
     (line,) = [shape for shape in figure.plot.layout.shapes if shape.line.dash == "dash"]  # the GPU that was asked for
     assert GIB / 2 < rows[0]["device_total_bytes"] - line.y0 * GIB < GIB  # less the CUDA context
 

@@ -49,7 +49,7 @@ def test_a_prediction_beside_three_lengths_gives_the_shape() -> None:
     assert at.value[0] == pytest.approx(2 * 2**30 + 3072 * 1_500_000 + 200 * MIB, abs=2 * MIB)
     assert at.new_low[0] <= at.value[0] <= at.new_high[0] and np.isfinite(at.new_high[0])
     said = fit_wording.text(fit)
-    assert "measured is predicted plus 0.20 GiB (a constant" in said
+    assert "measured equals predicted plus 0.20 GiB (a constant" in said
 
 
 @pytest.mark.slow
@@ -129,7 +129,7 @@ def test_three_lengths_of_a_public_run_and_its_prediction_tell_the_other_sevente
     lone, longest = fit_points(fit.points, fit.metric), np.array([2048.0])
     assert lone is not None and abs(lone.value(longest)[0] / 14790164480 - 1) > 0.03  # the points alone
     assert lone.predict(longest).new_low[0] < 14790164480
-    assert "measured is predicted plus " in fit_wording.text(fit)
+    assert "measured equals predicted plus " in fit_wording.text(fit)
 
 
 def test_reserved_of_a_public_run_stands_on_its_prediction() -> None:

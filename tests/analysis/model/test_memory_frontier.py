@@ -49,7 +49,7 @@ def test_no_curve_is_read_beyond_what_the_model_has_positions_for() -> None:
         assert free or (limit.value == limit.high == int(str(positions)) and limit.remark == ALL)
     assert limits("1024")[80].proven and not limits("1024")[80].extrapolated
     assert not limits("2048")[80].proven and limits("2048")[80].extrapolated
-    assert "1,024 tokens ran within; all that the model has positions for (" in text([limits("1024")[80]])
+    assert "1,024 tokens fitted; all that the model has positions for (" in text([limits("1024")[80]])
     tight = {
         "outcome": "oom",
         "seq_len": 1100,
@@ -128,7 +128,7 @@ def test_a_foreign_row_out_of_memory_below_a_length_that_ran(tmp_path: Path, cli
         "seq_len,peak_reserved_mib,device_total_gib\n128,1000,80\n256,OOM,80\n512,1160,80\n1024,1240,80\n2048,1500,80\n"
     )
     said = cli.run("frontier", file, "--gib", "80").out
-    assert "2,048 tokens ran within; 256 did not; results from 256 to 2,048 contradict each other" in said
+    assert "2,048 tokens fitted; 256 did not; results from 256 to 2,048 contradict each other" in said
     file.write_text(file.read_text().replace("256,OOM", "1,OOM"))  # and nothing shorter is safe
     (limit,) = cli.json("frontier", file, "--gib", "80")
     assert (limit["low"], limit["largest_ok"], limit["smallest_too_large"]) == (None, 2048, 1)

@@ -111,7 +111,7 @@ def test_the_report_says_what_was_found_and_warns(folder: Path) -> None:
     whole = unpacked(page)
     assert "Compared with default: expandable reserves 0.8" in page
     assert "the GPU was throttled in 1 row: allocator=default seq_len=512" in page
-    assert "memory was still rising at the end of 1 row" in page
+    assert "memory was still rising at the end in 1 row" in page
     rows = rows_of(page)
     commands = [" ".join(rows["words"][word] for word in one) for one in rows["command"]]
     assert sum(one.startswith("python -m vramsweep sweep model=tiny ") for one in commands) == 1
