@@ -142,7 +142,7 @@ def _line(fit: Fit, fixed: float, slope: float, interval: tuple[float, float] | 
     if fit.samples_per_step is None or slope <= 0:
         return text
     most = fit.samples_per_step / slope
-    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, below {most:,.0f} tokens/s)"
+    return f"{text} (throughput: {fit.samples_per_step:g} x length / step time, approaching {most:,.0f} tokens/s)"
 
 
 def _on_top(fixed: float) -> str:

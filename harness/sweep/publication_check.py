@@ -148,7 +148,7 @@ def _by_chance(flag: Flag, count: int, tested: int) -> bool:
 def _repeats(of: Evidence) -> Iterable[Finding]:
     found = sorted((one for runs in of.runs for one in repeats.find_apart(runs)), key=lambda one: one.low - one.high)
     if found:
-        text = f"pairs of runs whose memory should be identical and is not; {found[0].text()}"
+        text = f"pair(s) of runs whose memory should be identical and is not; {found[0].text()}"
         yield Finding((MEMORY,), "repeats", len(found), f"{len(found):,} {text}")
 
 
