@@ -33,7 +33,7 @@ def test_what_is_not_there_is_named_with_what_was_meant(tmp_path: Path) -> None:
 def test_json_is_no_file_of_rows(tmp_path: Path) -> None:
     file = tmp_path / "foo.json"
     file.write_text("{}")
-    assert "as a CSV" in refusal(str(file))
+    assert "make this file a CSV" in refusal(str(file))
     refuse_missing([str(file)], foreign=False)
 
 
@@ -47,7 +47,7 @@ def test_a_folder_without_rows_is_refused_before_anything_reads_them(tmp_path: P
     sweep = tmp_path / "a"
     sweep.mkdir()
     (sweep / "journal-node1.jsonl").touch()
-    assert "1 sweep below it: a; name one" in refusal(str(tmp_path))
+    assert "it contains 1 sweep: a; name" in refusal(str(tmp_path))
     refuse_missing([str(sweep)], foreign=True)
 
 

@@ -102,7 +102,7 @@ def end_processes(find: Callable[[], Iterable[tuple[int, bool]]], passes: int = 
 def describe_stuck(pids: Iterable[int]) -> str:
     """Say why killed processes may still be there."""
     every = ", ".join(map(str, sorted(pids)))
-    return f"killed, but still there after {END_S:g} s (held by a driver, or forking endlessly): process {every}"
+    return f"killed, but still ran after {END_S:g} s (held by a driver, or forking endlessly): process {every}"
 
 
 def end_marked(run: str) -> set[int]:

@@ -130,7 +130,7 @@ def test_what_many_share_is_looked_at_once() -> None:
         **whole["segments"][0], "total_size": 512 * count, "blocks": [{"size": 512, "state": "inactive"}] * count,
     }  # fmt: skip
     segments = [{**segment, "address": AT + 512 * count * number} for number in range(count)]
-    assert "hold the same list of blocks" in (replayed(whole | {"segments": segments}) or "")
+    assert "have the same list of blocks" in (replayed(whole | {"segments": segments}) or "")
     frames, at = [{"filename": "x", "line": 1, "name": "x"}] * count, range(AT, AT + 512 * 2 * count, 512)
     block = {"size": 512, "requested_size": 512, "state": "active_allocated", "frames": frames}
     segment = {**segment, "total_size": 512 * len(at), "blocks": [block] * len(at)}

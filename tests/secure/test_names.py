@@ -60,7 +60,7 @@ def test_ordinary_names_stay(good: str) -> None:
 
 @pytest.mark.parametrize("bad", OUT)
 def test_settings_take_no_name_that_leads_out(bad: str) -> None:
-    with pytest.raises(UserError, match=r"^name=.*results=DIR$") as said:
+    with pytest.raises(UserError, match=r"^name=.*results=DIR sets another place$") as said:
         plan.Settings(**(SETTINGS | {"name": bad}))
     assert len(str(said.value).splitlines()) <= 3
     assert plan.Settings(**(SETTINGS | {"name": ""})).name == ""  # as null
@@ -181,7 +181,7 @@ def test_a_folder_is_written_only_if_it_is_empty_or_the_verbs_own(tmp_path: Path
     said = put(folder, beside=False, rows_csv="2", figures__a_csv="2")
     mine = {"figures/mine.pdf": "mine", "figures/b.csv": "edited", "rows.csv.kept": "edited"}
     assert held(folder) == {"rows.csv": "2", "figures/a.csv": "2"} | mine and not (folder / "answer.csv").exists()
-    assert len(said) == 1 and "rows.csv.kept: content that" in said[0]
+    assert len(said) == 1 and "rows.csv.kept, because vramsweep report did not write" in said[0]
     with pytest.raises(OSError), outputs.into_folder(folder, "report") as (draft, _):
         (draft / "rows.csv").write_text("3")
         raise OSError(28, "full", str(draft / "rows.csv"))

@@ -158,7 +158,7 @@ def test_a_trial_measured_again_with_other_memory_is_said(tmp_path: Path) -> Non
     rows = synthetic.curve((128, 256))
     again = [{**rows[0], "peak_reserved_bytes": rows[0]["peak_reserved_bytes"] + 1}, {**rows[1]}]
     notes = load.load(synthetic.write(tmp_path, rows + again)).warnings
-    (said,) = [note for note in notes if "to the byte" in note]
+    (said,) = [note for note in notes if "measured again" in note]
     low = rows[0]["peak_reserved_bytes"]
     assert f"peak_reserved_bytes of trial {rows[0]['trial_id']}, measured again, differs by 1 B" in said
     assert f"{low:,} and {low + 1:,}" in said

@@ -170,7 +170,7 @@ def test_what_cannot_be_ended_in_time_is_said(
     monkeypatch.setattr(process_identity, "is_alive", lambda launcher: False)
     resume.end_leftovers(tmp_path, "own")
     said = capsys.readouterr().err
-    assert "forks endlessly" in said and "were ended" not in said
+    assert "forking endlessly" in said and "were ended" not in said
 
 
 def test_a_process_whose_first_thread_has_ended_runs() -> None:
@@ -329,7 +329,7 @@ def test_a_result_that_is_none_says_why_and_one_that_fits_no_row_its_column(
 def test_a_result_of_gigabytes_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / worker_files.RESULT).open("wb") as file:
         file.truncate(1 << 40)
-    assert "it has 1,099,511,627,776 bytes, more than" in str(attempt.read_result(tmp_path)[1])
+    assert "it has 1,099,511,627,776 bytes; at most" in str(attempt.read_result(tmp_path)[1])
 
 
 def test_a_flood_of_output_is_cut_and_the_row_says_so(
@@ -444,7 +444,7 @@ def test_templates_are_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
         (
             Evidence(expired=True, deadline_s=7.0, starved=HostMemory(60 << 30, 63 << 30, 64 << 30, 2 << 30)),
             None,
-            "it broke: ended when it held 60.0 of the host's 64.0 GiB",
+            "it broke: ended because it used 60.0 of the host's 64.0 GiB",
         ),
         (error("vramsweep.harness.spec.trial.InvalidTrial", "has no shape"), None, "has no shape"),
         (error("builtins.ValueError", "no such thing"), None, "it broke: builtins.ValueError: no such thing"),

@@ -372,7 +372,7 @@ def test_a_report_of_the_same_rows_is_not_drawn_again(
     (table := tmp_path / "t" / "rows.csv").touch()
     os.utime(page, (time.time() + 60, time.time() + 60))
     assert run_trials.report(tmp_path / "t", brief=True) == 0 and not drawn
-    assert f"report    {page} (as it was" in capsys.readouterr().out
+    assert f"report    {page} (kept, because no row has changed" in capsys.readouterr().out
     table.unlink()
     assert run_trials.report(tmp_path / "t", brief=True) == 7 and len(drawn) == 1
     table.touch()

@@ -202,7 +202,7 @@ def test_phases_are_predicted_whoever_starts_the_backward_pass(tmp_path: Path, f
     if known:
         assert max(phases) == row["peak_allocated_bytes"] and row["notes"] is None
     else:
-        assert phases == [None] * 3 and "not known" in row["notes"][0]
+        assert phases == [None] * 3 and "unknown" in row["notes"][0]
 
 
 @pytest.mark.slow
