@@ -265,7 +265,7 @@ def test_looking_at_a_folder_runs_none_of_its_code(named: dict[str, Any], tmp_pa
     sent(folder, parse(values))
     for verb, *more in (["explain"], ["timeline", "0123456789abcdef"]):
         said = cli.refuse(verb, folder, *more)
-        assert "as a row says" in said and str(evil) in said
+        assert "as its row says" in said and str(evil) in said
     if "target" in named["runner"]:
         cli.run("report", folder, "--images", "none")
     assert not mark.exists()
@@ -301,7 +301,7 @@ def test_looking_at_a_folder_asks_no_hub_and_reads_nothing_that_a_row_names(
     )
     for verb, trial in zip(("explain", "timeline", "explain"), trials, strict=True):
         sent(folder := tmp_path / f"sent{trials.index(trial)}", trial)
-        assert "as a row says" in cli.refuse(verb, folder)
+        assert "as its row says" in cli.refuse(verb, folder)
     assert not refuse.called
     with pytest.raises(UserError):  # and if it were traced
         trace_query.ask("timeline", trials[:1], tmp_path, trace=True)
