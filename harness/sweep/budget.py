@@ -148,9 +148,7 @@ class Budget:
         traced = {configuration(p.resolved) for p in items if p.trial and p.trial.device.name == "simulated"}
         bases = list(dict.fromkeys(one.basis for one, item in zip(each, items, strict=True) if item.trial))
         if traced:
-            bases.append(
-                f"{TRACE_S:g} s to trace, {len(traced)} times, as is typical of 0.5 to 8 billion parameters"
-            )
+            bases.append(f"{len(traced)} x {TRACE_S:g} s to trace, typical of 0.5 to 8 billion parameters")
         spent = sum(one.seconds or 0.0 for one in each) + TRACE_S * len(traced)
         return Expected(spent, ", ".join(bases) or "nothing to do")
 
