@@ -358,11 +358,10 @@ class Observer:
         clean = [step for step in steps if step not in self.elsewhere]
         if own["elapsed_s"] is None or len(clean) == len(steps):
             return self.volume.columns(clean, own["elapsed_s"])
-        what = f"the script evaluated or saved in {len(steps) - len(clean)} of {len(steps)} measured steps"
+        what = f"{len(steps) - len(clean)} of {len(steps)} measured steps had evaluation or saving; they count for memory"
         if self.each_time(steps):
-            notes = [*own["notes"], f"{what}; memory and speed include these steps"]
-            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": notes}
-        notes = [*own["notes"], f"{what}; memory includes these steps, speed leaves them out"]
+            return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what} and speed"]}
+        notes = [*own["notes"], f"{what}, not for speed"]
         times = [seconds for step, seconds in zip(steps, own["step_times_s"], strict=True) if step in clean]
         energy = dict.fromkeys(("gpu_energy_j", "gpu_power_w"))
         return energy | step_meter.timed(times) | self.volume.columns(clean, sum(times)) | {"notes": notes}

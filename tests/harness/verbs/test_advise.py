@@ -292,7 +292,7 @@ def test_a_model_that_cannot_be_traced_has_its_states() -> None:
     text = said(nothing)
     parameters = trial_parser.parse(tiny()).model.parameters
     assert "no prediction: an operator has no fake" in text
-    assert f"{parameters:,} parameters of 16 bytes each" in text
+    assert f"{parameters:,} parameters need 16 bytes each" in text
     assert "only a measurement can tell" in said(nothing, model={"parameters": None})
 
 
