@@ -358,7 +358,7 @@ class Observer:
         clean = [step for step in steps if step not in self.elsewhere]
         if own["elapsed_s"] is None or len(clean) == len(steps):
             return self.volume.columns(clean, own["elapsed_s"])
-        what = f"{len(steps) - len(clean)} of {len(steps)} measured steps had evaluation or saving; they count for memory"
+        what = f"{len(steps) - len(clean)} of {len(steps)} measured steps evaluated or saved; they count for memory"
         if self.each_time(steps):
             return self.volume.columns(list(steps), own["elapsed_s"]) | {"notes": [*own["notes"], f"{what} and speed"]}
         notes = [*own["notes"], f"{what}, not for speed"]
