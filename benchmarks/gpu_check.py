@@ -1,4 +1,4 @@
-"""The GPU check: one command that proves in under nine minutes what only a real GPU can prove.
+"""The GPU check: it proves what only a real GPU can prove, in runs of under nine minutes.
 
     python benchmarks/gpu_check.py OUT [--device cuda] [--seconds 520] [--only PART,PART]
 
