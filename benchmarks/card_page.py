@@ -386,11 +386,11 @@ def _speed(summary: dict[str, Any], both: list[tuple[Row, Row]]) -> list[str]:
     took = {id(m): statistics.median(m["step_times_s"]) for m, _ in timed}
     known = sorted(took[id(m)] / p["calibrated_step_s"] for m, p in timed if p["calibrated_step_s"])
     lines = [
-        f"A step took {known[len(known) // 20]:.2f} to {known[-1 - len(known) // 20]:.2f} times as long as estimated "
-        f"in nine of ten trials; the median of {len(known)} trials is {statistics.median(known):.2f}.",
+        f"A step took {known[len(known) // 20]:.2f} to {known[-1 - len(known) // 20]:.2f} times its calibrated "
+        f"estimate in nine of ten trials; the median of {len(known)} trials is {statistics.median(known):.2f}.",
         "",
-        "*calibrated* is this estimate, with factors from the speeds that others published for this GPU. *at best* is "
-        "the roofline estimate, which no GPU reaches. MFU refers to the dense peak of the precision.",
+        "*at best* is the roofline estimate, which no GPU reaches. *calibrated* is the same with factors from the "
+        "speeds that others published for this GPU. MFU refers to the dense peak of the precision.",
         "[How prediction works](how_prediction_works.md) defines both estimates.",
         "",
         "| trial | tokens/s | step ms | at best ms | calibrated ms | measured / calibrated | MFU |",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 AUTO = {  # groups with a further option "auto", and its meaning
-    "device": "cuda if there is a GPU for it, else simulated; `vramsweep doctor` says which and why",
+    "device": "cuda if there is a GPU for it, else simulated (`run`: cpu); `vramsweep doctor` says which and why",
     "sweep": "the preset that is named like the device: cpu, cuda or simulated",
 }
 TITLES = {  # of the sections of conf/config.yaml, by the beginning of their comment

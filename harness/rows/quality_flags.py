@@ -198,7 +198,7 @@ def flags(row: Row) -> list[str]:
 
 def markdown_table() -> str:
     """Return the flags as a table for the documentation."""
-    lines = ["**flags** ([thresholds and their sources](docs/how_measurement_works.md#flags))", ""]
+    lines = ["**flags** ([thresholds, sources and false alarms](docs/how_measurement_works.md#flags))", ""]
     lines += ["| flag | meaning | forbids claims about |", "|---|---|---|"]
     table = (f"| `{flag.name}` | {flag.meaning} | {' and '.join(flag.forbids)} |" for flag in FLAGS)
     return "\n".join([*lines, *table]) + "\n"
