@@ -267,7 +267,7 @@ def markdown_table() -> str:
         "| outcome | meaning | is an answer | retried at once | run again by a later sweep |",
         "|---|---|---|---|---|",
     ]
-    later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "without `skip_dominated=true`"}
+    later = {"never": "", "asked": "with `retry_failed=true`", "unasked": "unless `skip_dominated=true` skips it again"}
     later |= {"always": "yes"}
     for kind in OUTCOMES:
         cells = ("yes" if kind.answer else "", "yes" if kind.now else "", later[kind.later])
