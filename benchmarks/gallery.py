@@ -124,8 +124,8 @@ python benchmarks/published_sweep.py
 ## Figures that are not shown here
 
 They are `allocators_by_speed`, `throughput`, `iterations`, `estimated_throughput`, `mfu`, `step_times`, `plateau`,
-`heat_map`, `pareto`, `predicted_against_measured`, `inferred` and `parts`. [Files of a sweep](results.md#figures) says what
-each shows, where `vramsweep report` writes them, their formats, and [which files a command
+`heat_map`, `pareto`, `predicted_against_measured`, `inferred` and `parts`. [Files of a sweep](results.md#figures) says
+what each shows, where `vramsweep report` writes them, their formats, and [which files a command
 replaces](results.md#which-files-a-command-replaces).
 """
 
