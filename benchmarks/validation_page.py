@@ -52,8 +52,11 @@ _OLDER = """\
 `+versions` makes a prediction allocate what an earlier version of a library allocates. The table has the errors with
 these known differences and without them."""
 _LARGE = """\
-Readings of memory that are more than 3 % off, grouped by the known reason. The notes come from the files in
-`benchmarks/published`. *not found* means that the reason is unknown. The CSV file names each run."""
+Readings of memory that are more than 3 % off, grouped by note. A note says what is known about the run; it need not
+explain the whole error. *not found* means that nothing is known. The notes come from the files in
+`benchmarks/published` and are about simulation 11. Since simulation 14, FSDP1's `record_stream` is followed, by [two
+bounds](how_prediction_works.md#lower-and-upper-bounds); these were not compared with the runs here. The CSV file names
+each run."""
 
 
 def of_differences(found: pd.DataFrame) -> pd.DataFrame:
