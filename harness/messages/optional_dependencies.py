@@ -22,10 +22,14 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 MEASURING = ("sweep", "run")  # verbs that need all of a sweep's packages
 
 
+def find_extra(module: str) -> str:
+    """Return the extra that brings a module; "" for one that no extra brings."""
+    return next((extra for extra, modules in EXTRAS.items() if module.partition(".")[0] in modules), "")
+
+
 def missing_package(module: str, verb: str = "") -> str:
     """Say in one line what to install for a missing module; for verbs that measure, all that a sweep needs."""
-    name = module.partition(".")[0]
-    extra = next((extra for extra, modules in EXTRAS.items() if name in modules), "")
+    name, extra = module.partition(".")[0], find_extra(module)
     if extra in ("predict", "sweep", "deepspeed") and verb in MEASURING:
         extra = "all"
     root = Path(__file__).resolve().parents[2]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from vramsweep.harness.messages import optional_dependencies
 from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.schema import Outcome
@@ -48,11 +49,12 @@ OUTCOMES = (
     OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended without error but left no usable result"),
     OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory is not freed yet"),
     OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
-                "the machine cannot run the trial now (no CUDA device, ...)"),
+                "the machine cannot run the trial now (no CUDA device, a missing package, ...)"),
     OutcomeInfo(Outcome.SKIPPED, True, False, "unasked",
                 "not run (skip_dominated=true), because a trial that needs no more memory ran out of it"),
 )
 # fmt: on
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
 
 
@@ -239,6 +241,9 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
         return Outcome.ENVIRONMENT, said or kind
     if kind.endswith("InvalidTrial"):
         return Outcome.INVALID, said or kind
+    missing = _MISSING.match(message) if kind.endswith("ModuleNotFoundError") else None
+    if missing and optional_dependencies.find_extra(missing[1]):
+        return Outcome.ENVIRONMENT, optional_dependencies.missing_package(missing[1])
     if kind.endswith(("HostOutOfMemoryError", ".MemoryError")):  # a simulated node's, or Python's
         return Outcome.HOST_OOM, reason
     if kind.endswith("OutOfMemoryError"):
@@ -254,7 +259,8 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
 
 def is_retryable(outcome: Outcome, evidence: Evidence) -> bool:
     """Return whether another attempt at once could end differently; a Python exception would only be raised again."""
-    if outcome is Outcome.CRASH and (evidence.result or {}).get("error") is not None:
+    error = (evidence.result or {}).get("error")
+    if error is not None and (outcome is Outcome.CRASH or error["type"].endswith("ModuleNotFoundError")):
         return False
     return _KINDS[outcome].now
 

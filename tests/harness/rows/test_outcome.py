@@ -27,6 +27,7 @@ CASES = [
     (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
     (failed("vramsweep.harness.spec.trial.InvalidTrial", "word " * 100), "invalid", False, "word word …"),
     (failed("builtins.ValueError", "x" * 500), "crash", False, "x" * 390),
+    (failed("builtins.ModuleNotFoundError", "No module named 'deepspeed.ops'"), "environment", False, "[deepspeed]"),
     (Evidence(expired=True, deadline_s=3), "timeout", False, "not finished within 3 s; raise timeout_s"),
     (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
     (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
