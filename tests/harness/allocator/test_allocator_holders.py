@@ -82,6 +82,6 @@ def test_the_verb_says_who_and_what_is_unknown(tmp_path, cli):
     said = cli.run("replay", SMALL, "--figure", out).out
     assert "Blocks of the recorded peak: " in said and "trace_peak_memory.py" in said
     page = out.read_text()
-    assert "trace_peak_memory.py" in page and "not what the block is for" in page
+    assert "trace_peak_memory.py" in page and "so allocated memory has one colour" in page
     first, second = cli.json("replay", SMALL)["rows"]
     assert first["holders"]["largest"] and second["holders"] is None
