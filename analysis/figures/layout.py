@@ -49,7 +49,7 @@ def static(figure: Figure) -> Figure:
     """Return the figure without what only a click would show, and without places where nothing else stands."""
     plot: Any = go.Figure(figure.plot)
     plot.data = [trace for trace in plot.data if trace["visible"] in (None, True)]
-    plot.update_annotations(bgcolor=_VEIL, selector={"name": "limit"})  # it may stand on an area or a grid line
+    plot.update_annotations(bgcolor=_PAPER, selector={"name": "limit"})  # it may stand on an area or a grid line
     if (places := plot.layout.xaxis.categoryarray) is not None:
         told = {str(x) for trace in plot.data for x in trace.x}
         plot.layout.xaxis.categoryarray = [place for place in places if place in told]
