@@ -39,7 +39,7 @@ def test_both_sides_and_what_lies_between_them_are_drawn_with_where_it_changes()
     titles = [axis.title.text for axis in figure.plot.select_yaxes()]
     assert titles == ["peak memory (GiB)", "B − A (GiB)", "tokens/s", "B/A − 1 (%)"]
     notes = [note.text for note in figure.plot.layout.annotations]
-    assert any(note.startswith("from about 1,024 tokens on +") for note in notes)
+    assert any(note.startswith("+") and note.endswith("% from about 1,024 tokens on") for note in notes)
     assert any(" x)" in note for note in notes)  # the largest difference
     assert "95 % interval" in figure.caption
     assert {trace.name for trace in figure.plot.data if trace.showlegend} >= {"A a", "B b"}

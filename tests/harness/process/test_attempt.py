@@ -219,7 +219,7 @@ if "vramsweep.runners.worker.serve_forks" in sys.orig_argv:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize(
     ("code", "active", "reason"),
-    [(3, 0, None), (0, 1, "makes a CUDA context"), (0, 0, "initialises CUDA"), (4, 0, "calls error 4")],
+    [(3, 0, None), (0, 1, "makes a CUDA context"), (0, 0, "initialises CUDA"), (4, 0, "with error 4")],
 )
 def test_a_runner_whose_imports_start_cuda_goes_cold(
     tmp_path: Path,
