@@ -1,4 +1,4 @@
-"""Draw the figures of docs/gallery.md at column size, by running their commands, and write the page.
+"""Draw the gallery of docs/results.md at column size, by running its commands, and write that section.
 
     python benchmarks/gallery.py [--work build/gallery] [--only memory_by_length]
 
@@ -7,7 +7,7 @@ so a second run only draws. It takes ten minutes on two cores without a GPU and 
 chromium). A new figure is an entry in PICTURES. A figure's rows give its machine, its versions, and whether it is
 measured or predicted.
 
-Figures of published_runs.md and of the published sweep take hours; the page shows the stored ones (`KEPT`).
+Figures of published_runs.md and of the published sweep take hours; the section shows the stored ones (`KEPT`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any
 from vramsweep.harness.rows import journal
 
 ROOT = Path(__file__).resolve().parents[1]
-IMAGES, PAGE = ROOT / "docs" / "images" / "gallery", ROOT / "docs" / "gallery.md"
+IMAGES, PAGE = ROOT / "docs" / "images" / "gallery", ROOT / "docs" / "results.md"
+BEGIN, END = "<!-- gallery: python benchmarks/gallery.py -->\n", "<!-- end of gallery -->\n"
 WIDTH, LARGEST = 800, 150_000  # pixels of a column of the site; bytes of a file
 
 GPT2 = "vramsweep report results/reference/gpt2-cpu"
@@ -51,7 +52,7 @@ REPLAY = f"vramsweep replay {RECORDING} --allocator expandable_segments:True --f
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure of the page: its command, the file that it is drawn from, its caption, its machine and versions."""
+    """A figure of the gallery: its command, the file that it is drawn from, its caption, its machine and versions."""
 
     name: str  # the stem of its file in docs/images/gallery
     title: str
@@ -100,7 +101,7 @@ PICTURES = (
 )  # fmt: skip
 
 KEPT = """
-## Predictions of published runs
+#### Predictions of published runs
 
 ![Predicted and measured memory, and the errors by source](images/validation.png)
 
@@ -110,7 +111,7 @@ KEPT = """
 make validate
 ```
 
-## Every length of a published sweep
+#### Every length of a published sweep
 
 ![Active and reserved memory of 2,048 lengths, and the prediction](images/published_sweep.png)
 
@@ -120,13 +121,6 @@ Others measured Qwen1.5-0.5B under ZeRO-3 at every length up to 2,048 on a 24 GB
 ```
 python benchmarks/published_sweep.py
 ```
-
-## Figures that are not shown here
-
-They are `allocators_by_speed`, `throughput`, `iterations`, `estimated_throughput`, `mfu`, `step_times`, `plateau`,
-`heat_map`, `pareto`, `predicted_against_measured`, `inferred` and `parts`. [Files of a sweep](results.md#figures) says
-what each shows, where `vramsweep report` writes them, their formats, and [which files a command
-replaces](results.md#which-files-a-command-replaces).
 """
 
 
@@ -204,8 +198,8 @@ def made(rows: Path) -> str:
 
 
 def page(work: Path) -> str:
+    """Return the section of the page between BEGIN and END."""
     parts = [
-        "# Gallery",
         "`python benchmarks/gallery.py` draws all but the last two figures without a GPU, because the repository keeps "
         "the measurements. A figure without a command comes from the nearest command above it.",
     ]
@@ -218,7 +212,7 @@ def page(work: Path) -> str:
         new = [line for line in picture.command.splitlines() if line not in shown]
         shown |= {*new}
         parts += [
-            f"## {picture.title}",
+            f"#### {picture.title}",
             f"![{picture.title}](images/gallery/{picture.name}.png)",
             picture.caption + (f" {how}." if how != told else ""),
         ]
@@ -227,7 +221,7 @@ def page(work: Path) -> str:
             lines = "\n".join(new)
             parts.append(f"```\n{lines}\n```")
     footer = "; ".join(dict.fromkeys(versions))
-    return "\n\n".join(parts) + f"\n{KEPT}\n---\n\n*Versions: {footer}; for the H100 see [its page](h100.md).*\n"
+    return "\n\n".join(parts) + f"\n{KEPT}\n*Versions: {footer}; for the H100 see [its page](h100.md).*\n"
 
 
 def main() -> int:
@@ -246,7 +240,8 @@ def main() -> int:
         run(command, arguments.work)
     draw((arguments.work / picture.file, IMAGES / f"{picture.name}.png") for picture in chosen)
     if not arguments.only:
-        PAGE.write_text(page(arguments.work))
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{page(arguments.work)}\n{END}{rest.partition(END)[2]}")
     return 0
 
 

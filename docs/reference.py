@@ -4,8 +4,8 @@ A part stands between `<!-- NAME -->` and `<!-- end of NAME -->` in a page; peop
 whole pages, so that they can be read without building the site; tests/test_docs.py compares them with the code. To add
 a part, add a line to PARTS and its two marks to a page.
 
-Written elsewhere: docs/published_runs.md (`make validate`, an hour), docs/gallery.md (benchmarks/gallery.py) and the
-table of tested versions (benchmarks/versions.py).
+Written elsewhere: docs/published_runs.md (`make validate`, an hour), the gallery of docs/results.md
+(benchmarks/gallery.py) and the table of tested versions (benchmarks/versions.py).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 GUIDES = {
     "sweep": "start", "run": "own_script", "status": "start", "predict": "will_it_fit", "advise": "explain",
     "explain": "explain", "timeline": "explain", "replay": "allocator_settings", "validate": "published_runs",
-    "report": "start", "fit": "fits", "frontier": "longest_on_a_gpu", "compare": "publish", "check": "publish",
+    "report": "start", "fit": "fits", "frontier": "will_it_fit", "compare": "publish", "check": "publish",
     "calibrate": "how_prediction_works", "paper": "publish", "export": "import_results", "gpus": "gpus",
     "techniques": "techniques", "columns": "columns",
 }  # fmt: skip
