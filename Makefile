@@ -129,7 +129,7 @@ gpu-check: $(READY)  ## compare predictions with a real GPU, in nine minutes: OU
 
 validate: $(READY)  ## predict published runs, and write docs/published_runs.md: one to two hours on two cores
 	@rm -f results/validation/readings.json
-	$(PY) -m vramsweep validate benchmarks/published/*.yaml $(ARGS) results=results name=validation; status=$$?; [ $$status -le 1 ] || exit $$status; \
+	$(PY) benchmarks/validate.py benchmarks/published/*.yaml $(ARGS) results=results name=validation; status=$$?; [ $$status -le 1 ] || exit $$status; \
 	cp results/validation/readings.json results/reference/validation/readings.json && \
 	$(PY) benchmarks/validation_page.py results/reference/validation/readings.json docs/published_runs.md docs/images/validation.png \
 		results/reference/validation/every_reading.csv && exit $$status

@@ -121,9 +121,6 @@ def _parsers() -> dict[str, Parser]:
     calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="predicted rows; may be the same path")
     calibrate.set_defaults(columns=None, mapping=None, settings=())
 
-    errors = verb("errors", _errors, rows=False)
-    errors.add_argument("readings", type=Path, help="readings.json of vramsweep validate")
-
     draw = verb("draw", _draw, rows=False)
     draw.add_argument("data", type=Path, help="output of vramsweep timeline --json")
     draw.add_argument("out", type=PAGE, help="the HTML page to write")
@@ -225,15 +222,6 @@ def _draw(arguments: argparse.Namespace) -> int:
     from vramsweep.analysis.report.draw import draw
 
     draw(arguments.data, arguments.out)
-    return 0
-
-
-def _errors(arguments: argparse.Namespace) -> int:
-    with Activity("making the tables"):
-        from vramsweep.analysis.compare import validation, validation_text
-
-        tables = validation_text.format_validation(validation.load(arguments.readings))
-    print(tables)
     return 0
 
 

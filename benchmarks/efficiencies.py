@@ -1,4 +1,4 @@
-"""Make the factors of speed that ship (harness/hardware/efficiencies.json) from readings of `vramsweep validate`.
+"""Make the factors of speed that ship (harness/hardware/efficiencies.json) from readings of benchmarks/validate.py.
 
 python benchmarks/efficiencies.py results/reference/validation/readings.json harness/hardware/efficiencies.json
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import speed_factors as speed
+import validation
 
-from vramsweep.analysis.compare import validation
 from vramsweep.harness.files import outputs
 from vramsweep.harness.hardware.roofline_efficiency import ANY, Efficiency
 

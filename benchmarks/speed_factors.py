@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from scipy.optimize import least_squares
+from validation import SPEED, percent, size
 
-from vramsweep.analysis.compare.validation import SPEED, percent, size
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.hardware.roofline_efficiency import PARTS, arithmetic_kind
 

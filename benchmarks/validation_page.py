@@ -1,4 +1,4 @@
-"""Write docs/published_runs.md, its figure and the CSV of every reading from the file of `vramsweep validate`.
+"""Write docs/published_runs.md, its figure and the CSV of every reading from the file of benchmarks/validate.py.
 
     python benchmarks/validation_page.py READINGS.json OUT.md FIGURE.png OUT.csv
 
@@ -17,8 +17,7 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 from speed_factors import of_speed
-
-from vramsweep.analysis.compare.validation import (
+from validation import (
     GIB,
     MEMORY,
     Validation,
@@ -32,6 +31,7 @@ from vramsweep.analysis.compare.validation import (
     size,
     worst,
 )
+
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.figures.drawing import Picture, draw_one
 from vramsweep.analysis.figures.plots import COLOURS, GREY

@@ -156,13 +156,13 @@ Run = Callable[..., list[Row]]
 class Cli:
     """The command line, run in this process."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
-        self.capsys = capsys
+    def __init__(self, capsys: pytest.CaptureFixture[str], main: Callable[[list[str]], int] = front_door.main) -> None:
+        self.capsys, self.main = capsys, main
 
     def run(self, *words: object, status: int = 0) -> CaptureResult[str]:
         """Run the verb, which must end with this status; return what it prints (`out`, `err`)."""
         self.capsys.readouterr()
-        ended = front_door.main([str(word) for word in words])
+        ended = self.main([str(word) for word in words])
         printed = self.capsys.readouterr()
         assert ended == status, printed.err
         return printed

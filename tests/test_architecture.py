@@ -12,10 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, cases
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
 import structure
+from conftest import ROOT, cases
 
 MODULES = structure.find_modules(ROOT)
 VERSION = "vramsweep.version"

@@ -12,14 +12,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import gpu_check
 import pandas as pd
 import pytest
-from conftest import ROOT, Run, refusal, tiny
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import gpu_check
 import recorded_steps
 import torch
+from conftest import Run, refusal, tiny
 
 from vramsweep.analysis.compare.residuals import COMPONENTS
 from vramsweep.harness.rows.schema import Row, complete_row

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 
+import followed
 import pytest
 from conftest import ROOT
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import followed
 
 MOST = 12
 COMMANDS = {

@@ -99,7 +99,7 @@ START = (
     "  vramsweep explain model=gpt2 seq_len=512                                    # what takes memory?",
     "  vramsweep sweep model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
 )
-INTERNAL = ("errors", "draw")  # of the analysis, started by validate, timeline and replay; in no help, and may change
+INTERNAL = ("draw",)  # of the analysis, started by timeline and replay; in no help, and may change
 
 
 def overview() -> str:

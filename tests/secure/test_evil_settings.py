@@ -6,13 +6,13 @@ import os
 import time
 from pathlib import Path
 
+import published_readings
 import pytest
 from conftest import refusal
 
 from vramsweep.__main__ import main
 from vramsweep.harness.files import yaml_guard
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.questions import published_readings
 from vramsweep.harness.spec import deepspeed_config, length_distribution
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

@@ -6,11 +6,11 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
-import sys
 from typing import Any
 
+import fuzz
+import fuzz_seeds
 import pytest
-from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -21,10 +21,6 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal, migrations
 from vramsweep.harness.rows.schema import BY_NAME, is_plausible
 from vramsweep.harness.sweep import publication_check as check
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import fuzz
-import fuzz_seeds
 
 NO_DEADLINE: dict[str, Any] = {
     "deadline": None, "derandomize": True, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large]

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import efficiencies as benchmark
 import numpy as np
 import pytest
-from conftest import ROOT
-from test_validation import errors, reading
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import efficiencies as benchmark
 import speed_factors as speed
+from test_validation import errors, reading
 
 from vramsweep.harness.hardware.roofline_efficiency import ANY, Efficiency, arithmetic_kind
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from vramsweep.analysis.model.steps import jumps, wavering
 
 pytestmark = pytest.mark.deterministic
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
 
 DATA = ROOT / "../shared/data"
 QWEN = DATA / "qwen15-0.5b-zero3"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import adaptive as module
 import numpy as np
 import pytest
 from conftest import ROOT
@@ -14,9 +14,6 @@ from vramsweep.analysis.model.adaptive import Answer, Grid, Search, Tolerance
 from vramsweep.analysis.model.curves import Array
 from vramsweep.analysis.model.kriging import Places, between
 from vramsweep.harness.spec.trial_identity import SIMULATION
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import adaptive as module
 
 pytestmark = pytest.mark.deterministic
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
+import fit_cover
 import numpy as np
 import pytest
 import synthetic
@@ -19,9 +19,6 @@ from vramsweep.analysis.model.curves import KINDS, Array, Curve, powers
 from vramsweep.analysis.model.estimate import Data, estimate
 from vramsweep.analysis.model.fit import Fit, fit_points, fit_table
 from vramsweep.analysis.model.observations import Points, observations
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import fit_cover
 
 pytestmark = pytest.mark.deterministic
 

@@ -9,12 +9,12 @@ import contextlib
 import functools
 import json
 import pickle
-import sys
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import card_page
 import pytest
 from conftest import ROOT, Run
 
@@ -24,9 +24,6 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.loops import torch_loop
 from vramsweep.runners.predict import make_trace, predicted_row
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-import card_page
 
 pytestmark = pytest.mark.deterministic
 MIB = 1 << 20

@@ -1,4 +1,4 @@
-"""Errors of predictions against published measurements: the readings of `vramsweep validate`, as errors and tables.
+"""Errors of predictions against published measurements: the readings of validate.py, as errors and tables.
 
 Quantities are never pooled, because allocated, active, reserved and device are different counters. Runs whose peak is
 the optimizer's, or weights and gradients alone, stand apart: anybody who can count bytes predicts them. The peak of the
@@ -47,7 +47,7 @@ class Validation:
 
 
 def load(path: Path) -> Validation:
-    """Read what `vramsweep validate` wrote. Raises UserError if it is no such file."""
+    """Read what validate.py wrote. Raises UserError if it is no such file."""
     try:
         record = json.loads(read_content(path))
         frame = pd.DataFrame(record["readings"])
@@ -56,7 +56,7 @@ def load(path: Path) -> Validation:
         return Validation(errors(frame), record["made"], record["mistakes"], record["others"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
         raise UserError(
-            f"{path} holds no readings; vramsweep validate FILE... writes results/validation/readings.json"
+            f"{path} holds no readings; python benchmarks/validate.py FILE... writes results/validation/readings.json"
         ) from None
 
 

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import published_readings
+from published_readings import PHASES, Reading, Run
 from pydantic import BaseModel, ValidationError
 
 from vramsweep.harness.config import compose
@@ -20,8 +22,6 @@ from vramsweep.harness.files.bounded_reads import error_reason, read_content
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
-from vramsweep.harness.questions import published_readings
-from vramsweep.harness.questions.published_readings import PHASES, Reading, Run
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import version_differences
 from vramsweep.harness.spec.trial import Trial

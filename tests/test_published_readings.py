@@ -8,15 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import published_readings
 import pytest
+import reference_runs
+import validate
+import validation
 from conftest import ROOT, TARGETS, Cli, cases, refusal
+from published_readings import Reading
+from reference_runs import OtherTools, ReadingRequest
 
-from vramsweep import __main__ as front_door
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.questions import published_readings, reference_runs
-from vramsweep.harness.questions.published_readings import Reading
-from vramsweep.harness.questions.reference_runs import OtherTools, ReadingRequest
 from vramsweep.harness.rows.schema import complete_row
 from vramsweep.harness.sweep.plan import Planned
 
@@ -24,6 +26,11 @@ pytestmark = pytest.mark.deterministic
 
 HEAD = "source: someone/project a.csv@0123\ngrade: A\noverrides: [model=tiny, seq_len=16, micro_batch=1]\nruns:\n"
 READING = "{quantity: allocated, value: 2, unit: MiB}"
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys, validate.run)
 
 
 def file(tmp_path: Path, text: str) -> Path:
@@ -200,7 +207,7 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     overrides: [model=gpt2, seq_len=1024, micro_batch=64, device.gpu=t4-16gb]
     measured: [{quantity: outcome, value: oom}]
 """
-    command = ["validate", file(tmp_path, HEAD + text), f"results={tmp_path}", "--json", "timeout_s=300"]
+    command = [file(tmp_path, HEAD + text), f"results={tmp_path}", "--json", "timeout_s=300"]
     told = cli.run(*command, status=1)
     record = json.loads(told.out)
     assert record == json.loads((tmp_path / "validation" / "readings.json").read_text())
@@ -230,9 +237,9 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
 
 
 def test_status_and_mistakes_of_the_command(tmp_path: Path, cli: Cli) -> None:
-    cli.refuse("validate")
-    assert "none.yaml: No such file" in cli.refuse("validate", tmp_path / "none.yaml")
-    assert "holds no readings" in cli.refuse("errors", tmp_path / "none.json")
+    cli.refuse()
+    assert "none.yaml: No such file" in cli.refuse(tmp_path / "none.yaml")
+    assert "holds no readings" in refusal(UserError, validation.load, tmp_path / "none.json")
 
 
 Said = Callable[..., tuple[int, dict[str, Any], str]]
@@ -248,7 +255,7 @@ def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
             return {one.item.trial_id: row(**values) for one in asked if one.item is not None}, 0
 
         monkeypatch.setattr(reference_runs, "predict", predict)
-        status = front_door.main(["validate", *words, f"results={tmp_path}", "--json"])
+        status = validate.run([*words, f"results={tmp_path}", "--json"])
         told = capsys.readouterr()
         return status, json.loads(told.out or "{}"), told.err
 
@@ -299,7 +306,7 @@ def test_mistaken_words_of_the_command_are_said_once(tmp_path: Path, cli: Cli) -
     runs = "".join(f"  - {{name: {n}, measured: [{READING}]}}\n" for n in range(3))
     path = str(file(tmp_path, HEAD + runs))
     for word, told in (("timeuot_s=9", "did you mean timeout_s?"), ("device.gpu=gtx-9", "there is no such GPU")):
-        out, err = cli.run("validate", path, word, status=2)
+        out, err = cli.run(path, word, status=2)
         assert err.count(told) == 1 and "planning" not in out
     custom = replace(RUN, overrides=("runner=custom",), cannot=None)
     target = f"runner.target={TARGETS}/none.py:build"  # a word that only some runners have
@@ -318,7 +325,7 @@ def test_a_mistake_of_several_runs_is_said_once(tmp_path: Path, said: Said) -> N
 
 def test_where_nothing_can_be_predicted_every_mistake_is_said(tmp_path: Path, cli: Cli) -> None:
     runs = f"  - {{name: theirs, cannot: closed, measured: [{READING}]}}\n  - {{name: x, measured: []}}\n"
-    told = cli.refuse("validate", file(tmp_path, HEAD + runs))
+    told = cli.refuse(file(tmp_path, HEAD + runs))
     assert ":6: measured is missing" in told and ":5: theirs: closed" in told
 
 

@@ -1,6 +1,6 @@
-"""The output of `vramsweep validate`: short tables, every reading if they are few, and how much was left out.
+"""The output of validate.py: short tables, every reading if they are few, and how much was left out.
 
-benchmarks/validation_page.py writes all tables as a page.
+validation_page.py writes all tables as a page.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from io import StringIO
 
 import pandas as pd
+import validation
+from validation import RUN, Validation
 
-from vramsweep.analysis.compare import validation
-from vramsweep.analysis.compare.validation import RUN, Validation
 from vramsweep.harness.messages.console import Console, make_table
 
 MOST = 8  # reasons that are printed

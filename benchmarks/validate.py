@@ -1,25 +1,29 @@
-"""`vramsweep validate FILE...`: predictions of reference runs next to the published readings.
+"""Predictions of runs that others measured and published, next to their readings.
 
-The result is `readings.json` in the sweep's folder, an entry for each reading. analysis/compare/validation.py makes the
-tables of it. harness/questions reads the files and predicts their runs.
+    python benchmarks/validate.py benchmarks/published/*.yaml [timeout_s=1200 ...] [--json]
+
+The result is `readings.json` in the sweep's folder, an entry for each reading. published_readings.py reads the files,
+reference_runs.py predicts their runs, validation.py makes the tables. Exit status: 0 done; 1 a file or run could not be
+read or predicted and is not marked `cannot`; 2 an error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import reference_runs
+from reference_runs import OtherTools
+from validation import load
+from validation_text import format_validation
 
 from vramsweep.harness.files import outputs
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.process.interpreter import build_command
-from vramsweep.harness.questions import reference_runs
-from vramsweep.harness.questions.reference_runs import OtherTools
 from vramsweep.harness.spec.trial_identity import SIMULATION
 
 READINGS = "readings.json"
@@ -32,7 +36,7 @@ apply to every run. The same command resumes an interrupted one."""
 def parser() -> Parser:
     """Return the parser of the verb's options and words."""
     parser = Parser(
-        prog="vramsweep validate",
+        prog="validate.py",
         usage="%(prog)s FILE ... [KEY=VALUE ...]",
         description=DETAILS,
     )
@@ -42,7 +46,7 @@ def parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `vramsweep validate`; return the exit status. Raises UserError if nothing can be predicted."""
+    """Predict the runs and print their errors; return the exit status. Raises UserError if nothing can be predicted."""
     arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
     if not (files := [Path(word) for word in arguments.words if "=" not in word]):
@@ -69,15 +73,18 @@ def main(argv: Sequence[str]) -> int:
     outputs.write(folder / READINGS, json.dumps(record, indent=1))
     for text in mistakes:
         print(f"left out: {text}", file=sys.stderr)
-    if arguments.json:
-        print(json.dumps(record, indent=1))
-    else:
-        show(folder)
+    print(json.dumps(record, indent=1) if arguments.json else format_validation(load(folder / READINGS)))
     return max(status, int(bool(mistakes)))
 
 
-def show(folder: Path) -> None:
-    """Print the tables with a process of the analysis. Raises UserError if that fails."""
-    sys.stdout.flush()
-    if subprocess.run(build_command("vramsweep", "errors", str(folder / READINGS)), check=False).returncode:
-        raise UserError("some tables are missing for the reason above; run the same command again")
+def run(words: Sequence[str]) -> int:
+    """Run the command; return the exit status, 2 for a mistake that the user can fix, which is printed."""
+    try:
+        return main(words)
+    except UserError as error:
+        print(f"validate: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,7 +1,7 @@
 """Reference runs in YAML: what others measured and published, with the overrides that predict the same run.
 
 benchmarks/published/README.md describes the format. This module checks a file, and a mistake names file and line. Pure,
-apart from reading the file. reference_runs.py predicts the runs, analysis/compare/validation.py compares them.
+apart from reading the file. reference_runs.py predicts the runs, validation.py compares them.
 """
 
 from __future__ import annotations
