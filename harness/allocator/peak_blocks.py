@@ -13,8 +13,8 @@ from vramsweep.harness.allocator.initial_state import Start
 from vramsweep.harness.allocator.recording import Recording
 
 LARGEST, LONGEST = 10, 2048  # entries listed; characters kept of a frame's file and name
-_TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
-_LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
+TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
+LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
 
 _OTHERS = re.compile(r"\b(torch_npu|torch_mlu|torch_musa|torch_xla|c10_npu|at_npu)(?:/|\\|::)")
@@ -49,9 +49,12 @@ class Holders:
     unknown: int
 
 
-def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
-    """Return the blocks that were live after `event` events, when `allocated` bytes were allocated."""
-    live: dict[int, tuple[int, int | None]] = {}  # by address: the requested size and its event
+def live_blocks(recording: Recording, start: Start, event: int) -> dict[int, tuple[int, int | None, Any]]:
+    """Return the blocks that are live after `event` events: by address, requested bytes, event (None: earlier), stack.
+
+    A stack is as the file has it, None if unknown.
+    """
+    live: dict[int, tuple[int, int | None]] = {}
     for segment in start.segments:
         live |= {piece.addr: (piece.requested, None) for piece in segment.pieces if piece.state == "live"}
     for index in range(start.first, event):
@@ -61,11 +64,18 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
         elif action == "free_requested":
             live.pop(addr, None)
     freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
+    lasting = {addr: recording.held.get(addr) for addr in live.keys() - freed}  # for blocks from before the recording
+    return {
+        addr: (size, made, lasting.get(addr) if made is None else recording.stacks.get(made))
+        for addr, (size, made) in live.items()
+    }
+
+
+def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
+    """Return the blocks that were live after `event` events, when `allocated` bytes were allocated."""
     places: dict[int, str | None] = {}  # by id of the frames, because blocks share them
     counts: dict[tuple[int, str | None], int] = {}
-    for addr, (size, made) in live.items():
-        lasting = None if addr in freed else recording.held.get(addr)  # for blocks from before the recording
-        frames = lasting if made is None else recording.stacks.get(made)
+    for size, _, frames in live_blocks(recording, start, event).values():
         where = places[id(frames)] if id(frames) in places else places.setdefault(id(frames), innermost_frame(frames))
         counts[size, where] = counts.get((size, where), 0) + 1
     every = [Holder(size, count, where) for (size, where), count in counts.items()]
@@ -89,14 +99,14 @@ def innermost_frame(frames: Any) -> str | None:
     `frames` come from a file; return None if they are not a stack.
     """
     layer = ""
-    stack = list(_known(frames))
+    stack = list(read_frames(frames))
     for path, line, name in stack:
         path = path.replace("\\", "/")
         if not path.endswith(".py"):
             continue
-        if not _TORCH.search(path):
+        if not TORCH.search(path):
             return f"{'/'.join(path.split('/')[-3:])}:{line} {name}{layer}"
-        if not layer and (found := _LAYERS.search(path)) is not None:
+        if not layer and (found := LAYERS.search(path)) is not None:
             layer = f" (torch.nn.modules.{found[1]})"
     nodes = (f"{found[1]} (backward)" for _, _, name in stack if (found := _AUTOGRAD.search(name)) is not None)
     return next(nodes, None)
@@ -105,11 +115,12 @@ def innermost_frame(frames: Any) -> str | None:
 def find_vendor_library(recording: Recording) -> str | None:
     """Return the library of another vendor's devices that the first thousand stacks name; None if they name none."""
     stacks = {id(frames): frames for frames in (*recording.stacks.values(), *recording.held.values())}
-    frames = (frame for stack in islice(stacks.values(), 1000) for frame in _known(stack))
+    frames = (frame for stack in islice(stacks.values(), 1000) for frame in read_frames(stack))
     return next((found[1] for path, _, name in frames if (found := _OTHERS.search(f"{path} {name}"))), None)
 
 
-def _known(frames: Any) -> Iterable[tuple[str, int, str]]:
+def read_frames(frames: Any) -> Iterable[tuple[str, int, str]]:
+    """Yield file, line and function of each frame of a stack, the innermost first; nothing of what is no stack."""
     for frame in frames if isinstance(frames, list) else ():
         if isinstance(frame, dict):
             path, line, name = frame.get("filename"), frame.get("line"), frame.get("name")

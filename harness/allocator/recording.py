@@ -71,15 +71,19 @@ def load(path: Path, device: int | None = None, max_bytes: int = safe_unpickle.D
     return check(safe_unpickle.load(path, max_bytes), path.name, device)
 
 
-def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
-    """Return the recording in an unpickled snapshot. Raises RecordingError on anything malformed."""
+def check(snapshot: Any, name: str, device: int | None = None, any_device: bool = False) -> Recording:
+    """Return the recording in an unpickled snapshot. Raises RecordingError on anything malformed.
+
+    `any_device`: `device` may have a final state only.
+    """
     if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
         raise RecordingError(
             f"{name} is not a memory snapshot: a dict with segments and device_traces is expected ({HOW_TO_RECORD})"
         )
     settings = _settings(snapshot.get("allocator_settings", {}), name)
     traces = _list(snapshot["device_traces"], f"{name}: device_traces")
-    chosen = _device(traces, name, device)
+    final = any_device and device is not None and device < len(traces)
+    chosen = device if device is not None and final else _device(traces, name, device)
     entries = _list(traces[chosen], f"{name}: device_traces[{chosen}]")
     events = [_event(entry, i, name) for i, entry in enumerate(entries)]
     times = [entry.get("time_us") for entry in entries]
