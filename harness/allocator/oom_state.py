@@ -12,6 +12,7 @@ from typing import Any
 
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
 from vramsweep.harness.allocator.initial_state import Start, undo
+from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD
 from vramsweep.harness.allocator.peak_blocks import LAYERS, TORCH, innermost_frame, live_blocks, read_frames
 from vramsweep.harness.allocator.recording import Recording, Segment, check
 from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under
@@ -19,16 +20,8 @@ from vramsweep.harness.allocator.settings_grid import grid
 from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
 
 OPTIMIZER, STATES, PARAMETERS, BACKWARD, FORWARD, UNKNOWN = (
-    "optimizer", "optimizer states", "parameters", "gradients and backward", "activations", "unknown",
+    "optimizer (states and step)", "optimizer states", "parameters", "gradients and backward", "activations", "unknown",
 )  # fmt: skip
-# Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
-# of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
-AFTER_BACKWARD = re.compile(
-    r"(/torch/optim/.*:\w+"
-    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
-    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
-    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
-)
 # The first that matches a frame decides, from the innermost frame outwards.
 _RULES = (
     (OPTIMIZER, AFTER_BACKWARD),
@@ -41,7 +34,7 @@ _RULES = (
         r":_engine_run_backward$|/torch/_tensor\.py:backward$|/torch/autograd/__init__\.py:(backward|grad)$"
         r"|:torch::autograd::(Engine|AccumulateGrad|generated::\w+Backward|generated::details)"
     )),
-    (FORWARD, re.compile(r":forward$|/torch/nn/functional\.py:\w+$|/torch/nn/modules/module\.py:_(wrapped_)?call_impl$")),
+    (FORWARD, re.compile(r":forward$|/torch/nn/(functional\.py:\w+|modules/module\.py:_(wrapped_)?call_impl)$")),
 )  # fmt: skip
 _NAMES = ((OPTIMIZER, "optimizer.step"), (BACKWARD, "backward"), (FORWARD, "forward"))  # in annotations
 MOST_ANNOTATIONS = 2000
@@ -171,20 +164,6 @@ def try_settings(state: OomState, hear: Callable[[str], None] = lambda text: Non
         hear(f"replaying under setting {number} of {len(configs)}")
         served[text] = replay_under(cut, begun, config, limit).out_of_memory is None
     return served
-
-
-def find_phase(frames: Iterable[str]) -> str:
-    """Return the phase of a step by the stack of an error, "file:function" of each frame, the outermost first.
-
-    A pass that checkpointing repeats in the backward phase belongs to backward. A custom step's own work after the
-    passes is called forward.
-    """
-    for frame in frames:
-        if frame.rpartition(":")[2] in ("backward", "_engine_run_backward"):
-            return "backward"
-        if AFTER_BACKWARD.search(frame):
-            return "optimizer"
-    return "forward"
 
 
 def categorize(frames: Any, annotation: str | None = None) -> str:

@@ -13,7 +13,7 @@ from vramsweep.harness.allocator.initial_state import Start
 from vramsweep.harness.allocator.recording import Recording
 
 LARGEST, LONGEST = 10, 2048  # entries listed; characters kept of a frame's file and name
-TORCH = re.compile(r"(^|/)(site|dist)-packages/torch/|^<frozen |^torch/")
+TORCH = re.compile(r"(^|/)(site|dist)-packages/(torch|einops)/|^<frozen |^torch/")
 LAYERS = re.compile(r"/torch/nn/modules/(?!module\.py|container\.py)(\w+)\.py$")
 _AUTOGRAD = re.compile(r"\btorch::autograd::generated::(?:details::)?(\w+)::apply")
 

@@ -21,7 +21,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_gib, format_in
 from vramsweep.harness.questions import advice, trace_query
 from vramsweep.harness.questions.advice import AdviceRequest, ReachedLimit
-from vramsweep.harness.search.advice_search import Advice, Option
+from vramsweep.harness.search.advice_search import MOST, Advice, Option
 from vramsweep.harness.search.memory_savings import ACCEPTED, LEVELS, METHOD, MemorySaving, words
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
@@ -40,27 +40,38 @@ def main(argv: Sequence[str]) -> int:
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)
     if other is not None:
         raise UserError(f"advise only predicts, so it takes no {other}; leave it out, and set the GPU with gpu=NAME")
-    asked_for, axis = trace_query.spelled(given), GOALS[options.goal]
-    level = METHOD if options.accept is None else ACCEPTED.index(options.accept)
-    from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
-
-    with compose.resolve(asked_for, "advise", suffix="advice") as session:
-        if session.settings is None:
-            return 0
-        refuse_invalid(p.reason for p in session.trials)
-        if len(session.trials) != 1:
-            raise UserError(f"advise takes one trial, not {len(session.trials)}; give each setting one value")
-        with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
-            asked = AdviceRequest(
-                session.trials[0], session.settings, session.folder, session.start(), axis, session.command
-            )
-            found, reached = advice.ask_predictions(asked, level, options.most)
+    axis, level = GOALS[options.goal], METHOD if options.accept is None else ACCEPTED.index(options.accept)
+    if (answer := ask(given, axis, level, options.most, quiet=options.json)) is None:
+        return 0
+    asked, found, reached = answer
     said = [word for word in given if word.partition("=")[0] != "device"]
     if options.json:
         print(json.dumps(record(asked, found, axis, reached)))
     else:
         show(asked, found, axis, reached, said, Console(markup=True))
     return 0 if (advice.best(reached) if axis else found.recommended) else 1
+
+
+def ask(
+    given: Sequence[str], axis: str | None = None, level: int = METHOD, most: int = MOST, quiet: bool = False
+) -> tuple[AdviceRequest, Advice, list[ReachedLimit]] | None:
+    """Return advice on the one trial that the words name; None if they only ask for help. Raises UserError.
+
+    `quiet`: progress goes to standard error.
+    """
+    from vramsweep.harness.config import compose  # here, because it imports Hydra, which no refusal needs
+
+    with compose.resolve(trace_query.spelled(given), "advise", suffix="advice") as session:
+        if session.settings is None:
+            return None
+        refuse_invalid(p.reason for p in session.trials)
+        if len(session.trials) != 1:
+            raise UserError(f"advise takes one trial, not {len(session.trials)}; give each setting one value")
+        with contextlib.redirect_stdout(sys.stderr) if quiet else contextlib.nullcontext():
+            asked = AdviceRequest(
+                session.trials[0], session.settings, session.folder, session.start(), axis, session.command
+            )
+            return asked, *advice.ask_predictions(asked, level, most)
 
 
 def record(asked: AdviceRequest, found: Advice, axis: str | None, reached: Sequence[ReachedLimit]) -> dict[str, Any]:

@@ -112,6 +112,20 @@ def _timeline() -> Parser:
     return parser
 
 
+_WHY = """\
+FILE is a snapshot (torch.cuda.memory._dump_snapshot), a log or several, or torchrun's error file; a folder is a
+sweep's, or one of logs. With the run's settings as KEY=VALUE, changes are predicted, as by advise. Sizes from a log are
+rounded as in torch's message."""
+
+
+def _why() -> Parser:
+    usage = "%(prog)s [OPTION ...] FILE ... [KEY=VALUE ...] | results/SWEEP [TRIAL_ID]"
+    parser = Parser(prog="vramsweep why", usage=usage, description=_WHY)
+    parser.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: the first that failed)")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    return parser
+
+
 PARSERS: dict[str, Callable[[], Parser]] = {
     "sweep": partial(settings_parser, "sweep"),
     "run": _run,
@@ -120,4 +134,5 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "advise": _advise,
     "explain": _explain,
     "timeline": _timeline,
+    "why": _why,
 }

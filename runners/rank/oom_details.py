@@ -5,39 +5,24 @@ Predicted runs do not need this module, because their replay knows all of it (pr
 
 from __future__ import annotations
 
-import re
 import traceback
 from typing import Any
 
 import torch
 
-# Sizes of c10/cuda/CUDACachingAllocator.cpp, format_size: two decimals. CUDAMallocAsyncAllocator.cpp's message names no
-# cache, because that is the driver's.
-_SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-_REQUEST = re.compile(rf"(?:Tried to allocate|Requested +:) {_SIZE}")
-_ALLOCATED = re.compile(rf"Currently allocated +: {_SIZE}|{_SIZE} is allocated by PyTorch")
-_UNALLOCATED = re.compile(rf"{_SIZE} is reserved by PyTorch but unallocated")
-_UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-# Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
-# of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
-_AFTER_BACKWARD = re.compile(
-    r"(/torch/optim/.*:\w+"
-    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
-    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
-    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
-)
+from vramsweep.harness.allocator.oom_message import find_phase, read_message
 
 
 def oom_columns(error: BaseException) -> dict[str, Any]:
     """Return the row's columns, in bytes, as far as the error tells; {} for an error of another kind."""
     if not isinstance(error, torch.OutOfMemoryError):
         return {}
-    text = str(error)
-    allocated, unallocated = _size(_ALLOCATED, text), _size(_UNALLOCATED, text)
+    sizes = read_message(str(error))
+    both = (sizes.get("allocated"), sizes.get("unused"))
     return {
-        "oom_request_bytes": _size(_REQUEST, text),
-        "oom_allocated_bytes": allocated,
-        "oom_reserved_bytes": None if allocated is None or unallocated is None else allocated + unallocated,
+        "oom_request_bytes": sizes.get("request"),
+        "oom_allocated_bytes": both[0],
+        "oom_reserved_bytes": None if both[0] is None or both[1] is None else both[0] + both[1],
     }
 
 
@@ -62,20 +47,8 @@ def describe_oom(error: BaseException, device: torch.device | None) -> dict[str,
 def phase(error: BaseException) -> str:
     """Return the phase of a step that an error was raised in, by the functions in its traceback, outermost first.
 
-    A pass that checkpointing repeats in the backward phase belongs to backward. The meter knows no better, because it
-    watches backward passes only in the probe step, and memory runs out in the first. A custom step's own work
-    after them is called forward.
+    The meter knows no better, because it watches backward passes only in the probe step, and memory runs out in the
+    first.
     """
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        code = frame.f_code
-        if code.co_name in ("backward", "_engine_run_backward"):
-            return "backward"
-        if _AFTER_BACKWARD.search(f"{code.co_filename}:{code.co_name}"):
-            return "optimizer"
-    return "forward"
-
-
-def _size(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    number, unit = filter(None, found.groups()) if found else (None, "")
-    return None if number is None else round(float(number) * _UNITS[unit])
+    codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
+    return find_phase(f"{code.co_filename}:{code.co_name}" for code in codes)

@@ -1,0 +1,74 @@
+"""Message of torch's out-of-memory error: its sizes, and the phase of the step that raised it.
+
+Forms from torch 1.1 to 2.13: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAsyncAllocator.cpp. A watched script's
+process imports this after the error, so it imports nothing large.
+"""
+
+import re
+from collections.abc import Iterable
+
+# Sizes of format_size: two decimals. CUDAMallocAsyncAllocator.cpp's message names no cache, because that is the
+# driver's. "cached" (torch 1.1 to 1.3) is what is not allocated of it.
+_S = r"([\d.]+) (bytes|KiB|MiB|GiB)"
+SIZES = {
+    "request": rf"(?:Tried to allocate|Requested ?:) {_S}",
+    "allocated": rf"Currently allocated ?: {_S}|{_S} is allocated by PyTorch|{_S} already allocated",
+    "unused": rf"{_S} is reserved by PyTorch but unallocated|{_S} cached\)",
+    "reserved": rf"{_S} reserved in total by PyTorch",
+    "total": rf"total capac\w+ of {_S}|{_S} total capacity|Device limit ?: {_S}",
+    "free": rf"of which {_S} is free|; {_S} free|Free \(according to CUDA\): {_S}",
+    "limit": rf"{_S} allowed;|supplied memory fraction\) ?: {_S}",
+    "process": rf"this process has {_S} memory in use",
+    "private": rf"with {_S} allocated in private pools",
+}
+_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in SIZES.items()}
+_UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_OTHERS = re.compile(rf"Process (\d+) has {_S} memory in use")
+_UNLIMITED = 1 << 50
+# Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
+# of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
+AFTER_BACKWARD = re.compile(
+    r"(/torch/optim/.*:\w+"
+    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
+    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
+    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
+)
+
+
+def read_message(text: str) -> dict[str, int]:
+    """Return the sizes in a message of torch's allocators, in bytes, by the names of `SIZES`."""
+    text = " ".join(text.split())
+    found = {name: size for name, pattern in _PATTERNS.items() if (size := _size(pattern, text)) is not None}
+    if not found.get("process"):  # 0 where a container hides the process's number
+        found.pop("process", None)
+    if found.get("limit", 0) >= _UNLIMITED:
+        del found["limit"]
+    return found
+
+
+def read_others(text: str) -> dict[str, int]:
+    """Return the bytes that the message says of other processes, by process id."""
+    return {
+        number: round(float(size) * _UNITS[unit.lower()])
+        for number, size, unit in _OTHERS.findall(" ".join(text.split()))
+    }
+
+
+def find_phase(frames: Iterable[str]) -> str:
+    """Return the phase of a step by the stack of an error, "file:function" of each frame, the outermost first.
+
+    A pass that checkpointing repeats in the backward phase belongs to backward. A custom step's own work after the
+    passes is called forward.
+    """
+    for frame in frames:
+        if frame.rpartition(":")[2] in ("backward", "_engine_run_backward"):
+            return "backward"
+        if AFTER_BACKWARD.search(frame):
+            return "optimizer"
+    return "forward"
+
+
+def _size(pattern: re.Pattern[str], text: str) -> int | None:
+    found = pattern.search(text)
+    number, unit = filter(None, found.groups()) if found else (None, "")
+    return None if number is None else round(float(number) * _UNITS[unit.lower()])

@@ -1,0 +1,228 @@
+"""Out-of-memory errors in logs, which are read as streams: messages, the stacks above them, and texts of a full host.
+
+allocator/oom_message.py reads the message itself.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from vramsweep.harness.allocator.oom_message import read_message, read_others
+from vramsweep.harness.allocator.oom_state import UNKNOWN, categorize
+from vramsweep.harness.allocator.peak_blocks import TORCH
+from vramsweep.harness.files.bounded_reads import open_regular
+from vramsweep.harness.rows import error_patterns
+from vramsweep.harness.rows.schema import Outcome
+
+_DEVICE = re.compile(r"\bGPU (\d+)\b|on device (\d+)")
+_START = re.compile(r"(CUDA|HIP|XPU) out of memory|would exceed allowed memory", re.IGNORECASE)
+_HINT = re.compile(r"memory|alloc|\boom\b|killed|SIGKILL|-9\b|exhausted", re.IGNORECASE)  # else no line is searched
+_KILLED = re.compile(
+    r"^(\S+: line \d+: +\d+ )?Killed\b|oom-kill|Killed process \d+|SIGKILL"
+    r"|(exit ?code|return code|exit status)\W*(= |is )?-9\b"
+)
+_PREFIX = re.compile(  # "> " of a mail; time stamps; [rank3]: rank:  3 | [default3]: and srun's "3: "
+    r"^(?:> )?(?:\[?(?P<time>\d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d+)?)Z?\]?\s?)?"
+    r"(?:\[?(?:rank|default):?\s*(?P<rank>\d+)\]?\s?[:|]|(?P<task>\d{1,5}):(?= ))?"
+)
+_FRAME = re.compile(r'(?:^|\s)File "([^"\n]{1,400})", line (\d+), in (\S+)|^\s*(\S+\.py):(\d+) in\s+(\S*)')
+_CODE = re.compile(r"❱\s*\d+\s+(\S.*)|^\s{4,}([A-Za-z_(*@].*)")
+_LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|/lib/python3[^/]*/|^<")
+LONGEST, KEPT, AFTER, MOST = (
+    4096,
+    600,
+    8,
+    200,
+)  # characters of a line; lines before and after an error; errors of a file
+ERROR_FILE = 1 << 20  # most bytes of torchrun's error file
+
+
+@dataclass(frozen=True)
+class OomReport:
+    """One out-of-memory error of a log. `kind` is "gpu", "host" or "killed" (by SIGKILL, for whatever reason).
+
+    `sizes` are bytes as rounded in the message, by the names of oom_message.SIZES and only those that it has; `others`
+    are bytes of other processes by process id. `own` and `model` are the innermost lines of code outside libraries and
+    outside torch, "file:line function"; `code` is the text of `own`. `category` is what the request was for, as in
+    oom_state. `moment` is a text that sorts by time. Unknown is None.
+    """
+
+    kind: str
+    text: str
+    file: str
+    line: int
+    rank: int | None = None
+    moment: str | None = None
+    device: int | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    others: dict[str, int] = field(default_factory=dict)
+    own: str | None = None
+    code: str | None = None
+    model: str | None = None
+    category: str = UNKNOWN
+
+    @property
+    def reserved(self) -> int | None:
+        """Bytes that torch's allocator had reserved."""
+        both = (self.sizes.get("allocated"), self.sizes.get("unused"))
+        return self.sizes.get("reserved", None if None in both else sum(size or 0 for size in both))
+
+    @property
+    def unused(self) -> int | None:
+        """Bytes reserved by torch's allocator but not allocated."""
+        allocated, reserved = self.sizes.get("allocated"), self.sizes.get("reserved")
+        known = None if allocated is None or reserved is None else max(reserved - allocated, 0)
+        return self.sizes.get("unused", known)
+
+    @property
+    def outside(self) -> int | None:
+        """Bytes of the GPU that are neither free nor reserved by torch; below 0 if the driver lends host memory."""
+        total, free, reserved = self.sizes.get("total"), self.sizes.get("free"), self.reserved
+        return None if total is None or free is None or reserved is None else total - free - reserved
+
+
+@dataclass
+class Log:
+    """What was read of a log: its errors in order (at most `MOST`), how many more, its lines, and another fault."""
+
+    reports: list[OomReport] = field(default_factory=list)
+    more: int = 0
+    lines: int = 0
+    last: str = ""
+    fault: str | None = None
+
+
+def read_log(path: Path, name: str) -> Log:
+    """Read the out-of-memory errors of a log, or of torchrun's error file. Raises OSError."""
+    found = re.search(r"rank[_-]?(\d+)", path.name) or re.fullmatch(r"(\d{1,5})", path.parent.name)
+    rank = int(found[1]) if found else None
+    with open_regular(path) as file:
+        error = _error_file(file.read(ERROR_FILE))
+        if error is not None:
+            return find_reports(error[1].splitlines(), name, rank, error[0])
+        file.seek(0)
+        lines = iter(lambda: file.readline(LONGEST * 4), b"")
+        return find_reports((one.decode(errors="replace") for one in lines), name, rank)
+
+
+def find_reports(lines: Iterable[str], name: str, rank: int | None = None, moment: str | None = None) -> Log:
+    """Return the out-of-memory errors in a log's lines; `rank` and `moment` are for lines that name none."""
+    log = Log()
+    before: dict[int | None, deque[str]] = {}
+    open_: dict[int | None, tuple[OomReport, list[str], list[str]]] = {}
+
+    def close(of: int | None) -> None:
+        if (found := open_.pop(of, None)) is not None and len(log.reports) < MOST:
+            log.reports.append(_finished(*found))
+        else:
+            log.more += found is not None
+
+    for raw in lines:
+        log.lines += 1
+        begun = _PREFIX.match(raw)
+        text = raw[begun.end() if begun else 0 :].replace("│", " ").rstrip()[:LONGEST]
+        number = (begun["rank"] or begun["task"]) if begun else None
+        of = rank if number is None else int(number)
+        log.last = text.strip() or log.last
+        kind = _kind(text) if _HINT.search(text) else None
+        if kind is None and (opened := open_.get(of)) is not None:
+            opened[1].append(text)
+            if len(opened[1]) > AFTER or "reserved" in " ".join(opened[1][:-1]):
+                close(of)
+        elif kind is not None and len(kind) < 8:
+            close(of)
+            at = moment or (begun["time"] if begun else None)
+            open_[of] = OomReport(kind, text.strip(), name, log.lines, of, at), [text], list(before.get(of, ()))
+        elif kind is not None:
+            log.fault = kind
+        if of not in before and len(before) > 4096:
+            before.clear()
+        before.setdefault(of, deque(maxlen=KEPT)).append(text)
+    for of in list(open_):
+        close(of)
+    log.reports = _distinct(log.reports)
+    return log
+
+
+def first_report(reports: Sequence[OomReport]) -> tuple[OomReport, str]:
+    """Return the error that came first, and how that is known."""
+    if len(reports) > 1 and all(one.moment for one in reports):
+        return min(reports, key=lambda one: (one.moment or "", one.line)), "by its time stamp"
+    files = len({one.file for one in reports}) > 1
+    return reports[0], "by the order of the files; no time stamps" if files else "by the order in the log"
+
+
+def _kind(text: str) -> str | None:
+    """Return gpu, host or killed for an out-of-memory line; another fault's text; None for any other line."""
+    if _START.search(text):
+        return "gpu"
+    if (found := error_patterns.find(text)) is not None:
+        return {Outcome.OOM: "gpu", Outcome.HOST_OOM: "host"}.get(found.outcome, f"a fault: {found.fault}")
+    return "killed" if _KILLED.search(text) else None
+
+
+def _finished(report: OomReport, after: Sequence[str], stack: Sequence[str]) -> OomReport:
+    """Return the report with what the lines of its message and the stack before it say."""
+    text = " ".join(" ".join(after).split())
+    device = _DEVICE.search(text)
+    begun = max((at for at, one in enumerate(stack) if "Traceback (most recent" in one), default=0)
+    frames: list[tuple[str, str, str, str | None]] = []
+    for at in range(begun, len(stack)):
+        if (found := _FRAME.search(stack[at])) is not None:
+            path, line, function = found.groups()[:3] if found[1] else found.groups()[3:]
+            code = next((c[1] or c[2] for one in stack[at + 1 : at + 12] if (c := _CODE.search(one))), None)
+            frames.append((path.replace("\\", "/"), line, function, code))
+    own = next((one for one in reversed(frames) if not _LIBRARY.search(one[0])), None)
+    model = next((one for one in reversed(frames) if not TORCH.search(one[0])), None)
+    return replace(
+        report,
+        device=None if device is None else int(device[1] or device[2]),
+        sizes=read_message(text),
+        others=read_others(text),
+        own=None if own is None else _place(own),
+        code=None if own is None else own[3],
+        model=None if model is None or model == own else _place(model),
+        category=categorize([{"filename": one[0], "line": 0, "name": one[2]} for one in reversed(frames)]),
+    )
+
+
+def _place(frame: tuple[str, str, str, str | None]) -> str:
+    return f"{'/'.join(frame[0].split('/')[-3:])}:{frame[1]} {frame[2]}".strip(" ?")
+
+
+def _distinct(reports: Sequence[OomReport]) -> list[OomReport]:
+    """Drop errors that repeat one of the same file (a logger prints it again), and those without sizes if others have
+    some. Of repeated ones, a rank's own or the one with a stack stays."""
+    sized = [one for one in reports if one.sizes.get("request")]
+    found: dict[tuple[object, ...], OomReport] = {}
+    for one in sized or reports:
+        key = (one.device, *one.sizes.items(), None if one.sizes else (one.rank, one.kind))
+        known = found.get(key)
+        if known is None or (known.rank is None and one.rank is not None) or (not known.own and one.own):
+            found[key] = replace(one, line=known.line if known else one.line)
+        elif known.rank is not None and one.rank not in (None, known.rank):
+            found[(*key, one.rank)] = one
+    return list(found.values())
+
+
+def _error_file(content: bytes) -> tuple[str | None, str] | None:
+    """Return time and text of a file that torchrun wrote for a failed rank; None for any other file."""
+    if not content.lstrip().startswith(b"{"):
+        return None
+    try:
+        data: Any = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    told = data.get("message")
+    if not isinstance(told, dict):
+        return (None, told) if isinstance(told, str) else None
+    extra = told.get("extraInfo")
+    extra = extra if isinstance(extra, dict) else {}
+    stack, at = extra.get("py_callstack"), extra.get("timestamp")
+    return None if at is None else str(at)[:40], str(stack or told.get("message"))
