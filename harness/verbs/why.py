@@ -38,6 +38,7 @@ CHANGES = {
     PARAMETERS: "adapter=lora with quantization, sharding=fsdp2, a smaller model",
 }
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
+PREDICTED, COMBINATIONS = 8, 8  # lines of predictions; combinations of changes to predict
 MUCH = 3 << 30  # bytes outside the allocator, more than a context and NCCL take
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -54,24 +55,26 @@ def main(argv: Sequence[str]) -> int:
     place = Path(files[0])
     if place.is_dir() and journal.files(place)[0].exists():
         found, record, lines, more = explain_row(place, files[1:])
-        settings = settings or more
+        settings = settings or _understood(more, record["row"])
     elif not place.is_dir() and _is_pickle(place):
         if len(files) > 1:
             raise UserError(f"why takes one snapshot, not {len(files)}; give each its own command")
         found, record, lines = explain_snapshot(place, options.device)
     else:
         found, record, lines = explain_logs([Path(one) for one in files], options.device)
-    if found and settings:
-        answer, predicted = predict_changes(settings, options.json)
-        record["predicted"], lines = answer, [*lines[: MOST - len(predicted)], *predicted]
+    console = Console()
+    if found and settings:  # evidence first, because predictions take minutes; they replace what is to change
+        lines = lines[:-1][: MOST - PREDICTED]
     elif found:
         lines.append("predictions of each change: vramsweep advise model=NAME seq_len=N micro_batch=N gpu=NAME")
+    for line in () if options.json else lines[:MOST]:
+        console.print(line, soft_wrap=True)
+    if found and settings:
+        record["predicted"], lines = predict_changes(settings)
+        for line in () if options.json else lines[:PREDICTED]:
+            console.print(line, soft_wrap=True)
     if options.json:
         print(json.dumps(record))
-    else:
-        console = Console()
-        for line in lines[:MOST]:
-            console.print(line, soft_wrap=True)
     return 0 if found else 1
 
 
@@ -93,11 +96,9 @@ def _of_state(state: OomState, name: str, served: Mapping[str, bool] | None) -> 
         yield f"{_short(name)}: no request failed in it. This is the {state.at} of {device}{others}"
     else:
         yield f"{_short(name)}: {device} ran out of memory{others}"
-        about = [f"for {state.category}"] * (state.category != UNKNOWN) + [f"by {_short(state.where or '')}"] * bool(
-            state.where
-        )
-        within = f" within {_short(state.annotation)}" if state.annotation else ""
-        yield f"failed request: {format_size(state.request)} {', '.join(about)}{within}".rstrip()
+        about = [f"for {state.category}" if state.category != UNKNOWN else "", _short(state.where or "")]
+        about += [f"within {_short(state.annotation)}" if state.annotation else ""]
+        yield f"failed request: {', '.join(filter(None, [format_size(state.request), *about]))}"
     yield f"{format_size(state.allocated):>10}  allocated: {_shares(state.categories, state.allocated)}"
     block = "" if state.largest_free is None else f"; largest free block for it: {format_size(state.largest_free)}"
     yield f"{format_size(unused):>10}  reserved but unused{block}"
@@ -105,11 +106,7 @@ def _of_state(state: OomState, name: str, served: Mapping[str, bool] | None) -> 
         yield f"{format_size(state.device_free):>10}  free on the GPU; a snapshot does not name other processes"
     yield "by line of code:"
     for (kind, line), size in list(state.lines.items())[:LINES]:
-        yield (
-            f"{format_size(size):>10}  {kind}, {_short(line)}"
-            if line != UNKNOWN
-            else (f"{format_size(size):>10}  {kind}, no stack was recorded")
-        )
+        yield f"{format_size(size):>10}  {kind}, {_short(line) if line != UNKNOWN else 'no line of Python is recorded'}"
     if state.modules.keys() - {UNKNOWN}:
         yield f"by module: {_shares(state.modules, state.allocated)}"
     if state.annotations.keys() - {"none"}:
@@ -279,7 +276,7 @@ def explain_row(place: Path, ids: Sequence[str]) -> tuple[bool, dict[str, Any], 
         lines.append(f"predicted without a limit: {format_size(need)} reserved; would fit: {_gpus(need)}")
     elif request and allocated:
         lines.append(_least(request + allocated, "allocated"))
-    return True, {"kind": "row", "row": row}, lines, words if _can_predict(row) else []
+    return True, {"kind": "row", "row": row}, lines, words
 
 
 def words_of_row(row: Row) -> list[str]:
@@ -303,33 +300,41 @@ def words_of_row(row: Row) -> list[str]:
     return words + ([f"gpu={gpu}"] if gpu else [])
 
 
-def _can_predict(row: Row) -> bool:
-    """Return whether predicting the row's trial runs, reads and asks for nothing that only the row names."""
-    from vramsweep.harness.config import conf_files
+def _understood(words: Sequence[str], row: Row | None) -> list[str]:
+    """Return a row's words for a prediction; none if they are not all of its settings, or name what is not ours.
 
-    trial = row.get("trial")
-    runner = trial.get("runner") if isinstance(trial, dict) else None
-    named = isinstance(runner, dict) and not (runner.get("command") or runner.get("target"))
-    plain = named and row.get("runner") in ("torch", "trainer", "deepspeed") and not (trial or {}).get("ds_config")
-    return bool(plain and row.get("model") in conf_files.file_names("model"))
+    A folder may be someone else's (trace_query.py): predicting must run, read and ask for nothing that only it names.
+    """
+    from vramsweep.harness.config import conf_files, typed_words
+
+    trial: dict[str, Any] = row["trial"] if row and isinstance(row.get("trial"), dict) else {}
+    if not words or trial.get("model", {}).get("name") not in conf_files.file_names("model"):
+        return []
+    if trial.get("runner", {}).get("name") not in ("torch", "trainer", "deepspeed"):
+        return []
+    words, _ = typed_words.understand("why", words, PARSERS["why"]())
+    found = trace_query.find_trial("why", words)
+    own = {} if found is None else found[1].model_dump(mode="json")
+    same = all(own.get(name) == value for name, value in trial.items() if name not in ("device", "protocol", "repeat"))
+    return words if own and same else []
 
 
-def predict_changes(settings: Sequence[str], quiet: bool) -> tuple[dict[str, Any] | None, list[str]]:
+def predict_changes(settings: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
     """Return what `advise` predicts for these settings, as data and as lines. Raises UserError."""
-    answer = advise.ask(settings, quiet=quiet)
-    if answer is None:
+    if (answer := advise.ask(settings, most=COMBINATIONS, quiet=True)) is None:
         return None, []
     asked, found, _ = answer
-    said = [word for word in settings if word.partition("=")[0] != "device"]
     lines = [f"predicted for {fit_text.describe_run(asked.trial)}, limit {format_size(found.limit)}:"]
-    chosen = [one for one in (found.recommended,) if one is not None]
-    for one in dict.fromkeys([found.base, *sorted(found.singles, key=lambda one: one.need or 0)[:4], *chosen]):
+    best = found.recommended or found.nearest
+    smallest = sorted((one for one in found.singles if one.need is not None), key=lambda one: one.need or 0)[:3]
+    for one in dict.fromkeys([found.base, *smallest, *([best] if best else [])]):
         if one.need is not None:
             name = " ".join(remedy.words for remedy in one.remedies) or "unchanged"
-            fits = ("fits" if one.fits(found.limit) else "too much") + ", recommended" * (one in chosen)
+            fits = ("fits" if one.fits(found.limit) else "too much") + ", recommended" * (one is found.recommended)
             lines.append(f"{format_size(one.need):>10}  reserved: {name} ({fits})")
     if found.base.need is None:
         lines.append(f"no prediction: {_short(str(found.base.reason))}")
+    said = [word for word in settings if word.partition("=")[0] != "device"]
     lines.append(f"more: {shlex.join(['vramsweep', 'advise', *said])}")
     return advise.record(asked, found, None, []), lines
 
