@@ -39,6 +39,7 @@ CHANGES = {
 }
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
 PREDICTED, COMBINATIONS = 8, 8  # lines of predictions; combinations of changes to predict
+AXES = ("seq_len", "micro_batch", "precision")
 MUCH = 3 << 30  # bytes outside the allocator, more than a context and NCCL take
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
@@ -52,10 +53,11 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             "why needs a file or a sweep's folder: vramsweep why FILE ... | vramsweep why results/SWEEP [TRIAL_ID]"
         )
-    place = Path(files[0])
+    place, words = Path(files[0]), []
     if place.is_dir() and journal.files(place)[0].exists():
-        found, record, lines, more = explain_row(place, files[1:])
-        settings = settings or _understood(more, record["row"])
+        record, lines, words = explain_row(place, files[1:])
+        found = bool(words)
+        settings = settings or (understand_row(words, record["row"]) if found else [])
     elif not place.is_dir() and _is_pickle(place):
         if len(files) > 1:
             raise UserError(f"why takes one snapshot, not {len(files)}; give each its own command")
@@ -66,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     if found and settings:  # evidence first, because predictions take minutes; they replace what is to change
         lines = lines[:-1][: MOST - PREDICTED]
     elif found:
-        lines.append("predictions of each change: vramsweep advise model=NAME seq_len=N micro_batch=N gpu=NAME")
+        named = shlex.join(words) or "model=NAME seq_len=N micro_batch=N gpu=NAME"
+        lines.append(f"predictions of each change: vramsweep advise {named}")
     for line in () if options.json else lines[:MOST]:
         console.print(line, soft_wrap=True)
     if found and settings:
@@ -239,84 +242,78 @@ def judge(request: int, unused: int, free: int, own_limit: bool) -> tuple[str, s
     return f"fragmentation is not the cause: {both}, less than the request", ""
 
 
-def explain_row(place: Path, ids: Sequence[str]) -> tuple[bool, dict[str, Any], list[str], list[str]]:
-    """Return the same of a row of a sweep: that of `ids`, else the first out of memory; and words of its settings."""
-    if len(ids) > 1:
-        raise UserError(f"why takes one trial, not {len(ids)}")
+def explain_row(place: Path, ids: Sequence[str]) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Return a sweep's row of `ids`, else its first out of memory, as data and as lines; and the words of its settings.
+
+    There are no words if its trial has no out-of-memory error. Raises UserError.
+    """
     rows = list(journal.terminal(journal.read(place)[0]).values())
     full = [row for row in rows if row.get("outcome") in ("oom", "host_oom")]
+    if len(ids) > 1:
+        raise UserError(f"why takes one trial, not {len(ids)}")
     row = trace_query.finished(place, ids)[0] if ids else next(iter(full), None)
     if row is None or row not in full:
-        what = (
-            f"trial {row['trial_id']} ended with {row.get('outcome')}"
-            if row
-            else f"none of {len(rows)} trials ended so"
-        )
-        return False, {"kind": "row", "row": row}, [f"{place}: no out-of-memory error; {what}"], []
-    predicted = row.get("device") == "simulated"
+        what = f"it is {row.get('outcome')}" if row else f"{len(rows)} trials have finished"
+        return {"kind": "row", "row": row}, [f"{place}: no out-of-memory error; {what}"], []
+    where = "host" if row["outcome"] == "host_oom" else "GPU"
+    how = "predicted" if row.get("device") == "simulated" else "measured"
     lines = [
-        f"{place}: trial {row['trial_id']} ran out of {'GPU' if row['outcome'] == 'oom' else 'host'} memory, "
-        f"{'predicted' if predicted else 'measured'}{f'; {len(full) - 1} other rows did too' * (len(full) > 1)}",
+        f"{place}: trial {row['trial_id']} ran out of {where} memory, {how}; out of memory in all: {len(full)} trials",
         f"settings: {shlex.join(words := words_of_row(row))}",
         f"cause: {_short(str(row.get('reason')))} (in {row.get('phase') or 'an unknown phase'})",
     ]
     request, allocated, reserved = (row.get(f"oom_{name}_bytes") for name in ("request", "allocated", "reserved"))
-    parts = {name.replace("_", " "): size for name, size in (row.get("oom_parts_bytes") or {}).items() if size}
-    parts = dict(sorted(parts.items(), key=lambda one: -one[1]))
-    if request:
-        lines.append(f"failed request: {format_size(request)}")
-    if allocated:
-        whole = f": {_shares(parts, sum(parts.values()))} (the request included)" if parts else ""
-        lines.append(f"{format_size(allocated):>10}  allocated{whole}")
-    if allocated and reserved:
-        lines.append(f"{format_size(reserved - allocated):>10}  reserved but unused")
-    if limit := row.get("memory_limit_bytes"):
-        lines.append(f"{format_size(limit):>10}  limit of the allocator on this GPU")
+    sizes = sorted(_dict(row.get("oom_parts_bytes")).items(), key=lambda one: -one[1])
+    parts = {name.replace("_", " "): size for name, size in sizes}
+    shares = f": {_shares(parts, sum(parts.values()))} (with the failed request)" if parts else ""
+    table = {"failed request": request, f"allocated{shares}": allocated}
+    table["reserved but unused"] = reserved - allocated if reserved and allocated else None
+    table["limit of the allocator on this GPU"] = row.get("memory_limit_bytes")
+    lines += [f"{format_size(size):>10}  {name}" for name, size in table.items() if size is not None]
     if need := row.get("unlimited_peak_reserved_bytes"):
-        lines.append(f"predicted without a limit: {format_size(need)} reserved; would fit: {_gpus(need)}")
+        lines.append(f"predicted without a limit: {format_size(need)} reserved; on: {_gpus(need)}")
     elif request and allocated:
         lines.append(_least(request + allocated, "allocated"))
-    return True, {"kind": "row", "row": row}, lines, words
+    kind = next(iter(parts), "?")[:6]
+    lines.append(f"to change: {next((text for name, text in CHANGES.items() if kind in name), CHANGES[UNKNOWN])}")
+    return {"kind": "row", "row": row}, lines, words
 
 
 def words_of_row(row: Row) -> list[str]:
     """Return the settings of a row's trial as typed, as far as rows name them."""
-    trial = row["trial"] if isinstance(row.get("trial"), dict) else {}
-    plain = {"grad_accum": 1, "sharding": "none", "world_size": 1}
-    names = ("runner", "seq_len", "micro_batch", "precision", *plain, *DEFAULTS)
-    values = {name: row.get(name, trial.get(name)) for name in names}
-    defaults = dict(DEFAULTS) | plain
-    words = [f"model={row.get('model')}"] + [
+    trial = _dict(row.get("trial"))
+    defaults = {"grad_accum": 1, "sharding": "none", "world_size": 1} | dict(DEFAULTS)
+    values = {name: row.get(name, trial.get(name)) for name in ("model", "runner", *AXES, *defaults)}
+    words = [
         f"{name}={str(value).lower() if isinstance(value, bool) else value}"
         for name, value in values.items()
         if value is not None and value != defaults.get(name)
     ]
-    device = trial.get("device") if isinstance(trial.get("device"), dict) else {}
-    gpu = (
-        device.get("gpu")
-        if row.get("device") == "simulated"
-        else getattr(find_gpu(str(row.get("gpu_name"))), "name", None)
-    )
-    return words + ([f"gpu={gpu}"] if gpu else [])
+    card = find_gpu(str(row.get("gpu_name")))
+    gpu = _dict(trial.get("device")).get("gpu") if row.get("device") == "simulated" else card and card.name
+    return words + [f"gpu={gpu}"] * bool(gpu)
 
 
-def _understood(words: Sequence[str], row: Row | None) -> list[str]:
+def understand_row(words: Sequence[str], row: Row) -> list[str]:
     """Return a row's words for a prediction; none if they are not all of its settings, or name what is not ours.
 
     A folder may be someone else's (trace_query.py): predicting must run, read and ask for nothing that only it names.
     """
     from vramsweep.harness.config import conf_files, typed_words
 
-    trial: dict[str, Any] = row["trial"] if row and isinstance(row.get("trial"), dict) else {}
-    if not words or trial.get("model", {}).get("name") not in conf_files.file_names("model"):
+    trial = _dict(row.get("trial"))
+    if _dict(trial.get("model")).get("name") not in conf_files.file_names("model"):
         return []
-    if trial.get("runner", {}).get("name") not in ("torch", "trainer", "deepspeed"):
+    if _dict(trial.get("runner")).get("name") not in ("torch", "trainer", "deepspeed"):
         return []
-    words, _ = typed_words.understand("why", words, PARSERS["why"]())
-    found = trace_query.find_trial("why", words)
+    try:
+        read, _ = typed_words.understand("why", words, PARSERS["why"]())
+        found = trace_query.find_trial("why", read)
+    except UserError:
+        return []
     own = {} if found is None else found[1].model_dump(mode="json")
     same = all(own.get(name) == value for name, value in trial.items() if name not in ("device", "protocol", "repeat"))
-    return words if own and same else []
+    return read if own and same else []
 
 
 def predict_changes(settings: Sequence[str]) -> tuple[dict[str, Any] | None, list[str]]:
@@ -343,6 +340,10 @@ def _shares(sizes: Mapping[str, int], whole: int) -> str:
     """Return the largest sizes with their names; what is below one percent is left out."""
     shown = [f"{_short(name, 40)} {format_size(size)}" for name, size in sizes.items() if size * 100 >= whole]
     return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _least(size: int, what: str) -> str:
