@@ -82,9 +82,10 @@ class OomReport:
 
     @property
     def outside(self) -> int | None:
-        """Bytes of the GPU that are neither free nor reserved by torch; below 0 if the driver lends host memory."""
-        total, free, reserved = self.sizes.get("total"), self.sizes.get("free"), self.reserved
-        return None if total is None or free is None or reserved is None else total - free - reserved
+        """Bytes of the GPU that are not free and not this process's, as far as the text tells that apart from torch's
+        own; below 0 if the driver lends host memory."""
+        total, free, own = self.sizes.get("total"), self.sizes.get("free"), self.sizes.get("process", self.reserved)
+        return None if total is None or free is None or own is None else total - free - own
 
 
 @dataclass
@@ -146,7 +147,7 @@ def find_reports(lines: Iterable[str], name: str, rank: int | None = None, momen
         before.setdefault(of, deque(maxlen=KEPT)).append(text)
     for of in list(open_):
         close(of)
-    log.reports = _distinct(log.reports)
+    log.reports = _distinct(sorted(log.reports, key=lambda one: one.line))
     return log
 
 

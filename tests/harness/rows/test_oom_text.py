@@ -1,0 +1,114 @@
+"""Out-of-memory errors of public logs, against numbers read from them by hand (GiB)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, Cli, cases
+
+from vramsweep.harness.rows import oom_text
+
+pytestmark = pytest.mark.deterministic
+
+LOGS = ROOT / "tests" / "data" / "oom_logs"
+GIB = 1 << 30
+NEW = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate {0}.00 GiB. GPU {1} has a total capacity of "
+    "79.15 GiB of which 1.12 GiB is free. Including non-PyTorch memory, this process has 78.03 GiB memory in use. Of "
+    "the allocated memory 70.00 GiB is allocated by PyTorch, and 5.00 GiB is reserved by PyTorch but unallocated."
+)
+
+
+def test_every_log_has_its_line_in_the_table() -> None:
+    assert {path.name for path in LOGS.glob("*.log")} == {row[0] for row in cases("oom_logs")}
+    assert all(f"| {row[0]} | https://" in (LOGS / "README.md").read_text() for row in cases("oom_logs"))
+
+
+@pytest.mark.parametrize("row", cases("oom_logs"), ids=lambda row: row[0])
+def test_a_public_log_says_what_a_reader_finds(row: tuple[str, ...], cli: Cli) -> None:
+    name, kind, rank, device, *numbers, own, category, cause = row
+    found = cli.json("why", LOGS / name)["first"]
+    assert (found["kind"], found["category"], found["own"] or "-") == (kind, category, own)
+    assert [str(found[key]) for key in ("rank", "device")] == [value.replace("-", "None") for value in (rank, device)]
+    report = oom_text.read_log(LOGS / name, name).reports[0]
+    sizes = report.sizes
+    known = [sizes.get("request"), sizes.get("allocated"), report.reserved, sizes.get("free"), sizes.get("total")]
+    for size, number in zip([*known, report.outside], numbers, strict=True):
+        assert size == (None if number == "-" else pytest.approx(float(number) * GIB, abs=0.00006 * GIB))
+    printed = cli.run("why", LOGS / name).out
+    assert len(printed.splitlines()) <= 20
+    assert ("fragmentation" in printed) == (cause != "-") and (cause == "-" or cause in printed)
+
+
+def test_other_processes_are_told_apart_from_this_one_in_a_container(cli: Cli) -> None:
+    assert "1.6 GiB  of other processes: 3721648, 1374765" in cli.run("why", LOGS / "keys_values_92.log").out
+    alone = cli.run("why", LOGS / "llama_cookbook_320.log").out  # its process 40666 has all of it, so it is this one
+    assert "40666" not in alone and "1.2 GiB  outside PyTorch's allocator" in alone
+    assert "find who has 24.9 GiB outside" in cli.run("why", LOGS / "ms_swift_5943.log").out
+
+
+@pytest.mark.parametrize("form", ["[rank{}]: ", "rank{}: ", "[default{}]:", "rank:  {} | ", "{}: "])
+def test_eight_ranks_in_one_log(form: str, tmp_path: Path, cli: Cli) -> None:
+    stack = ["Traceback (most recent call last):", '  File "/me/train.py", line {0}, in step', "    y = model(x)"]
+    lines = [f"{form.format(rank)}{line.format(rank)}" for line in stack for rank in range(8)]
+    lines += [f"{form.format(rank)}{NEW.format(rank + 1, rank)}" for rank in (5, 0, 1, 2, 3, 4, 6, 7)]
+    (tmp_path / "all.log").write_text("\n".join(lines))
+    found = cli.json("why", tmp_path / "all.log")
+    assert {(one["rank"], one["device"], one["own"]) for one in found["reports"]} == {
+        (rank, rank, f"/me/train.py:{rank} step") for rank in range(8)
+    }
+    assert (found["first"]["rank"], found["first_is_known"]) == (5, "by the order in the log")
+    assert found["first"]["code"] == "y = model(x)"
+    printed = cli.run("why", tmp_path / "all.log").out.splitlines()
+    assert len(printed) <= 20 and "rank 5 (GPU 5)" in printed[0] and any("and 2 more errors" in one for one in printed)
+    assert cli.json("why", tmp_path / "all.log", "--device", 3)["first"]["rank"] == 3
+
+
+def test_a_log_for_each_rank_is_ordered_by_time_stamps_if_all_have_one(tmp_path: Path, cli: Cli) -> None:
+    for rank, second in ((0, 9), (1, 7), (2, 8)):
+        folder = tmp_path / "attempt_0" / str(rank)
+        folder.mkdir(parents=True)
+        (folder / "stderr.log").write_text(f"2026-01-02 03:04:0{second} {NEW.format(2, rank)}\n")
+    found = cli.json("why", tmp_path)
+    assert (found["first"]["rank"], found["first_is_known"]) == (1, "by its time stamp")
+    (tmp_path / "attempt_0" / "2" / "stderr.log").write_text(NEW.format(2, 2))
+    assert cli.json("why", tmp_path)["first_is_known"] == "by the order of the files; no time stamps"
+
+
+def test_torchrun_s_error_file(tmp_path: Path, cli: Cli) -> None:
+    stack = f'Traceback (most recent call last):\n  File "/me/train.py", line 3, in main\n    f()\n{NEW.format(2, 6)}'
+    error = {
+        "message": {"message": "OutOfMemoryError", "extraInfo": {"py_callstack": stack, "timestamp": "1700000000"}}
+    }
+    (tmp_path / "6").mkdir()
+    (tmp_path / "6" / "error.json").write_text(json.dumps(error))
+    first = cli.json("why", tmp_path / "6" / "error.json")["first"]
+    assert (first["rank"], first["device"], first["own"], first["moment"]) == (
+        6,
+        6,
+        "/me/train.py:3 main",
+        "1700000000",
+    )
+
+
+def test_the_same_error_printed_twice_counts_once_and_one_without_sizes_gives_way() -> None:
+    log = oom_text.find_reports([NEW.format(2, 0), f"[rank0]: {NEW.format(2, 0)}", "caught: CUDA out of memory"], "x")
+    assert [(one.rank, one.line) for one in log.reports] == [(0, 1)]
+
+
+def test_a_text_without_an_error_is_described(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "ok.log").write_text("step 1\nRuntimeError: CUDA error: device-side assert triggered\n\x1b[2Jdone\n")
+    said = cli.run("why", tmp_path / "ok.log", status=1).out
+    assert "no out-of-memory error; it is text with 3 lines" in said and "\x1b" not in said
+    assert "cannot be read" in cli.refuse("why", tmp_path / "none.log")
+    (tmp_path / "empty").mkdir()
+    assert "neither a journal nor a log" in cli.refuse("why", tmp_path / "empty")
+    assert "why needs a file" in cli.refuse("why")
+
+
+def test_no_part_of_a_log_is_kept_that_is_not_needed() -> None:
+    lines = (f"step {number}" if number % 7 else NEW.format(number + 1, 0) for number in range(7000))
+    log = oom_text.find_reports(lines, "x")
+    assert (len(log.reports), log.more, log.lines) == (oom_text.MOST, 1000 - oom_text.MOST, 7000)
