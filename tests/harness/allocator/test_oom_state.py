@@ -56,6 +56,13 @@ def test_a_measured_error_under_the_process_s_own_limit(cli: Cli, tmp_path: Path
     assert len(printed.splitlines()) <= 20 and "a limit of the process refused" in printed
 
 
+def test_the_states_of_adamw_have_the_size_of_two_copies_of_gpt_2() -> None:
+    """The recording has no stacks, but annotations. GPT-2 has 124,439,808 parameters, as published."""
+    with zipfile.ZipFile(ROOT / "results" / "reference" / "h100-80gb" / "recordings.zip") as archive:
+        state = oom_state.find_state(pickle.loads(archive.read("default.pickle")), "x")
+    assert state.at == "peak" and state.categories["optimizer states"] == pytest.approx(8 * 124_439_808, rel=0.02)
+
+
 def test_a_public_error_of_one_of_three_devices(cli: Cli) -> None:
     path = SHARED / "expandable_three_devices.pickle"
     if not path.exists():
