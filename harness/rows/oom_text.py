@@ -33,6 +33,7 @@ _PREFIX = re.compile(  # "> " of a mail; time stamps; [rank3]: rank:  3 | [defau
 )
 _FRAME = re.compile(r'(?:^|\s)File "([^"\n]{1,400})", line (\d+), in (\S+)|^\s*(\S+\.py):(\d+) in\s+(\S*)')
 _CODE = re.compile(r"❱\s*\d+\s+(\S.*)|^\s{4,}([A-Za-z_(*@].*)")
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|/lib/python3[^/]*/|^<")
 LONGEST, KEPT, AFTER, MOST = (
     4096,
@@ -126,6 +127,8 @@ def find_reports(lines: Iterable[str], name: str, rank: int | None = None, momen
 
     for raw in lines:
         log.lines += 1
+        if "\r" in raw or "\x1b" in raw:  # a bar of progress, colours
+            raw = _COLOUR.sub("", raw.rstrip("\r\n").rpartition("\r")[2])
         begun = _PREFIX.match(raw)
         text = raw[begun.end() if begun else 0 :].replace("│", " ").rstrip()[:LONGEST]
         number = (begun["rank"] or begun["task"]) if begun else None

@@ -121,6 +121,7 @@ rounded as in torch's message."""
 def _why() -> Parser:
     usage = "%(prog)s [OPTION ...] FILE ... [KEY=VALUE ...] | results/SWEEP [TRIAL_ID]"
     parser = Parser(prog="vramsweep why", usage=usage, description=_WHY)
+    parser.add_argument("words", nargs="*", metavar="FILE", help="snapshot, log, or folder; or a setting, KEY=VALUE")
     parser.add_argument("--device", type=int, metavar="N", help="device of a snapshot (default: the first that failed)")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     return parser

@@ -46,14 +46,15 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep why`; return the exit status, 1 if there is no out-of-memory error. Raises UserError."""
-    options, words = PARSERS["why"]().parse_settings(argv)
+    options, rest = PARSERS["why"]().parse_settings(argv)
+    words = [*options.words, *rest]
     files = [word for word in words if "=" not in word or Path(word).exists()]
     settings = [word for word in words if word not in files]
     if not files:
         raise UserError(
             "why needs a file or a sweep's folder: vramsweep why FILE ... | vramsweep why results/SWEEP [TRIAL_ID]"
         )
-    place, words = Path(files[0]), []
+    place, words = Path(files[0]), list[str]()
     if place.is_dir() and journal.files(place)[0].exists():
         record, lines, words = explain_row(place, files[1:])
         found = bool(words)

@@ -94,7 +94,8 @@ def test_torchrun_s_error_file(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_the_same_error_printed_twice_counts_once_and_one_without_sizes_gives_way() -> None:
-    log = oom_text.find_reports([NEW.format(2, 0), f"[rank0]: {NEW.format(2, 0)}", "caught: CUDA out of memory"], "x")
+    again = f"50%|###| 4/8\r\x1b[31m[rank0]: {NEW.format(2, 0)}\x1b[0m\r\n"  # in colour, after a bar of progress
+    log = oom_text.find_reports([NEW.format(2, 0), again, "caught: CUDA out of memory"], "x")
     assert [(one.rank, one.line) for one in log.reports] == [(0, 1)]
 
 

@@ -45,14 +45,13 @@ def sweep(tmp_path: Path) -> Path:
     """Return a folder with one predicted row out of memory."""
     [[item]] = plan.expand_trials([tiny(device={"name": "simulated", "gpu": "t4-16gb"})], 1)
     item.resolved["model"]["name"] = "theirs/gpt"
-    row = {
-        "schema_version": 2, "trial_id": item.trial_id, "terminal": True, "outcome": "oom",
-        "reason": "too [red]small\x1b", "phase": "step 0, forward", "device": "simulated", "trial": item.resolved, "oom_request_bytes": 2 * GIB,
-        "oom_allocated_bytes": 12 * GIB, "oom_reserved_bytes": 13 * GIB, "memory_limit_bytes": 14 * GIB,
+    names = ("seq_len", "micro_batch", "precision", "sharding", "world_size")
+    row = {name: item.resolved[name] for name in names} | {
+        "schema_version": 2, "trial_id": item.trial_id, "terminal": True, "outcome": "oom", "device": "simulated",
+        "reason": "too [red]small\x1b", "phase": "step 0, forward", "trial": item.resolved, "model": "theirs/gpt",
+        "runner": "torch", "oom_request_bytes": 2 * GIB, "oom_allocated_bytes": 12 * GIB,
+        "oom_reserved_bytes": 13 * GIB, "memory_limit_bytes": 14 * GIB, "unlimited_peak_reserved_bytes": 30 * GIB,
         "oom_parts_bytes": {"parameters": 1 * GIB, "activations": 13 * GIB},
-        "unlimited_peak_reserved_bytes": 30 * GIB,
-        **{name: item.resolved[name] for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")},
-        "model": item.resolved["model"]["name"], "runner": item.resolved["runner"]["name"],
     }  # fmt: skip
     (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
     return tmp_path
