@@ -100,7 +100,7 @@ def find_state(snapshot: Any, name: str, device: int | None = None) -> OomState:
         (sizes.get(addr, size), _describe(frames, recording, made, annotations))
         for addr, (size, made, frames) in live_blocks(recording, start, event).items()
     ]
-    if category != OPTIMIZER:  # then nothing of a step is left but its states
+    if category != OPTIMIZER and (annotations or any(read_frames(frames))):  # of past steps only the states are left
         of = [(size, (STATES if kind == OPTIMIZER else kind, *rest)) for size, (kind, *rest) in of]
     reserved = sum(piece.size for piece in pieces if piece.state != "unmapped")
     serving = _serving(spans, request, events[failed][3]) if failed is not None else []

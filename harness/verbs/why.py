@@ -234,10 +234,8 @@ def judge(request: int, unused: int, free: int, own_limit: bool) -> tuple[str, s
     """Return a sentence on fragmentation, and the change that helps against the cause ("" if none is known)."""
     both = f"unused and free memory are {format_size(unused + free)} together"
     if own_limit:
-        return (
-            f"fragmentation: unknown; {format_size(free)} of the GPU are free, so a limit of the process refused",
-            "a higher memory fraction of the process (set_per_process_memory_fraction)",
-        )
+        cause = f"{format_size(free)} of the GPU are free, so a limit of the process refused, or the driver"
+        return f"fragmentation: unknown; {cause}", "a higher memory fraction (set_per_process_memory_fraction)"
     if unused + free >= request:
         return f"fragmentation alone is the cause: {both}, enough for the request, but not in one piece", EXPANDABLE
     return f"fragmentation is not the cause: {both}, less than the request", ""
