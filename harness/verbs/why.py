@@ -34,8 +34,8 @@ MOST, LONGEST, MOST_FILES, RANKS, LINES = 20, 110, 256, 5, 5  # lines; character
 CHANGES = {
     FORWARD: "smaller micro_batch or seq_len, checkpointing=full",
     BACKWARD: "smaller micro_batch or seq_len, sharding=fsdp2",
-    STATES: "optimizer=adamw_8bit, sharding=fsdp2, adapter=lora",
-    PARAMETERS: "adapter=lora with quantization, sharding=fsdp2, a smaller model",
+    STATES: "optimizer=adamw_bnb_8bit, sharding=fsdp2, adapter=lora",
+    PARAMETERS: "adapter=lora quantization=nf4, sharding=fsdp2, a smaller model",
 }
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
 PREDICTED, COMBINATIONS = 8, 8  # lines of predictions; combinations of changes to predict
