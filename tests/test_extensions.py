@@ -90,7 +90,7 @@ DIFFERENCE = (
     '''
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
-from vramsweep.runners.trace.version_patches.buffers import _with_mask
+from vramsweep.runners.trace.version_patches.models import _with_mask
 
 
 def mask(trial):

@@ -74,7 +74,7 @@ def of_all_positions(trial: Trial) -> Iterator[Replacement]:
     forward, attend = LlamaModel.forward, LlamaAttention.forward
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        earlier[:] = [self._earlier_mask]  # buffers.llama
+        earlier[:] = [self._earlier_mask]  # models.llama_mask
         return forward(self, *args, **kwargs)
 
     def cut(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
@@ -160,7 +160,7 @@ def masked_scores(trial: Trial) -> Iterator[Replacement]:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = torch.matmul(query, key.transpose(-1, -2)) / value.size(-1) ** 0.5
         length, least = scores.shape[-1], torch.finfo(scores.dtype).min
-        causal = module._earlier_mask[None, None, :length, :length]  # buffers.gpt2
+        causal = module._earlier_mask[None, None, :length, :length]  # models.gpt2_masks
         scores = torch.where(causal, scores, torch.full([], least, dtype=scores.dtype, device=scores.device))
         if trial.padding:
             scores = scores + mask
