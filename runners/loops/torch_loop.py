@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -29,7 +28,11 @@ def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> N
 
 
 def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
-    net, config, counts = _sharded(trial, device)
+    if trial.sharding == "none":
+        net, config = build.model(trial, device), None
+        counts = model_description.counts(net)
+    else:
+        net, config, counts = interface.hook(trial, "sharded")(trial, device)
     interface.call(trial, "checked", net)
     optimizer = build.optimizer(trial, net.parameters(), device)
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
@@ -66,12 +69,3 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
         scaler.update()
         optimizer.zero_grad(set_to_none=True)
         meter.step_end(loss)
-
-
-def _sharded(trial: Trial, device: torch.device) -> tuple[Any, dict[str, Any] | None, dict[str, Any]]:
-    """Return the sharded model, the sharding's configuration, and columns about the whole model's parameters."""
-    if trial.sharding == "none":
-        net = build.model(trial, device)
-        return net, None, model_description.counts(net)
-    found: tuple[Any, dict[str, Any], dict[str, Any]] = interface.hook(trial, "sharded")(trial, device)
-    return found

@@ -467,23 +467,19 @@ class Meter:
 
 
 def timed(times: Sequence[float]) -> Columns:
-    """Return the columns of the measured steps' times, in seconds, one by one and in total."""
+    """Return the columns of the measured steps' times, in seconds, one by one and in total.
+
+    Quartiles between two values are interpolated linearly.
+    """
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times
     return {
         "elapsed_s": sum(times),
         "step_times_s": list(times),
         "step_median_s": statistics.median(times),
-        "step_iqr_s": _iqr(times),
+        "step_iqr_s": quartiles[-1] - quartiles[0],
     }
 
 
 def _finite(loss: torch.Tensor | None) -> float | None:
     value = math.nan if loss is None else float(loss.detach())
     return value if math.isfinite(value) else None
-
-
-def _iqr(times: Sequence[float]) -> float:
-    """Return the interquartile range; quartiles between two values are interpolated linearly."""
-    if len(times) < 2:
-        return 0.0
-    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
-    return high - low

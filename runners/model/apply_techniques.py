@@ -60,19 +60,14 @@ def around(trial: Trial, device: torch.device) -> Iterator[None]:
     if trial.runner.name in USER_CODE:
         yield
         return
-    if device.type == "cuda":
-        _capable(trial, device)
+    for entry in catalog.chosen_techniques(trial) if device.type == "cuda" else ():
+        if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
+            needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
+            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this GPU has {found}")
     with contextlib.ExitStack() as stack:
         for hook in hooks(trial, "around"):
             stack.enter_context(hook(trial, device))
         yield
-
-
-def _capable(trial: Trial, device: torch.device) -> None:
-    for entry in catalog.chosen_techniques(trial):
-        if entry.capability is not None and (has := torch.cuda.get_device_capability(device)) < entry.capability:
-            needed, found = (".".join(map(str, c)) for c in (entry.capability, has))
-            raise InvalidTrial(f"{entry} needs compute capability {needed}, and this GPU has {found}")
 
 
 def construct(trial: Trial, make: Make, device: torch.device, dtype: torch.dtype) -> Any:

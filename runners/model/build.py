@@ -264,13 +264,9 @@ def vocabulary(trial: Trial) -> int:
     return int(read_config(trial).vocab_size)
 
 
+@_disable_current_modes()
 def data(trial: Trial) -> Data:
     """Return synthetic or text samples on the host, real ones even if all else is traced on fake tensors."""
-    with _disable_current_modes():
-        return _samples(trial)
-
-
-def _samples(trial: Trial) -> Data:
     if length_distribution.names_lengths(trial.data):
         return _of_lengths(trial)
     samples: Samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)
@@ -301,11 +297,9 @@ class _Drawn(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self.documents)
 
+    @_disable_current_modes()  # on the host, even while counting or tracing
     def __getitem__(self, number: Any) -> Any:
-        with _disable_current_modes():  # on the host, even while counting or tracing
-            return self._made(number, self.documents[number])
-
-    def _made(self, number: int, documents: tuple[int, ...]) -> Sample:
+        documents = self.documents[number]
         ids = self.ids[number % len(self.ids)][: sum(documents)]
         if self.packing == "documents":
             return _packed(ids, torch.cat([torch.arange(length) for length in documents]))

@@ -7,7 +7,6 @@ text, a signal by name, anything else by exit status and last words.
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -21,6 +20,7 @@ from vramsweep.harness.process import attempt
 from vramsweep.harness.process.waiting import LOG_KEPT
 from vramsweep.harness.process.worker_files import ENDED, LOGS, STEPS
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.rank import process_end
 from vramsweep.runners.scripts import observed_row as of_processes
 from vramsweep.runners.scripts.hook import sitecustomize as hook
 from vramsweep.runners.scripts.observed_row import Seen
@@ -94,10 +94,8 @@ def explain(end: End) -> NoReturn:
         for path in end.folder.glob(hook.PROBLEM.format("*")):
             raise InvalidTrial(f"the script cannot be watched: {path.read_text().removeprefix('RuntimeError: ')}")
     if code < 0:
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-code, signal.SIG_DFL)
         sys.stdout.flush()
-        os.kill(os.getpid(), -code)
+        process_end.end_by(-code)
     if code > 0:
         raise ScriptError(describe_end(code, end.folder))
     if (steps := _steps(end)) >= _takes(end) and not all(one["ended"] for one in end.seen if worked(one)):

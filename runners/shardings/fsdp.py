@@ -44,24 +44,19 @@ Sharded = tuple[Any, dict[str, Any], dict[str, Any]]
 
 def checked(trial: Trial, net: torch.nn.Module) -> None:
     """Raise InvalidTrial unless the model is divided as the trial's sharding says, over `world_size` ranks."""
-    size = _ranks_of_fsdp1(net) if trial.sharding == "fsdp1" else _ranks_of_fsdp2(net)
+    if trial.sharding == "fsdp1":
+        if not isinstance(net, FullyShardedDataParallel):
+            raise InvalidTrial(f"sharding=fsdp1: {type(net).__name__} is no FullyShardedDataParallel; wrap the model")
+        size = net.world_size
+    else:
+        found = next((p for p in net.parameters() if isinstance(p, DTensor)), None)
+        if not any(isinstance(module, FSDPModule) for module in net.modules()) or found is None:
+            raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} and its modules were not passed to fully_shard")
+        size = found.device_mesh.size()
     if size != trial.world_size:
         raise InvalidTrial(
             f"sharding={trial.sharding}: the model is divided over {size} ranks, but world_size is {trial.world_size}"
         )
-
-
-def _ranks_of_fsdp1(net: torch.nn.Module) -> int:
-    if not isinstance(net, FullyShardedDataParallel):
-        raise InvalidTrial(f"sharding=fsdp1: {type(net).__name__} is no FullyShardedDataParallel; wrap the model")
-    return net.world_size
-
-
-def _ranks_of_fsdp2(net: torch.nn.Module) -> int:
-    found = next((p for p in net.parameters() if isinstance(p, DTensor)), None)
-    if not any(isinstance(module, FSDPModule) for module in net.modules()) or found is None:
-        raise InvalidTrial(f"sharding=fsdp2: {type(net).__name__} and its modules were not passed to fully_shard")
-    return found.device_mesh.size()
 
 
 def sharded(trial: Trial, device: torch.device) -> Sharded:

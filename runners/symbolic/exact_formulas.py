@@ -1,7 +1,7 @@
 """Exact functions through whole numbers: the formula of length and batch behind values at a few points.
 
-A formula is a sum of terms with rational coefficients: a polynomial (`POLYNOMIAL`) and at most `MOST_OTHERS` other
-terms. The other terms are what kernels make of a length: rounded up to a power of two, times another, squared. Linear
+A formula is a sum of terms with rational coefficients: a polynomial (`POLYNOMIAL`) and at most two other terms.
+The other terms are what kernels make of a length: rounded up to a power of two, times another, squared. Linear
 algebra in floating point finds a formula, and arithmetic in whole numbers proves it. It goes through every point, and
 there are at least `SPARE` more points than coefficients. If several formulas fit and differ at a wanted point, that
 point must be traced next. piecewise_templates.py finds where formulas end, as at a length from which other kernels run.
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from vramsweep.runners.trace.symbolic_trace import Point, function
 
 ROUNDINGS = (2, 4, 8, 16, 32, 64, 128, 256)
-MOST_OTHERS = 2
 SPARE = 2
 POLYNOMIAL = (
     "1",
@@ -153,8 +152,9 @@ class Candidates:
         while len(found) < min(count, len(rows) - len(chosen)):
             lengths = np.where(taken, -1.0, (rows * rows).sum(1))
             index = int(np.argmax(lengths))
-            if lengths[index] < 1e-9:  # no term is open: take the point farthest from all
-                index = _farthest(np.flatnonzero(taken), taken)
+            if lengths[index] < 1e-9:  # no term is open: take the point farthest, in their order, from any taken one
+                free, here = np.flatnonzero(~taken), np.flatnonzero(taken)
+                index = int(free[np.argmax(np.abs(free[:, None] - here).min(1) if len(here) else free)])
             _remove(rows, index)
             taken[index] = True
             found.append(index)
@@ -337,13 +337,6 @@ def _remove(rows: Floats, index: int) -> None:
     if size > 1e-9:
         direction = rows[index] / size
         rows -= np.outer(rows @ direction, direction)
-
-
-def _farthest(chosen: NDArray[np.intp], taken: NDArray[np.bool_]) -> int:
-    """Return the free point farthest, in the order of the points, from any taken one."""
-    free = np.flatnonzero(~taken)
-    distance = np.abs(free[:, None] - chosen[None, :]).min(1) if len(chosen) else free
-    return int(free[np.argmax(distance)])
 
 
 def _scaled(columns: Ints) -> Floats:

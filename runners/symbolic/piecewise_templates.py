@@ -291,8 +291,7 @@ class _Search:
                 yield _Rule(name, f"{of} == 0", f"{of} != 0", all_values % multiple == 0)
 
     def _global(self, inside: Mask, local: Iterable[int]) -> list[int]:
-        numbers = np.flatnonzero(inside)
-        return [int(numbers[i]) for i in local]
+        return [int(number) for number in np.flatnonzero(inside)[list(local)]]
 
     def _amid(self, numbers: list[int], rule: _Rule) -> tuple[int, ...]:
         """Return two points, a third and two thirds of the way through these, because both are traced at once."""
@@ -352,20 +351,15 @@ def _seen(traced: Traced, known: Mapping[str, Any]) -> _Seen:
             _shape(rest),
         )
     )
-    numbers = [*_own_sizes(trace), *host.sizes]
+    sizes = trace.sizes.copy()
+    for storage, _, _ in trace.stepwise:  # a size that follows another number is 0; that number has the formula
+        sizes[storage] = 0
+    numbers = [*sizes, *host.sizes]
     numbers += [number for work, _ in trace.kernels for number in (work.flops, work.nbytes, work.launches)]
     numbers += [call.nbytes for call, _ in trace.collectives]
     numbers += [of for _, _, of in trace.stepwise]
     numbers += [number for _, number in _whole_numbers(rest)]
     return _Seen(hashlib.sha256(kind.encode()).hexdigest(), np.array(numbers, np.int64))
-
-
-def _own_sizes(trace: Trace) -> list[int]:
-    """Return the sizes that need formulas. A size that follows another number is 0; that number has the formula."""
-    sizes = trace.sizes.copy()
-    for storage, _, _ in trace.stepwise:
-        sizes[storage] = 0
-    return sizes
 
 
 def _without(details: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,9 +12,10 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest import mock
 
 import sympy
@@ -97,7 +98,9 @@ def _trace_whole(
 ) -> tuple[Tracer, dict[str, Any]]:
     tracer = Tracer(card.capability, symbols.fake)
     with _collections(tracer.books), _inputs(trial, symbols):
-        _, details = make_trace.trace_trial(trial, card, folder, _Asked(runner, symbols.put_in(trial)), tracer)
+        given = symbols.put_in(trial)  # which the runner runs in place of the trial
+        asked = SimpleNamespace(run=lambda _, *others: runner.run(given, *others))
+        _, details = make_trace.trace_trial(trial, card, folder, cast(make_trace.Runner, asked), tracer)
     return tracer, details
 
 
@@ -219,17 +222,6 @@ class _Fake(FakeTensorMode):
         return copy
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """A runner that runs `trial` in place of the trial it is given."""
-
-    runner: make_trace.Runner
-    trial: Trial
-
-    def run(self, trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
-        self.runner.run(self.trial, device, meter, folder)
-
-
 def _inputs(trial: Trial, symbols: _Symbols) -> contextlib.AbstractContextManager[None]:
     """Return a context in which batches are symbolic and operators do not require plain numbers."""
     data, load = build.data, _BaseDataLoaderIter.__next__
@@ -290,7 +282,12 @@ def written(expression: Any, names: Mapping[Any, str]) -> str:
     if expression in names:
         return names[expression]
     if isinstance(expression, functions.CeilToInt | functions.FloorToInt):
-        return written(_whole_division(expression), names)
+        (quotient,) = expression.args  # of math.ceil or math.floor: a true division, else nothing expresses it
+        if not isinstance(quotient, functions.IntTrueDiv):
+            raise NotSerializable(f"no formula expresses {expression}")
+        over, by = quotient.args
+        down = isinstance(expression, functions.FloorToInt)
+        return written(functions.FloorDiv(over, by) if down else -functions.FloorDiv(-over, by), names)
     kind, parts = type(expression), [written(part, names) for part in expression.args]
     if kind in _CALLED:
         return f"{_CALLED[kind]}({', '.join(parts)})"
@@ -302,13 +299,3 @@ def written(expression: Any, names: Mapping[Any, str]) -> str:
     if kind in _BETWEEN:
         return _BETWEEN[kind].join(parts)
     raise NotSerializable(f"no formula expresses {expression}")
-
-
-def _whole_division(expression: Any) -> Any:
-    """Return math.ceil or math.floor of a true division as whole-number division; else raise NotSerializable."""
-    (quotient,) = expression.args
-    if not isinstance(quotient, functions.IntTrueDiv):
-        raise NotSerializable(f"no formula expresses {expression}")
-    over, by = quotient.args
-    down = isinstance(expression, functions.FloorToInt)
-    return functions.FloorDiv(over, by) if down else -functions.FloorDiv(-over, by)

@@ -35,7 +35,11 @@ class Curve:
 
     def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         """Return the trial's trace on its GPU, the details and the basis; None if it could not be traced."""
-        found = self._known(trial)
+        where = point(trial)
+        form = next((one for one in self.symbolic if one.holds(where)), None)
+        found = self.cover.at(where) if form is None else (*form.at(where), form.basis)
+        if found is None and (own := self.tracer.found(trial)) is not None:
+            found = (*own, predicted_row.TRACED)
         if found is None:
             return None
         trace, details, basis = found
@@ -45,16 +49,6 @@ class Curve:
         """Return the formulas that are true of a point; None if it was traced itself or nothing covers it."""
         found = next((one for one in self.symbolic if one.holds(where)), None)
         return found or self.cover.formulas(where)
-
-    def _known(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
-        where = point(trial)
-        for one in self.symbolic:
-            if one.holds(where):
-                return *one.at(where), one.basis
-        found = self.cover.at(where)
-        if found is None and (own := self.tracer.found(trial)) is not None:
-            found = (*own, predicted_row.TRACED)
-        return found
 
     def bases(self) -> list[str]:
         """Return the bases of the family's points, each once."""

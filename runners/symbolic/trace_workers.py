@@ -201,16 +201,19 @@ def forked(jobs: Iterable[Job], together: int) -> Iterator[int]:
     gc.collect()
     gc.freeze()  # else the collector would copy every shared page in each process
     waiting = deque(enumerate(jobs))
+    own = os.getpid()
     running: dict[int, tuple[int, int, float]] = {}  # by descriptor: number, process id, deadline
     while waiting or running:
         while waiting and len(running) < together:
             number, (job, seconds) = waiting[0]
             try:
-                pid = _fork(job)
+                pid = os.fork()
             except OSError:
                 if not running:
                     raise
                 break
+            if pid == 0:
+                process_end.run_and_exit(job, own)
             waiting.popleft()
             running[os.pidfd_open(pid)] = number, pid, time.monotonic() + seconds
         soonest = min(until for _, _, until in running.values())
@@ -223,11 +226,3 @@ def forked(jobs: Iterable[Job], together: int) -> Iterator[int]:
             os.waitpid(pid, 0)
             os.close(descriptor)
             yield number
-
-
-def _fork(job: Callable[[], int | None]) -> int:
-    own = os.getpid()
-    pid = os.fork()
-    if pid == 0:
-        process_end.run_and_exit(job, own)
-    return pid

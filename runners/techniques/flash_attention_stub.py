@@ -129,9 +129,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
 ) -> torch.Tensor:
     """Stand in for flash_attn.flash_attn_func, with tensors of shape (batch, length, heads, width)."""
-    _refuse(q, k, v)
-    found: torch.Tensor = _Attention.apply(q, k, v, causal, None)
-    return found
+    return _attend(q, k, v, causal, None)
 
 
 def flash_attn_varlen_func(
@@ -153,18 +151,18 @@ def flash_attn_varlen_func(
     block_table: Any = None,
 ) -> torch.Tensor:
     """Stand in for flash_attn.flash_attn_varlen_func, with tensors of shape (tokens, heads, width)."""
-    _refuse(q, k, v)
-    found: torch.Tensor = _Attention.apply(q, k, v, causal, cu_seqlens_q.numel() - 1)
-    return found
+    return _attend(q, k, v, causal, cu_seqlens_q.numel() - 1)
 
 
-def _refuse(*tensors: torch.Tensor) -> None:
-    """Raise InvalidTrial for tensors that mha_fwd refuses."""
-    dtypes = {tensor.dtype for tensor in tensors}
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, sequences: int | None) -> torch.Tensor:
+    """Return the output of `_Attention`. Raises InvalidTrial for tensors that mha_fwd refuses."""
+    dtypes = {tensor.dtype for tensor in (q, k, v)}
     if len(dtypes) > 1 or not dtypes <= {torch.float16, torch.bfloat16}:
         raise InvalidTrial("attention=flash_attention_2 takes fp16 and bf16 only; use precision=bf16 or attention=sdpa")
-    if tensors[0].size(-1) > 256:
+    if q.size(-1) > 256:
         raise InvalidTrial("attention=flash_attention_2 takes a head width of at most 256; use attention=sdpa")
+    found: torch.Tensor = _Attention.apply(q, k, v, causal, sequences)
+    return found
 
 
 @contextlib.contextmanager

@@ -32,23 +32,16 @@ def skeleton(make: Callable[[torch.dtype], Any], dtype: torch.dtype) -> Any:
         return make(dtype)
 
 
-def linear_layers(net: Any) -> dict[str, nn.Module]:
-    """Return the layers that are quantised: linear ones but the output layer and what shares its weights.
+def replace(net: Any, layer: Layer) -> None:
+    """Replace each linear layer, but not the output layer and what shares its weights, by a layer without values.
 
     Source: transformers/quantizers/base.py: get_keys_to_not_convert, for models whose last parameter is the output
     layer's or a norm's.
     """
     output = net.get_output_embeddings()
-    return {
-        name: module
-        for name, module in net.named_modules()
-        if (type(module) is nn.Linear or isinstance(module, Conv1D)) and module is not output
-    }
-
-
-def replace(net: Any, layer: Layer) -> None:
-    """Replace each linear layer by a layer without values."""
-    for name, module in linear_layers(net).items():
+    for name, module in list(net.named_modules()):
+        if module is output or not (type(module) is nn.Linear or isinstance(module, Conv1D)):
+            continue
         weight = module.weight
         assert isinstance(weight, torch.Tensor)
         leaving, entering = reversed(weight.shape) if isinstance(module, Conv1D) else weight.shape

@@ -19,7 +19,6 @@ from vramsweep.harness.spec.version_differences import LT_WORKSPACES, installed_
 from vramsweep.runners.trace import sdpa_kernels
 
 aten = torch.ops.aten
-KIB = 1 << 10
 MATMULS = {getattr(aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "addbmm", "addr")}
 # Operators that allocate their last output first: dropout's mask (aten/src/ATen/native/cuda/Dropout.cu, dropout_cuda).
 LAST_FIRST = {aten.native_dropout.default}

@@ -287,13 +287,6 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         with CudaIsHere():
             return run_backward(*args, **kwargs)
 
-    load = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
-
-    def load_on_host(self: Any) -> Any:
-        """Let a loader shuffle and collate on the host, with values."""
-        with _disable_current_modes():
-            return load(self)
-
     iterator = torch.utils.data.DataLoader._get_iterator
 
     def without_workers(self: Any) -> Any:
@@ -303,15 +296,11 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         self.num_workers = 0
         return iterator(self)
 
-    shapes = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def shapes_outside(self: Any, schema: Any) -> Any:
-        """Infer shapes outside all modes: DTensor uses its own fake tensors, of the whole shape, without memory."""
-        with _disable_current_modes():
-            return shapes(self, schema)
-
-    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes_outside
-    yield torch.utils.data.dataloader._BaseDataLoaderIter, "__next__", load_on_host
+    # infer shapes outside all modes: DTensor uses its own fake tensors, of the whole shape, without memory
+    shapes = _disable_current_modes()(ShardingPropagator._propagate_tensor_meta_non_cached)
+    yield ShardingPropagator, "_propagate_tensor_meta_non_cached", shapes
+    loader = torch.utils.data.dataloader._BaseDataLoaderIter  # shuffles and collates on the host, with values
+    yield loader, "__next__", _disable_current_modes()(loader.__next__)
     yield torch.utils.data.DataLoader, "_get_iterator", without_workers
     yield autocast, "__init__", autocast_on_cpu
     yield torch, "clear_autocast_cache", clear_casts

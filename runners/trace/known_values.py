@@ -58,14 +58,10 @@ class KnownValues:
         if values is not None and _result_is_small(func, args, kwargs):
             with contextlib.suppress(Exception), unset_fake_temporarily(), torch.no_grad():
                 return func(*values[0], **values[1])
-        self._lose(func, args, kwargs)
-        return UNKNOWN
-
-    def _lose(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Forget the values of what the operator writes into."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 self.lose(value)
+        return UNKNOWN
 
     def lose(self, written: Any) -> None:
         """Forget the values of these tensors."""

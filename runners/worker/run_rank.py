@@ -40,7 +40,10 @@ def run(trial: Trial, folder: Path) -> dict[str, Any] | None:
     build.prepare(trial)
 
     def publish(own: Columns) -> Columns:
-        row = over_ranks(_gathered(trial, own))
+        every = [own] * trial.world_size
+        if trial.world_size > 1:
+            torch.distributed.all_gather_object(every, own)
+        row = over_ranks(every)
         if told:
             row["notes"] = [*(row.get("notes") or ()), *told]
         if rank == 0:
@@ -111,12 +114,3 @@ def effective_allocator(trial: Trial) -> tuple[str, list[str]]:
     if found.mismatch:
         raise AllocatorMismatch(found.mismatch)
     return found.effective, found.notes
-
-
-def _gathered(trial: Trial, own: Columns) -> list[Columns]:
-    """Gather the columns of every rank, in rank order."""
-    if trial.world_size == 1:
-        return [own]
-    every: list[Any] = [None] * trial.world_size
-    torch.distributed.all_gather_object(every, own)
-    return every
