@@ -99,23 +99,19 @@ def probe_result(row: Row | None) -> Probe:
     return Probe("failed", f"{kind}: {reason}{again}")
 
 
-def check_settings(settings: Settings) -> None:
-    """Raise UserError for settings with which a search makes no sense."""
-    if settings.objective is not None:
-        raise UserError("objective= is for sweepers that optimise; sweep=frontier takes none, so leave it out")
-    if settings.repeats != 1:
-        raise UserError(f"repeats={settings.repeats}: sweep=frontier tries each value once; allowed is repeats=1")
-
-
 def prepare_searches(
     session: Session, configs: Sequence[Mapping[str, Any]], axis: str, values: Sequence[int]
 ) -> list[SearchPlan]:
     """Return what is known of each configuration before its first trial, for a sweeper that searches the largest value.
 
-    Values are predicted only if the trials are to run; a plan says what would be tried without. Raises UserError.
+    Values are predicted only if the trials are to run; a plan says what would be tried without. Raises UserError, also
+    for settings with which a search makes no sense.
     """
     _, settings = session.first_trials(configs)
-    check_settings(settings)
+    if settings.objective is not None:
+        raise UserError("objective= is for sweepers that optimise; sweep=frontier takes none, so leave it out")
+    if settings.repeats != 1:
+        raise UserError(f"repeats={settings.repeats}: sweep=frontier tries each value once; allowed is repeats=1")
     if settings.action != "run":
         return plan_search(configs, settings, axis, values, session.folder, None)
     refuse_links(session.folder)

@@ -44,7 +44,9 @@ def script(nets: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
     inner = [getattr(net, "_orig_mod", net) for net in nets]  # torch.compile's
     inner = [getattr(net, "module", net) for net in inner]  # data parallel's, DeepSpeed's
     found: dict[str, Any] = {"padding_fraction": None}
-    if nets and not any(map(_divided, nets)):
+    # of FullyShardedDataParallel a rank holds only its part of the weights, so that they cannot be counted
+    divided = any(type(one).__name__ == "FullyShardedDataParallel" for net in nets for one in net.modules())
+    if nets and not divided:
         found |= counts(inner[0] if len(inner) == 1 else torch.nn.ModuleList(inner))
     kinds = {getattr(getattr(net, "config", None), "_attn_implementation", None) for net in inner}
     found["attention_effective"] = kinds.pop() if len(kinds) == 1 else None
@@ -60,11 +62,6 @@ def allocator() -> dict[str, Any]:
     backend = torch.cuda.get_allocator_backend()
     settings = torch.cuda.memory._snapshot()["allocator_settings"] if backend == "native" else {}
     return {"backend": backend, "allocator_settings": settings}
-
-
-def _divided(net: Any) -> bool:
-    """Check whether a rank holds only its part of the weights, so that they cannot be counted."""
-    return any(type(one).__name__ == "FullyShardedDataParallel" for one in net.modules())
 
 
 def optimizer_name(optim: Any) -> str:

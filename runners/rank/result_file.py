@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.files import redaction
+from vramsweep.harness.files.bounded_reads import replaced
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.worker_files import ANSWER, PROGRESS, RESULT
 
@@ -36,9 +37,8 @@ def write(folder: Path, result: Mapping[str, Any]) -> None:
 
 def answer(folder: Path, found: Any) -> None:
     """Write `found` as the answer of an attempt that answers a question about trials."""
-    aside = folder / f"{ANSWER}.{os.getpid()}"
-    aside.write_text(json.dumps(found))
-    aside.rename(folder / ANSWER)
+    with replaced(folder / ANSWER) as aside:
+        aside.write_text(json.dumps(found))
 
 
 def progress(folder: Path, text: str, **numbers: int | None) -> None:
@@ -49,20 +49,15 @@ def progress(folder: Path, text: str, **numbers: int | None) -> None:
 
 def _aside(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write a temporary file, not synced, because the parent reads it at once and syncs the row, which has to last."""
-    aside = folder / f"{RESULT}.{os.getpid()}"
-    aside.write_text(json.dumps(_without_secrets(result)))
-    return aside
-
-
-def _without_secrets(result: Mapping[str, Any]) -> dict[str, Any]:
-    known = worker_environment.secrets(os.environ)
-    found = dict(result)
+    known, found = worker_environment.secrets(os.environ), dict(result)
     if "error" in found:
         found["error"] = redaction.redact(found["error"], known)
     if "values" in found:
         told = {name: redaction.redact(found["values"].get(name), known) for name in ("notes", "runner_config")}
         found["values"] = {**found["values"], **{name: text for name, text in told.items() if text is not None}}
-    return found
+    aside = folder / f"{RESULT}.{os.getpid()}"
+    aside.write_text(json.dumps(found))
+    return aside
 
 
 def error(folder: Path, told: Mapping[str, Any]) -> None:

@@ -29,8 +29,9 @@ def columns(trial: Trial, trained: Sequence[Seen], told: Collection[str]) -> Col
     _require_device(trial, trained[0])
     row = over_ranks([one["columns"] for one in trained])
     for name in ("tokens_per_s", "samples_per_s"):  # each rank has its own, by its own clock; the slowest's time counts
-        every = [_times(one["columns"], name) for one in trained]
-        row[name] = None if None in every else sum(filter(None, every)) / row["elapsed_s"]
+        every = [(one["columns"].get(name), one["columns"]["elapsed_s"]) for one in trained]
+        known = [speed * elapsed for speed, elapsed in every if speed is not None and elapsed is not None]
+        row[name] = sum(known) / row["elapsed_s"] if len(known) == len(every) else None
     notes = [*(row.get("notes") or ())]
     row["world_size"] = len(trained)
     if len(trained) != trial.world_size:
@@ -61,12 +62,6 @@ def _require_device(trial: Trial, one: Seen) -> None:
         f"the script trained on device={found}{why}, but the trial has device={asked}; make it train there, or set "
         f"device={found}"
     )
-
-
-def _times(columns: Columns, name: str) -> float | None:
-    """Return the total from the rate per second and the elapsed time; None if either is unknown."""
-    speed, elapsed = columns.get(name), columns["elapsed_s"]
-    return None if speed is None or elapsed is None else speed * elapsed
 
 
 def changed(trial: Trial, seen: Sequence[Seen]) -> str | None:

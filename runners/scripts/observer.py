@@ -35,7 +35,7 @@ from vramsweep.runners.measure.compile_events import Compiler
 from vramsweep.runners.measure.peak_counters import SHARED
 from vramsweep.runners.measure.torch_hooks import TorchHooks
 from vramsweep.runners.scripts import import_constants
-from vramsweep.runners.scripts.observation_files import SEEN, WATCH
+from vramsweep.runners.scripts.observation_files import SEEN, UNASKED, WATCH
 from vramsweep.runners.scripts.token_volume import Volume
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Observer:
 
     def __init__(self, folder: Path, imported: Sequence[torch.UntypedStorage] = ()) -> None:
         self.folder, self.imported = folder, imported
-        self.asked: dict[str, Any] = json.loads((folder / WATCH).read_text())
+        self.asked: dict[str, Any] = UNASKED | json.loads((folder / WATCH).read_text())
         self._fresh()
         self.hooks = TorchHooks(self)
 
@@ -324,8 +324,7 @@ class Observer:
             self.part("steps")
         self.stepped = self.forward_seen = False
         self.settled += 1
-        if self.built is None:
-            self.built = self.describe()
+        self.built = self.describe()
         if meter.step() is meter.count:
             meter.count.tokens = self.volume.tokens_of(-1)
         meter.step_end()

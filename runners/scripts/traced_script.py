@@ -65,7 +65,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     require_unchanged_files(trial)
     output = (folder / command_template.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
-    (folder / WATCH).write_text(json.dumps({"stop": True, "job": False, "precision": None}))
+    (folder / WATCH).write_text(json.dumps({"stop": True}))
     file, module, arguments = _python(trial, command_template.command_words(trial, str(output)))
     for package in CARDLESS:
         # a missing or broken package is left for the script to find

@@ -88,14 +88,11 @@ class Watch(contextlib.AbstractContextManager["Watch"]):
         self._folder = Path(tempfile.mkdtemp(prefix="vramsweep-"))
         asked = {
             "warmup_steps": self._warmup_steps,
-            "measured_steps": None,
-            "record": False,
-            "stop": False,
-            "job": False,
+            "precision": self._trial.precision if "precision" in self._told else None,
+            "worker": os.getpid(),
             "variables": {name: os.environ.get(name) for name in worker_environment.ALLOCATOR},
         }
-        told = self._trial.precision if "precision" in self._told else None
-        (self._folder / WATCH).write_text(json.dumps(asked | {"precision": told, "worker": os.getpid()}))
+        (self._folder / WATCH).write_text(json.dumps(asked))
         self._observer = Observer(self._folder)
         self._observer.install()
         SHARED.forget()

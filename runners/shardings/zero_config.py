@@ -35,11 +35,7 @@ from vramsweep.runners.trace import step_tracer
 OWN_ADAM = ("deepspeed_fused_adam", "deepspeed_cpu_adam")
 WHERE = "ds_config (the file, or runner.options)"
 PASSED_ON = ("optimizer.params.", "scheduler.params.")  # to classes that raise for unknown keys
-
-
-def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager in which DeepSpeed runs on a GPU that does not exist."""
-    return zero_traced.behave()
+traced = zero_traced.traced
 
 
 def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:

@@ -1,6 +1,6 @@
 """DeepSpeed's engine on fake tensors: the accelerator that it sees, and answers where it asks for values.
 
-`behave` gives DeepSpeed an accelerator like CUDA's, whose streams can only be told apart. Questions that have no answer
+`traced` gives DeepSpeed an accelerator like CUDA's, whose streams can only be told apart. Questions that have no answer
 here are answered as in a run where all goes well: no overflow, nothing to clip, all ranks agree.
 
 Its streams, events and calls of `record_stream` are recorded for stream_lag.py (stream_events.py). Everything else that
@@ -21,6 +21,7 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero import utils as zero_utils
 from deepspeed.runtime.zero.partition_parameters import AllGatherCoalescedHandle
 
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.shardings import stream_events
 from vramsweep.runners.trace import fake_placement, step_tracer
@@ -91,7 +92,7 @@ def stepped_on_host(optimizer: Any, closure: Any = None) -> None:
             optimizer.state[parameter] = {"step": 0, **moments}
 
 
-def behave() -> contextlib.AbstractContextManager[None]:
+def traced(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """Return a context manager in which DeepSpeed runs on a GPU that does not exist."""
     replaced = [
         (real_accelerator, "ds_accelerator", CudaAccelerator()),

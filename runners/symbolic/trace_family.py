@@ -26,9 +26,8 @@ TRIES = 3  # most symbolic traces of a family, such as one of single samples and
 
 @dataclass(frozen=True)
 class Curve:
-    """The traces of a family of trials; `anyone` is one of the trials."""
+    """The traces of a family of trials."""
 
-    anyone: Trial
     symbolic: tuple[SymbolicTrace, ...]
     cover: piecewise_templates.Cover
     tracer: Tracer
@@ -83,7 +82,7 @@ def curve(anyone: Trial, points: Collection[Point], tracer: Tracer) -> Curve:
     def ask(wanted: Sequence[Point]) -> Any:
         return tracer.kept({where: at(anyone, where) for where in wanted})
 
-    return Curve(anyone, tuple(symbolic), piecewise_templates.cover(rest, ask, known), tracer)
+    return Curve(tuple(symbolic), piecewise_templates.cover(rest, ask, known), tracer)
 
 
 def lacks_traces(anyone: Trial, points: Collection[Point], tracer: Tracer) -> bool:

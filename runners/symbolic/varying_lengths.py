@@ -397,7 +397,10 @@ def predict(trial: Trial, found: TraceFamily) -> predicted_row.Predicted:
     widest = max(every, key=lambda step: max((one.tokens, one.padded) for one in step))
     trace, details = found.details(trial, widest)
     host = predicted_row.host_of(trial, trace)
-    about = predicted_row.static_columns(trial, _basis(rests), host, details)
+    basis = next(iter(rests))  # of the steps' sizes; if there are several, each with its number of steps
+    if len(rests) > 1:
+        basis = ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())
+    about = predicted_row.static_columns(trial, basis, host, details)
     predicted = done.predicted
     if (text := predicted_row.host_refused(trial, host)) is not None:
         error = predicted_row.SimulatedHostOutOfMemoryError(text, about)
@@ -466,10 +469,3 @@ def _notes(trial: Trial, config: allocator_config.AllocatorConfig, details: Mapp
     notes = [*(details.get("notes") or ()), *allocator_config.estimates(config)]
     notes += allocator_config.without_effect(config)
     return {"notes": [*notes, *predicted_row.ignored_settings(trial, details.get("differences") or ()), UNTIMED]}
-
-
-def _basis(rests: Counter[str]) -> str:
-    """Return the text of the bases of the steps' sizes, each with its number of steps if there are several."""
-    if len(rests) == 1:
-        return next(iter(rests))
-    return ", ".join(f"{basis} ({count} steps)" for basis, count in rests.most_common())

@@ -122,14 +122,12 @@ def hint(value: Any) -> Any:
     return int(value.node.hint) if isinstance(value, torch.SymInt) else value
 
 
+_expand = functools.cache(sympy.expand)
+
+
 def expression(value: Any) -> Any:
     """Return a value for comparisons; of a symbol, its expanded expression. This adds no guard."""
     return _expand(value.node.expr) if isinstance(value, torch.SymInt) else value
-
-
-@functools.cache
-def _expand(expression: Any) -> Any:
-    return sympy.expand(expression)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
