@@ -4,8 +4,6 @@ benchmarks/published/README.md describes the format. This module checks a file, 
 apart from reading the file. reference_runs.py predicts the runs, validation.py compares them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence

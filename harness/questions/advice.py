@@ -4,8 +4,6 @@ In: a trial, and where to predict. Out: `Advice` and reached limits. Every figur
 folder's sweep.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

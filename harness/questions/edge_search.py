@@ -4,8 +4,6 @@ The trials are a sweep's own, with the whole protocol; a sweeper (hydra_plugins)
 `vramsweep frontier` tells what the rows of any sweep say of this limit.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from bisect import bisect_left, bisect_right

@@ -3,8 +3,6 @@
 Predictions are made as any other (run_trials.py), in a folder that is deleted afterwards.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ The timeline of a sweep's trial is kept next to its traces, in `timelines/`, as 
 runners/predict/memory_timeline.py makes timelines, analysis/figures draws them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ One attempt per fork server finds it (runners/worker/largest_server.py). Nothing
 is no trial. `vramsweep predict --largest AXIS` chooses trials and prints.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections import defaultdict

@@ -7,8 +7,6 @@ chosen it.
 runners/predict defines the questions (memory_timeline.py, explain.py); verbs show answers (timeline.py, explain.py).
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Iterable, Sequence

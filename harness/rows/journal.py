@@ -12,8 +12,6 @@ other programs. They are accepted if they name a trial and an outcome and hold p
 Carriage returns and a byte order mark, which editors and git add, are ignored.
 """
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import errno

@@ -5,8 +5,6 @@ flock, some NFS and FUSE) the lock is a claim, a file next to the journal that n
 process of this machine is taken over. Whether one of another machine still runs cannot be told here: the user decides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

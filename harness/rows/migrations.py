@@ -4,8 +4,6 @@ In version 1 (until 0.1) ranks, ZeRO's stage and offloads belonged to the runner
 was a yes or no, and optimizers had names of our own. Ids hashed the whole resolved trial, names and defaults included.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

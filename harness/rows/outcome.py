@@ -4,8 +4,6 @@ The parent gathers what it saw of an attempt into `Evidence`, and `classify` nam
 whether it answers the trial's question and when the trial is tried again.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Mapping

@@ -3,8 +3,6 @@
 Process ids are reused, so the start is kept too: in ticks, because the time of day and psutil's creation time jump.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -5,8 +5,6 @@ source; docs/how_measurement_works.md lists them next to the formulas. check.py 
 flags.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Repeats have equal settings and different repeat indices; a trial that was measu
 memory is reported as a pair, because an allocator's counters follow from the requests, which are the same.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

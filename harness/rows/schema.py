@@ -5,8 +5,6 @@ The columns' page of the documentation, the CSV export and the checks below all 
 never 0. A column ends in its unit (`_bytes`, `_s`, `_w`, ...) if it has one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ sources and false-alarm rates: docs/how_measurement_works.md. quality_flags.py l
 whose times differ for a reason.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Sequence

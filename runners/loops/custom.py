@@ -13,8 +13,6 @@ The contract: `build(trial)` takes the `harness.spec.trial.Trial` and returns `(
 The target decides on precision, checkpointing and accumulation; the trial's axes tell it what is requested.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ Precision is DeepSpeed's own: bf16 and fp16 hold the model in half precision nex
 autocast. `runner.options` is merged over the generated configuration, key by key.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

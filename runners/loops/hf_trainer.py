@@ -7,8 +7,6 @@ With several ranks the Trainer wraps the model itself, as its arguments say (sha
 of the samples. The model is made after the arguments, as most users do; zero_init=false makes it before.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The model is sharded first. DistributedDataParallel with no_sync sends gradients
 FSDP (shardings/fsdp.py) has its own precision, without autocast.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Counts of torch.compile's work, from torch itself. Needs only sys, so a script's process has it from its start."""
 
-from __future__ import annotations
-
 import sys
 
 

@@ -3,8 +3,6 @@
 In: a device and this process. Out: bytes, seconds and counts, None where unknown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -5,8 +5,6 @@ torch, but DeepSpeed before 0.19.4 makes a context on import if triton is instal
 library, because a process without it has not started CUDA.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

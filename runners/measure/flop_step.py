@@ -3,8 +3,6 @@
 In: a step and the row so far. Out: columns, and notes that say why one is unknown.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 

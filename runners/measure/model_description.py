@@ -3,8 +3,6 @@
 It imports torch alone, because it also describes scripts of the user's own (observer.py).
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from typing import Any

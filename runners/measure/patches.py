@@ -1,7 +1,5 @@
 """Temporary replacements in libraries: attributes of modules and classes, items of dictionaries."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any

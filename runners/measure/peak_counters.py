@@ -14,8 +14,6 @@ CUDA, and needs only torch. A script's process installs it before its first line
 Not covered: `torch.cuda.memory_snapshot`, without peaks; other counters (only `reset_accumulated_memory_stats` resets).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 In: a device. Out: peaks in bytes, and columns on parts of a job, host memory and other processes.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 from collections.abc import Sequence

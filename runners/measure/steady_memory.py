@@ -1,7 +1,5 @@
 """Checks whether memory stays the same from step to step, measured or predicted. Pure, without torch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 

@@ -10,8 +10,6 @@ costs every call of every module. So it is there only until a forward pass has b
 known it is not there at all, because their calls are followed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import sys

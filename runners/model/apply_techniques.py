@@ -15,8 +15,6 @@ On a simulated device a module needs no optional package: a stand-in allocates w
 (kernel_stubs.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

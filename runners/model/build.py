@@ -12,8 +12,6 @@ Samples of varying lengths (harness/spec/length_distribution.py) are padded batc
 packed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import re

@@ -5,8 +5,6 @@ is the slowest rank's. Device health, retries and peaks that still rise are the 
 waits makes all wait. Host memory and energy are totals of all. Everything else is rank 0's.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Import of modules that the harness's tables (harness/spec/) name; names of the runners' begin with a dot."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterable

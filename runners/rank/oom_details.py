@@ -3,8 +3,6 @@
 Predicted runs do not need this module, because their replay knows all of it (predicted_row.py).
 """
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

@@ -5,8 +5,6 @@ worker's processes, and ends when the worker has ended. So during the attempt ev
 own, however it started. Later orphans go to the launcher, which kills them (harness/process/attempt.py). Linux only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import operator

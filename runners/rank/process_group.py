@@ -4,8 +4,6 @@ runners/worker/worker.py starts a process for each rank and gives it torch's ren
 one process, rank 0 of a group whose other members do not exist. Its collectives return at once and move nothing.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

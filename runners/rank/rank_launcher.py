@@ -11,8 +11,6 @@ Source of the variables: torch.distributed.elastic.agent.server.local_elastic_ag
 (OMP_NUM_THREADS); tests/runners/rank/test_rank_launcher.py compares them with a real torchrun's.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import signal

@@ -5,8 +5,6 @@ false from the end of the measured steps until the worker's last write. Secrets 
 configuration holds, are left out (harness/files/redaction.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

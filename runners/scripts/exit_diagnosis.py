@@ -4,8 +4,6 @@ It raises what the row must report, classified like the end of one of our worker
 text, a signal by name, anything else by exit status and last words.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

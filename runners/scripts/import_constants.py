@@ -4,8 +4,6 @@ A script imports as it goes, so every first import of a library is followed. The
 because what they make, such as a data set, belongs to the script.
 """
 
-from __future__ import annotations
-
 import builtins
 import functools
 import gc

@@ -5,8 +5,6 @@ row of the processes' reports (observer.py), or exit_diagnosis.py finds why ther
 that trains with torch: a script, torchrun, accelerate launch, a shell script. It is ended once the steps are measured.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The row of a training from its processes' own reports (observer.py), whoever started them."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 A forward pass counts only once a backward pass has followed it, so an evaluation's does not count.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

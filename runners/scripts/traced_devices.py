@@ -8,8 +8,6 @@ Tensors of the GPU have device cuda for all code outside torch's operators. Othe
 GPU's at once.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import zipfile

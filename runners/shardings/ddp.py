@@ -4,8 +4,6 @@ In a simulated run torch's own reducer (torch/csrc/distributed/c10d/reducer.cpp)
 The host tables that it reads are real: the order in which buckets are rebuilt, and which parameters were used.
 """
 
-from __future__ import annotations
-
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator

@@ -14,8 +14,6 @@ with parameters in fp32 (accelerate/state.py AcceleratorState, utils/fsdp_utils.
 prepare_model). fsdp_traced.py has what both need without a GPU, and is loaded only there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any, cast

@@ -5,8 +5,6 @@ no plugin (AcceleratorState). So accelerate is told that the ranks are GPUs. Eve
 torch 2.13 and accelerate 1.15; a run on a GPU does not load this module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

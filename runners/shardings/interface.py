@@ -19,8 +19,6 @@ A module has only those of these functions that its library needs:
 Neither context manager is entered on a GPU: there the library runs as it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A configuration that records which of its keys a library reads, because keys that it ignores have no effect."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, KeysView, Mapping
 from typing import Any
 

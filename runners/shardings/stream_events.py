@@ -3,8 +3,6 @@
 A library gets torch.cpu's streams in place of CUDA's; they can only be told apart.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The DeepSpeed configuration of a trial: made from its axes, merged with overrides, checked for ignored keys."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

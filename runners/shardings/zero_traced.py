@@ -7,8 +7,6 @@ Its streams, events and calls of `record_stream` are recorded for stream_lag.py 
 CUDA does differently is in cuda_emulation.py, which also keeps host memory apart.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from types import SimpleNamespace

@@ -10,8 +10,6 @@ more traces than points.
 A few points cannot show a size that differs at one length alone, amid others that follow one rule.
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math

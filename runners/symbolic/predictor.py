@@ -3,8 +3,6 @@
 The traces come from trace_workers.py; the predictions run in runners/worker/batch_server.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache

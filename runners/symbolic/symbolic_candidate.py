@@ -3,8 +3,6 @@
 symbolic_shapes.py makes them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

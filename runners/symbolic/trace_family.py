@@ -5,8 +5,6 @@ true. piecewise_templates.py covers points outside the guards: a batch of 1, a l
 that nothing covers are traced one by one. A row names which it was (`trace_basis`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache

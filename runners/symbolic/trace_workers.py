@@ -3,8 +3,6 @@
 DeepSpeed keeps its process groups for a whole process, and a crash or hang must not affect other trials.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

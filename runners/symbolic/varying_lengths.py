@@ -8,8 +8,6 @@ or without, or at a length with a kernel of its own. Sizes come from a symbolic 
 formulas or traces as for other predictions (trace_family.py). Only rank 0's batches are replayed.
 """
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import math

@@ -8,8 +8,6 @@ that autocast has cast are copies, so they are offloaded. With checkpointing=ful
 Simulated, host memory is device meta (fake_placement.py).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ For each matrix it keeps the second moments of rows and of columns, and the weig
 is made anew in each step, parameter by parameter.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

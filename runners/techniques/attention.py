@@ -4,8 +4,6 @@ A forced kernel (SDPBackend) is the only one that torch may choose. If it cannot
 the simulated kernels (sdpa_kernels.py). Then the trial is invalid, with torch's reasons.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Iterator

@@ -13,8 +13,6 @@ Only the Trainer asks for 32-bit state of every embedding (transformers/trainer.
 that are tied to an embedding share that state.
 """
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import torch

@@ -5,8 +5,6 @@ that does it is torch.utils.checkpoint. Selective is `create_selective_checkpoin
 chosen operators in a layer's forward pass, and gives them back when the layer is recomputed.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """torch.compile of the whole model, in place, in one of its modes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

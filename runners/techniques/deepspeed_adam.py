@@ -5,8 +5,6 @@ A simulation leaves out only the compiled part. FusedAdam's own Python code make
 tensors like the parameter) and calls a kernel without temporaries. CPUAdam's state is in host memory.
 """
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

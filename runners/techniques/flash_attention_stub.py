@@ -10,8 +10,6 @@ Not covered: FLASH_ATTENTION_DETERMINISTIC; partial results of sequences that ar
 happens if batch, heads and length are too small to fill the GPU (set_params_splitkv).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import math

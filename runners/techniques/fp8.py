@@ -8,8 +8,6 @@ Without torch.compile every cast is several kernels with fp32 temporaries of the
 compiled (compile=default), but the prediction is of the eager step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any
 

@@ -6,8 +6,6 @@ weight, and autograd keeps it until the product's backward pass (gptqmodel 7.7: 
 _forward_eager, __init__.py: dequantize_weight and _register_gptq_buffers).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ counts the kernel's traffic: `read` once, `changed` read and written, `made` wri
 product to a tensor. `Optimizer` is for libraries that differ in the state that they keep.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ The rotary embedding is a function in the module of the model's class, and Liger
 All of them are put back when the trial is over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Collection, Iterator

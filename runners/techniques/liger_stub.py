@@ -4,8 +4,6 @@ Liger's layers are autograd functions around Triton kernels. Their Python code a
 here names that code. The kernels themselves are `fused` (kernel_stubs.py), because they only read and write.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, cast

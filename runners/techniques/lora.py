@@ -4,8 +4,6 @@ Simulated runs have layers of ours that allocate what peft's do, in their order 
 bnb.py and gptq.py). These layers do not need peft.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

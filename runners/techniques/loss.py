@@ -8,8 +8,6 @@ an eighth of the tokens at a time, and again in the backward pass. `fused_linear
 computes the gradients in the forward pass, chunk by chunk. Liger's own loss with kernels=liger is in liger.py.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -6,8 +6,6 @@ does Megatron-LM's Float16OptimizerWithFloat16Params (`_copy_model_grads_to_main
 `_copy_main_params_to_model_params`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Documents of one sample that do not see each other; the positions of its tokens tell the model where each begins."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

@@ -5,8 +5,6 @@ one layer's weights exist in half precision at a time. Then the model follows th
 quantisation. Its weights are frozen and, except with GPTQ, what is not quantised is cast to fp32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torch's own optimizers: AdamW as torch chooses to run it (foreach on CUDA) or as the trial says, and SGD."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -22,8 +22,6 @@ Not covered: those copies in host memory; a smaller cache, which counts if this 
 that are reset before, which leave less room. Small kernels with one way to launch are taken to be timed as well.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -9,8 +9,6 @@ differs from that after one: the small blocks of a batch lie elsewhere, and rese
 measured runs know how much is left, but not of what (harness/rows/quality_flags.py).
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ Sources: recordings of a GPU (docs/h100.md), and the code cited with each. Other
 run (cuda_emulation.py, sdpa_kernels.py).
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

@@ -12,8 +12,6 @@ changes memory. `behave` puts CUDA's behaviour in place while a step is traced, 
 - a device that the program names "cuda" is the CPU, where the fake tensors are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

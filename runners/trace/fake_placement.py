@@ -5,8 +5,6 @@ for what operators make from it. Every other tensor on "meta" has a shape and no
 there as such, or inside `without_memory`, as weights that are sharded before they exist.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Literal

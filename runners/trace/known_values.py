@@ -8,8 +8,6 @@ view's value is a view, so a write into one is seen in the other.
 Not covered: what depends on weights, as losses do; large tensors; random numbers made on the GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -10,8 +10,6 @@ Not covered: arithmetic other than matrix products, because moving its tensors t
 several kernels (sorting in the backward pass of an embedding); copies between host and GPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

@@ -8,8 +8,6 @@ earlier step. A pass always runs if it adds notes about streams. So does one tha
 next pass does not free, unless that is its loss. make_trace.py decides which trials have such passes.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -6,8 +6,6 @@ H200's choice in 390 calls. cuda_emulation.py puts it in place of the CPU's. Not
 GPUs of 8.6, 8.9 and 12.x train without flash attention if heads are 193 to 224 wide, or wider and with dropout.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

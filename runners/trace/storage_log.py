@@ -3,8 +3,6 @@
 step_tracer.py writes it; replay_trace.py decides where an allocator puts the storages.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Iterable

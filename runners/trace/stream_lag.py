@@ -13,8 +13,6 @@ bound but CUDA's queue of launches.
 Such blocks cause no OOM: before it fails, the allocator waits for all of them (alloc_block, release_cached_blocks).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 KINDS = {

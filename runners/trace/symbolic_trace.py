@@ -5,8 +5,6 @@ arithmetic over the names of a point, as "64 * seq_len * micro_batch" or "-(-seq
 symbolic shapes (symbolic_shapes.py) or from a few traced points (piecewise_templates.py).
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections import Counter

@@ -5,8 +5,6 @@ not take others along. Also, DeepSpeed keeps its process groups as long as a pro
 get attempts of their own. The parent reads answers as they come (harness/sweep/batch_prediction.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 import time

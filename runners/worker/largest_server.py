@@ -4,8 +4,6 @@ As in batch_server.py this process only coordinates: traces are made, and points
 fit_survey.py chooses the points.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -5,8 +5,6 @@ Its spec has `question` (a name of `QUESTIONS`), `trials` (resolved), `traces` (
 list: for each trial its answer, in bytes, or null.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path

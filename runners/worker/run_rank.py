@@ -1,7 +1,5 @@
 """One rank of an attempt: choose its device, read the allocator's settings back, run its runner, return the columns."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

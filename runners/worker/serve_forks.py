@@ -5,8 +5,6 @@ runs no tensor operation, because a process that has started OpenMP's threads ca
 initialised CUDA cannot be forked at all, so before the first request it says whether its imports did (cuda_driver.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.util

@@ -5,8 +5,6 @@ query_server.py), and writes `result.json` (result_file.py). With several ranks 
 rank 0 writes the result. It imports nothing that a fork server must not have touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Earlier attention in transformers: masks and heads as it gets them, scores that it makes, rotary embeddings."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Earlier torch on a GPU: which kernel serves a call of attention, where handles keep their workspaces."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from vramsweep.harness.spec.trial import Trial

@@ -3,8 +3,6 @@
 Each module next to this one has one part of the code; each function takes the trial and yields its replacements.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 from collections.abc import Iterator

@@ -1,8 +1,6 @@
 """Earlier models of transformers, apart from their attention: masks kept as buffers, the key-value cache while a model
 trains and what checkpointing does to it, logits and loss."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Earlier behaviour of DeepSpeed's ZeRO."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any
