@@ -34,25 +34,23 @@ class ReachedLimit:
     value: int | None
 
 
+@dataclass
 class AdviceRequest:
     """A request for advice: a trial, the axis of the goal, and where variants are predicted."""
 
-    def __init__(
-        self,
-        base: Planned,
-        settings: Settings,
-        folder: Path,
-        launcher: Launcher,
-        axis: str | None = None,
-        command: Sequence[str] = (),
-    ) -> None:
-        assert base.trial is not None  # else the sweep would not have begun
-        self.base, self.trial, self.folder, self.launcher, self.axis = base, base.trial, folder, launcher, axis
-        self.settings = dataclasses.replace(settings, report=False)
-        self.limit = self.trial.memory_limit()
+    base: Planned
+    settings: Settings
+    folder: Path
+    launcher: Launcher
+    axis: str | None = None
+    command: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        assert self.base.trial is not None  # else the sweep would not have begun
+        self.trial, self.limit = self.base.trial, self.base.trial.memory_limit()
+        self.settings = dataclasses.replace(self.settings, report=False)
         self.seconds = SECONDS[0]
         self._earlier: list[Planned] = []
-        self._command = command
 
     @property
     def start(self) -> int:
@@ -85,7 +83,7 @@ class AdviceRequest:
         rows: dict[str, Row] = {}
         if todo:
             rows, _ = run_trials.run(
-                todo, self.settings, self.folder, self._earlier, self.launcher, command=self._command
+                todo, self.settings, self.folder, self._earlier, self.launcher, command=self.command
             )
             self._earlier += todo
         found = [rows.get(item.trial_id) for item in planned]

@@ -5,6 +5,8 @@ In: a step and the row so far. Out: columns, and notes that say why one is unkno
 
 import contextlib
 import time
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +21,7 @@ COUNTED_EAGERLY = "FLOPs are counted without torch.compile, because compiled cod
 COMPILED = "FLOPs are unknown, because compiled code calls no countable operators"
 
 
+@dataclass(eq=False)
 class Count:
     """Untimed step: counts FLOPs, those of the forward passes separately, and notes attention's kernels.
 
@@ -28,30 +31,23 @@ class Count:
     `own`, compiled code is counted without torch.compile; a user's step may not fit that way.
     """
 
-    purpose = "counts FLOPs"
-
-    def __init__(
-        self,
-        compiler: Compiler,
-        tokens: int | None,
-        precision: str | None,
-        world_size: int,
-        fused_loss: bool,
-        own: bool = True,
-    ) -> None:
-        self.compiler, self.tokens, self.precision = compiler, tokens, precision
-        self.world_size, self.own = world_size, own
-        self.uneven = fused_loss  # the backward passes are not twice the forward passes
-        self.spent = 0.0
-        self.compiled = False
-        self.forward: int | None = None  # up to the start of each backward pass
-        self.total: int | None = None
-        self.repeated = 0  # part of the total
-        self.uncounted: set[str] = set()  # operators
-        self.kernels = SdpaKernels()
-        self._uncounted_by_backward: set[str] = set()
-        self._began: float | None = None
-        self._context = contextlib.ExitStack()
+    compiler: Compiler
+    tokens: int | None
+    precision: str | None
+    world_size: int
+    uneven: bool  # the backward passes are not twice the forward passes
+    own: bool = True
+    spent: float = 0.0
+    compiled: bool = False
+    forward: int | None = None  # up to the start of each backward pass
+    total: int | None = None
+    repeated: int = 0  # part of the total
+    uncounted: set[str] = field(default_factory=set)  # operators
+    kernels: SdpaKernels = field(default_factory=SdpaKernels)
+    _uncounted_by_backward: set[str] = field(default_factory=set)
+    _began: float | None = None
+    _context: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    purpose: ClassVar = "counts FLOPs"
 
     def enter(self) -> None:
         """Begin to count, unless a user's code is compiled; run our own compiled code without torch.compile."""
