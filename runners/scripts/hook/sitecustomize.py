@@ -8,6 +8,8 @@ The script's environment may differ from ours, so only the standard library may 
 environment lacks the two small packages that the instruments need, ours stand in.
 """
 
+from __future__ import annotations  # so that a Python that is too old comes to say so
+
 import contextlib
 import importlib
 import importlib.abc
