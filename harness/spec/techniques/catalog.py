@@ -12,17 +12,26 @@ from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.spec.techniques import activations, batching, layers, optimizers, weights
-from vramsweep.harness.spec.techniques.schema import Axis, Package, Technique, text, version
+from vramsweep.harness.spec.techniques.rules import RULES
+from vramsweep.harness.spec.techniques.schema import Axis, Package, Technique, read_table, text, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
 __all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "Axis", "Package", "Technique", "text", "version"]
 
-_MODULES = (weights, layers, activations, optimizers, batching)  # in the order in which they are applied
-AXES: tuple[Axis, ...] = tuple(axis for module in _MODULES for axis in module.AXES)
-TECHNIQUES: tuple[Technique, ...] = tuple(entry for module in _MODULES for entry in module.TECHNIQUES)
+# In the order in which they are applied:
+# - weights: their precision and that of the arithmetic, quantisation, adapters. Only the package of fp8 is preloaded,
+#   because peft imports bitsandbytes, whose import initialises CUDA (cuda_specs.py: get_compute_capabilities), and such
+#   a process cannot be forked. peft 0.18 is the first version that can be imported with transformers 5.
+# - layers: their computation: attention, fused kernels, the loss.
+# - activations between forward and backward: recomputing, offloading, compiling.
+# - optimizers: the update of weights, and when ranks average gradients. Before the least versions, bitsandbytes had
+#   blocks of 2,048 elements, and torchao's optimizers were prototypes.
+# - batching: the form of samples (padding, packing), and the cache, which training does not need.
+_TABLES = [read_table(f"{name}.json", RULES) for name in ("weights", "layers", "activations", "optimizers", "batching")]
+AXES: tuple[Axis, ...] = tuple(axis for axes, _ in _TABLES for axis in axes)
+TECHNIQUES: tuple[Technique, ...] = tuple(entry for _, entries in _TABLES for entry in entries)
 _BY_AXIS: dict[str, dict[Any, Technique]] = {
     axis.name: found
     for axis in AXES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -86,8 +86,8 @@ class Technique:
         return f"{self.axis}={text(self.name)}"
 
 
-def read_table(name: str, *rules: Rule) -> tuple[tuple[Axis, ...], tuple[Technique, ...]]:
-    """Return the axes and the techniques of a JSON file of this folder; its entries name rules by their functions.
+def read_table(name: str, rules: Mapping[str, Rule]) -> tuple[tuple[Axis, ...], tuple[Technique, ...]]:
+    """Return the axes and the techniques of a JSON file of this folder; its entries give names of `rules`.
 
     An exclusion of several techniques stands in `shared`, and the techniques give its name, a text. Where names of
     shardings are expected, a text names a constant of shardings.py.
@@ -95,11 +95,10 @@ def read_table(name: str, *rules: Rule) -> tuple[tuple[Axis, ...], tuple[Techniq
     read = json.loads(Path(__file__).with_name(name).read_text("utf-8"))
     kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
     axes = (Axis(**axis | {"kind": kinds[axis["kind"]], "of": _tuples(axis.get("of"))}) for axis in read["axes"])
-    named = {rule.__name__.removeprefix("_"): rule for rule in rules}
-    return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), named) for entry in read["techniques"])
+    return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), rules) for entry in read["techniques"])
 
 
-def _read_technique(entry: dict[str, Any], shared: dict[str, Any], rules: dict[str, Rule]) -> Technique:
+def _read_technique(entry: dict[str, Any], shared: dict[str, Any], rules: Mapping[str, Rule]) -> Technique:
     excludes = (shared[one] if isinstance(one, str) else one for one in entry.pop("excludes", ()))
     return Technique(
         packages=tuple(Package(*package.split(">=")) for package in entry.pop("packages", ())),
