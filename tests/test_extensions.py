@@ -84,8 +84,7 @@ def dots(view):
 ''',
 )  # fmt: skip
 DIFFERENCE = (
-    "harness/spec/version_differences.py", "\nDIFFERENCES = (",
-    'Difference("qwen2_mask", "accelerate", "<0.5", "qwen2.py", "a mask", ("qwen2", "mask"), lambda trial: True),',
+    "harness/spec/version_differences.tsv", "", "qwen2_mask\taccelerate\t<0.5\t\t\tqwen2.mask\tqwen2.py\ta mask",
     "runners/trace/version_patches/qwen2",
     '''
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model

@@ -2,68 +2,131 @@
 
 A simulated run traces the installed code, but `versions` may name other versions. An entry applies if its range
 contains the named version, but not the installed one. It then changes the trace as upstream's code of that version did
-(runners/trace/version_patches/). Each entry was found by reading that code and cites it; none is a setting. Behaviour
-that is not listed here is predicted as that of the installed version.
+(runners/trace/version_patches/). Each entry was found by reading that code and cites it; none is a setting. Those of
+transformers are tensors of a model that its code made, kept or copied. Behaviour that is not listed here is predicted
+as that of the installed version.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from vramsweep.harness.files import plain_json
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
-from vramsweep.harness.spec.transformers_differences import TRANSFORMERS, Difference, uses_sdpa
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
 
-
-def _zero3(trial: Trial) -> bool:
-    return trial.sharding == "zero3"
+When = Callable[["Trial"], bool]
 
 
-LT_WORKSPACES = ("torch", ">=2.9,<2.12")
+@dataclass(frozen=True)
+class Difference:
+    """One known difference of an earlier version of a package.
+
+    `versions` is the range of `package` that it holds for. `source` is where upstream's code is, in that version and in
+    the one that ended it. `place` is the module of runners/trace/version_patches and the function in it, whose
+    replacements are active while a run is traced. `when` says which trials meet that code at all.
+    """
+
+    name: str
+    package: str
+    versions: str
+    source: str
+    meaning: str
+    place: tuple[str, str]
+    when: When
+
+
+def uses_sdpa(trial: Trial) -> bool:
+    """Return whether a trial uses torch's attention, whichever of its kernels is chosen."""
+    return trial.attention.startswith("sdpa")
+
+
+def model_type(trial: Trial) -> str | None:
+    """Return the type of a model that we ship or that a local directory describes; None if only a hub knows it."""
+    found = trial.model.model_type
+    if found is None and trial.model.path is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # no such file, or no such description in it
+            found = plain_json.read((Path(trial.model.path) / "config.json").read_bytes()).get("model_type")
+    return found
+
+
+def _cache(trial: Trial) -> bool:
+    """Return whether the cache is on; versions before 5.0 leave it on under the Trainer."""
+    return trial.use_cache == "on" or (trial.use_cache == "default" and trial.runner.name == "trainer")
+
+
+def _checkpointed(trial: Trial) -> bool:
+    return trial.checkpointing != "none"
+
+
+def _kept_cache(trial: Trial) -> bool:
+    return _cache(trial) and not _checkpointed(trial)
+
+
+def _with_loss(trial: Trial) -> bool:
+    return trial.runner.name not in runner_table.TARGETED and trial.loss == "default"
+
+
+def _maskless(trial: Trial) -> bool:
+    """Return whether attention gets no mask; the Trainer gives a padding mask or a cache."""
+    masked = trial.padding != 0 or trial.runner.name == "trainer" or _kept_cache(trial)
+    return trial.attention != "flash_attention_2" and not masked
+
+
+LIKE_LLAMA = ("llama", "qwen2", "mistral", "mixtral", "gemma", "gemma2", "phi", "phi3")
+"""Models whose code in transformers follows Llama's."""
+
+# Conditions of an entry on a trial, next to its model.
+_WHEN: dict[str, When] = {
+    "": lambda trial: True,
+    "zero3": lambda trial: trial.sharding == "zero3",
+    "zero_half": lambda trial: trial.sharding in ZERO and trial.precision in ("bf16", "fp16"),
+    "sdpa": uses_sdpa,
+    "eager": lambda trial: trial.attention == "eager",
+    "no_mask": _maskless,
+    "loss": _with_loss,
+    "checkpointed": _checkpointed,
+    "kept_cache": _kept_cache,
+    "checkpointed_cache": lambda trial: _cache(trial) and _checkpointed(trial),
+    "default_cache": lambda trial: trial.use_cache == "default" and _kept_cache(trial),
+}
+
+
+def _read(line: str) -> Difference:
+    """Return the difference in a line of version_differences.tsv; if it names no model, it holds for any."""
+    name, package, versions, named, condition, place, source, meaning = line.split("\t")
+    models, when = named.replace("like_llama", " ".join(LIKE_LLAMA)).split(), _WHEN[condition]
+    module, function = place.split(".")
+
+    def meets(trial: Trial) -> bool:
+        return (not models or model_type(trial) in models) and when(trial)
+
+    return Difference(name, package, versions, source, meaning, (module, function), meets)
+
+
+_LINES = Path(__file__).with_name("version_differences.tsv").read_text("utf-8").splitlines()[1:]
+DIFFERENCES = tuple(map(_read, _LINES))
+_RANGES = {one.name: (one.package, one.versions) for one in DIFFERENCES}
+
+LT_WORKSPACES = _RANGES["lt_workspaces"]
 """Where cuBLASLt's handles keep a workspace of their own: pytorch #156495 to #173002. Seen on a GPU with 2.11."""
 
-FLASH_FIRST = ("torch", "<2.11")
+FLASH_FIRST = _RANGES["flash_first"]
 """Where flash attention comes before cuDNN's on every GPU: 2.10 goes by cuDNN's version, and brings one too old; 2.11
 brings 9.19."""
-ANY_DROPOUT = ("torch", "<2.12")
+ANY_DROPOUT = _RANGES["any_dropout"]
 """Where cuDNN's attention takes every probability of dropout: before pytorch #174245. Seen on a GPU with 2.11."""
-
-# fmt: off
-DIFFERENCES = (
-    Difference("flash_first", *FLASH_FIRST, "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "
-               "check_prefer_cudnn_attention (2.10; the wheels of 2.11 bring cuDNN 9.19, later than the 9.15 that it "
-               "asks for)", "scaled_dot_product_attention takes flash attention before cuDNN's on Hopper and data "
-               "centres' Blackwell too", ("cuda", "flash_first"), uses_sdpa),
-    Difference("any_dropout", *ANY_DROPOUT, "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, "
-               "can_use_cudnn_attention (pytorch #174245 in 2.12)", "cuDNN's attention is taken for every probability "
-               "of dropout, not only for sixteenths", ("cuda", "any_dropout"), uses_sdpa),
-    Difference("lt_workspaces", *LT_WORKSPACES, "aten/src/ATen/cuda/CublasHandlePool.cpp, getCUDABlasLtWorkspace "
-               "(pytorch #156495 in 2.9; shared with cuBLAS since #173002 in 2.12)", "products that add a bias, which "
-               "cuBLASLt does, keep another MiB for each thread's handle", ("cuda", "lt_apart"),
-               lambda trial: True),
-    Difference("zero_linear_by_init", "deepspeed", "<0.19.4", "runtime/zero/partition_parameters.py, Init.__init__ and "
-               "patch_init_and_builtins (0.14.2; ended by #8189)", "linear layers keep no gathered weight for the "
-               "backward pass only where the model was made under zero.Init; otherwise autograd holds all of them",
-               ("zero", "linear_by_init"), _zero3),
-    Difference("zero_live_parameters", "deepspeed", "<0.15.4", "runtime/zero/stage3.py, backward: reset_step (0.14.2, "
-               "0.15.3); runtime/zero/parameter_offload.py, _start_of_forward_hook (0.15.4)", "embeddings, gathered "
-               "still when the backward pass ends, are subtracted from a count that was set to 0 before; so "
-               "stage3_max_live_parameters allows as many more parameters, which are prefetched and kept",
-               ("zero", "live_parameters"), _zero3),
-    Difference("zero_half_buffers", "deepspeed", "<0.19.2", "runtime/engine.py, _configure_distributed_model: "
-               "module.half() (0.14.2; ended by #8066)", "buffers are cast to the precision of the weights; later they "
-               "stay as the model has them", ("zero", "half_buffers"),
-               lambda trial: trial.sharding in ZERO and trial.precision in ("bf16", "fp16")),
-    *TRANSFORMERS,
-)
-# fmt: on
 
 
 def find_differences(trial: Trial) -> list[Difference]:

@@ -29,9 +29,9 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.messages.errors import describe
 from vramsweep.harness.spec import length_distribution
-from vramsweep.harness.spec.transformers_differences import uses_sdpa
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_parser import require_unchanged_files
+from vramsweep.harness.spec.version_differences import uses_sdpa
 from vramsweep.runners.model import apply_techniques
 from vramsweep.runners.trace import fake_placement
 

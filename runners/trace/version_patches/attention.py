@@ -12,9 +12,8 @@ from transformers.models.gpt_bigcode import modeling_gpt_bigcode
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
 
-from vramsweep.harness.spec.transformers_differences import model_type
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.spec.version_differences import find_differences
+from vramsweep.harness.spec.version_differences import find_differences, model_type
 from vramsweep.runners.measure.patches import Replacement
 
 
