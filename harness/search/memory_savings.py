@@ -1,14 +1,16 @@
 """Changes of a trial that may make it fit: what each sets, and how it alters the training's result.
 
-A new change is an entry in `REMEDIES`. A prediction tells whether one helps (questions/advice.py). The rules of
-settings and techniques tell which of them a trial can have (spec/trial.py).
+A new change is an entry in memory_savings.json. A prediction tells whether one helps (questions/advice.py). The rules
+of settings and techniques tell which of them a trial can have (spec/trial.py).
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 # How much of the result may change, from nothing noticeable to another training.
@@ -37,65 +39,28 @@ class MemorySaving:
     where: Callable[[Mapping[str, Any]], bool] = field(default=lambda resolved: True, compare=False)
 
 
-def _axis(group: str, value: Any, level: int, result: str = "", **more: Any) -> MemorySaving:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return MemorySaving(f"{group}={text}", group, {group: value}, level, result, **more)
+def _read(entry: dict[str, Any], lists: Mapping[str, Sequence[Any]]) -> MemorySaving:
+    """Return the change of an entry of memory_savings.json: `only` for these values of a trial, and `never` for those.
+
+    A text in place of values names one of the `lists`.
+    """
+    change, capability = entry["change"], entry.get("capability")
+    only, never = ({key: lists[of] if isinstance(of, str) else of for key, of in entry.get(name, {}).items()}
+                   for name in ("only", "never"))  # fmt: skip
+
+    def where(resolved: Mapping[str, Any]) -> bool:
+        known = {**resolved, "allocator.conf": resolved["allocator"]["conf"]}  # which another allocator would lose
+        return all(known[key] in of for key, of in only.items()) and not any(known[key] in never[key] for key in never)
+
+    words = entry.get("words") or " ".join(f"{key}={str(value).lower()}" for key, value in change.items())
+    return MemorySaving(
+        words, next(iter(change)), change, ACCEPTED.index(entry["level"]), entry.get("result", ""),
+        capability and tuple(capability), entry.get("instead", ""), where,
+    )  # fmt: skip
 
 
-def _is(axis: str, *values: Any) -> Callable[[Mapping[str, Any]], bool]:
-    """Return a test of whether a resolved trial has one of these values."""
-    return lambda resolved: resolved[axis] in values
-
-
-_FP32 = _is("precision", "fp32", "tf32")
-_ADAMW = _is(
-    "optimizer", "default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop",
-    "paged_adamw_32bit", "deepspeed_fused_adam", "deepspeed_cpu_adam",
-)  # fmt: skip
-_LIONS = ("lion_32bit", "lion_8bit", "paged_lion_8bit")
-_EIGHT_BITS = "optimizer state in 8 bits"
-_BF16: dict[str, Any] = {
-    "capability": (8, 0),
-    "instead": "bf16 is emulated and slow below compute capability 8.0 (fp16 is not)",
-}
-_LORA = "adapters are trained, the weights are frozen"
-_WHOLE = _is("adapter", "none")
-# fmt: off
-REMEDIES: tuple[MemorySaving, ...] = (
-    _axis("checkpointing", "selective", SAME),
-    _axis("checkpointing", "full", SAME),
-    _axis("use_cache", "off", SAME),
-    _axis("activation_offload", True, SAME),
-    MemorySaving("allocator=expandable", "allocator",
-                 {"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, SAME,
-                 where=lambda resolved: not resolved["allocator"]["conf"]),  # else the trial's own would be lost
-    _axis("offload_optimizer", True, SAME, where=_is("sharding", "zero1", "zero2", "zero3")),
-    _axis("offload_param", True, SAME, where=_is("sharding", "zero3", "fsdp1", "fsdp2")),
-    _axis("optimizer", "paged_adamw_8bit", SAME, where=_is("optimizer", "adamw_bnb_8bit")),
-    _axis("optimizer", "adamw_torch_fused", ROUNDING, where=_ADAMW),
-    _axis("attention", "sdpa", ROUNDING),
-    _axis("attention", "flash_attention_2", ROUNDING, capability=(8, 0),
-          instead="flash-attn needs compute capability 8.0", where=lambda resolved: not _FP32(resolved)),
-    _axis("loss", "chunked", ROUNDING),
-    _axis("loss", "fused_linear", ROUNDING),
-    _axis("kernels", "liger", ROUNDING),
-    _axis("precision", "fp16", PRECISION, "matrix products in fp16, with loss scaling", where=_FP32),
-    _axis("precision", "bf16", PRECISION, "matrix products in bf16",
-          where=_is("precision", "fp32", "tf32", "fp16"), **_BF16),
-    _axis("precision", "bf16_pure", PRECISION, "weights, gradients and optimizer state in bf16", **_BF16),
-    _axis("optimizer", "adamw_bnb_8bit", PRECISION, _EIGHT_BITS, where=_ADAMW),
-    _axis("optimizer", "paged_adamw_8bit", PRECISION, f"{_EIGHT_BITS}, in memory shared with the host", where=_ADAMW),
-    _axis("optimizer", "lion_8bit", PRECISION, _EIGHT_BITS, where=_is("optimizer", "lion_32bit")),
-    _axis("quantization", "nf4_double", PRECISION, "frozen weights in 4 bits, their scales in 8",
-          where=lambda resolved: not _WHOLE(resolved) and resolved["quantization"] in ("none", "nf4")),
-    _axis("optimizer", "adafactor", METHOD, "Adafactor"),
-    _axis("optimizer", "lion_8bit", METHOD, "Lion, its state in 8 bits", where=lambda r: r["optimizer"] not in _LIONS),
-    _axis("optimizer", "sgd", METHOD, "SGD without momentum"),
-    _axis("adapter", "lora", METHOD, _LORA, where=_WHOLE),
-    MemorySaving("adapter=lora quantization=nf4_double", "adapter", {"adapter": "lora", "quantization": "nf4_double"},
-                 METHOD, f"{_LORA} and in 4 bits", where=_WHOLE),
-)
-# fmt: on
+_TABLE = json.loads(Path(__file__).with_name("memory_savings.json").read_text("utf-8"))
+REMEDIES: tuple[MemorySaving, ...] = tuple(_read(entry, _TABLE["lists"]) for entry in _TABLE["changes"])
 
 
 def applicable(resolved: Mapping[str, Any]) -> list[MemorySaving]:
