@@ -45,8 +45,9 @@ def run(trial, device, meter, folder):
 ''',
 )  # fmt: skip
 SHARDING = (
-    "harness/spec/shardings.py", "\nSHARDINGS = (",
-    'Sharding("averaged", "ddp by another name", ".shardings.averaged", "ddp", runners=("torch",), simulated=True),',
+    "harness/spec/shardings.json", "",
+    '{"name": "averaged", "meaning": "ddp by another name", "module": ".shardings.averaged", "library": "ddp",'
+    ' "runners": ["torch"], "simulated": true}',
     "runners/shardings/averaged",
     "from vramsweep.runners.shardings.ddp import checked, on_cpu, sharded, traced\n",
 )  # fmt: skip

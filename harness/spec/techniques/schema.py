@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.spec import shardings
+from vramsweep.harness.spec.shardings import tuples
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -94,7 +95,7 @@ def read_table(name: str, rules: Mapping[str, Rule]) -> tuple[tuple[Axis, ...], 
     """
     read = json.loads(Path(__file__).with_name(name).read_text("utf-8"))
     kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
-    axes = (Axis(**axis | {"kind": kinds[axis["kind"]], "of": _tuples(axis.get("of"))}) for axis in read["axes"])
+    axes = (Axis(**axis | {"kind": kinds[axis["kind"]], "of": tuples(axis.get("of"))}) for axis in read["axes"])
     return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), rules) for entry in read["techniques"])
 
 
@@ -106,16 +107,12 @@ def _read_technique(entry: dict[str, Any], shared: dict[str, Any], rules: Mappin
         excludes=tuple((setting, _constant(values), why) for setting, values, why in excludes),
         rules=tuple(rules[rule] for rule in entry.pop("rules", ())),
         proven=_PROVEN[entry.pop("proven")] if "proven" in entry else None,
-        **{field: _tuples(value) for field, value in entry.items()},
+        **{field: tuples(value) for field, value in entry.items()},
     )
 
 
 def _constant(values: Any) -> Any:
-    return getattr(shardings, values) if isinstance(values, str) else _tuples(values)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return getattr(shardings, values) if isinstance(values, str) else tuples(values)
 
 
 def text(value: Any) -> str:
