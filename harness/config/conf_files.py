@@ -28,12 +28,13 @@ _OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")
 
 
 @dataclass(frozen=True)
-class Written:
-    """One setting of a file: its full key, its default as written, its comment and its section."""
+class Setting:
+    """One KEY=VALUE: its full key, default as written, meaning (its comment), values (empty: no list) and section."""
 
     key: str
     default: str
-    comment: str = ""
+    meaning: str = ""
+    values: tuple[str, ...] = ()
     section: str = ""
 
 
@@ -57,7 +58,7 @@ def written_defaults() -> dict[str, str]:
     """Return a default of every setting by full key: those of conf/config.yaml, and the commented ones of groups."""
     own = {one.key: one.default for one in read_settings(CONF / "config.yaml") if one.section in TITLES.values()}
     below = (read_settings(file, name) for name in chosen_options() for file in (CONF / name).glob("*.yaml"))
-    return own | {one.key: one.default for found in below for one in found if "." in one.key and one.comment}
+    return own | {one.key: one.default for found in below for one in found if "." in one.key and one.meaning}
 
 
 @cache
@@ -89,10 +90,10 @@ def hub_ids() -> dict[str, str]:
     return {hub_id.casefold(): name for name, ids in named for hub_id in ids if "/" in hub_id}
 
 
-def read_settings(file: Path, prefix: str = "") -> list[Written]:
+def read_settings(file: Path, prefix: str = "") -> list[Setting]:
     """Return the settings of a file with their comments. Keys begin with `prefix`, unless the file is of _global_."""
     whole = "# @package _global_" in file.read_text()
-    found: list[Written] = []
+    found: list[Setting] = []
     node, section = "", ""
     for line in file.read_text().splitlines():
         if line.startswith("# "):
@@ -100,7 +101,7 @@ def read_settings(file: Path, prefix: str = "") -> list[Written]:
             continue
         if line.lstrip().startswith("# ") and found:  # continues the comment above
             last = found.pop()
-            found.append(dataclasses.replace(last, comment=f"{last.comment} {line.strip()[2:]}".strip()))
+            found.append(dataclasses.replace(last, meaning=f"{last.meaning} {line.strip()[2:]}".strip()))
             continue
         if (match := _LINE.fullmatch(line)) is None:
             continue
@@ -111,5 +112,5 @@ def read_settings(file: Path, prefix: str = "") -> list[Written]:
         key = match["key"] if not match["indent"] else f"{node}.{match['key']}"
         key = key if whole or not prefix else f"{prefix}.{key}"
         said = _SAID.fullmatch(match["value"] or "")
-        found.append(Written(key, said[1] if said else match["value"] or "", match["comment"] or "", section))
+        found.append(Setting(key, said[1] if said else match["value"] or "", match["comment"] or "", section=section))
     return found

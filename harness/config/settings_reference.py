@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from vramsweep.harness.config import known_words
-from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, chosen_options, read_option, read_settings
+from vramsweep.harness.config import conf_files, known_words
+from vramsweep.harness.config.conf_files import AUTO, CONF, TITLES, Option, Setting, chosen_options
 from vramsweep.harness.hardware import gpu_lookup, interconnects
 from vramsweep.harness.rows import schema
 from vramsweep.harness.spec import runner_table
@@ -30,17 +30,6 @@ WIDTH, INDENT = 100, 26
 COMMONEST = ("model", "seq_len", "micro_batch", "precision", "device.gpu", "sharding", "world_size", "adapter",
              "checkpointing", "allocator")  # fmt: skip
 OWN = "a hub id (ORG/NAME), or a folder with config.json"
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One KEY=VALUE: its full key, default as written, meaning, possible values (empty: no list) and section."""
-
-    key: str
-    default: str
-    meaning: str
-    values: tuple[str, ...] = ()
-    section: str = ""
 
 
 @dataclass(frozen=True)
@@ -119,17 +108,16 @@ def _group(name: str) -> Group:
     for own in sorted(read, key=len, reverse=True):  # the file that describes most settings wins
         found = {one.key: one for one in own} | found
     more = (Option(option, meaning, meaning) for (group, option), meaning in unwritten().items() if group == name)
-    return Group(name, (*map(read_option, files), *more), tuple(found.values()))
+    return Group(name, (*map(conf_files.read_option, files), *more), tuple(found.values()))
 
 
 def _read(file: Path, prefix: str = "") -> list[Setting]:
     """Return the settings of a file with their possible values; without a comment, with the meaning of their column."""
-    columns = schema.BY_NAME
+    meanings = {name: column.meaning for name, column in schema.BY_NAME.items()}
     return [
-        Setting(one.key, one.default, one.comment or (columns[one.key].meaning if one.key in columns else ""),
-                values(one.key), one.section)
-        for one in read_settings(file, prefix)
-    ]  # fmt: skip
+        dataclasses.replace(one, meaning=one.meaning or meanings.get(one.key, ""), values=values(one.key))
+        for one in conf_files.read_settings(file, prefix)
+    ]
 
 
 def text() -> str:

@@ -11,26 +11,21 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from fnmatch import translate
 from pathlib import Path
+from typing import Literal
 
 from vramsweep.harness.files import redaction
 
 
-class Fate(StrEnum):
-    """The treatment of a variable."""
-
-    DROP = "drop"  # not passed on
-    HIDE = "hide"  # passed on, never recorded
-    RECORD = "record"  # passed on and recorded
-
-
 @dataclass(frozen=True)
 class Rule:
-    """A fate for all names that match one of `names`, and the reason."""
+    """A fate for all names that match one of `names`, and the reason.
 
-    fate: Fate
+    `drop`: not passed on; `hide`: passed on, never recorded; `record`: passed on and recorded.
+    """
+
+    fate: Literal["drop", "hide", "record"]
     why: str
     names: tuple[str, ...]
 
@@ -42,7 +37,7 @@ SECRET = "may be a secret"
 # The first matching rule decides. A variable without a rule is passed on and not recorded. redaction.py knows the names
 # of secrets.
 _WORDS = json.loads(Path(__file__).with_name("worker_environment.json").read_text("utf-8"))
-RULES = tuple(Rule(Fate(one["fate"]), one["why"], tuple(one["names"])) for one in _WORDS)
+RULES = tuple(Rule(one["fate"], one["why"], tuple(one["names"])) for one in _WORDS)
 
 # compiled once, when a fork server imports this, because otherwise each of its workers would compile them
 _PATTERNS = tuple((r, re.compile("|".join(map(translate, r.names)))) for r in RULES)
@@ -54,19 +49,19 @@ def rule(name: str) -> Rule | None:
     return next(found, None)
 
 
-def _has(name: str, fate: Fate) -> bool:
+def _has(name: str, fate: str) -> bool:
     found = rule(name)
-    return found is not None and found.fate is fate
+    return found is not None and found.fate == fate
 
 
 def select_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of an environment that a worker gets."""
-    return {name: text for name, text in environ.items() if not _has(name, Fate.DROP)}
+    return {name: text for name, text in environ.items() if not _has(name, "drop")}
 
 
 def recorded_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a worker's environment that its row records, by name, without values that look secret."""
-    found = {name: environ[name] for name in sorted(environ) if _has(name, Fate.RECORD)}
+    found = {name: environ[name] for name in sorted(environ) if _has(name, "record")}
     return {name: text for name, text in found.items() if not redaction.suspicious(text)}
 
 
@@ -87,6 +82,6 @@ def describe_dropped(environ: Mapping[str, str]) -> list[str]:
     """Return a line for each reason for which variables of this environment are not passed on."""
     names: dict[str, list[str]] = {}
     for name in sorted(environ):
-        if (found := rule(name)) and found.fate is Fate.DROP:
+        if (found := rule(name)) and found.fate == "drop":
             names.setdefault(found.why, []).append(name)
     return [f"workers do not get {', '.join(those)}, because {why}" for why, those in names.items()]
