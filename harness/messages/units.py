@@ -2,7 +2,7 @@
 
 A size needs its unit, because a bare 24 could be bytes, GB or GiB; so does a time. An option or a setting that is named
 after its unit (`--gib`, `device.memory_gib`, `timeout_s`) takes a bare number of it, and any other unit too. Money is a
-bare number everywhere, in any currency, the same for all (budget.py).
+bare number everywhere, in any currency, the same for all.
 
 PyTorch reads the sizes in PYTORCH_CUDA_ALLOC_CONF (allocator/config.py).
 """
@@ -106,6 +106,40 @@ def parse_seconds(text: str, said: str | None = None) -> float:
     if not 0 < spent < math.inf:
         raise UserError(f"{said} is not a time above 0; write for example 90m, 8h, 1h30m or 3600s")
     return spent
+
+
+def parse_limit(budget: object, max_cost: object, price_per_hour: object) -> tuple[float, str] | None:
+    """Return the seconds that a sweep may take and the setting that says so, in words; None if there is no limit.
+
+    Of a time and a cost the tighter one counts. Raises UserError for invalid values.
+    """
+    given = None if budget is None else parse_seconds(str(budget), f"budget={budget}")
+    limits = [] if given is None else [(given, f"budget of {duration_words(given)}")]
+    for name, value in (("max_cost", max_cost), ("price_per_hour", price_per_hour)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (number and 0 < float(str(value)) < math.inf):
+            raise UserError(f"{name}={value}: allowed is a number above 0, in any currency, or null")
+    if max_cost is not None:
+        if price_per_hour is None:
+            raise UserError(
+                f"max_cost={max_cost} needs price_per_hour, the price of the whole node in the same currency, as "
+                "max_cost=40 price_per_hour=12.5"
+            )
+        cost, price = float(str(max_cost)), float(str(price_per_hour))
+        limits.append((3600 * cost / price, f"max_cost of {cost:g} at {price:g} an hour"))
+    return min(limits, default=None)
+
+
+def duration_words(spent: float) -> str:
+    """Format seconds in the two largest units: 8 h, 1 h 30 min, 12 s."""
+    if spent < 10:
+        return f"{spent:.2g} s"
+    left = round(spent) if spent < 3600 else 60 * round(spent / 60)
+    parts = []
+    for size, name in ((86400, "d"), (3600, "h"), (60, "min"), (1, "s")):
+        count, left = divmod(left, size)
+        parts += [f"{count} {name}"] if count else []
+    return " ".join(parts[:2])
 
 
 def in_its_unit(key: str, text: str) -> str:

@@ -17,9 +17,9 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from vramsweep.harness.hardware.gpu_lookup import peak_of
+from vramsweep.harness.messages.units import duration_words, parse_limit
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial_identity import node_name
-from vramsweep.harness.sweep.time_limit import duration_words, parse_limit
 
 if TYPE_CHECKING:
     from vramsweep.harness.rows.schema import Row

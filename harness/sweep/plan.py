@@ -18,13 +18,13 @@ from pydantic_core import ErrorDetails
 
 from vramsweep.harness.files import file_names, redaction
 from vramsweep.harness.hardware.gpu_lookup import GPUS
-from vramsweep.harness.messages import suggestions
+from vramsweep.harness.messages import suggestions, units
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
 from vramsweep.harness.rows.schema import COLUMNS
 from vramsweep.harness.spec import gpu_names, runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
-from vramsweep.harness.sweep import shards, time_limit
+from vramsweep.harness.sweep import shards
 
 EMPTY = "the sweep is empty, because one of its lists or ranges has no value"
 MOST_SLOTS = 512  # of one node
@@ -80,7 +80,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check what depends on other settings, or on tables."""
-        time_limit.parse_limit(self.budget, self.max_cost, self.price_per_hour)
+        units.parse_limit(self.budget, self.max_cost, self.price_per_hour)
         if not self.results:
             raise UserError("results= names no folder; choose a writable folder with results=DIR")
         if self.name and (why := file_names.name_problem(self.name)):  # "" counts as null

@@ -18,6 +18,7 @@ from typing import Any
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.console import Console
+from vramsweep.harness.messages.units import duration_words
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import Prediction, largest_trials, predict_fit
 from vramsweep.harness.rows.journal import files, read
@@ -30,7 +31,6 @@ from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
 from vramsweep.harness.sweep.resume import reject_too_many_ranks, remaining_trials
 from vramsweep.harness.sweep.session import Session
-from vramsweep.harness.sweep.time_limit import duration_words
 from vramsweep.harness.verbs import plan_summary
 
 

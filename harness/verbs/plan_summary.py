@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from rich.console import Group, RenderableType
 
 from vramsweep.harness.messages.console import make_table
+from vramsweep.harness.messages.units import duration_words
 from vramsweep.harness.sweep.budget import Expected
 from vramsweep.harness.sweep.labels import CALLED, WITHIN, Labels, describe_common, varying
 from vramsweep.harness.sweep.plan import Planned
-from vramsweep.harness.sweep.time_limit import duration_words
 
 MOST = 24  # configurations listed
 NAMED = 3  # trials listed for each reason why they cannot run

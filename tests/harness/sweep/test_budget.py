@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from conftest import SETTINGS, cases, custom, refusal, tiny
 
+from vramsweep.harness.messages import units
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.sweep import budget, plan, row_builder, run_trials, time_limit, trial_loop
+from vramsweep.harness.sweep import budget, plan, row_builder, run_trials, trial_loop
 from vramsweep.harness.sweep.budget import Budget
 from vramsweep.harness.sweep.plan import Planned
 
@@ -39,9 +40,9 @@ def test_bad_limits(settings_: str, text: str) -> None:
 
 
 def test_the_tighter_limit_counts() -> None:
-    assert time_limit.parse_limit(None, None, 12.5) is None
-    time_first = time_limit.parse_limit("1h", 40, 12.5)
-    cost_first = time_limit.parse_limit("8h", 40, 12.5)
+    assert units.parse_limit(None, None, 12.5) is None
+    time_first = units.parse_limit("1h", 40, 12.5)
+    cost_first = units.parse_limit("8h", 40, 12.5)
     assert time_first == (3600, "budget of 1 h")
     assert cost_first == (40 / 12.5 * 3600, "max_cost of 40 at 12.5 an hour")
 
