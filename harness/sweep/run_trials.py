@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import error_reason
@@ -61,14 +61,48 @@ def run(
     """
     budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(own_files(folder) / LOG)
     resume.refuse_links(folder)
-    shard = shards.parse(settings.shard)
+    shard, whole = shards.parse(settings.shard), [*earlier, *planned]
+    share = plan.take_share(planned, shard)
+
+    def resumed(journal: Journal, launcher: Launcher) -> dict[str, Row]:
+        """Run this shard's trials without an answer in the journals; return the row that counts for each, by id."""
+        rows, unreadable = read(folder)
+        if unreadable:
+            print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
+        todo, mine, notes = resume.remaining_trials(rows, share, settings)
+        dominators = None
+        if settings.skip_dominated:
+            dominators = OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
+            skipped = {trial_id for trial_id, row in mine.items() if row["outcome"] == Outcome.SKIPPED}
+            # a trial that would be skipped again, for that or another reason, stays skipped
+            again = [p for p in todo if p.trial_id not in skipped or dominators.reason(p) is None]
+            todo = oom_dominance.order(again)
+        resume.end_leftovers(folder, launcher.run)
+        resume.write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in share}, command)
+        done, plural = len(share) - len(todo), "s" * (len(share) != 1)
+        progress = choose_progress(len(todo), whole)
+        part = f"shard {settings.shard}: " if settings.shard else ""
+        progress.began(f"{part}{len(share)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
+        otherwise = machine.counted_otherwise(os.environ) if any(map(resume.on_cuda, todo)) else None
+        dropped = worker_environment.describe_dropped(os.environ) if todo else ()
+        for line in [*notes, *dropped, *filter(None, [otherwise])]:
+            print(line, file=sys.stderr)
+        tried = Counter[str]()
+        for row in rows:
+            tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
+        budget.learn(resume.finished_rows(rows, whole, settings.any_system)[0].values())
+        interrupts.answer = progress.note
+        with contextlib.closing(progress):
+            return mine | run_all(
+                todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators
+            )
+
     try:
         with Journal(own_files(folder), shard.writer) as journal, interrupts.heard(), contextlib.ExitStack() as stack:
             if launcher is None:
                 launcher = stack.enter_context(Launcher(settings.isolation, own_files(folder) / "templates"))
             shards.refuse_other_division(folder, shard)
-            whole = [*earlier, *planned]
-            share, mine = _resumed(planned, settings, folder, journal, whole, launcher, interrupts, budget, command)
+            mine = resumed(journal, launcher)
     except OSError as error:
         what = f"cannot write under {folder}: {error_reason(error)}"
         if not is_write_error(error):
@@ -99,56 +133,6 @@ def run(
         report(folder)
     missing = {p.trial_id for p in share} - mine.keys() - budget.refused.keys()
     return mine, 1 if unanswered or missing else 0
-
-
-def _resumed(
-    planned: Sequence[Planned],
-    settings: Settings,
-    folder: Path,
-    journal: Journal,
-    whole: Sequence[Planned],
-    launcher: Launcher,
-    interrupts: Interrupts,
-    budget: Budget,
-    command: Sequence[str],
-) -> tuple[list[Planned], dict[str, Row]]:
-    """Run trials without an answer in the journals; return this shard's trials, and the row that counts for each by id.
-
-    `whole` has the sweep's trials of every batch.
-    """
-    planned = plan.take_share(planned, shards.parse(settings.shard))
-    rows, unreadable = read(folder)
-    if unreadable:
-        print(f"{folder}: {unreadable} unreadable line(s) of its journals skipped", file=sys.stderr)
-    todo, mine, notes = resume.remaining_trials(rows, planned, settings)
-    dominators = None
-    if settings.skip_dominated:
-        dominators = OomDominance(resume.finished_rows(rows, whole, settings.any_system)[0].values())
-        todo = oom_dominance.order([p for p in todo if not _still_skipped(p, mine, dominators)])
-    resume.end_leftovers(folder, launcher.run)
-    resume.write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in planned}, command)
-    done, plural = len(planned) - len(todo), "s" * (len(planned) != 1)
-    progress = choose_progress(len(todo), whole)
-    part = f"shard {settings.shard}: " if settings.shard else ""
-    progress.began(f"{part}{len(planned)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
-    otherwise = machine.counted_otherwise(os.environ) if any(map(resume.on_cuda, todo)) else None
-    dropped = worker_environment.describe_dropped(os.environ) if todo else ()
-    for line in [*notes, *dropped, *filter(None, [otherwise])]:
-        print(line, file=sys.stderr)
-    tried = Counter[str]()
-    for row in rows:
-        tried[row["trial_id"]] = max(tried[row["trial_id"]], row.get("attempt") or 0)
-    budget.learn(resume.finished_rows(rows, whole, settings.any_system)[0].values())
-    interrupts.answer = progress.note
-    with contextlib.closing(progress):
-        done_now = run_all(todo, tried, settings, folder, journal, launcher, progress, interrupts, budget, dominators)
-    return planned, mine | done_now
-
-
-def _still_skipped(item: Planned, mine: Mapping[str, Row], dominators: OomDominance) -> bool:
-    """Return whether the trial's row says skipped, and the trial would be skipped again, for that or another reason."""
-    skipped = item.trial_id in mine and mine[item.trial_id]["outcome"] == Outcome.SKIPPED
-    return skipped and dominators.reason(item) is not None
 
 
 def report(folder: Path, brief: bool = False) -> int:
