@@ -61,11 +61,6 @@ def read_tail(path: Path, size: int) -> bytes:
         return file.read(size)
 
 
-def open_to_append(path: Path) -> BinaryIO:
-    """Open a file to write at its end; create it if missing. Raises OSError for a link and for a file not regular."""
-    return os.fdopen(open_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
-
-
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:
     """Yield a path next to `path` to write to. It replaces `path` when the block ends, so readers find a whole file.

@@ -8,6 +8,7 @@ own files) is not searched. Every search takes time in proportion to the text.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import lru_cache, reduce
@@ -22,40 +23,20 @@ HUB = "hf_..."
 Kind = Literal["password", "token", "key"]
 
 
-def _any(names: str) -> str:
-    return f"(?:{'|'.join(names.split())})"
-
-
-# Names of secrets, in words joined by _: first the owners whose tokens and keys are secret
-_OWNERS = _any(
-    r"api access auth oauth bearer secret private hub hf huggingface git\w* personal wandb swanlab openai anthropic "
-    "aws azure gcp google comet neptune ngc kaggle databricks admin root account storage deploy security vault sas"
-)
-_OF_KEYS = _any("encrypt encryption sign signing master shared service license ssh ssl tls gpg pgp rsa hmac webhook")
-_OF_TOKENS = _any(
-    "app user refresh session csrf xsrf bot slack discord telegram npm pypi docker client service login ci my jwt"
-)
+# Words of names and of values, as patterns: first the owners whose tokens and keys are secret.
+_LISTS = json.loads(Path(__file__).with_name("secret_words.json").read_text("utf-8")).values()
+_OWNERS, _OF_KEYS, _OF_TOKENS, _ENDS, _BEFORE, _NO_VALUES = (f"(?:{'|'.join(words.split())})" for words in _LISTS)
 _PASSWORD = r"\w*(?:passw(?:or)?d|passphrase|passcode|secret|credential|pwd)s?"
 _LAST = re.compile(
     rf"(?:\w+_)?(?:(?P<password>{_PASSWORD})|(?:{_OWNERS}|{_OF_KEYS})_?keys?|(?:{_OWNERS}|{_OF_TOKENS})_?tokens?|"
-    rf"authorization|auth|(?:{_OWNERS}_)?pat|{_any('user db smtp ssh mysql redis admin root http ftp')}_?pass|cookies?)"
+    rf"authorization|auth|(?:{_OWNERS}_)?pat|(?:user|db|smtp|ssh|mysql|redis|admin|root|http|ftp)_?pass|cookies?)"
 )
 _ALONE = re.compile("token|auth|bearer|pat|pass|pw|creds?|jwt|cookies?")
 _MAYBE = re.compile(
     rf"(?:^|_)(?:\w*tokens?|keys?|apikey|o?auths?|pats?|cookies?|jwt|bearer|signature|sig|{_PASSWORD})(?=_|$)"
 )
 # and words that make a name harmless
-_ABOUT = re.compile(
-    r"(?:^|_)(?:"
-    + _any("files? paths? dir folder ids? types? names? len length size count num method mode env var url uri endpoint "
-           "host port sock prefix suffix policy min max limit ttl expiry timeout enabled? disabled? required? field "
-           "column index position format provider helper store ref arn version prompt stdin domain scheme heads? dims?")
-    + r"|(?:" + _any("pad eos bos unk sep cls mask image video audio start end stop special first last next prev max "
-                     "min num add placeholder instance trigger initializer sort primary public foreign partition cache "
-                     "text label input output attn attention query cross dict map group index column data feature "
-                     "state module layer use no enable skip file glob re regex function kv")
-    + r")_(?:tokens?|keys?|pat|auth|pass|signature))$"
-)  # fmt: skip
+_ABOUT = re.compile(rf"(?:^|_)(?:{_ENDS}|(?:{_BEFORE})_(?:tokens?|keys?|pat|auth|pass|signature))$")
 _ENDING = re.compile(r"(?:_(?:\d+|value|text|string|str|raw|plain|old|new))+$")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
@@ -81,11 +62,9 @@ _TO_LINE_END = re.compile(r"""(?P<value>[^\n"']+)""")
 _UNTIL = {'"': re.compile(r'(?P<value>[^"\n]+)'), "'": re.compile(r"(?P<value>[^'\n]+)")}
 # Values that are no secrets: empty, masked, given elsewhere, a switch's, a way to sign in, or a word of a sentence.
 _NONE = re.compile(
-    r"\{?[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _any(
-        "true false yes no on off none null basic bearer digest ntlm oauth2? kerberos negotiate is are or and was must "
-        "not for in requires? required cannot can has have option argument str"),
+    r"\{?[*.…]*|\w{0,8}\.{3}|\$(?:\w+|[({].*)|<[^>]*>|=.*|\{[\w.{}]*\}.*|os\.(?:environ|getenv).*|\d|" + _NO_VALUES,
     re.IGNORECASE | re.DOTALL,
-)  # fmt: skip
+)
 _SWITCH = re.compile(r"--?[A-Za-z][\w.-]*")
 _CLOSING = ",;)}]\\"
 _NUMBER = re.compile(r"[-+]?[\d.]+(?:e[-+]?\d+)?", re.IGNORECASE)

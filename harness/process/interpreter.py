@@ -51,12 +51,8 @@ def draw_page(data: str, out: Path) -> None:
             build_command("vramsweep", "draw", str(file), str(out)), capture_output=True, text=True, check=False
         )
     if done.returncode != 0:
-        raise UserError(f"the figure could not be drawn: {last_line(done.stderr)}")
-
-
-def last_line(text: str) -> str:
-    """Return the last line of a process's output, or a text that says that no reason was given."""
-    return next(reversed(text.strip().splitlines()), "no reason given")
+        why = next(reversed(done.stderr.strip().splitlines()), "no reason given")
+        raise UserError(f"the figure could not be drawn: {why}")
 
 
 def interpreter_facts(command: str) -> dict[str, str | None]:

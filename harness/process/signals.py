@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from vramsweep.harness.files.bounded_reads import open_to_append
+from vramsweep.harness.files.bounded_reads import open_descriptor
 from vramsweep.harness.messages.terminal import discard
 
 LOG = "interrupted.log"  # among the sweep's own files
@@ -95,7 +95,7 @@ class Interrupts:
         self.status, asked = 129, self.asked
         with contextlib.suppress(OSError):
             discard(self._terminals)
-            with open_to_append(self._log) as log:
+            with os.fdopen(open_descriptor(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as log:
                 log.write(f"the terminal was closed (SIGHUP): {ASKED.partition(';')[0]}\n".encode())
         if not asked:
             self._once(number, frame)

@@ -70,6 +70,13 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": ID_VERSION, "measurement": _measurement(resolved), "trial": kept}
 
 
+def key_without(resolved: Mapping[str, Any], *axes: str) -> str:
+    """Return a key of a resolved trial without these axes, which trials that differ in no other setting share."""
+    return json.dumps(
+        {name: value for name, value in resolved.items() if name not in axes}, sort_keys=True, default=str
+    )
+
+
 def _content_digest(name: str, content: Mapping[str, Any]) -> Any:
     """Return the digest of a file, or those of a folder's files, in place of its name; the name if there is none."""
     if (lengths_file := length_distribution.lengths_file(name)) is not None:

@@ -7,7 +7,6 @@ and that trials of several slots run at once.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from bisect import bisect_left, insort
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.hardware.gpu_lookup import peak_of
 from vramsweep.harness.messages.units import duration_words, parse_limit
 from vramsweep.harness.spec import length_distribution
-from vramsweep.harness.spec.trial_identity import node_name
+from vramsweep.harness.spec.trial_identity import key_without, node_name
 
 if TYPE_CHECKING:
     from vramsweep.harness.rows.schema import Row
@@ -208,10 +207,9 @@ class _Took:
 
 def configuration(resolved: Mapping[str, Any]) -> str:
     """Return a key of what in a resolved trial is neither length nor batch, nor how often it is measured."""
-    kept = {key: value for key, value in resolved.items() if key not in AXES}
     protocol = resolved.get("protocol")
     job = isinstance(protocol, Mapping) and protocol.get("job")
-    return json.dumps(kept | {"job": job}, sort_keys=True, default=str)
+    return key_without({**resolved, "job": job}, *AXES)
 
 
 def _work(resolved: Mapping[str, Any]) -> float | None:

@@ -46,7 +46,10 @@ class Labels:
         parts = [
             describe(key, values[key]) for key in known if key not in self._shy or values[key] != ID_DEFAULTS[_at(key)]
         ]
-        return " · ".join(parts) or ("defaults" if known else label_whole(item))
+        if parts or known:
+            return " · ".join(parts) or "defaults"
+        # nothing varies; of a trial that cannot run, what is known of it by name
+        return describe_trial(item.trial) if item.trial else _join_settings(flatten(item.resolved), (*FIRST, *LAST[:2]))
 
     def apart(self, item: Planned) -> str:
         """Return the label of a trial, "" if nothing varies: for a line below `describe_common`."""
@@ -105,13 +108,6 @@ def describe(key: str, value: Any) -> str:
 
 def _at(key: str) -> tuple[str, ...]:
     return tuple(key.split("."))
-
-
-def label_whole(item: Planned) -> str:
-    """Return a label of the whole trial; of one that cannot run, what is known of it by name."""
-    if item.trial is not None:
-        return describe_trial(item.trial)
-    return _join_settings(flatten(item.resolved), (*FIRST, *LAST[:2]))
 
 
 def describe_common(planned: Sequence[Planned]) -> str:

@@ -9,15 +9,14 @@ names the trial that it depends on. Pure.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.fit_knowledge import FitKnowledge, TriedPoint
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial_identity import key_without
 from vramsweep.harness.sweep.plan import Planned
 
 GROWING = ("seq_len", "micro_batch")
@@ -39,14 +38,14 @@ class OomDominance:
         length, batch = (trial.get(name) for name in GROWING)
         if type(length) is int and type(batch) is int:
             point = TriedPoint(length, batch, outcome == Outcome.OK, row["trial_id"])
-            self._known[_key_without_growth(trial)].points.append(point)
+            self._known[key_without(trial, *GROWING, "repeat")].points.append(point)
 
     def reason(self, item: Planned) -> str | None:
         """Return why the trial need not run, naming the trial that dominates it; None if it must run."""
         trial = item.trial
         if trial is None or not _grows(trial):
             return None
-        known = self._known[_key_without_growth(item.resolved)]
+        known = self._known[key_without(item.resolved, *GROWING, "repeat")]
         if all(point.fits for point in known.points):  # spares `decide`, which looks at each
             return None
         one = known.decide(trial.seq_len, trial.micro_batch, without=item.trial_id)
@@ -69,9 +68,3 @@ def order(planned: Sequence[Planned]) -> list[Planned]:
 def _grows(trial: Trial) -> bool:
     own = runner_table.runner(trial.runner.name).monotonic and trial.runner.command is None
     return own and not length_distribution.has_varying_lengths(trial)
-
-
-def _key_without_growth(resolved: Mapping[str, Any]) -> str:
-    """Return a key of a resolved trial without the settings that grow and without its repeat."""
-    rest = {name: value for name, value in resolved.items() if name not in (*GROWING, "repeat")}
-    return json.dumps(rest, sort_keys=True, default=str)

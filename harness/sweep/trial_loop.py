@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -105,8 +105,9 @@ def run_all(
                 if dominators is not None:
                     dominators.add(row)
                 streak = _same_failures(streak, row)
-                long = settings.breaker and len(streak) >= settings.breaker and _spans_lengths(streak, lengths)
-                if long and not health.explains(row):
+                # the longest trials come first, and only they may be too slow or too long: the next length shows it
+                spans = len(lengths) < 2 or len({one["seq_len"] for one in streak}) > 1
+                if 0 < settings.breaker <= len(streak) and spans and not health.explains(row):
                     mistake = mistake or UserError(_broken(row, len(streak)))
         if mistake is not None:
             raise mistake
@@ -125,12 +126,6 @@ def _same_failures(before: list[Row], row: Row) -> list[Row]:
         return before
     same = before and outcome.is_same_failure((before[-1]["outcome"], before[-1]["reason"]), (kind, reason))
     return [*before, row] if same else [row]
-
-
-def _spans_lengths(streak: Sequence[Row], lengths: Collection[int]) -> bool:
-    """Return whether the failures are of several lengths, or only one is left. The longest trials come first, and only
-    they may be too slow or too long: the next length shows it."""
-    return len(lengths) < 2 or len({row["seq_len"] for row in streak}) > 1
 
 
 def _broken(row: Row, count: int) -> str:

@@ -7,7 +7,6 @@ from its journal. Points that were not measured are written to inferred.jsonl ne
 is not inferred.
 """
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,6 +27,7 @@ from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec import trial as trials
+from vramsweep.harness.spec.trial_identity import key_without
 from vramsweep.harness.sweep.plan import Planned, plan_trial
 from vramsweep.harness.sweep.resume import reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session, refuse_invalid
@@ -158,10 +158,8 @@ def configurations(planned: Sequence[Planned]) -> list[list[int]]:
     found: dict[str, dict[tuple[int, int], int]] = defaultdict(dict)
     for n, one in enumerate(planned):
         if one.trial is not None:
-            axes = {key: value for key, value in one.resolved.items() if key not in ("seq_len", "micro_batch")}
-            found[json.dumps(axes, sort_keys=True, default=str)].setdefault(
-                (one.trial.seq_len, one.trial.micro_batch), n
-            )
+            key = key_without(one.resolved, "seq_len", "micro_batch")
+            found[key].setdefault((one.trial.seq_len, one.trial.micro_batch), n)
     return [list(of_one.values()) for of_one in found.values()]
 
 
