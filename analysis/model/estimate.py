@@ -357,7 +357,9 @@ class _Weighed:
         edges = tuple(float((ends[c - 1] + ends[min(c, len(ends) - 1)]) / 2) for c in cuts)
         component = Component(kind, cuts, self.noise, 0.0, edges, tuple(best), chances)
         witnesses = _witnesses(cuts, self.starts, places) if kind.joined and len(kind.pieces) > 1 else None
-        tries, thin = TRIES, _thin(component, self.different)
+        # the last of several pieces has fewer different x than parameters
+        thin = cuts and kind.joined and kind.fixed is None and len(self.different) - cuts[-1] < len(kind.pieces[-1])
+        tries = TRIES
         # few draws hold if a bound is far off, and few are likely if a piece is thin: then try more
         while True:
             sizes = random.choice(known, tries, p=chances)
@@ -429,12 +431,6 @@ def _bounded(data: Data, component: Component, draws: Sequence[Array], sizes: Ar
     spread = sizes[:, None] * (np.maximum(relative, 1e-300) if component.noise == "proportional" else 1.0)
     each = special.ndtr((values - data.at_least) / spread)
     return np.asarray(np.prod(OTHERWISE + (1 - OTHERWISE) * each, axis=1))
-
-
-def _thin(component: Component, different: Array) -> bool:
-    """Return whether the last of several pieces has fewer different x than parameters."""
-    kind, cuts = component.kind, component.cuts
-    return bool(cuts) and kind.joined and kind.fixed is None and len(different) - cuts[-1] < len(kind.pieces[-1])
 
 
 def _anywhere(data: Data, component: Component, draws: Sequence[Array], different: Array, starts: Array) -> Array:

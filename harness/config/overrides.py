@@ -34,6 +34,7 @@ from vramsweep.harness.files import redaction, yaml_guard
 from vramsweep.harness.messages import argument_parser, suggestions, units
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows import migrations
+from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.trial import RunnerAxis
 
 FULL_ERROR = "HYDRA_FULL_ERROR"  # Hydra's own switch: raise errors instead of printing them and ending the process
@@ -236,11 +237,5 @@ def keys() -> list[str]:
     """Return the full keys of all settings of the default configuration, including each group's default option."""
     path = create_automatic_config_search_path(None, None, str(CONF))
     config = ConfigLoaderImpl(path).load_configuration("config", [], RunMode.RUN)
-
-    def under(node: Any, prefix: str) -> Iterator[str]:
-        for name in node:
-            yield f"{prefix}{name}"
-            if OmegaConf.is_dict(node._get_node(name)) and not node._get_node(name)._is_missing():
-                yield from under(node._get_node(name), f"{prefix}{name}.")
-
-    return [key for key in under(config, "") if not key.startswith("hydra")]
+    found: Any = OmegaConf.to_container(config)
+    return [key for key, _ in runner_table.flatten_options(found) if not key.startswith("hydra")]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import platform
 import re
 import subprocess
@@ -155,13 +156,9 @@ def visible_gpus(environ: Mapping[str, str]) -> list[Gpu]:
     value = environ.get("CUDA_VISIBLE_DEVICES")
     if value is None:
         return _one_slice([_used(card, found) for card in found])
-    chosen = []
-    for entry in (entry.strip() for entry in value.split(",")):
-        card = _named(entry, found)
-        if card is None:  # as CUDA does: everything after an unknown entry is invisible
-            break
-        chosen.append(card)
-    return _one_slice(chosen)
+    chosen = (_named(entry.strip(), found) for entry in value.split(","))
+    # as CUDA does: everything after an unknown entry is invisible
+    return _one_slice([card for card in itertools.takewhile(bool, chosen) if card])
 
 
 NVML_ORDER = "PCI_BUS_ID"  # the CUDA_DEVICE_ORDER that is NVML's

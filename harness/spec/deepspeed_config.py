@@ -39,14 +39,9 @@ OBJECTS = (*(key.rpartition(".")[0] for key in (*BF16, *FP16, *OFFLOADS.values()
 PARALLEL = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
 
-def _stage(trial: Trial) -> int | None:
-    asked = trial.sharding.removeprefix("zero")
-    return int(asked) if asked.isdigit() else None
-
-
 # Every key that an axis sets: the axis, and the value that it requires (None: one that no ds_config can give).
 OWNED: dict[str, tuple[str, Callable[[Trial], Any]]] = {
-    STAGE: ("sharding", _stage),
+    STAGE: ("sharding", lambda trial: int(n) if (n := trial.sharding.removeprefix("zero")).isdigit() else None),
     OFFLOADS["offload_optimizer"]: ("offload_optimizer", lambda trial: "cpu" if trial.offload_optimizer else "none"),
     OFFLOADS["offload_param"]: ("offload_param", lambda trial: "cpu" if trial.offload_param else "none"),
     OFFLOADED_ONCE["offload_optimizer"]: ("offload_optimizer", lambda trial: trial.offload_optimizer),

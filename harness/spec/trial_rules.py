@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware import gpu_lookup, interconnects
@@ -13,9 +12,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec import command_template, gpu_names, length_distribution, runner_table, version_differences
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
-
-if TYPE_CHECKING:
-    from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 # Fields of a device that only a simulated one has.
 SIMULATED = ("gpu", "gpus_per_node", "link", "interconnect", "node_memory_gib", "memory_gib", "capability",

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -22,11 +21,9 @@ from vramsweep.harness.files import plain_json
 from vramsweep.harness.spec import runner_table
 from vramsweep.harness.spec.shardings import ZERO
 from vramsweep.harness.spec.techniques import catalog
+from vramsweep.harness.spec.trial import Trial
 
-if TYPE_CHECKING:
-    from vramsweep.harness.spec.trial import Trial
-
-When = Callable[["Trial"], bool]
+When = Callable[[Trial], bool]
 
 
 @dataclass(frozen=True)
@@ -74,10 +71,6 @@ def _kept_cache(trial: Trial) -> bool:
     return _cache(trial) and not _checkpointed(trial)
 
 
-def _with_loss(trial: Trial) -> bool:
-    return trial.runner.name not in runner_table.TARGETED and trial.loss == "default"
-
-
 def _maskless(trial: Trial) -> bool:
     """Return whether attention gets no mask; the Trainer gives a padding mask or a cache."""
     masked = trial.padding != 0 or trial.runner.name == "trainer" or _kept_cache(trial)
@@ -95,7 +88,7 @@ _WHEN: dict[str, When] = {
     "sdpa": uses_sdpa,
     "eager": lambda trial: trial.attention == "eager",
     "no_mask": _maskless,
-    "loss": _with_loss,
+    "loss": lambda trial: trial.runner.name not in runner_table.TARGETED and trial.loss == "default",
     "checkpointed": _checkpointed,
     "kept_cache": _kept_cache,
     "checkpointed_cache": lambda trial: _cache(trial) and _checkpointed(trial),

@@ -74,14 +74,14 @@ def run(
     place = root / str(row_builder.count_attempts(root) + 1)
     environ = attempt_environment("", "simulated", os.environ)
     left = {item.trial_id: item for item in items}
-    answers, began = Answers(place), row_builder.started_columns(0)
+    lengths, began = dict[Path, int](), row_builder.started_columns(0)
     rows: dict[str, Row] = {}
 
     def take() -> None:
         """Journal what has been predicted since the last time."""
         progress.works(None, read_progress(place))
         ready: dict[str, Row] = {}
-        for answer in answers.new():
+        for answer in _new_answers(place, lengths):
             trial_id = answer["trial_id"]
             if trial_id not in left or trial_id in ready:
                 continue
@@ -118,25 +118,21 @@ def run(
     return rows
 
 
-class Answers:
-    """A reader of the answers in an attempt's folder as they are written."""
+def _new_answers(place: Path, lengths: dict[Path, int]) -> Iterator[dict[str, Any]]:
+    """Yield the answers in an attempt's folder since the last time; an incomplete line is left for the next time.
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
-        self._read: dict[Path, int] = {}
-
-    def new(self) -> Iterator[dict[str, Any]]:
-        """Yield the answers since the last time; an incomplete line is left for the next time."""
-        for path in sorted(self._place.glob(PREDICTIONS)):
-            try:
-                with open_regular(path, links=False) as file:
-                    file.seek(self._read.get(path, 0))
-                    text = file.read(LIMIT)
-            except OSError:  # not a file that the worker's processes write
-                continue
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[path] = self._read.get(path, 0) + len(whole)
-            yield from (one for one in plain_json.read_objects(whole) if isinstance(one.get("trial_id"), str))
+    `lengths` are the bytes that were read of each file, and are updated.
+    """
+    for path in sorted(place.glob(PREDICTIONS)):
+        try:
+            with open_regular(path, links=False) as file:
+                file.seek(lengths.get(path, 0))
+                text = file.read(LIMIT)
+        except OSError:  # not a file that the worker's processes write
+            continue
+        whole = text[: text.rfind(b"\n") + 1]
+        lengths[path] = lengths.get(path, 0) + len(whole)
+        yield from (one for one in plain_json.read_objects(whole) if isinstance(one.get("trial_id"), str))
 
 
 def _row(

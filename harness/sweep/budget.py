@@ -13,17 +13,15 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vramsweep.harness.hardware.gpu_lookup import peak_of
 from vramsweep.harness.messages.units import duration_words, parse_limit
+from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import length_distribution
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import key_without, node_name
-
-if TYPE_CHECKING:
-    from vramsweep.harness.rows.schema import Row
-    from vramsweep.harness.spec.trial import Trial
-    from vramsweep.harness.sweep.plan import Planned, Settings
+from vramsweep.harness.sweep.plan import Planned, Settings
 
 START_S = 2.0  # to start the process and build the model of a trial of which nothing is known
 TRACE_S = 10.0  # of a simulated configuration; 7 to 8 s for models of 0.5 and 8 billion parameters on two CPU cores

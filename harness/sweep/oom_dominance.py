@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.search.fit_knowledge import FitKnowledge, TriedPoint
 from vramsweep.harness.spec import length_distribution, runner_table
-from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import key_without
 from vramsweep.harness.sweep.plan import Planned
 
@@ -43,7 +42,9 @@ class OomDominance:
     def reason(self, item: Planned) -> str | None:
         """Return why the trial need not run, naming the trial that dominates it; None if it must run."""
         trial = item.trial
-        if trial is None or not _grows(trial):
+        if trial is None or not runner_table.runner(trial.runner.name).monotonic or trial.runner.command is not None:
+            return None
+        if length_distribution.has_varying_lengths(trial):
             return None
         known = self._known[key_without(item.resolved, *GROWING, "repeat")]
         if all(point.fits for point in known.points):  # spares `decide`, which looks at each
@@ -63,8 +64,3 @@ def order(planned: Sequence[Planned]) -> list[Planned]:
         return (turn[item.trial.seq_len], item.trial.micro_batch) if item.trial else (-1, 0)
 
     return sorted(planned, key=place)
-
-
-def _grows(trial: Trial) -> bool:
-    own = runner_table.runner(trial.runner.name).monotonic and trial.runner.command is None
-    return own and not length_distribution.has_varying_lengths(trial)
