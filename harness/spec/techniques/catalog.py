@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec.techniques.rules import RULES
-from vramsweep.harness.spec.techniques.schema import Axis, Package, Technique, read_table, text, version
+from vramsweep.harness.spec.techniques.schema import Axis, Package, Technique, read_table, text, value_of, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
@@ -99,8 +99,7 @@ def _known(trial: Trial, axis: Axis, user_code: bool) -> Iterator[str]:
 def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
     elsewhere = entry.runners is not None and trial.runner.name not in entry.runners
     for setting, excluded, why in entry.excludes:
-        value = getattr(trial, setting)
-        value = getattr(value, "name", value)  # a node: runner, device
+        value = value_of(trial, setting)
         if value in excluded and (setting == "runner" or not elsewhere):
             yield f"{entry} with {setting}={text(value)}: {why}"
     if entry.runners is not None and elsewhere:

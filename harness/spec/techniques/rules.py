@@ -1,4 +1,7 @@
-"""Rules of techniques, by the names that entries of the tables give them. Each yields reasons against a trial."""
+"""Rules of techniques that values alone do not tell, by the names that entries of the tables give them.
+
+Each yields reasons against a trial.
+"""
 
 from __future__ import annotations
 
@@ -9,26 +12,6 @@ from vramsweep.harness.spec.techniques.schema import Rule, numbers, version
 
 if TYPE_CHECKING:
     from vramsweep.harness.spec.trial import Trial
-
-
-def _adapted(trial: Trial) -> Iterator[str]:
-    if trial.adapter == "none":
-        yield f"quantization={trial.quantization} needs adapter=lora, because the 4-bit weights are frozen"
-
-
-def _checkpoint(trial: Trial) -> Iterator[str]:
-    if trial.device.name == "simulated" or trial.weights == "pretrained":
-        return
-    yield (
-        f"quantization={trial.quantization} needs a quantised checkpoint: model=hub model.path=... "
-        "weights=pretrained (device=simulated predicts it for any model)"
-    )
-
-
-def _fp8_alone(trial: Trial) -> Iterator[str]:
-    for axis in ("quantization", "adapter"):
-        if getattr(trial, axis) != "none":
-            yield f"precision=fp8 with {axis}={getattr(trial, axis)} is not supported; use precision=bf16"
 
 
 def _fp8_tokens(trial: Trial) -> Iterator[str]:
@@ -48,11 +31,6 @@ def _labels_are_left(trial: Trial) -> Iterator[str]:
         )
 
 
-def _half_precision(trial: Trial) -> Iterator[str]:
-    if trial.device.name != "cpu" and trial.precision in ("fp32", "tf32"):
-        yield f"attention={trial.attention} takes fp16 and bf16 only; use precision=bf16 or attention=sdpa"
-
-
 def _maskless(trial: Trial) -> Iterator[str]:
     if trial.device.name == "cpu":  # its flash kernel takes masks
         return
@@ -67,11 +45,6 @@ def _one_row(trial: Trial) -> Iterator[str]:
             "attention=flash_attention_2 separates documents only if the micro-batch is one sample (transformers, "
             "_is_packed_sequence); use micro_batch=1 with a longer seq_len, or attention=sdpa"
         )
-
-
-def _not_compiled(trial: Trial) -> Iterator[str]:
-    if trial.compile != "none":
-        yield f"activation_offload needs compile=none, not {trial.compile}, because a compiler decides what is saved"
 
 
 def _recorded_first(trial: Trial) -> Iterator[str]:
@@ -90,16 +63,6 @@ def _one_pass(trial: Trial) -> Iterator[str]:
             f"compile={trial.compile} with grad_accum={trial.grad_accum}: each pass of the CUDA graph overwrites the "
             "gradients of the pass before; use grad_accum=1 with a larger micro_batch, or compile=default"
         )
-
-
-def _fused_under_deepspeed(trial: Trial) -> Iterator[str]:
-    if trial.runner.name == "deepspeed" and trial.device.name == "cpu":
-        yield "optimizer=adamw_torch_fused with runner=deepspeed needs CUDA; on device=cpu use adamw_torch"
-
-
-def _accumulating(trial: Trial) -> Iterator[str]:
-    if trial.grad_accum == 1:
-        yield "no_sync=false has no effect with grad_accum=1, because the only pass averages gradients anyway"
 
 
 def _padded(trial: Trial) -> Iterator[str]:
@@ -131,7 +94,6 @@ def _uncached(trial: Trial) -> Iterator[str]:
 
 
 RULES: dict[str, Rule] = {rule.__name__.removeprefix("_"): rule for rule in (
-    _adapted, _checkpoint, _fp8_alone, _fp8_tokens, _labels_are_left, _half_precision, _maskless, _one_row,
-    _not_compiled, _recorded_first, _one_pass, _fused_under_deepspeed, _accumulating, _padded, _to_the_left, _full,
+    _fp8_tokens, _labels_are_left, _maskless, _one_row, _recorded_first, _one_pass, _padded, _to_the_left, _full,
     _uncached,
 )}  # fmt: skip

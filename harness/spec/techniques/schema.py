@@ -88,7 +88,8 @@ class Technique:
 
 
 def read_table(name: str, rules: Mapping[str, Rule]) -> tuple[tuple[Axis, ...], tuple[Technique, ...]]:
-    """Return the axes and the techniques of a JSON file of this folder; its entries give names of `rules`.
+    """Return the axes and the techniques of a JSON file of this folder; its entries name rules, of the file or of
+    `rules`. A rule of the file refuses trials with one of the values of each setting (or with another one, after a !).
 
     An exclusion of several techniques stands in `shared`, and the techniques give its name, a text. Where names of
     shardings are expected, a text names a constant of shardings.py.
@@ -96,7 +97,22 @@ def read_table(name: str, rules: Mapping[str, Rule]) -> tuple[tuple[Axis, ...], 
     read = json.loads(Path(__file__).with_name(name).read_text("utf-8"))
     kinds = {kind.__name__: kind for kind in (int, float, str, bool)}
     axes = (Axis(**axis | {"kind": kinds[axis["kind"]], "of": tuples(axis.get("of"))}) for axis in read["axes"])
-    return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), rules) for entry in read["techniques"])
+    known = {**rules, **{name: _make_rule(*rule) for name, rule in read.get("rules", {}).items()}}
+    return tuple(axes), tuple(_read_technique(entry, read.get("shared", {}), known) for entry in read["techniques"])
+
+
+def _make_rule(refused: dict[str, list[Any]], why: str) -> Rule:
+    def rule(trial: Trial) -> Iterator[str]:
+        if all((value_of(trial, name.rstrip("!")) in of) != name.endswith("!") for name, of in refused.items()):
+            yield why.format(trial=trial)
+
+    return rule
+
+
+def value_of(trial: Trial, setting: str) -> Any:
+    """Return a trial's value of a setting; of a node (runner, device), its name."""
+    value = getattr(trial, setting)
+    return getattr(value, "name", value)
 
 
 def _read_technique(entry: dict[str, Any], shared: dict[str, Any], rules: Mapping[str, Rule]) -> Technique:
