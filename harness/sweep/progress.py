@@ -1,6 +1,7 @@
 """The progress that a running sweep shows: a line for each trial, and on a terminal a live bar below them.
 
-Trials are labelled by what varies in their sweep (labels.py). Not covered: progress as another process sees it
+The time left is estimated by what its rows, and the traces that predictions wait for, took so far. Trials are labelled
+by what varies in their sweep (labels.py). Not covered: progress as another process sees it
 (harness/verbs/status.py), the text at the end (analysis/report/summary.py).
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -23,12 +24,58 @@ from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.process import signals
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
+from vramsweep.harness.sweep.budget import PREDICTED_S
 from vramsweep.harness.sweep.labels import Labels
-from vramsweep.harness.sweep.pace import Pace
 from vramsweep.harness.sweep.plan import Planned
 
 RUNNING = 4  # running trials that the live region names
 MANY = 50  # predictions from which on not each gets a line: there may be hundreds a second
+
+
+class Pace:
+    """A counter of rows and traced families, and of the seconds by `clock` that went by with each."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._heard = clock, clock()
+        self._counted = self._heard  # when a row or a family was counted last
+        self._rows = self._traced = self._families = 0
+        self._rows_s = self._traces_s = self._family_s = 0.0
+        self._tracing = False
+
+    def count_row(self) -> None:
+        """Count another row."""
+        self._counted = self._pass_time()
+        self._rows += 1
+
+    def count_traced(self, traced: int, families: int, tracing: bool) -> None:
+        """Note that `traced` of the `families` are traced, and whether another one is being traced."""
+        now = self._pass_time()
+        if traced < self._traced or not self._families:  # a worker has finished its imports and begins
+            self._traces_s, self._rows_s, self._traced = 0.0, self._rows_s if self._rows else 0.0, 0
+        if traced > self._traced:
+            self._counted, self._traced, self._family_s = now, traced, self._traces_s / traced
+        self._families, self._tracing = families, tracing
+
+    def seconds_left(self, rows: int) -> float | None:
+        """Return the seconds that `rows` more rows will take; None if unknown, or if the estimate turned out wrong.
+
+        Before the first row, each is assumed to need `PREDICTED_S` if each has a trace, which takes most time.
+        """
+        untraced = self._families - self._traced
+        if (untraced and not self._traced) or not (self._rows or (self._traced and rows <= self._families)):
+            return None if rows else 0.0
+        each = self._rows_s / self._rows if self._rows else PREDICTED_S
+        left = rows * each + untraced * self._family_s - (self._clock() - self._counted)
+        return left if left > 0 else None if rows else 0.0
+
+    def _pass_time(self) -> float:
+        now = self._clock()
+        if self._tracing:
+            self._traces_s += now - self._heard
+        else:
+            self._rows_s += now - self._heard
+        self._heard = now
+        return now
 
 
 class Progress:

@@ -58,23 +58,18 @@ ConfigStore.instance().store(group="hydra/sweeper", name="adaptive", node=Adapti
 class AdaptiveSweeper(BasicSweeper):
     """The sweeper that asks the launcher for a few points at a time."""
 
-    def __init__(
-        self, most: int, checks: int, together: int, seed: int, allocated: float, reserved: float,
-        max_batch_size: int | None, params: Any,
-    ) -> None:  # fmt: skip
+    def __init__(self, max_batch_size: int | None, params: Any, **settings: Any) -> None:
         super().__init__(max_batch_size=max_batch_size, params=params)
-        self.most, self.checks, self.together, self.seed = most, checks, together, seed
-        self.shares = {"allocated": allocated, "reserved": reserved}
-        self.within = {"peak_allocated_bytes": allocated, "peak_reserved_bytes": reserved}
+        self.conf = AdaptiveConf(**settings)
 
     def check(self) -> None:
         """Raise UserError for a setting that is not allowed; Hydra would bury an error that the constructor raises."""
         if self.max_batch_size is not None:
             raise UserError("hydra.sweeper.max_batch_size: hydra/sweeper=adaptive sets its own batches; leave it out")
         for key, least in (("most", 3), ("checks", 1), ("together", 1), ("seed", 0)):
-            if type(value := getattr(self, key)) is not int or value < least:
+            if type(value := getattr(self.conf, key)) is not int or value < least:
                 raise UserError(f"hydra.sweeper.{key}={value}: allowed is a whole number of at least {least}")
-        for key, share in self.shares.items():
+        for key, share in (("allocated", self.conf.allocated), ("reserved", self.conf.reserved)):
             if not isinstance(share, (int, float)) or not 0 < share < 1:
                 raise UserError(f"hydra.sweeper.{key}={share}: allowed is a share between 0 and 1, such as 0.01")
 
@@ -130,7 +125,7 @@ class AdaptiveSweeper(BasicSweeper):
         first = [of_one[at] for of_one in groups for at in self._search(planned, of_one, None).ask()]
         points = max(map(len, groups), default=0)
         session.notes.append(
-            f"hydra/sweeper=adaptive measures at most {min(self.most, points):,} of {points:,} points of each of "
+            f"hydra/sweeper=adaptive measures at most {min(self.conf.most, points):,} of {points:,} points of each of "
             f"{len(groups)} configuration(s); this plan lists the first round, chosen without predictions"
         )
         return [self.launcher.launch([jobs[n] for n in (*impossible, *first)], initial_job_idx=0)]
@@ -138,9 +133,10 @@ class AdaptiveSweeper(BasicSweeper):
     def _search(self, planned: Sequence[Planned], of_one: Sequence[int], session: Session | None) -> "Search":
         from vramsweep.analysis.model.adaptive import TOLERANCES, Search, Tolerance
 
-        limits = {name: Tolerance(share, TOLERANCES[name].of_points) for name, share in self.within.items()}
+        within = {"peak_allocated_bytes": self.conf.allocated, "peak_reserved_bytes": self.conf.reserved}
+        limits = {name: Tolerance(share, TOLERANCES[name].of_points) for name, share in within.items()}
         grid = predicted_grid([planned[n] for n in of_one], session)
-        return Search(grid, self.most, self.checks, self.together, self.seed, limits)
+        return Search(grid, self.conf.most, self.conf.checks, self.conf.together, self.conf.seed, limits)
 
     def _write(
         self, folder: Path, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from vramsweep.harness.sweep.budget import PREDICTED_S
-from vramsweep.harness.sweep.pace import Pace
+from vramsweep.harness.sweep.progress import Pace
 
 
 class Course:
