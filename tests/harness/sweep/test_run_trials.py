@@ -25,7 +25,7 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.journal import Journal
 from vramsweep.harness.rows.outcome import Evidence
 from vramsweep.harness.rows.schema import SYSTEM, Outcome, complete_row
-from vramsweep.harness.sweep import attempt_trial, plan, provenance, resume, row_builder, run_trials, sweep_status
+from vramsweep.harness.sweep import plan, provenance, resume, row_builder, run_trials, sweep_status, trial_loop
 from vramsweep.harness.sweep.scheduler import Slot
 
 
@@ -79,7 +79,7 @@ def run_fake(folder: Path, evidence: list[Evidence], retries: int, **over: Any) 
     launcher: Any = Listed(evidence)
     with Journal(folder) as book:
         for tries in range(retries + 1):
-            row = attempt_trial.run_trial(item, chosen, folder, book, launcher, tries, tries, slot)
+            row = trial_loop.run_trial(item, chosen, folder, book, launcher, tries, tries, slot)
             if row["terminal"]:
                 break
     return row, slept, journal.read(folder)[0]
