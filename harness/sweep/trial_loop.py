@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.files.sweep_folder import own_files
-from vramsweep.harness.machine import gpu_health, gpu_lock, machine
-from vramsweep.harness.machine.gpu_occupancy import GpuTaken
+from vramsweep.harness.machine import gpu_health, machine
+from vramsweep.harness.machine.gpu_occupancy import GpuTaken, lock_gpus
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.attempt import Launcher, attempt_environment, read_progress, read_steps
 from vramsweep.harness.process.signals import Interrupts
@@ -160,7 +160,7 @@ def run_trial(
             hear(read_progress(place))
 
     row = base | row_builder.started_columns(number)
-    with gpu_lock.lock_gpus(slot.cards, slot.sleep, settings.timeout_s) as others:
+    with lock_gpus(slot.cards, slot.sleep, settings.timeout_s) as others:
         taken = GpuTaken(held=others) if others else launcher.occupancy.taken(slot.cards, launcher.own_pids, slot.sleep)
         if taken:
             evidence = outcome.Evidence(foreign=taken.processes, held=taken.held)

@@ -10,13 +10,13 @@ from pathlib import Path
 from launchers import CARDS
 
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_lock import lock_gpus
+from vramsweep.harness.machine.gpu_occupancy import lock_gpus
 
 HOLDS = """
 import sys, time
 from pathlib import Path
 from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_lock import lock_gpus
+from vramsweep.harness.machine.gpu_occupancy import lock_gpus
 card = machine.Gpu(1, "NVIDIA H100", "GPU-1", "1", 80 << 30, 0, (), (9, 0))
 with lock_gpus([card], time.sleep, 0, Path(sys.argv[1])) as others:
     print(others, flush=True)
