@@ -309,18 +309,15 @@ class _Weighed:
         self.starts = np.append(first_of, len(data.y))  # where the observations of each different x begin
         common = float(np.log(kind.weight / len(data.noises) / SIZES) - data.share * np.log(data.shape(noise)).sum())
         self.tried: dict[tuple[int, ...], Array] = {}
-        beyond = bool(np.any(data.ahead)) or kind.fixed is not None
-        for candidates in _ways_to_cut(len(self.different), len(kind.pieces) - 1, beyond, self.tried):
+        beyond, count = bool(np.any(data.ahead)) or kind.fixed is not None, len(self.different)
+        least = max(3, kind.share * count)
+        for candidates in _ways_to_cut(count, len(kind.pieces) - 1, beyond, self.tried):
             for cuts in candidates:
-                if cuts not in self.tried and self._long_enough(cuts):
+                if cuts not in self.tried and (not kind.share or np.diff([0, *cuts, count]).min() >= least):
                     self.tried[cuts] = sum((run.evidence for run in self.cut(cuts)), common + data.odds(noise))
         each = list(self.tried)
         logs = _log_sum(np.array(list(self.tried.values()))) if each else np.empty(0)
         self.order = [(each[i], float(logs[i])) for i in np.argsort(-logs)]
-
-    def _long_enough(self, cuts: tuple[int, ...]) -> bool:
-        least = max(3, self.kind.share * len(self.different))
-        return not self.kind.share or bool(np.diff([0, *cuts, len(self.different)]).min() >= least)
 
     @property
     def most(self) -> float:

@@ -26,17 +26,8 @@ LIST = ".vramsweep.json"
 INDEX_LIST = ".vramsweep-index.json"
 DRAFT = ".vramsweep-"  # beginning of the name of the folder in which everything is made first
 MOST = 16 << 20  # most bytes of a list
-MAKES = {
-    "report": (
-        *("README.txt", "rows.csv", "report.html", "figures/*"),
-        *("fits.csv", "residuals.csv", "answer.csv", "answer.md"),  # where earlier versions wrote them
-    ),
-    "index": ("index.html",),
-    "paper": (
-        *("rows/*", "rows.csv", "residuals.csv", "figures/*", "tables/*", "methods.t*", "environment.json", "lock.txt"),
-        *("SHA256SUMS", "reproduce.py", "README.md", "example.tex", "results.tex"),
-    ),
-}
+# By verb; fits.csv, residuals.csv and the answer are where earlier versions of `report` wrote them.
+MAKES: dict[str, list[str]] = json.loads(Path(__file__).with_name("made_files.json").read_text("utf-8"))
 Made = dict[str, list[str]]  # the digests that a file may have, by its relative name
 
 

@@ -9,14 +9,12 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import psutil
 
 from vramsweep.harness.spec import runner_table
-
-if TYPE_CHECKING:
-    from vramsweep.harness.spec.trial import Trial
+from vramsweep.harness.spec.trial import Trial
 
 GIB = 1 << 30
 MIB = 1 << 20

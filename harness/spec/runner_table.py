@@ -156,8 +156,9 @@ def imports_name(trial: Trial) -> str:
     entry = _RUNNERS[trial.runner.name]
     mine = () if entry.starts else _SHARDINGS[trial.sharding].preload
     more = [next(s.name for s in SHARDINGS if s.preload == mine)] if mine else []  # the first with the same imports
-    techniques = () if entry.user_code else catalog.techniques_to_preload(trial)
-    return "+".join((trial.runner.name, *more, *map(str, techniques)))
+    ours = not entry.user_code and trial.device.name != "simulated"
+    techniques = [str(one) for one in catalog.chosen_techniques(trial) if one.preload] if ours else []
+    return "+".join((trial.runner.name, *more, *techniques))
 
 
 def preload(name: str) -> tuple[str, ...]:

@@ -93,7 +93,10 @@ class Session(contextlib.AbstractContextManager["Session"]):
         if settings.action == "run" and whole:  # before a folder is made: the likely cause is a mistyped value
             refuse_invalid(p.reason for p in (batch if self.slurm else resume.reject_too_many_ranks(batch)))
             if devices == {"cuda"} and not self.slurm and not journal.files(self.folder)[0].exists():
-                _refuse_without_cuda()
+                device, why = machine.choose_device(os.environ)  # before a worker is started to find that out
+                if device != "cuda":
+                    instead = "to predict, replace device=cuda with gpu=h100-80gb"
+                    raise UserError(f"device=cuda: {why} (`vramsweep doctor`); {instead}")
         if self.auto and devices == {"simulated"} and not earlier and not self.slurm:
             _refuse_blind_node(settings)
             print("no usable CUDA device: predicting memory on device=simulated (device=cpu measures)", file=sys.stderr)
@@ -169,13 +172,6 @@ class Session(contextlib.AbstractContextManager["Session"]):
             )
         if not self.divisible and (settings.action == "run" or self.suffix is not None):
             raise UserError("cluster= and shard= divide only the trials of sweep and run; leave them out here")
-
-
-def _refuse_without_cuda() -> None:
-    """Raise UserError if no trial could be measured, before a worker is started to find that out."""
-    device, why = machine.choose_device(os.environ)
-    if device != "cuda":
-        raise UserError(f"device=cuda: {why} (`vramsweep doctor`); to predict, replace device=cuda with gpu=h100-80gb")
 
 
 def answer_of(rows: Sequence[Row | None], objective: str | None) -> Answer:

@@ -116,10 +116,3 @@ def _fits(trial: Trial, entry: Technique) -> Iterator[str]:
         lacking = next((said for package in entry.packages if (said := package.missing())), None)
         if lacking:
             yield f"{entry} needs {lacking} (device=simulated needs no package)"
-
-
-def techniques_to_preload(trial: Trial) -> tuple[Technique, ...]:
-    """Return the techniques whose modules a fork server should import before it forks the trial's worker."""
-    if trial.device.name == "simulated":
-        return ()
-    return tuple(entry for entry in chosen_techniques(trial) if entry.preload)
