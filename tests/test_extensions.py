@@ -19,8 +19,7 @@ MASK = 4096 * 4096  # bytes: all positions of the tiny model, squared
 
 # What is added: the file with the table, the text that its table begins with, the entry; the module and its code.
 RUNNER = (
-    "harness/spec/runner_table.py", "\nRUNNERS = (",
-    'Runner("mine", "a loop of its own", ".loops.mine"),',
+    "harness/spec/runners.json", "runners", '{"name": "mine", "meaning": "a loop of its own", "module": ".loops.mine"}',
     "runners/loops/mine",
     '''
 from vramsweep.runners.measure import model_description

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -174,8 +174,10 @@ def _own_offload(trial: Trial) -> Iterator[str]:
         yield "offload_param has no effect with runner=custom, whose target offloads by itself; leave it out"
 
 
-TORCH = (_static_graph, _fsdp)
-CUSTOM = (_own_offload,)
 _ddp_static_graph = partial(_static_graph, option="ddp_static_graph")
-TRAINER = (_ddp_static_graph, _trainer_optimizer, _trainer_optim_args, _trainer_arguments, _fsdp_trainer)
-DEEPSPEED = (_deepspeed_optimizer,)
+RULES: dict[str, tuple[Callable[[Trial], Iterator[str]], ...]] = {
+    "torch": (_static_graph, _fsdp),
+    "custom": (_own_offload,),
+    "trainer": (_ddp_static_graph, _trainer_optimizer, _trainer_optim_args, _trainer_arguments, _fsdp_trainer),
+    "deepspeed": (_deepspeed_optimizer,),
+}

@@ -1,6 +1,6 @@
 """The table of runners, which drive the training loop: an entry each, with all that the harness must know of it.
 
-A new runner is a module under runners/ and an entry in `RUNNERS`, which is its option `runner=` too
+A new runner is a module under runners/ and an entry in runners.json, which is its option `runner=` too
 (harness/config/overrides.py). Trials are checked against this table and that of shardings (shardings.py). Workers
 import the modules that the tables name.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.messages import suggestions
 from vramsweep.harness.spec import deepspeed_config, runner_rules
-from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO, Sharding
+from vramsweep.harness.spec.shardings import FSDP, SHARDINGS, ZERO, Sharding, tuples
 from vramsweep.harness.spec.techniques import catalog
 from vramsweep.harness.spec.techniques.catalog import Technique
 
@@ -36,7 +36,8 @@ MIB = 1 << 20
 class Runner:
     """A runner, which drives the training loop.
 
-    `module` has `run(trial, device, meter, folder)`; `preload` is what its first step would otherwise import.
+    `module` has `run(trial, device, meter, folder)`; `preload` is what its first step would otherwise import (for the
+    Trainer also deepspeed, because accelerate imports it, if it is installed, to unwrap any model).
     `measurement` is raised when what it measures changes, because old rows then no longer count as finished.
     `shardings` are those it supports, next to those that name it. `owned` maps an option (dotted) to the axis that sets
     the same; such an option is refused. `options` are the only ones it takes (None: its library's). `rules` yield what
@@ -66,7 +67,7 @@ class Runner:
     monotonic: bool = False
     jobs: bool = False
     loader_workers: str | None = None
-    host_bytes: int = 279 * MIB
+    host_bytes: int = 0
 
     @property
     def user_code(self) -> bool:
@@ -74,41 +75,24 @@ class Runner:
         return self.starts or self.targets
 
 
-_MODELS = (
-    "transformers.models.auto.modeling_auto",
-    *(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen2", "gpt2")),
-    "torch.utils.flop_counter",
-    ".worker.run_rank",
-    ".worker.batch_server",
-)
+def _read(entry: dict[str, Any], models: list[str]) -> Runner:
+    """Return the runner of an entry of runners.json, in whose preload "models" stands for these modules."""
+    preload = [name for one in entry.pop("preload", ()) for name in (models if one == "models" else [one])]
+    host_bytes, name = entry.pop("host_mib", 279) * MIB, entry["name"]
+    owned, rules = _OWNED.get(name, {}), runner_rules.RULES.get(name, ())
+    plain = {field: tuples(value) for field, value in entry.items()}
+    return Runner(**plain, preload=tuple(preload), owned=owned, rules=rules, host_bytes=host_bytes)
+
+
 # The Trainer's arguments by the axis that sets the same; of a node with several such arguments, the first counts.
 _TRAINER_AXES = json.loads(Path(__file__).with_name("trainer_arguments.json").read_text("utf-8"))
-
-
+_OWNED: dict[str, dict[str, str]] = {
+    "trainer": {name: axis for axis, names in _TRAINER_AXES.items() for name in names},
+    "deepspeed": {key: axis for key, (axis, _) in deepspeed_config.OWNED.items()},
+}
+_TABLE = json.loads(Path(__file__).with_name("runners.json").read_text("utf-8"))
+RUNNERS = tuple(_read(entry, _TABLE["models"]) for entry in _TABLE["runners"])
 SIMULATED = "simulated"  # the fork server of predictions
-_TORCH = ("none", "ddp", "fsdp1", "fsdp2")  # other shardings name their runners
-# fmt: off
-RUNNERS = (
-    Runner("torch", "the plain loop: forward, backward, optimizer step", module=".loops.torch_loop",
-           preload=(".loops.torch_loop", *_MODELS), shardings=_TORCH, rules=runner_rules.TORCH, monotonic=True),
-    Runner("trainer", "Hugging Face Trainer with its defaults; options are TrainingArguments",
-           module=".loops.hf_trainer", shardings=(*_TORCH, *ZERO), monotonic=True, jobs=True, host_bytes=294 * MIB,
-           # accelerate imports deepspeed, if it is installed, to unwrap any model
-           preload=(".loops.hf_trainer", "deepspeed", *_MODELS), loader_workers="dataloader_num_workers",
-           owned={name: axis for axis, names in _TRAINER_AXES.items() for name in names}, options=None,
-           rules=runner_rules.TRAINER),
-    Runner("deepspeed", "DeepSpeed's engine; options override the generated ds_config",
-           module=".loops.deepspeed_engine", preload=(".loops.deepspeed_engine", *_MODELS), measurement=3,
-           shardings=ZERO, owned={key: axis for key, (axis, _) in deepspeed_config.OWNED.items()}, options=None,
-           rules=runner_rules.DEEPSPEED, monotonic=True, host_bytes=333 * MIB),
-    Runner("custom", "your own model and step (docs/own_script.md); options go to your target", module=".loops.custom",
-           preload=(".loops.custom", *_MODELS), measurement=2, shardings=_TORCH, options=None,
-           rules=runner_rules.CUSTOM, targets=True),
-    Runner("script", "your own command, unchanged (docs/own_script.md); options fill your own placeholders",
-           module=".scripts.launch_command", shardings=(), options=None, starts=True, traced=".scripts.traced_script",
-           jobs=True),
-)
-# fmt: on
 USER_CODE = tuple(r.name for r in RUNNERS if r.user_code)
 STARTING = tuple(r.name for r in RUNNERS if r.starts)
 TARGETED = tuple(r.name for r in RUNNERS if r.targets)
@@ -164,7 +148,7 @@ def imports_name(trial: Trial) -> str:
 def preload(name: str) -> tuple[str, ...]:
     """Return the modules that a name of imports stands for."""
     if name == SIMULATED:
-        return (".predict.make_trace", *_MODELS)
+        return (".predict.make_trace", *_TABLE["models"])
     runner_name, *parts = name.split("+")
     modules = list(_RUNNERS[runner_name].preload)
     for part in parts:
