@@ -24,7 +24,7 @@ from vramsweep.analysis.model.kriging import Places, between, spread_out
 from vramsweep.analysis.model.observations import Mask, Points, members
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.analysis.model.pointwise_fit import OfPoints, candidates_of, estimate_points
-from vramsweep.harness.search.fit_knowledge import PADDED_TO, FitKnowledge, TriedPoint
+from vramsweep.harness.search.fit_knowledge import PADDED_TO, TriedPoint, decide_all
 
 FIRST, FIRST_ALONE = 6, 9  # fewest points of a design: with a prediction, without one
 CERTAIN = 1.96  # standard deviations on each side of a 95 % interval
@@ -223,10 +223,8 @@ class Search:
         """Return whether each point fits in memory, as measured or as follows from that; None if unknown."""
         length, batch = self.grid.length, self.grid.batch
         tried = {at: one.fits for at, one in self.answers.items()}
-        known = FitKnowledge(
-            TriedPoint(int(length[at]), int(batch[at]), fits) for at, fits in tried.items() if fits is not None
-        )
-        return [tried.get(at, fits) for at, fits in enumerate(known.decide_all(length, batch))]
+        known = [TriedPoint(int(length[at]), int(batch[at]), fits) for at, fits in tried.items() if fits is not None]
+        return [tried.get(at, fits) for at, fits in enumerate(decide_all(known, length, batch))]
 
     def inferred(self) -> dict[str, Inferred]:
         """Return inferred values by column, for columns known at some point."""

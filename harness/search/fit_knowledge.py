@@ -37,29 +37,24 @@ class TriedPoint:
         return needs_no_less(*own, length, batch) if self.fits else needs_no_less(length, batch, *own)
 
 
-class FitKnowledge:
-    """Tried points, which decide whether others fit: a point's own trial counts most, then one that fits."""
+def decide(points: Iterable[TriedPoint], length: int, batch: int, without: str = "") -> TriedPoint | None:
+    """Return the tried point that decides whether this one fits, the first of equals; None if none does.
 
-    def __init__(self, points: Iterable[TriedPoint] = ()) -> None:
-        self.points = list(points)
+    A point's own trial counts most, then one that fits. `without` leaves out the trial with this id.
+    """
+    deciding = (one for one in points if one.trial_id != without and one.decides(length, batch))
+    return min(deciding, key=lambda one: ((one.length, one.batch) != (length, batch), not one.fits), default=None)
 
-    def decide(self, length: int, batch: int, without: str = "") -> TriedPoint | None:
-        """Return the tried point that decides whether this one fits, the first of equals; None if none does.
 
-        `without` leaves out the trial with this id.
-        """
-        deciding = (one for one in self.points if one.trial_id != without and one.decides(length, batch))
-        return min(deciding, key=lambda one: ((one.length, one.batch) != (length, batch), not one.fits), default=None)
-
-    def decide_all(self, lengths: Numbers, batches: Numbers) -> list[bool | None]:
-        """Return for each point of two arrays whether it fits, decided as in `decide`; None if nothing decides."""
-        fits, order = lengths.astype(object), sorted(self.points, key=lambda one: one.fits)
-        fits[:] = None
-        for one in order:
-            fits[one.decides(lengths, batches)] = one.fits
-        for one in order:
-            fits[(lengths == one.length) & (batches == one.batch)] = one.fits
-        return list(fits)
+def decide_all(points: Iterable[TriedPoint], lengths: Numbers, batches: Numbers) -> list[bool | None]:
+    """Return for each point of two arrays whether it fits, decided as in `decide`; None if nothing decides."""
+    fits, order = lengths.astype(object), sorted(points, key=lambda one: one.fits)
+    fits[:] = None
+    for one in order:
+        fits[one.decides(lengths, batches)] = one.fits
+    for one in order:
+        fits[(lengths == one.length) & (batches == one.batch)] = one.fits
+    return list(fits)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search.fit_knowledge import FitKnowledge, TriedPoint
+from vramsweep.harness.search.fit_knowledge import TriedPoint, decide
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial_identity import key_without
 from vramsweep.harness.sweep.plan import Planned
@@ -25,7 +25,7 @@ class OomDominance:
     """Trials that fitted or ran out of the GPU's memory, asked if one dominates another; rows may be added."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
-        self._known: dict[str, FitKnowledge] = defaultdict(FitKnowledge)
+        self._known: dict[str, list[TriedPoint]] = defaultdict(list)
         for row in rows:
             self.add(row)
 
@@ -37,7 +37,7 @@ class OomDominance:
         length, batch = (trial.get(name) for name in GROWING)
         if type(length) is int and type(batch) is int:
             point = TriedPoint(length, batch, outcome == Outcome.OK, row["trial_id"])
-            self._known[key_without(trial, *GROWING, "repeat")].points.append(point)
+            self._known[key_without(trial, *GROWING, "repeat")].append(point)
 
     def reason(self, item: Planned) -> str | None:
         """Return why the trial need not run, naming the trial that dominates it; None if it must run."""
@@ -47,9 +47,9 @@ class OomDominance:
         if length_distribution.has_varying_lengths(trial):
             return None
         known = self._known[key_without(item.resolved, *GROWING, "repeat")]
-        if all(point.fits for point in known.points):  # spares `decide`, which looks at each
+        if all(point.fits for point in known):  # spares `decide`, which looks at each
             return None
-        one = known.decide(trial.seq_len, trial.micro_batch, without=item.trial_id)
+        one = decide(known, trial.seq_len, trial.micro_batch, without=item.trial_id)
         if one is None or one.fits:
             return None
         size = f"length {one.length}, batch {one.batch}"

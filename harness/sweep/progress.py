@@ -107,8 +107,7 @@ class Progress:
 
     def starts(self, item: Planned) -> None:
         """Note that a trial is started, or tried again."""
-        told = self.label(item) if self.label.keys else ""  # without differences, the command has said all
-        self._running[item.trial_id] = (told, time.monotonic())
+        self._running[item.trial_id] = (self.label.apart(item), time.monotonic())
 
     def works(self, trial_id: str | None, record: Mapping[str, Any]) -> None:
         """Note what the worker of a trial, or of a batch, does (attempt.read_progress)."""

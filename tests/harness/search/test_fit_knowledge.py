@@ -12,7 +12,8 @@ from conftest import tiny
 from vramsweep.analysis.model.adaptive import Answer, Grid
 from vramsweep.analysis.model.adaptive import Search as AdaptiveSearch
 from vramsweep.harness.questions import edge_search
-from vramsweep.harness.search.fit_knowledge import Bracket, FitKnowledge, TriedPoint, find_bracket, needs_no_less
+from vramsweep.harness.search import fit_knowledge
+from vramsweep.harness.search.fit_knowledge import Bracket, TriedPoint, find_bracket, needs_no_less
 from vramsweep.harness.sweep import plan, row_builder
 from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned
@@ -41,11 +42,11 @@ def test_what_is_decided_is_so_of_any_memory_that_grows_and_is_padded(seed: int)
     needs = {(n, b): b * (n + padding * (n % 8 != 0)) for n in range(1, 80) for b in (1, 2, 3)}
     torn = seed % 3 == 0
     tried = {p: dice.random() < 0.5 if torn else needs[p] <= limit for p in dice.sample(sorted(needs), 12)}
-    known = FitKnowledge(TriedPoint(*point, fits, f"{point}") for point, fits in tried.items())
+    known = [TriedPoint(*point, fits, f"{point}") for point, fits in tried.items()]
     lengths, batches = np.array(list(needs)).T
-    every = dict(zip(needs, known.decide_all(lengths, batches), strict=True))
+    every = dict(zip(needs, fit_knowledge.decide_all(known, lengths, batches), strict=True))
     for point, fits in every.items():
-        one = known.decide(*point)
+        one = fit_knowledge.decide(known, *point)
         assert fits is (one.fits if one else None)
         if point in tried:
             assert one == TriedPoint(*point, tried[point], f"{point}")
@@ -53,7 +54,7 @@ def test_what_is_decided_is_so_of_any_memory_that_grows_and_is_padded(seed: int)
         below = any(not tried[p] and needs_no_less(*point, *p) for p in tried)
         assert fits is tried.get(point, True if above else False if below else None)
         assert torn or fits in (None, needs[point] <= limit)
-        other = known.decide(*point, without=f"{point}")
+        other = fit_knowledge.decide(known, *point, without=f"{point}")
         assert other is None or (other.length, other.batch) != point
 
 
