@@ -1,4 +1,5 @@
-"""The verbs that read rows: fits, figures, tables, a report. vramsweep/verbs.py says what each is for."""
+"""The verbs that read rows: fits, figures, tables, a report. vramsweep/verbs.py says what each is for, options.json
+what each takes."""
 
 from __future__ import annotations
 
@@ -34,144 +35,18 @@ FIGURES = 12  # of fits that are drawn, at most
 
 def main(argv: list[str]) -> int:
     """Run one verb; return 0, or the verb's own status (compare). Raises UserError for what the user can fix."""
-    arguments = parser(argv[0]).parse_args(argv[1:], argparse.Namespace(words=argv))
-    return int(arguments.verb(arguments))
+    given = argparse.Namespace(words=argv, columns=None, mapping=None, settings=[])
+    return _VERBS[argv[0]](parser(argv[0]).parse_args(argv[1:], given)) or 0
 
 
 def parser(name: str) -> Parser:
-    """Return the parser of one verb without running anything. Raises KeyError for another name."""
-    return _parsers()[name]
-
-
-def _parsers() -> dict[str, Parser]:
-    found: dict[str, Parser] = {}
-
-    def verb(name: str, run: Callable[[argparse.Namespace], int], rows: bool = True) -> Parser:
-        made = found[name] = Parser(prog=f"vramsweep {name}")
-        made.set_defaults(verb=run)
-        if rows:
-            _input(made)
-        return made
-
-    fit = verb("fit", _fit)
-    _fitting(fit, figures=True)
-    fit.add_argument(
-        "--figure",
-        type=FIGURE,
-        metavar="FILE",
-        help="draw fits as HTML, PNG, SVG or PDF; several fits go to FILE, FILE_2, ...",
-    )
-    fit.add_argument(
-        "--metric", action="append", choices=list(METRICS), metavar="COLUMN",
-        help=f"one of {', '.join(METRICS)} (default: all that the rows have); may be repeated",
-    )  # fmt: skip
-    fit.add_argument("--axis", choices=list(FREE), default="seq_len", help="x axis of the curves (default: seq_len)")
-    fit.add_argument(
-        "--prediction", type=Path, metavar="ROWS", help="predicted rows of the same settings; fits take their shape"
-    )
-    fit.add_argument("--robust", action="store_true", help="no effect: fits always name outliers and ignore them")
-
-    report = verb("report", _report)
-    report.add_argument("--out", type=Path, help="folder to write to (default: the results folder)")
-    _fitting(report, figures=True)
-    report.add_argument("--answer", choices=NAMES, help="begin with this answer (default: that of the sweep's preset)")
-    report.add_argument(
-        "--images", type=_images, default="png,svg,pdf", help="static figure formats, or none (default: png,svg,pdf)"
-    )
-    report.add_argument("--brief", action="store_true", help="print only the paths of the files")
-
-    paper = verb("paper", _paper)
-    paper.add_argument("--out", type=Path, help="folder to write to (default: paper/ in the results folder)")
-    _fitting(paper, figures=True)
-
-    frontier = verb("frontier", _frontier)
-    frontier.add_argument(
-        "--gib",
-        type=_sizes,
-        metavar="SIZES",
-        help="memory sizes in GiB, or with a unit: 24,80GB (default: common GPUs)",
-    )
-    frontier.add_argument("--batch", action="store_true", help="maximum batch per length, not maximum length per batch")
-
-    verb("export", _export).add_argument(
-        "out", type=OutFile((".csv", ".parquet")), metavar="FILE", help="file to write, NAME.csv or NAME.parquet"
-    )
-
-    compare = verb("compare", _compare, rows=False)
-    compare.add_argument("rows", type=Path, nargs="+", metavar="ROWS", help="sets of rows, A and B, or one with --by")
-    compare.add_argument("--by", metavar="AXIS=A,B", help="compare within one set, e.g. allocator=default,expandable")
-    compare.add_argument(
-        "--axis", choices=["seq_len", "micro_batch", "tokens"], help="x axis of trends and figure (default: length, "
-        "or batch if it has more values); the sides of a pair always agree in both",
-    )  # fmt: skip
-    compare.add_argument(
-        "--tolerance", type=float, default=0.005, metavar="SHARE",
-        help="memory is EQUAL up to this difference, reserved also up to 2 MiB (default 0.005; 0: exact)",
-    )  # fmt: skip
-    compare.add_argument(
-        "--figure", type=FIGURE, metavar="FILE", help="draw both sets: HTML, PNG, SVG or PDF, with the data next to it"
-    )
-    compare.add_argument("--report", type=PAGE, metavar="FILE.html", help="HTML page of verdicts, figure, answers")
-    compare.add_argument("--all", action="store_true", help="print every pair")
-    compare.add_argument("--names", metavar="A,B", help="names of the two sets (default: their paths)")
-    _foreign(compare)
-
-    calibrate = verb("calibrate", _calibrate, rows=False)
-    calibrate.add_argument("rows", type=Path, metavar="MEASURED", help="rows measured on CUDA")
-    calibrate.add_argument("simulated", type=Path, metavar="SIMULATED", help="predicted rows; may be the same path")
-    calibrate.set_defaults(columns=None, mapping=None, settings=())
-
-    draw = verb("draw", _draw, rows=False)
-    draw.add_argument("data", type=Path, help="output of vramsweep timeline --json")
-    draw.add_argument("out", type=PAGE, help="the HTML page to write")
-
-    for name in ("fit", "report", "paper", "frontier", "compare", "calibrate"):
-        found[name].add_argument("--json", action="store_true", help="print JSON instead of text")
-    return found
-
-
-def _input(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "rows", type=Path, nargs="+", metavar="ROWS", help="results folder, journal, CSV or Parquet file"
-    )
-    parser.add_argument(
-        "--names",
-        metavar="NAMES",
-        help="for several imported files: the allocator of each, or COLUMN=A,B for another column",
-    )
-    parser.add_argument("--ranks", choices=HOW, default="worst", help="how to combine ranks' memory (default: worst)")
-    _foreign(parser)
-
-
-def _fitting(parser: argparse.ArgumentParser, figures: bool = False) -> None:
-    """Add the options that choose the rows of fits, and what figures draw of them."""
-    parser.add_argument("--from", dest="start", type=_tokens, metavar="TOKENS", help="smallest x to fit")
-    parser.add_argument("--to", dest="stop", type=_tokens, metavar="TOKENS", help="largest x to fit")
-    if figures:
-        parser.add_argument(
-            "--curves",
-            type=_curves,
-            default=(),
-            metavar="KINDS",
-            help="more curves to draw: linear,quadratic",
-        )
-
-
-def _foreign(parser: argparse.ArgumentParser) -> None:
-    """Add the options that tell what an imported file does not say of itself."""
-    parser.add_argument(
-        "--columns",
-        metavar="NAMES",
-        help="our names of an imported CSV's columns, in order: 'seq_len,8*(peak_active_mib,peak_reserved_mib),-'; "
-        "8*(...) repeats for 8 ranks, - skips a column",
-    )
-    parser.add_argument(
-        "--mapping", type=Path, metavar="FILE", help="JSON: our column names, each with the CSV's (name or position)"
-    )
-    parser.add_argument(
-        "--set", dest="settings", action="append", default=[], metavar="NAME=VALUE",
-        help="a value for all lines of an imported file, such as seq_len=2048; may be repeated",
-    )  # fmt: skip
+    """Return the parser of one verb without running anything."""
+    made = Parser(prog=f"vramsweep {name}")
+    for option in json.loads(Path(__file__).with_name("options.json").read_text("utf-8")):
+        if name in option.pop("of").split():
+            named = {key: _NAMED[one] for key, one in option.items() if key in ("type", "choices")}
+            made.add_argument(option.pop("name"), **option | named)
+    return made
 
 
 def _tokens(text: str) -> float:
@@ -218,14 +93,21 @@ def _print_json(value: Any) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
-def _draw(arguments: argparse.Namespace) -> int:
+def _draw(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.report.draw import draw
 
     draw(arguments.data, arguments.out)
-    return 0
 
 
-def _fit(arguments: argparse.Namespace) -> int:
+def _errors(arguments: argparse.Namespace) -> None:
+    with Activity("making the tables"):
+        from vramsweep.analysis.compare import validation, validation_text
+
+        tables = validation_text.format_validation(validation.load(arguments.readings))
+    print(tables)
+
+
+def _fit(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data.pairing import Beside, Chosen
     from vramsweep.analysis.model import fit_wording
     from vramsweep.analysis.model.fit import fit_table
@@ -253,7 +135,6 @@ def _fit(arguments: argparse.Namespace) -> int:
             f"{table.source}: nothing could be fitted; a curve needs finished rows at three values of {arguments.axis} "
             "or more"
         )
-    return 0
 
 
 def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> None:
@@ -279,26 +160,26 @@ def _refuse_inputs(arguments: argparse.Namespace, out: Path) -> None:
         outputs.refuse_input(out, source)
 
 
-def _report(arguments: argparse.Namespace) -> int:
+def _report(arguments: argparse.Namespace) -> None:
     first: Path = arguments.rows[0]
     if len(arguments.rows) == 1 and first.is_dir() and not any(file.exists() for file in journal.files(first)):
-        return _index(first, arguments)
+        _index(first, arguments)
+        return
     with Activity("reading rows") as activity:
         from vramsweep.analysis.report.content import Fitting
         from vramsweep.analysis.report.write import write_report
 
         table = _open(arguments)
-        folder = arguments.out or _place(arguments)
+        folder = arguments.out or sweep_of(arguments.rows[0])
         activity.update(f"fitting and drawing {len(table.frame):,} rows")
         answer = arguments.answer or read_question(arguments.rows[0])
         command = shlex.join(["vramsweep", *(word for word in arguments.words if word != "--brief")])
         fitting = Fitting(arguments.start, arguments.stop, arguments.curves, command)
         written = write_report(table, folder, arguments.images, answer, activity.update, fitting)
     _print_written(written, arguments.json, table, arguments.brief)
-    return 0
 
 
-def _index(place: Path, arguments: argparse.Namespace) -> int:
+def _index(place: Path, arguments: argparse.Namespace) -> None:
     """Write an index of the sweeps below a folder, and print it."""
     own = parser("report").parse_args([str(place)])
     others = {name for name, value in vars(arguments).items() if value != getattr(own, name, value)}
@@ -319,16 +200,15 @@ def _index(place: Path, arguments: argparse.Namespace) -> int:
     index_page.write(found, place, folder)
     if not arguments.json:
         print(f"\nindex     {folder / index_page.NAME}")
-    return 0
 
 
-def _paper(arguments: argparse.Namespace) -> int:
+def _paper(arguments: argparse.Namespace) -> None:
     with Activity("reading rows"):
         from vramsweep.analysis.report.content import Fitting
         from vramsweep.analysis.report.paper import write_paper
 
         table = _open(arguments)
-    folder = arguments.out or _place(arguments) / "paper"
+    folder = arguments.out or sweep_of(arguments.rows[0]) / "paper"
     given = [f"--ranks={arguments.ranks}"] if arguments.ranks != "worst" else []
     given += [f"--columns={arguments.columns}"] if arguments.columns else []
     given += ["--mapping", str(arguments.mapping)] if arguments.mapping else []
@@ -339,12 +219,6 @@ def _paper(arguments: argparse.Namespace) -> int:
     with Activity(f"writing the paper folder from {len(table.frame):,} rows"):
         written = write_paper(table, folder, read_question(arguments.rows[0]), given, fitting)
     _print_written(written, arguments.json, table)
-    return 0
-
-
-def _place(arguments: argparse.Namespace) -> Path:
-    """Return where a verb writes by default: the results folder, or next to the first file."""
-    return sweep_of(arguments.rows[0])
 
 
 def _print_written(written: Any, as_json: bool, table: Table, brief: bool = False) -> None:
@@ -392,7 +266,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     return 1 if found.worse else 0
 
 
-def _calibrate(arguments: argparse.Namespace) -> int:
+def _calibrate(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.compare.calibrate import calibrate, calibrated, together
     from vramsweep.analysis.data import markup
     from vramsweep.analysis.data.groups import groups
@@ -409,7 +283,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         plain = json.loads(rows.to_json(orient="records"))
         _print_json({"calibrations": [c.as_json() for c in calibrations], "rows": plain, "notes": [*notes, *missing]})
-        return 0
+        return
     print(markup.markdown(tables.of_calibrations(calibrations)))
     simulated = [g for g in groups(table) if g.take("device")["device"].eq("simulated").all()]
     print(markup.markdown(tables.of_estimates(simulated, rows)))
@@ -418,10 +292,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         print(f"tokens/s of {one.gpu} in {one.precision}: {one.text()}")
     for note in (*notes, *missing):
         print(f"note: {note}")
-    return 0
 
 
-def _frontier(arguments: argparse.Namespace) -> int:
+def _frontier(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data import parts
     from vramsweep.analysis.data.groups import groups
     from vramsweep.analysis.data.load import varying
@@ -441,10 +314,9 @@ def _frontier(arguments: argparse.Namespace) -> int:
         _print_json([asdict(limit) for limit in limits])
     else:
         print("\n".join(filter(None, [memory_frontier.text(limits), parts.remark(parts.jobs(groups(table)))])))
-    return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
+def _export(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data import export
 
     writer = {".csv": export.write_csv, ".parquet": export.write_parquet}[arguments.out.suffix]
@@ -453,4 +325,15 @@ def _export(arguments: argparse.Namespace) -> int:
     table = _open(arguments)
     outputs.write(arguments.out, lambda place: writer(table.frame, place))
     print(f"{len(table.frame):,} rows in {arguments.out}")
-    return 0
+
+
+_VERBS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "fit": _fit, "report": _report, "paper": _paper, "frontier": _frontier, "export": _export, "compare": _compare,
+    "calibrate": _calibrate, "errors": _errors, "draw": _draw,
+}  # fmt: skip
+# What a type or choices of options.json stand for.
+_NAMED: dict[str, Any] = {
+    "path": Path, "number": float, "figure": FIGURE, "page": PAGE, "table": OutFile((".csv", ".parquet")),
+    "tokens": _tokens, "curves": _curves, "images": _images, "sizes": _sizes,
+    "metrics": list(METRICS), "axes": list(FREE), "ranks": HOW, "answers": NAMES,
+}  # fmt: skip
