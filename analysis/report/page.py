@@ -34,11 +34,6 @@ COLUMN = (1064, 460)  # px of a figure on a wide screen
 BEHIND = 40  # rows shown of the data behind a figure; its CSV has all
 HOLDS = "Largest allocations at the peak"
 _ADDRESS = re.compile(r"https://[\w./:#?=&;%~+-]*\w")
-_SECTIONS = (
-    ("findings", "Findings"), ("warnings", "Before you rely on it"), ("figures", "Figures"), ("tables", "Tables"),
-    ("rows", "Rows"), ("fits", "Fits in words"), ("asked", "Settings"), ("machine", "Machine and versions"),
-    ("methods", "Methods"),
-)  # fmt: skip
 NO_CHOICES: dict[str, Any] = {"axes": [], "groups": [], "kind": KIND}
 
 
@@ -53,8 +48,7 @@ def render(content: Content) -> str:
         return next((name for name, end in ends.items() if figure.name.endswith(f"_{end}")), "")
 
     return page(
-        "report", content.figures, title=content.title, content=content, sections=_SECTIONS, picker=picker,
-        code=(COMMAND,), kind=kind,
+        "report", content.figures, title=content.title, content=content, picker=picker, code=(COMMAND,), kind=kind,
         file=lambda figure: f"figures/{figure.name}.csv", drawn=bool(content.figures),
         rows=packed(json.dumps(row_data(content.table, picker), separators=(",", ":"))),
         more=max(0, len(content.table.frame) - MOST), choices=choices,

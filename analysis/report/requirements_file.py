@@ -11,6 +11,7 @@ from importlib import metadata
 
 import pandas as pd
 
+from vramsweep.analysis.report import latex
 from vramsweep.analysis.report.findings import values
 from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.version import __version__
@@ -44,24 +45,17 @@ def text(frame: pd.DataFrame) -> str:
     pythons = sorted(set(frame["python_version"].dropna().astype(str)))
     same = bool(of_rows["torch"]) and pythons == [platform.python_version()]
     same = same and all(versions in ([], [here.get(name)]) for name, versions in of_rows.items())
-    lines = [f"# vramsweep {__version__} made these tables and figures; install it from its source.", "#"]
-    lines += ["# The rows name these versions:"]
-    lines += [f"#   {name.replace('_', ' ')}: {said}" for name in SAID if (said := _comment(values(frame, name)))]
-    if same:
-        lines += ["#", "# This environment has the same versions, so all of its packages are listed:"]
-        pins = {name: version for name, version in here.items() if name != "vramsweep"}
-    else:
-        lines += [
-            "#",
-            f"# Versions of the rows, and of what made tables and figures (Python {platform.python_version()}):",
-        ]
-        pins = {name: here[name] for name in ANALYSIS if name in here}
-        for name, versions in of_rows.items():
-            if len(versions) == 1 and _VERSION.fullmatch(versions[0]):
-                pins[name] = versions[0]
-            elif versions:
-                lines.append(f"# {name}: {_comment(', '.join(versions))}")
-    return "\n".join([*lines, *(f"{name}=={version}" for name, version in sorted(pins.items()))]) + "\n"
+    pins = {name: here[name] for name in (here if same else ANALYSIS) if name in here and name != "vramsweep"}
+    several = {}
+    for name, versions in () if same else of_rows.items():
+        if len(versions) == 1 and _VERSION.fullmatch(versions[0]):
+            pins[name] = versions[0]
+        elif versions:
+            several[name] = _comment(", ".join(versions))
+    return latex.markdown(
+        "lock.txt.j2", version=__version__, python=platform.python_version(), same=same, several=several,
+        named={name: said for name in SAID if (said := _comment(values(frame, name)))}, pins=sorted(pins.items()),
+    )  # fmt: skip
 
 
 def _comment(said: str) -> str:

@@ -17,7 +17,7 @@ from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.figures import files
 from vramsweep.analysis.model import fit_wording
-from vramsweep.analysis.report import page, summary
+from vramsweep.analysis.report import latex, page, summary
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect
 from vramsweep.analysis.report.summary import Summary
 from vramsweep.harness.files import outputs
@@ -136,21 +136,11 @@ def _read_me(content: Content, folder: Path) -> str:
     planned = [one["command"] for one in journal.plans(folder)[-1:] if isinstance(one.get("command"), list)]
     words = [str(word) for one in planned for word in one]
     verb = [] if words and words[0].isalpha() else ["sweep"]  # plans of earlier versions do not name it
-    made = shlex.join(["vramsweep", *verb, *words])
-    own = f"{OWN}/       vramsweep's own files: the journal, from which everything else is made, and logs"
-    lines = [
-        content.title,
-        content.subtitle,
-        "",
-        "report.html   the findings, with figures and tables; opens in any browser, without a network",
-        "rows.csv      one line per trial, with every column; nothing is rounded",
-        "figures/      each figure as a page, as pictures and as CSV; fits.csv has the fitted curves",
-        *([own] if (folder / OWN).is_dir() else []),
-        "",
-        *([f"To resume or repeat the sweep: {made}"] if words else []),
-        f"To draw the report again: {content.again or shlex.join(['vramsweep', 'report', str(folder)])}",
-    ]
-    return "".join(escape_text(line).replace("\n", "\\n") + "\n" for line in lines)
+    repeat = shlex.join(["vramsweep", *verb, *words]) if words else ""
+    again = content.again or shlex.join(["vramsweep", "report", str(folder)])
+    told = {"title": content.title, "subtitle": content.subtitle, "repeat": repeat, "again": again}
+    shown = {name: escape_text(one).replace("\n", "\\n") for name, one in told.items()}
+    return latex.markdown("README.txt.j2", own=OWN if (folder / OWN).is_dir() else "", **shown)
 
 
 def unwritable(error: OSError, folder: Path) -> UserError:
