@@ -94,7 +94,7 @@ def _print_json(value: Any) -> None:
 
 
 def _draw(arguments: argparse.Namespace) -> None:
-    from vramsweep.analysis.report.draw import draw
+    from vramsweep.analysis.report.page import draw
 
     draw(arguments.data, arguments.out)
 

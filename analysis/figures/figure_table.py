@@ -20,7 +20,7 @@ from vramsweep.analysis.figures.style import View, looks
 # Modules of this folder, each with its function of a View. It returns no figures if the rows do not allow any.
 FIGURES = (
     "frontier.frontier_chart", "memory.by_length", "allocators.compared", "phases.phases",
-    "tradeoffs.heat_map", "lengths.of_lengths", "parts.of_jobs", "throughput.throughput", "throughput.iterations",
+    "tradeoffs.heat_map", "steps.of_lengths", "phases.of_jobs", "throughput.throughput", "throughput.iterations",
     "throughput.mfu", "throughput.estimated", "tradeoffs.pareto", "steps.steps",
 )  # fmt: skip
 

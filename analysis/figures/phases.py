@@ -1,4 +1,5 @@
-"""The figure of a step's phases: how much memory each needs, and which holds the peak.
+"""Figures of a step's phases, how much memory each needs and which holds the peak; and of whole jobs (protocol=job),
+the peak of each part next to that of the steps.
 
 In: rows. It does not show what the memory is for, as composition.py does.
 """
@@ -11,12 +12,28 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.metrics import highest_of
+from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.line_chart import having
-from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, new_plot, sentence
+from vramsweep.analysis.figures.plots import (
+    ABOVE,
+    COLOURS,
+    GREY,
+    LENGTH,
+    MOST,
+    End,
+    Figure,
+    axis_unit,
+    escape,
+    finish,
+    new_plot,
+    sentence,
+    short,
+)
 from vramsweep.analysis.figures.style import Look, View
 from vramsweep.analysis.model.phases import PHASES
+from vramsweep.harness.rows.schema import PARTS
 
 NAME = "memory_by_phase"
 COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
@@ -86,3 +103,39 @@ def phases(view: View) -> list[Figure]:
         "" if limit is None else limit.told(),
     )  # fmt: skip
     return [Figure(NAME, "Peak memory by phase", caption, plot, rows)]
+
+
+JOBS = MOST
+_PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evaluation": "/", "save": "x"}
+
+
+def of_jobs(view: View) -> list[Figure]:
+    """Draw each part's peak as a bar, grouped by job, for the jobs that most exceed their steps; frame the steps."""
+    if not (jobs := view.jobs):
+        return []
+    shown = jobs[:JOBS]
+    bases = sorted({job.base for job in shown})
+    unit, called_ = axis_unit(max(max(job.peaks.values()) for job in shown))
+    plot = new_plot("whole job", f"peak {' or '.join(bases)} ({called_})")
+    x = [f"{number}. {escape(short(job.name))}" for number, job in enumerate(shown, 1)]
+    for part, colour in zip(PARTS, COLOURS, strict=False):  # there are more colours than parts
+        if not any(part in job.peaks for job in shown):
+            continue
+        line = {"color": "#000", "width": 2 * (part == "steps")}
+        plot.add_bar(
+            x=x, y=[job.peaks[part] / unit if part in job.peaks else float("nan") for job in shown], name=called(part),
+            marker={"color": colour, "pattern": {"shape": _PATTERNS[part]}, "line": line},
+            hovertemplate="%{x}: %{y:,.4~g}<extra>" + called(part) + "</extra>",
+        )  # fmt: skip
+    plot.update_layout(barmode="group", showlegend=True, legend=ABOVE, bargap=0.2)
+    plot.update_xaxes(type="category")
+    caption = sentence(
+        f"Peak {' or '.join(bases)} of each part of the job. Framed: the steps, on which fits and maxima are based.",
+        f"{len(shown)} of {len(jobs):,} jobs: their parts exceed the steps most." if len(jobs) > len(shown) else "",
+    )
+    data = pd.DataFrame(
+        {"job": job.name, "part": part, f"peak_{job.base}_bytes": size, "trial_id": job.trial_id}
+        for job in shown
+        for part, size in job.peaks.items()
+    )
+    return [Figure("parts", "Peak memory by part of the job", caption, plot, data)]

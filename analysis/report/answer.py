@@ -19,8 +19,7 @@ from vramsweep.analysis.model.memory_frontier import Limit, frontier
 from vramsweep.analysis.report import tiles
 from vramsweep.analysis.report.findings import values
 from vramsweep.analysis.report.tile_allocator import allocator
-from vramsweep.analysis.report.tile_parts import dominates
-from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, join
+from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, dominates, join
 from vramsweep.harness.hardware.gpu_lookup import find_gpu
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.sweep import publication_check as check

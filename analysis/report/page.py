@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,14 @@ from markupsafe import Markup, escape
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.figures import drawing, files, layout
 from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.figures.timeline import of_replay, of_timelines, recorded_holders
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND
 from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
 from vramsweep.analysis.report.row_data import MOST, row_data
+from vramsweep.harness.files import outputs
+from vramsweep.harness.files.bounded_reads import read_content
+from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.terminal import escape_text
 
 COLUMN = (1064, 460)  # px of a figure on a wide screen
@@ -144,3 +149,23 @@ def _cell(value: Any) -> str:
         return f"{value:,}"
     missing = value is None or (not isinstance(value, list | tuple | dict | np.ndarray) and pd.isna(value))
     return "–" if missing else str(value)
+
+
+def draw(data: Path, out: Path) -> None:
+    """Draw timelines, or the what-if table of a recording (WhatIf.to_json), into a self-contained page.
+
+    Raises UserError if the data cannot be read, or is something else.
+    """
+    try:
+        found = json.loads(read_content(data))
+        if isinstance(found, list):
+            text = of_figures("Memory over a step", of_timelines(found))
+        else:
+            text = of_figures("Replay of a recording", [(of_replay(found), recorded_holders(found))])
+    except OSError as error:
+        raise UserError(f"cannot read {data}: {error.strerror or error}") from None
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        raise UserError(
+            f"{data} is not the output of vramsweep timeline --json; for a recording use replay FILE --figure OUT.html"
+        ) from None
+    outputs.write(out, text)

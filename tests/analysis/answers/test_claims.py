@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from vramsweep.analysis.answers import claims, grouping
+from vramsweep.analysis.answers import claims
 from vramsweep.analysis.data.load import Table, from_frame
 from vramsweep.harness.rows.schema import Row, complete_row
 from vramsweep.harness.spec.techniques.catalog import DEFAULTS
@@ -179,9 +179,9 @@ def test_rows_of_other_limits_are_no_repeats_and_a_row_that_died_is_of_its_curve
     limit = {"memory_limit_bytes": 77 * GIB}
     assert card("checkpointing-costs", one, {**other, **limit}).verdict == "not tested"
     died = {**other, "outcome": "crash", "memory_limit_bytes": None, "torch_version": None}
-    parts = grouping.group_alike(table(one, {**one, **limit}, died).frame, "checkpointing")
+    parts = claims.group_alike(table(one, {**one, **limit}, died).frame, "checkpointing")
     assert [len(part) for part in parts] == [1, 1, 1]  # which of the two it is of, nothing tells
-    assert [len(part) for part in grouping.group_alike(table(one, died).frame, "checkpointing")] == [2]
+    assert [len(part) for part in claims.group_alike(table(one, died).frame, "checkpointing")] == [2]
 
 
 @pytest.mark.slow

@@ -12,8 +12,8 @@ from vramsweep.analysis.compare import lengths
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import DRAWN, Table
 from vramsweep.analysis.data.metrics import GIB, MIB
-from vramsweep.analysis.figures.lengths import of_lengths
 from vramsweep.analysis.figures.plots import Figure
+from vramsweep.analysis.figures.steps import of_lengths
 from vramsweep.analysis.figures.style import View
 from vramsweep.analysis.model.fit import fit_table
 from vramsweep.analysis.model.memory_frontier import frontier

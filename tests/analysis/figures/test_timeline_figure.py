@@ -14,7 +14,7 @@ from conftest import Cli, Run, refusal, tiny
 
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.timeline import PARTS, holders, of_timeline
-from vramsweep.analysis.report.draw import draw
+from vramsweep.analysis.report.page import draw
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.questions import trace_query
 from vramsweep.harness.verbs import timeline

@@ -14,7 +14,7 @@ from vramsweep.analysis.data import parts
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import MIB
-from vramsweep.analysis.figures.parts import of_jobs
+from vramsweep.analysis.figures.phases import of_jobs
 from vramsweep.analysis.figures.style import View
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import fit_table
