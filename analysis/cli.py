@@ -139,7 +139,7 @@ def _fit(arguments: argparse.Namespace) -> None:
 
 def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> None:
     """Draw each fit to a file: the first to the named one, the others to its name with _2, _3, ..."""
-    from vramsweep.analysis.figures import figure_table, files, memory
+    from vramsweep.analysis.figures import drawing, figure_table, memory
 
     say = partial(print, file=sys.stderr if arguments.json else sys.stdout)
     drawn = [memory.of_fit(fit, arguments.curves) for fit in fits[:FIGURES]]
@@ -149,7 +149,7 @@ def _draw_fits(arguments: argparse.Namespace, table: Table, fits: list[Any]) -> 
         _refuse_inputs(arguments, out)
         if number > 1 and out.exists():  # the user did not name this file
             raise UserError(f"the figure of fit {number} would replace {out}; move that file, or choose a --metric")
-        files.write_one(figure, out)
+        drawing.write_one(figure, out)
         say(f"{figure.title}: {out}")
     if len(fits) > FIGURES:
         say(f"note: only the first {FIGURES} of {len(fits):,} fits are drawn; choose a quantity with --metric")
@@ -258,7 +258,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         from vramsweep.analysis.report import compare_page
 
-        compare_page.write(found, along, (a, b), arguments.report)
+        outputs.write(arguments.report, compare_page.render(found, along, (a, b)))
     if arguments.figure is not None:
         from vramsweep.analysis.figures import overlay
 

@@ -25,6 +25,7 @@ import pandas as pd
 from vramsweep.analysis import display
 from vramsweep.analysis.data import importers
 from vramsweep.analysis.data import load as reading
+from vramsweep.analysis.data.groups import FREE
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import GIB, METRICS
 from vramsweep.analysis.data.ranks import HOW, over_ranks
@@ -38,7 +39,6 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import BY_NAME
 
 Given = str | os.PathLike[str] | pd.DataFrame
-FREE = ("seq_len", "micro_batch", "tokens")
 
 
 def load(
@@ -122,7 +122,7 @@ def fit(
     metrics = (metric,) if isinstance(metric, str) else tuple(metric or METRICS)
     for name in metrics:
         suggestions.check_listed(f"metric={name}", "metric", name, METRICS)
-    suggestions.check_listed(f"axis={axis}", "axis", axis, FREE)
+    suggestions.check_listed(f"axis={axis}", "axis", axis, [*FREE])
     table = _table(rows)
     beside: Beside | Chosen = Beside(table) if prediction is None else Chosen(_table(prediction))
     fits, notes = fit_table(table, metrics, start, stop, axis=axis, beside=beside.of)
@@ -141,7 +141,7 @@ def frontier(rows: Given, *, gib: float | Sequence[float] | None = None, axis: s
     """
     from vramsweep.analysis.model import memory_frontier as model
 
-    suggestions.check_listed(f"axis={axis}", "axis", axis, FREE[:2])
+    suggestions.check_listed(f"axis={axis}", "axis", axis, ("seq_len", "micro_batch"))
     sizes = model.SIZES if gib is None else [gib] if isinstance(gib, int | float) else list(gib)
     if not sizes or not all(0 < size < float("inf") for size in sizes):
         raise UserError(f"gib={gib}: allowed are sizes above 0, such as gib=[24, 80]")
@@ -175,7 +175,7 @@ def compare(
     if not 0 <= tolerance < 1:
         raise UserError(f"tolerance={tolerance:g}: allowed is a share such as 0.001 (0.1 %), or 0")
     if axis is not None:
-        suggestions.check_listed(f"axis={axis}", "axis", axis, FREE)
+        suggestions.check_listed(f"axis={axis}", "axis", axis, [*FREE])
     if by is not None:
         setting, _, values = by.partition("=")
         sides = groups.split(_table(a), setting, values.split(","))
@@ -286,20 +286,14 @@ def _rows(table: Table, notes: Sequence[str] = ()) -> Rows:
 def _words(settings: Mapping[str, Any]) -> list[str]:
     """Return settings as words of the command line."""
     found: list[str] = []
-
-    def add(key: str, value: Any) -> None:
-        if hasattr(value, "tolist"):  # of numpy or pandas
-            value = value.tolist()
-        if isinstance(value, Mapping):
-            for name, inner in value.items():
-                add(f"{key}.{name}", inner)
-        elif isinstance(value, list | tuple | range):
-            if not value:
-                raise UserError(f"{key}: an empty list leaves nothing to predict")
-            found.append(f"{key}={','.join(hydra_values.value(one) for one in value)}")
-        else:
-            found.append(f"{key}={hydra_values.value(value)}")
-
     for name, value in settings.items():
-        add("device.gpu" if name == "gpu" else name, value)
+        key = "device.gpu" if name == "gpu" else name
+        plain = value.tolist() if hasattr(value, "tolist") else value  # of numpy or pandas
+        if isinstance(plain, Mapping):
+            found += _words({f"{key}.{inner}": of for inner, of in plain.items()})
+            continue
+        values = plain if isinstance(plain, list | tuple | range) else [plain]
+        if not values:
+            raise UserError(f"{key}: an empty list leaves nothing to predict")
+        found.append(f"{key}={','.join(map(hydra_values.value, values))}")
     return found

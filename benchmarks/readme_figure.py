@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from vramsweep.analysis.data.load import load
-from vramsweep.analysis.figures.files import write_one
+from vramsweep.analysis.figures.drawing import write_one
 from vramsweep.analysis.report.content import collect
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -25,24 +25,21 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Answer:
-    """One kind of answer. `make` is pure: from rows it makes a table of text cells, and notes below it. `verdict` is
-    the column with each line's verdict."""
+    """One kind of answer. `make` is pure: from rows it makes a table of text cells, and notes below it. The column
+    `verdict` has each line's verdict."""
 
     name: str
     title: str
     make: Callable[[Table], tuple[pd.DataFrame, list[str]]]
-    verdict: str
 
 
 @dataclass(frozen=True)
 class Answered:
     """An answer's table and notes, of one sweep."""
 
-    name: str
     title: str
     frame: pd.DataFrame
     notes: tuple[str, ...]
-    verdict: str
 
     def text(self) -> str:
         """Return text for a terminal, `WIDTH` columns wide: lines as cards, cells wrapped below verdict and heading."""
@@ -61,7 +58,7 @@ class Answered:
         first = str(self.frame.columns[0])
         for row in self.frame.astype("string").to_dict("records"):
             cells = {str(name): str(cell) for name, cell in row.items()}
-            yield cells.pop(first), cells.pop(self.verdict), cells
+            yield cells.pop(first), cells.pop("verdict"), cells
 
     def markdown(self) -> str:
         """Return the title, the table and the notes."""
@@ -69,7 +66,7 @@ class Answered:
         return "\n".join([f"# {self.title}\n", markup.markdown(self.frame), *notes])
 
 
-ANSWERS = (Answer("claims", "Are the guides right?", claims.make, verdict="verdict"),)
+ANSWERS = (Answer("claims", "Are the guides right?", claims.make),)
 NAMES = tuple(answer.name for answer in ANSWERS)
 
 
@@ -80,7 +77,7 @@ def answer_question(table: Table, name: str | None) -> Answered | None:
     suggestions.check_listed(f"answer={name}", "answer", name, NAMES)
     found = next(answer for answer in ANSWERS if answer.name == name)
     frame, notes = found.make(table)
-    return Answered(found.name, found.title, frame, tuple(notes), found.verdict)
+    return Answered(found.title, frame, tuple(notes))
 
 
 def read_question(folder: Path) -> str | None:

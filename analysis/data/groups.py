@@ -106,7 +106,8 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
             by = filled[name].groupby(codes)
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
-    filled[CORRECTED] = _corrected(frame)
+    wrong = frame["flags"].map(lambda of_row: CORRECTED in list(of_row), na_action="ignore")  # until a later version
+    filled[CORRECTED] = wrong.fillna(False).astype(bool)
     codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
     varied = [n for n in DECIDING if n in frame and n not in FREE[axis] and frame[n].nunique() > 1]
     minimal, keys = keys, list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))
@@ -122,13 +123,6 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
 def plain_value(value: Any) -> Any:
     """Return a cell as a value of Python's own, None if unknown."""
     return None if pd.isna(value) else value.item() if isinstance(value, np.generic) else value
-
-
-def _corrected(frame: pd.DataFrame) -> pd.Series[Any]:
-    """Return the mask of rows with numbers that a later version corrects."""
-    if not (flags := frame["flags"]).notna().any():
-        return pd.Series(False, index=frame.index)
-    return flags.map(lambda of_row: CORRECTED in list(of_row), na_action="ignore").fillna(False).astype(bool)
 
 
 def _split(

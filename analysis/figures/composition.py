@@ -16,6 +16,7 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups, label
 from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit, other_limits
 from vramsweep.analysis.figures.phases import highest
@@ -43,11 +44,6 @@ BARS = 20  # most bars next to each other
 OUT = 4  # most crosses next to them
 CONFIGURATIONS = 16  # most in one figure: its reader selects one of them; horizontal bars show all
 THIN = 300  # a part below 1/THIN of the axis is not in the legend
-
-
-def called(part: str) -> str:
-    """Return a part's name with spaces."""
-    return part.replace("_", " ")
 
 
 def composition(view: View, beside: Beside | None = None, measured: Sequence[Group] = ()) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""PNG, JPEG, SVG and PDF, without a browser.
+"""Figures as files: CSV, HTML, and PNG, JPEG, SVG and PDF without a browser.
 
 Plotly's own script draws an SVG, by an engine in this process (V8) on the document of dom.js. vl-convert, which brings
 the font, makes the other formats of it.
@@ -19,8 +19,11 @@ from typing import TYPE_CHECKING
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from vramsweep.analysis.data.export import guarded_frame
+from vramsweep.analysis.figures.layout import column, page, static
+from vramsweep.analysis.figures.plots import Figure
+from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import error_reason, replaced
-from vramsweep.harness.files.outputs import write
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.optional_dependencies import missing_package
 
@@ -83,7 +86,7 @@ def draw_one(picture: Picture) -> None:
     """Write one file that a user named, a picture or a page. Raises UserError if it cannot be drawn."""
     out = picture.file
     if out.suffix == ".html":
-        return write(out, lambda place: picture.plot.write_html(place, config={"displaylogo": False}))
+        return outputs.write(out, lambda place: picture.plot.write_html(place, config={"displaylogo": False}))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         draw([picture])
@@ -132,3 +135,62 @@ def _svg(engine: MiniRacer, picture: Picture) -> str:
     if "svg" not in drawn:
         raise RuntimeError(f"plotly.js: {drawn.get('error', 'it did not finish')}")
     return str(drawn["svg"])
+
+
+# No button leads out of a page, and they are few because each is a stop of the keyboard.
+CONFIG = {"displaylogo": False, "responsive": True, "modeBarButtons": [["toImage", "resetScale2d"]]}
+
+
+def write(
+    figures: Sequence[Figure], folder: Path, formats: Sequence[str] = (), say: Callable[[str], None] = lambda _: None
+) -> list[str]:
+    """Write `<name>.html`, `<name>.csv` and the static formats; the HTML files share one plotly.min.js.
+
+    `say` hears the progress. Returns notes: one line saying which static formats are missing, and why.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, figure in enumerate(figures, 1):
+        say(f"writing figure {number} of {len(figures)}")
+        plot = page(figure).update_layout(width=None)
+        guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
+        place = folder / f"{figure.name}.html"
+        plot.write_html(place, include_plotlyjs="directory", config=CONFIG)
+    if not formats or not figures:
+        return []
+    say(f"drawing {len(figures)} figures")
+    return images(figures, folder, formats)
+
+
+def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> list[str]:
+    """Write PDF for one column of a paper, SVG for a page, PNG for both (`<name>.png`, `<name>.column.png`: 300 dpi).
+    Return notes."""
+    pictures: list[Picture] = []
+    for figure in map(static, figures):
+        for kind in formats:
+            if kind != "pdf":
+                pictures.append(
+                    Picture(page(figure), folder / f"{figure.name}.{kind}", scale=2 if kind == "png" else 1)
+                )
+            if kind != "svg":
+                name = f"{figure.name}.pdf" if kind == "pdf" else f"{figure.name}.column.{kind}"
+                pictures.append(Picture(column(figure), folder / name, scale=300 / 96 if kind == "png" else 1))
+    try:
+        draw(pictures)
+    except NotDrawn as why:
+        return [f"not all {'/'.join(formats)} figures were drawn: {str(why)[:300]}"]
+    return []
+
+
+def write_one(figure: Figure, out: Path) -> None:
+    """Write a figure to a file that a user named: PDF for one column of a paper, other formats for a page. Raises
+    UserError if it cannot be drawn."""
+    if out.suffix == ".html":
+        draw_one(Picture(page(figure).update_layout(width=None), out))
+    else:
+        lay_out = column if out.suffix == ".pdf" else page
+        draw_one(Picture(lay_out(static(figure)), out, scale=2 if out.suffix == ".png" else 1))
+
+
+def plotly_script() -> str:
+    """Return the whole plotly.js, to be embedded once in a page."""
+    return str(get_plotlyjs())

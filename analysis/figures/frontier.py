@@ -165,36 +165,32 @@ def _row(
     """Draw one setting on one GPU; return how far it reaches on the axis, and what that is in words."""
     proven, low = 0 if predicted else one.largest_ok or 0, max(one.low or 0, one.largest_ok or 0)
     pale = 0.25 if one.extrapolated else 0.45
-    bar: dict[str, Any] = {"y": [at], "orientation": "h", "showlegend": False, "width": 0.62, "name": escape(name)}
+    own: dict[str, Any] = {"showlegend": False, **look.trace}
+    bar = own | {"y": [at], "orientation": "h", "width": 0.62, "name": escape(name)}
     if low > proven:
         plot.add_bar(
             x=[low], marker={"color": faint(look.colour, pale / 3), "line": {"color": look.colour, "width": 1},
             "pattern": {"shape": "/", "fgcolor": look.colour, "size": 7, "solidity": 0.25}},
-            hovertemplate=f"safe up to {low:,}<extra>{escape(name)}</extra>", **bar, **look.trace,
+            hovertemplate=f"safe up to {low:,}<extra>{escape(name)}</extra>", **bar,
         )  # fmt: skip
     if proven:
-        plot.add_bar(
-            x=[proven], marker={"color": look.colour}, hovertemplate=f"{proven:,} ran<extra>{escape(name)}</extra>",
-            **bar, **look.trace,
-        )  # fmt: skip
+        said = f"{proven:,} ran<extra>{escape(name)}</extra>"
+        plot.add_bar(x=[proven], marker={"color": look.colour}, hovertemplate=said, **bar)
     end = max(low, proven, one.value or 0)
     if one.value is not None and not predicted:
         plot.add_scatter(
             x=[one.value], y=[at], mode="markers", hovertemplate=f"estimate {one.value:,}<extra>{escape(name)}</extra>",
-            marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}},
-            showlegend=False, **look.trace,
+            marker={"symbol": "line-ns", "size": 19, "line": {"color": INK, "width": 2.5}}, **own,
         )  # fmt: skip
     if one.high is not None and one.high > end:
         plot.add_scatter(
-            x=[end, one.high], y=[at, at], mode="lines", line={"color": INK, "width": 1.2}, hoverinfo="skip",
-            showlegend=False, **look.trace,
+            x=[end, one.high], y=[at, at], mode="lines", line={"color": INK, "width": 1.2}, hoverinfo="skip", **own,
         )  # fmt: skip
         end = one.high
     if beyond is not None:
         plot.add_scatter(
             x=[end, beyond], y=[at, at], mode="lines+markers", line={"color": INK, "width": 1.2, "dash": "dot"},
-            marker={"symbol": ["line-ns", "arrow-right"], "size": 9, "color": INK}, hoverinfo="skip", showlegend=False,
-            **look.trace,
+            marker={"symbol": ["line-ns", "arrow-right"], "size": 9, "color": INK}, hoverinfo="skip", **own,
         )  # fmt: skip
         end = beyond
     ran = f"{one.largest_ok:,} ran" if one.largest_ok and not predicted else ""

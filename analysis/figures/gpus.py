@@ -64,8 +64,8 @@ def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list
     return kept
 
 
-def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False, right: bool = False) -> None:
-    """Draw a line across the plot, with its name above it at the left (or `right`); `upright`: across lying bars."""
+def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False) -> None:
+    """Draw a line across the plot, with its name above it at the left; `upright`: across lying bars."""
     colour, width, dash = (INK, 1.6, "dash") if limit.own else (GREY, 1, "dot")
     line = {"color": colour, "width": width, "dash": dash}
     words = {"text": escape(limit.name), "showarrow": False, "font": {"size": 11, "color": INK}, "name": "limit"}
@@ -75,5 +75,4 @@ def add_card_limit(plot: Any, limit: CardLimit, unit: int, upright: bool = False
         plot.add_annotation(x=at, y=1, yref="paper", xanchor="right", yanchor="bottom", **words)
     else:
         plot.add_hline(y=at, line=line)
-        side = {"x": 1, "xanchor": "right"} if right else {"x": 0, "xanchor": "left"}
-        plot.add_annotation(xref="paper", y=at, yanchor="bottom", **side, **words)
+        plot.add_annotation(x=0, xref="paper", xanchor="left", y=at, yanchor="bottom", **words)

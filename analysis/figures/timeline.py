@@ -17,9 +17,9 @@ import numpy as np
 import pandas as pd
 
 from vramsweep.analysis.data.load import Table
+from vramsweep.analysis.data.parts import called as of_part
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.composition import PARTS
-from vramsweep.analysis.figures.composition import called as of_part
 from vramsweep.analysis.figures.plots import COLOURS, GREY, INK, Figure, axis_unit, escape, new_plot, sentence
 from vramsweep.harness.files.file_names import make_safe
 from vramsweep.harness.files.sweep_folder import own_files

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 import pandas as pd
 
@@ -20,20 +19,14 @@ from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page, tiles
-from vramsweep.harness.files import outputs
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_size
 
 MOST = 400  # most pairs on the page
 
 
-def write(found: Comparison, along: Along, sides: tuple[Table, Table], out: Path) -> None:
-    """Write the page of a comparison of these two tables. Raises UserError if it cannot be written."""
-    outputs.write(out, render(found, along, sides))
-
-
 def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
-    """Return the page as text."""
+    """Return the page of a comparison of these two tables as text."""
     drawn: Figure | None
     try:
         drawn, undrawn = _in_page(overlay.figure(found, along, sides)), ""

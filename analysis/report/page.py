@@ -1,5 +1,7 @@
 """report.html: one self-contained page. Everything from rows is escaped. Nothing is fetched; the page forbids it.
 
+Texts of rows that repeat are stored once; rows beyond `MOST` are only in rows.csv.
+
 In: a report's content. Out: the page's text. Large parts (plotly, figures, rows) are deflated and in base64, so that a
 page of 20,000 rows stays a few megabytes. To unpack them, report.js needs a browser of 2023 or later
 (DecompressionStream).
@@ -11,7 +13,7 @@ import base64
 import json
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -23,17 +25,19 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from vramsweep.analysis.data import markup
-from vramsweep.analysis.figures import drawing, files, layout
+from vramsweep.analysis.data.load import Table, trials
+from vramsweep.analysis.figures import drawing, layout
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.figures.timeline import of_replay, of_timelines, recorded_holders
 from vramsweep.analysis.report.content import Content
-from vramsweep.analysis.report.findings import COMMAND
+from vramsweep.analysis.report.findings import COMMAND, reproduce
 from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
-from vramsweep.analysis.report.row_data import MOST, row_data
+from vramsweep.analysis.report.tiles import kinds
 from vramsweep.harness.files import outputs
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.terminal import escape_text
+from vramsweep.harness.rows.quality_flags import BY_NAME
 
 COLUMN = (1064, 460)  # px of a figure on a wide screen
 BEHIND = 40  # rows shown of the data behind a figure; its CSV has all
@@ -85,18 +89,16 @@ def grid(frame: pd.DataFrame, picker: Picker | None = None) -> dict[str, Any]:
     speed) then carries in words the group's flags against that kind.
     """
     columns = [{"name": str(name), "number": markup.numeric(frame[name])} for name in frame.columns]
+    first: dict[str, int] = {}
+    for at, column in enumerate(columns):
+        if column["number"] and (claim := claim_of(str(column["name"]))) is not None:
+            first.setdefault(claim, at)
     lines = []
     for group, row in zip(frame.index, frame.to_numpy(), strict=True):
         number = picker.number(group) if picker else None
-        left = {"memory", "speed"} if number is not None else set()
-        cells = []
-        for column, value in zip(columns, row, strict=True):
-            claim, flags = claim_of(str(column["name"])) if column["number"] else None, ""
-            if picker and number is not None and claim in left:
-                left.discard(claim)
-                of = forbidding(picker.flags[number], claim)
-                flags = in_words(of) if of else ""
-            cells.append({"text": str(value), "flags": flags})
+        own = picker.flags[number] if picker and number is not None else {}
+        flags = {at: in_words(of) for claim, at in first.items() if (of := forbidding(own, claim))}
+        cells = [{"text": str(value), "flags": flags.get(at, "")} for at, value in enumerate(row)]
         lines.append({"group": number, "cells": cells})
     return {"columns": columns, "rows": lines}
 
@@ -109,7 +111,7 @@ def _environment() -> Environment:
         finalize=lambda value: value if isinstance(value, Markup) else escape_text(str(value)), trim_blocks=True,
     )  # fmt: skip
     made.globals |= {
-        "resource": lambda name: Markup(_read(name)), "library": cache(lambda: packed(files.plotly_script())),
+        "resource": lambda name: Markup(_read(name)), "library": cache(lambda: packed(drawing.plotly_script())),
         "spec": _spec, "grid": grid, "beginning": _beginning, "json": _json, "count": lambda number: f"{number:,}",
     }  # fmt: skip
     made.filters["links"] = _links
@@ -169,3 +171,69 @@ def draw(data: Path, out: Path) -> None:
             f"{data} is not the output of vramsweep timeline --json; for a recording use replay FILE --figure OUT.html"
         ) from None
     outputs.write(out, text)
+
+
+MOST = 20_000
+
+
+def row_data(table: Table, picker: Picker) -> dict[str, Any]:
+    """Return columns of equal length by name; other columns point into `texts`, and `flags` say what each forbids.
+
+    Numbers are in bytes and tokens/s, null if unknown. A command is a list of its words, as indices into `words`.
+    """
+    frame = table.frame.head(MOST)
+    known = trials(Path(table.source), set(frame["trial_id"].dropna()))
+    names = sorted({str(name) for of_row in frame["flags"].dropna() for name in of_row})
+    at = {name: number for number, name in enumerate(names)}
+    words: dict[str, int] = {}
+    commands = []
+    for _, row in frame[["trial_id", "foreign"]].iterrows():
+        command = escape_text(reproduce(row, known.get(row["trial_id"])))
+        commands.append([words.setdefault(word, len(words)) for word in command.split(" ")])
+    ends = frame["outcome"].fillna("unknown").astype(str)
+    reasons = [
+        end if pd.isna(reason) else f"{end}: {reason}" for end, reason in zip(ends, frame["reason"], strict=True)
+    ]
+    return {
+        "trial": [escape_text(str(one)) for one in frame["trial_id"].fillna("–")],
+        "group": [int(one) for one in picker.of_row[: len(frame)]],
+        "labels": [escape_text(label) for label in picker.labels],
+        "length": _numbers(frame["seq_len"]),
+        "batch": _numbers(frame["micro_batch"]),
+        "allocated": _numbers(frame["peak_allocated_bytes"]),
+        "reserved": _numbers(frame["peak_reserved_bytes"]),
+        "speed": _numbers(frame["tokens_per_s"], 2),
+        "outcome": _coded(escape_text(text) for text in reasons),
+        "kind": _coded(kinds(frame)),
+        "flagged": [[] if _missing(of_row) else [at[str(name)] for name in of_row] for of_row in frame["flags"]],
+        "flags": [_flag(name) for name in names],
+        "unproven": _coded(
+            escape_text("" if _missing(of_row) else ", ".join(map(str, of_row))) for of_row in frame["unproven"]
+        ),
+        "words": list(words),
+        "command": commands,
+    }  # fmt: skip
+
+
+def _missing(value: Any) -> bool:
+    return not isinstance(value, list | np.ndarray)
+
+
+def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:
+    return [None if pd.isna(v) else round(float(v), digits) if digits else int(v) for v in column]
+
+
+def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
+    """Return the different texts, and each text as an index into them."""
+    at: dict[str, int] = {}
+    places = [at.setdefault(text, len(at)) for text in texts]
+    return {"texts": list(at), "at": places}
+
+
+def _flag(name: str) -> dict[str, Any]:
+    flag = BY_NAME.get(name)
+    return {
+        "name": escape_text(name),
+        "meaning": flag.meaning if flag else "",
+        "forbids": list(flag.forbids) if flag else [],
+    }

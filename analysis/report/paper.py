@@ -1,5 +1,8 @@
 """The folder for a paper: tables and figures for LaTeX, the methods, the rows, and what makes it all again.
 
+lock.txt is a requirements file of the exact versions that rows were measured with and tables were made with. A version
+does not identify a source build (flash-attn).
+
 In: rows. Out: the folder; harness/files/outputs.py decides which of its files may be replaced or deleted. Traces and
 recordings beyond those that a table shows stay in the sweep's folder.
 """
@@ -9,23 +12,30 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
+import re
 import shlex
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
+
+import pandas as pd
 
 from vramsweep.analysis.answers.what_if import MOST as RECORDINGS
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.export import guarded_frame, write_csv, write_parquet
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.figures import files
+from vramsweep.analysis.figures import drawing
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.analysis.report import findings, latex, paper_tables, requirements_file
+from vramsweep.analysis.report import findings, latex, paper_tables
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect, split_worlds
+from vramsweep.analysis.report.findings import values
 from vramsweep.analysis.report.write import Written, unwritable, write_residuals
 from vramsweep.harness.files import file_names, inferred_points, outputs
 from vramsweep.harness.files.sweep_folder import OWN, own_files
+from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.rows import journal
 from vramsweep.version import __version__
 
@@ -63,7 +73,7 @@ def write_paper(
                       "figures": [(one.name, markup.cell(one.title), one.name in drawn) for one in figures],
                       "residuals": bool(residuals)}  # fmt: skip
             (draft / "README.md").write_text(latex.markdown("README.md.j2", **(said | readme)), encoding="utf-8")
-            (draft / "lock.txt").write_text(requirements_file.text(table.frame), encoding="utf-8")
+            (draft / "lock.txt").write_text(lock_text(table.frame), encoding="utf-8")
             _write_environment(content, draft, command)
             _write_digests(draft)
     except OSError as error:
@@ -91,7 +101,7 @@ def _write_figures(
     """Write each figure's data, and its PDF and LaTeX if it can be drawn. Return the names of these, and notes."""
     for figure in figures:
         guarded_frame(figure.data).to_csv(folder / f"{figure.name}.csv", index=False)
-    notes = files.images(figures, folder, ["pdf"]) if figures else []
+    notes = drawing.images(figures, folder, ["pdf"]) if figures else []
     worlds = [(world, paper_tables.context(world, rows)) for world, rows in split_worlds(content.table)]
     drawn = [figure for figure in figures if (folder / f"{figure.name}.pdf").is_file()]
     for figure in drawn:
@@ -178,3 +188,49 @@ def _write_digests(folder: Path) -> None:
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole
     )
     (folder / DIGESTS).write_text("".join(f"{line}\n" for line in sorted(lines, key=lambda line: line[66:])), "utf-8")
+
+
+OF_ROWS = {"torch": "torch_version", "transformers": "transformers_version", "deepspeed": "deepspeed_version"}
+SAID = ("python_version", *OF_ROWS.values(), "cuda_version", "driver_version", "vramsweep_version", "git_commit")
+ANALYSIS = (
+    *("numpy", "pandas", "pyarrow", "scipy", "plotly", "mini-racer", "vl-convert-python"),
+    *("jinja2", "rich", "packaging"),
+)
+_NAME, _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"), re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
+
+
+def installed() -> dict[str, str]:
+    """Return the version of each package in this environment, by the name that the index writes."""
+    found = {}
+    for one in metadata.distributions():
+        name, version = str(one.metadata["Name"] or ""), str(one.version or "")
+        if _NAME.fullmatch(name) and _VERSION.fullmatch(version):
+            found[re.sub(r"[-_.]+", "-", name).lower()] = version
+    return dict(sorted(found.items()))
+
+
+def lock_text(frame: pd.DataFrame) -> str:
+    """Return the file: all of this environment if the rows name it, else the rows' versions and the analysis's.
+
+    Versions of rows come from outside. One that is no version becomes a comment, never a line that pip would read.
+    """
+    here = installed()
+    of_rows = {name: sorted(set(frame[column].dropna().astype(str))) for name, column in OF_ROWS.items()}
+    pythons = sorted(set(frame["python_version"].dropna().astype(str)))
+    same = bool(of_rows["torch"]) and pythons == [platform.python_version()]
+    same = same and all(versions in ([], [here.get(name)]) for name, versions in of_rows.items())
+    pins = {name: here[name] for name in (here if same else ANALYSIS) if name in here and name != "vramsweep"}
+    several = {}
+    for name, versions in () if same else of_rows.items():
+        if len(versions) == 1 and _VERSION.fullmatch(versions[0]):
+            pins[name] = versions[0]
+        elif versions:
+            several[name] = _comment(", ".join(versions))
+    return latex.markdown(
+        "lock.txt.j2", version=__version__, python=platform.python_version(), same=same, several=several,
+        named={name: said for name in SAID if (said := _comment(values(frame, name)))}, pins=sorted(pins.items()),
+    )  # fmt: skip
+
+
+def _comment(said: str) -> str:
+    return re.sub(r"\s+", " ", escape_text(said))

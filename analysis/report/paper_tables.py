@@ -218,10 +218,10 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
     ]
     unit = _unit([piece[2] for *_, piece in found])
     misfit = _unit([one.worst for _, one, *_ in found])
-    lines, firsts = [], []
+    starts = [at for at, (fit, *_) in enumerate(found) if at == 0 or found[at - 1][0] is not fit]
+    lines = []
     for fit, one, key, number_of, (start, _, at, slope, bend) in found:
-        firsts.append((id(fit), id(one), key))
-        new_fit, new_model = firsts[-2:-1] == [] or firsts[-2][0] != id(fit), firsts[-2:-1] != firsts[-1:]
+        new_fit, new_model = len(lines) in starts, number_of == 1
         modulus = one.model.modulus
         of = f", lengths {'' if key else 'not '}divisible by {modulus}" if modulus else ""
         name = f"{NAMES[one.model.curves[key].kind]}{of}{', chosen' if one is fit.chosen else ''}"
@@ -247,8 +247,7 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
          f"RMS ({misfit.name})", f"worst ({misfit.name})", "R²", "probability"),
         lines, notes,
     )  # fmt: skip
-    breaks = tuple(at for at in range(1, len(firsts)) if firsts[at][0] != firsts[at - 1][0])
-    return table and replace(table, groups=breaks)
+    return table and replace(table, groups=tuple(starts[1:]))
 
 
 def _of_fits(fits: Sequence[Fit]) -> str:

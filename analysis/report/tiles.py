@@ -17,7 +17,8 @@ from vramsweep.analysis.data.groups import Group, label
 from vramsweep.analysis.data.load import is_, varying
 from vramsweep.analysis.data.metrics import GIB, METRICS, MIB, unit_of
 from vramsweep.analysis.data.pairing import Beside
-from vramsweep.analysis.figures.composition import OF_PEAK, called, oom_parts
+from vramsweep.analysis.data.parts import called
+from vramsweep.analysis.figures.composition import OF_PEAK, oom_parts
 from vramsweep.analysis.figures.style import ON_CARD
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.memory_frontier import ALL, EDGE, SIZES, Limit

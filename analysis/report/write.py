@@ -15,7 +15,7 @@ from typing import Any
 from vramsweep.analysis.answers.answer_table import Answered
 from vramsweep.analysis.data.export import guarded_frame, write_csv
 from vramsweep.analysis.data.load import Table
-from vramsweep.analysis.figures import files
+from vramsweep.analysis.figures import drawing
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.report import latex, page, summary
 from vramsweep.analysis.report.content import ALL_ROWS, Content, Fitting, collect
@@ -83,7 +83,7 @@ def write_report(
     folder: Path,
     formats: Sequence[str],
     answer: str | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = lambda _: None,
     fitting: Fitting = ALL_ROWS,
 ) -> Written:
     """Write report.html, rows.csv, figures/, README.txt and the answer of that name into `folder`.
@@ -106,7 +106,7 @@ def write_report(
             (draft / "report.html").write_text(page.render(content), encoding="utf-8")
             if not beside or any(one.exists() for one in journal.files(folder)):  # else it is a folder of the user's
                 (draft / "README.txt").write_text(_read_me(content, folder), "utf-8", "backslashreplace")
-            notes = files.write(content.figures, draft / "figures", formats, say)
+            notes = drawing.write(content.figures, draft / "figures", formats, say)
     except OSError as error:
         raise unwritable(error, folder) from None
     return Written(places, content.summary, (*kept, *notes, *content.warnings), content.answer, content.screen)

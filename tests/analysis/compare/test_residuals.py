@@ -186,7 +186,7 @@ def test_ten_thousand_configurations() -> None:
 
 @pytest.mark.slow
 def test_report_and_paper_have_the_residuals(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vramsweep.analysis.report.write.files.images", lambda *_: [])
+    monkeypatch.setattr("vramsweep.analysis.report.write.drawing.images", lambda *_: [])
     few = {"allocators": ("default",), "repeats": 1}
     folder = synthetic.write(tmp_path, measured(**few) + scaled(predicted(**few), peak_reserved_bytes=1.01))
     cli.run("report", folder, "--images", "none")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import cases
 
-from vramsweep.analysis.data.headers import our_name
-from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.importers import open_rows, our_name
 
 pytestmark = pytest.mark.deterministic
 

@@ -20,8 +20,9 @@ from vramsweep.analysis.cli import main
 from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import from_frame
 from vramsweep.analysis.figures.composition import OF_PEAK
-from vramsweep.analysis.report import latex, paper_tables, requirements_file
+from vramsweep.analysis.report import latex, paper_tables
 from vramsweep.analysis.report.findings import methods
+from vramsweep.analysis.report.paper import lock_text
 
 NEEDS = {"pdflatex": "a LaTeX (pdflatex)", "pdftotext": "poppler's pdftotext"}
 EVIL = r"[5] * 50 % & $x$_\input{y} #1 {~^} 语言"
@@ -256,7 +257,7 @@ def test_what_is_the_users_stays(tmp_path: Path, cli: Cli) -> None:
 
 def test_a_version_that_is_none_is_no_line_that_pip_reads() -> None:
     rows = synthetic.sweep((128,), (1,), repeats=1, torch_version="2.4.0\n--index-url=http://evil.example", seed=1)
-    text = requirements_file.text(from_frame(pd.DataFrame(rows), "x").frame)
+    text = lock_text(from_frame(pd.DataFrame(rows), "x").frame)
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert lines and all(re.fullmatch(r"[a-z0-9-]+==[A-Za-z0-9.+!_-]+", line) for line in lines)
     assert not any(line.startswith("torch==") for line in lines)
