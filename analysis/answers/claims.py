@@ -255,16 +255,19 @@ def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
     return is_(frame, "sharding", "none") & is_(frame, "world_size", 1)
 
 
-def _pairs(rows: Rows, axis: str, one: Sequence[str], other: Sequence[str], *columns: str) -> Numbers:
-    """Yield the ratio at two of an axis's values, all else equal, of the first of these columns that both have."""
+def _ratios(
+    rows: Rows, axis: str, one: str, other: Sequence[str], shown: Callable[[float], float], *columns: str
+) -> Numbers:
+    """Yield the ratio at two of an axis's values, all else equal, of the first of these columns that both have; without
+    `columns`, of a step's time."""
+    columns = columns or rows.seconds
     for same in group_alike(rows.ok(), axis):
         where = label(same.iloc[0], axis)
         values = dict(same.groupby(axis)[list(columns)].median().iterrows())
-        for a in (value for value in one if value in values):
-            for b in (value for value in other if value in values):
-                if (column := shared(values[a], values[b], columns)) is not None:
-                    ratio = float(values[b][column]) / float(values[a][column])
-                    yield same, f"{where}, {b}" if len(other) > 1 else where, ratio
+        for b in (value for value in other if one in values and value in values):
+            if (column := shared(values[one], values[b], columns)) is not None:
+                ratio = float(values[b][column]) / float(values[one][column])
+                yield same, f"{where}, {b}" if len(other) > 1 else where, shown(ratio)
 
 
 def _saved(rows: Rows) -> Numbers:
@@ -279,18 +282,6 @@ def _saved(rows: Rows) -> Numbers:
             where = label(same.iloc[0], "micro_batch", "checkpointing")
             saved = 100 * float(1 - growth["full"] / growth["none"])
             yield same, f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
-
-
-def _ratios(
-    axis: str, one: str, other: Sequence[str], shown: Callable[[float], float], *columns: str
-) -> Callable[[Rows], Numbers]:
-    """Return a comparison of two of an axis's values by `_pairs`; without `columns`, of a step's time."""
-
-    def numbers(rows: Rows) -> Numbers:
-        for same, where, ratio in _pairs(rows, axis, [one], other, *(columns or rows.seconds)):
-            yield same, where, shown(ratio)
-
-    return numbers
 
 
 def _change(ratio: float) -> float:
@@ -350,11 +341,8 @@ def _quadratic(rows: Rows) -> Numbers:
 def _optimizer_step_gb(rows: Rows) -> Numbers:
     """Yield the GB in the optimizer's step: weights, adapters, gradients and states, without activations."""
     for same in group_alike(rows.ok("optimizer_peak_allocated_bytes")):
-        yield (
-            same,
-            label(same.iloc[0], "adapter", "lora_r"),
-            float(same["optimizer_peak_allocated_bytes"].median()) / GB,
-        )
+        peak = float(same["optimizer_peak_allocated_bytes"].median())
+        yield same, label(same.iloc[0], "adapter", "lora_r"), peak / GB
 
 
 def _reserved(rows: Rows) -> Numbers:
@@ -414,15 +402,17 @@ def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
 # For each claim of claims.json: the rows that it is about, what is compared, and the source's own configuration.
 _HOW: dict[str, tuple[Any, ...]] = {
     "checkpointing-saves": (_any, _saved),
-    "checkpointing-costs": (_any, _ratios("checkpointing", "none", ["full"], _change)),
+    "checkpointing-costs": (_any, lambda rows: _ratios(rows, "checkpointing", "none", ["full"], _change)),
     "flash-attention": (
         lambda f: f["seq_len"].ge(2048).fillna(False),
-        _ratios("attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK),
+        lambda rows: _ratios(rows, "attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK),
     ),
     "adam-8bit": (lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit),
     "autocast-weights": (
         lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & is_(f, "quantization", "none"),
-        _ratios("precision", "fp32", ["bf16"], lambda ratio: 100 * ratio, "load_peak_allocated_bytes"),
+        lambda rows: _ratios(
+            rows, "precision", "fp32", ["bf16"], lambda ratio: 100 * ratio, "load_peak_allocated_bytes"
+        ),
     ),
     "linear-in-batch": (_any, _off_the_line),
     "eager-quadratic": (lambda f: is_(f, "attention", "eager"), _quadratic),
@@ -434,7 +424,10 @@ _HOW: dict[str, tuple[Any, ...]] = {
     "qlora-7b": (lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"), _reserved, _paper),
     "accumulation": (_alone, _accumulated),
     "70b-on-8": (_on_eight, _of_the_card, lambda f: is_(f, "sharding", "fsdp1", "fsdp2")),
-    "expandable-segments": (_any, _ratios("allocator", "default", ["expandable"], _change, "peak_reserved_bytes")),
+    "expandable-segments": (
+        _any,
+        lambda rows: _ratios(rows, "allocator", "default", ["expandable"], _change, "peak_reserved_bytes"),
+    ),
 }
 
 

@@ -50,25 +50,17 @@ def each(column: Any, change: Any) -> Any:
     return pa.array(changed, column.type)
 
 
-def flat(frame: pd.DataFrame) -> pa.Table:
-    """Return the table with lists as JSON text, so that any reader accepts it."""
+def write_csv(frame: pd.DataFrame, path: Path) -> None:
+    """Write all rows and columns as CSV, with lists as JSON text, so that any reader accepts it."""
     columns: dict[str, Any] = {}
     for name, column in frame.items():
         array = pa.array(column, from_pandas=True)
         if pa.types.is_list(array.type):
             texts = [None if v is None else json.dumps(v) for v in array.to_pylist()]
             array = pa.array(texts, pa.string())
-        columns[str(name)] = array
-    return pa.table(columns)
-
-
-def write_csv(frame: pd.DataFrame, path: Path) -> None:
-    """Write all rows and columns as CSV."""
-    table = flat(frame)
-    for at, field in enumerate(table.schema):
-        if pa.types.is_string(field.type) or pa.types.is_large_string(field.type):
-            table = table.set_column(at, field, each(table.column(at), guarded))
-    pa.csv.write_csv(table, path)
+        text = pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+        columns[str(name)] = each(array, guarded) if text else array
+    pa.csv.write_csv(pa.table(columns), path)
 
 
 def write_parquet(frame: pd.DataFrame, path: Path) -> None:

@@ -157,11 +157,7 @@ def others_equal(groups: Sequence[Group], axes: Sequence[str]) -> list[Group]:
 
 
 LONG = 4
-_PLAIN = {name: value for name, value in DEFAULTS.items() if name != "precision"} | {
-    "sharding": "none",
-    "grad_accum": 1,
-    "world_size": 1,
-}
+_PLAIN = DEFAULTS | {"precision": None, "sharding": "none", "grad_accum": 1, "world_size": 1}
 
 
 def label(settings: Mapping[str, Any], long: int = LONG) -> str:

@@ -81,7 +81,13 @@ def load(path: Path) -> Table:
         return from_frame(pa.parquet.read_table(file).to_pandas(types_mapper=_pandas_type), str(path))
     if file.suffix == ".csv":
         return from_frame(_read_csv(file), str(path))
-    frame, warnings = _read_journals(path, files)
+    warnings: list[str] = []
+    try:  # fast, piece by piece, if every line fits the registry, else line by line
+        frame = _read_pieces(files)
+    except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError):
+        frame, warnings = _read_lines(path)
+    except OSError as error:
+        raise journal.refusal(file, error) from None
     return from_frame(frame, str(path), warnings)
 
 
@@ -140,22 +146,12 @@ class _Unusual(Exception):
     """Raised for a journal to read line by line: rows of an earlier version, damaged lines or several writers."""
 
 
-def _read_journals(path: Path, files: Sequence[Path]) -> tuple[pd.DataFrame, list[str]]:
-    """Read the rows of a sweep: fast, piece by piece, if every line fits the registry, else line by line."""
-    try:
-        if len(files) > 1:
-            raise _Unusual
-        return _read_pieces(files[0])
-    except (_Unusual, pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError):
-        return _read_lines(path)
-    except OSError as error:
-        raise journal.refusal(files[0], error) from None
-
-
-def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
+def _read_pieces(files: Sequence[Path]) -> pd.DataFrame:
     used: set[str] = set()
     pieces: list[pa.Table] = []
-    with open_regular(file, journal.LIMIT) as stream:
+    if len(files) > 1:
+        raise _Unusual
+    with open_regular(files[0], journal.LIMIT) as stream:
         while piece := stream.read(_PIECE):
             whole = piece.rfind(b"\n") + 1
             if whole:
@@ -174,7 +170,7 @@ def _read_pieces(file: Path) -> tuple[pd.DataFrame, list[str]]:
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])
     frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
-    return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame, []
+    return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame
 
 
 def _read_piece(piece: memoryview, used: set[str]) -> pa.Table:

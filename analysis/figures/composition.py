@@ -18,7 +18,7 @@ from vramsweep.analysis.data.groups import Group, groups, label
 from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.gpus import add_card_limit, card_limit, other_limits
+from vramsweep.analysis.figures.gpus import add_card_limit, all_limits, card_limit
 from vramsweep.analysis.figures.phases import highest
 from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, new_plot, sentence
 from vramsweep.analysis.figures.style import GREY, Look, View, names
@@ -100,7 +100,7 @@ def _stacked(
         data.append(_frame(mine, group).assign(shown=number == 0))
     _crosses(plot, out, axis, own, view.look(first), unit)
     _measured(plot, drawn, axis, view.look(first), unit)
-    for limit in [*([own] if own is not None else []), *other_limits(own, top, view.table.frame)]:
+    for limit in all_limits(own, top, view.table.frame):
         add_card_limit(plot, limit, unit)
     plot.update_yaxes(range=[0.0, 1.06 * top / unit])
     places = np.unique(np.concatenate([frame[axis].to_numpy(float) for frame in (*stacks, out, drawn)]))
@@ -271,7 +271,7 @@ def _lying(
             plots.add_text(plot, [end], [place_of], [f" needs {format_size(size)}"], Look(INK), "middle right", 11)
     plot.update_xaxes(tickformat=",~g", range=[0, top / unit * (1.2 if np.isfinite(needed).any() else 1.04)])
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
-    for limit in [*([own] if own is not None else []), *other_limits(own, top, view.table.frame)][:3]:
+    for limit in all_limits(own, top, view.table.frame)[:3]:
         add_card_limit(plot, limit, unit, upright=True)
     data = rows.assign(group=[group.label for group in known], **stack).drop(
         columns=["oom_parts_bytes"], errors="ignore"

@@ -167,13 +167,9 @@ def images(figures: Sequence[Figure], folder: Path, formats: Sequence[str]) -> l
     pictures: list[Picture] = []
     for figure in map(static, figures):
         for kind in formats:
-            if kind != "pdf":
-                pictures.append(
-                    Picture(page(figure), folder / f"{figure.name}.{kind}", scale=2 if kind == "png" else 1)
-                )
-            if kind != "svg":
-                name = f"{figure.name}.pdf" if kind == "pdf" else f"{figure.name}.column.{kind}"
-                pictures.append(Picture(column(figure), folder / name, scale=300 / 96 if kind == "png" else 1))
+            pictures.append(_lay_out(figure, folder / f"{figure.name}.{kind}"))
+            if kind == "png":
+                pictures.append(Picture(column(figure), folder / f"{figure.name}.column.png", scale=300 / 96))
     try:
         draw(pictures)
     except NotDrawn as why:
@@ -187,8 +183,12 @@ def write_one(figure: Figure, out: Path) -> None:
     if out.suffix == ".html":
         draw_one(Picture(page(figure).update_layout(width=None), out))
     else:
-        lay_out = column if out.suffix == ".pdf" else page
-        draw_one(Picture(lay_out(static(figure)), out, scale=2 if out.suffix == ".png" else 1))
+        draw_one(_lay_out(static(figure), out))
+
+
+def _lay_out(figure: Figure, out: Path) -> Picture:
+    lay_out = column if out.suffix == ".pdf" else page
+    return Picture(lay_out(figure), out, scale=2 if out.suffix == ".png" else 1)
 
 
 def plotly_script() -> str:

@@ -46,21 +46,20 @@ def card_limit(group: Group, most: float) -> CardLimit | None:
     return CardLimit(str(names[0]), size, True, size <= NEAR * most)
 
 
-def other_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
-    """Return limits of other GPUs within a figure that reaches to `top` bytes, not too close together. GPUs of the rows
-    come first, then the largest few of other sizes."""
+def all_limits(own: CardLimit | None, top: float, frame: pd.DataFrame) -> list[CardLimit]:
+    """Return this limit, then those of other GPUs within a figure that reaches to `top` bytes, not too close together.
+    GPUs of the rows come first, then the largest few of other sizes."""
     mine = frame.assign(card=card(frame), limit=allocator_limits(frame)).dropna(subset=["card"])
     limits = mine.groupby("card")["limit"].max().dropna()
     swept = [CardLimit(str(name), float(size), False, True) for name, size in limits.items()]
     sizes = [CardLimit(f"{size:g} GiB GPU", float(memory_limit(gpu)), False, True)
              for size in SIZES if (gpu := lowest_limit_gpu(size)) is not None]  # fmt: skip
-    taken = [own.size] if own is not None else []
-    kept: list[CardLimit] = []
+    kept = [own] if own is not None else []
+    most = len(kept) + max(OTHERS, len(swept))
     for one in (*sorted(swept, key=lambda one: -one.size), *sorted(sizes, key=lambda one: -one.size)):
-        apart = all(abs(one.size - other) > APART * top for other in taken)
-        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < max(OTHERS, len(swept)):
+        apart = all(abs(one.size - other.size) > APART * top for other in kept)
+        if 0.15 * top < one.size < 0.97 * top and apart and len(kept) < most:
             kept.append(one)
-            taken.append(one.size)
     return kept
 
 

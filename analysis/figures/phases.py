@@ -15,7 +15,6 @@ from vramsweep.analysis.data.metrics import highest_of
 from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
-from vramsweep.analysis.figures.line_chart import having
 from vramsweep.analysis.figures.plots import (
     ABOVE,
     COLOURS,
@@ -31,7 +30,7 @@ from vramsweep.analysis.figures.plots import (
     sentence,
     short,
 )
-from vramsweep.analysis.figures.style import Look, View
+from vramsweep.analysis.figures.style import Look, View, having
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.harness.rows.schema import PARTS
 

@@ -274,7 +274,6 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
 
     The file's name says it too, unless it is `alone`: there are no figures of other rows.
     """
-    name = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")[:120]
     plot = go.Figure(figure.plot)
     plot.add_annotation(
         text=escape(world), showarrow=False, xref="paper", yref="paper", x=1, y=1, xanchor="right", yanchor="bottom",
@@ -284,9 +283,6 @@ def of_world(figure: Figure, world: str, alone: bool) -> Figure:
     if plot.layout.legend.yref == "paper":  # move it above the annotation
         height = (plot.layout.height or BLOG[1]) - 80
         plot.update_layout(legend={"y": max(plot.layout.legend.y, 1 + 20 / height)}, margin={"t": 48})
-    return replace(
-        figure,
-        name=figure.name if alone else name,
-        title=f"{figure.title} ({world})",
-        plot=plot,
-    )
+    named = re.sub(r"[^a-z0-9]+", "_", f"{figure.name} {world}".lower()).strip("_")[:120]
+    name = figure.name if alone else named
+    return replace(figure, name=name, title=f"{figure.title} ({world})", plot=plot)

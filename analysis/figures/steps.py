@@ -12,9 +12,8 @@ from vramsweep.analysis.compare.lengths import Held, Runs
 from vramsweep.analysis.data.groups import Group
 from vramsweep.analysis.data.metrics import GIB
 from vramsweep.analysis.figures import plots
-from vramsweep.analysis.figures.line_chart import having
 from vramsweep.analysis.figures.plots import GREY, MOST, End, Figure, escape, finish, new_plot
-from vramsweep.analysis.figures.style import Look, View
+from vramsweep.analysis.figures.style import Look, View, having
 
 PLATEAU = 5  # measured steps; fewer cannot show that memory has stopped rising
 

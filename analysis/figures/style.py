@@ -140,6 +140,11 @@ def shared(groups: Sequence[Group]) -> dict[str, Any]:
     return {k: v for k, v in groups[0].settings.items() if all(g.settings.get(k) == v for g in groups)}
 
 
+def having(groups: Sequence[Group], *columns: str) -> Sequence[Group]:
+    """Return the groups, or none if their table knows nothing of one of these columns."""
+    return groups if groups and all(groups[0].source[column].notna().any() for column in columns) else []
+
+
 def names(groups: Sequence[Group]) -> list[str]:
     """Return labels of groups that stand in one figure: only what differs between these."""
     same = shared(groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pandas as pd
 
@@ -108,13 +108,13 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         over_lengths = lengths.runs(own)
         predicted = name == PREDICTED
         still, varied = ([group for group in own if group.varies is side] for side in (False, True))
-        view = View(part, still, varied, own_fits, own_limits, over_lengths, jobs, predicted=predicted)
-        views.append((name, replace(view, curves=fitting.curves)))
-        first = [*parts.sentences(jobs), *lengths.sentences(over_lengths)]
-        leading += [f"{PREDICTED.capitalize()}: {s}" for s in first] if predicted else first
-        said = [*first, *findings.findings(own, own_fits)]
+        drawn_from = still, varied, own_fits, own_limits, over_lengths, jobs
+        views.append((name, View(part, *drawn_from, predicted=predicted, curves=fitting.curves)))
+        kind = "Predicted: " * predicted
+        first = [kind + said for said in (*parts.sentences(jobs), *lengths.sentences(over_lengths))]
+        leading += first
+        found += [*first, *(kind + said for said in findings.findings(own, own_fits))]
         all_jobs += jobs
-        found += [f"Predicted: {s}" for s in said] if predicted else said
         notes += own_notes
         fits += own_fits
         limits += own_limits

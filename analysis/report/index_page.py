@@ -70,11 +70,8 @@ def write(found: Sequence[Entry], place: Path, folder: Path) -> None:
 
 def text(of: Entry) -> str:
     """Return an entry as text for a terminal."""
-    return "\n".join([f"{of.folder}  {_state(of)}".rstrip(), *(f"  {line}" for line in (of.about, *of.findings))])
-
-
-def _state(of: Entry) -> str:
-    return ", ".join(filter(None, [of.state, of.last and of.last[:10]]))
+    state = ", ".join(filter(None, [of.state, of.last and of.last[:10]]))
+    return "\n".join([f"{of.folder}  {state}".rstrip(), *(f"  {line}" for line in (of.about, *of.findings))])
 
 
 def _read(sweep: Path, index: Path) -> Entry:

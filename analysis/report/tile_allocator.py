@@ -5,7 +5,7 @@ Measured pairs come first, then imported ones. Predicted pairs answer only if no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -33,15 +33,11 @@ def allocator(table: Table, of: Head | None) -> Tile:
     base = "default" if "default" in names else names[0]
     kind = kinds(table.frame)
     for which in KINDS:
-        if found := _of_kind(table.where(kind.eq(which)), base, names) if kind.eq(which).any() else {}:
+        rows = table.where(kind.eq(which))
+        every = ((name, _compared(rows, base, name)) for name in names if name != base)
+        if found := {name: one for name, one in every if one is not None}:
             return _make_tile(question, base, found, which)
     return Tile(question, about=join(f"no settings ran with both {base} and another allocator"))
-
-
-def _of_kind(table: Table, base: str, names: Sequence[str]) -> dict[str, tuple[verdicts.OverAll, _Pairs]]:
-    """Return, for each allocator that can be compared with the base, the verdict over all pairs and each pair's."""
-    every = {name: _compared(table, base, name) for name in names if name != base}
-    return {name: one for name, one in every.items() if one is not None and one[0].change is not None}
 
 
 def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.OverAll, _Pairs]], kind: str) -> Tile:
@@ -86,7 +82,8 @@ def _compared(table: Table, base: str, other: str) -> tuple[verdicts.OverAll, _P
         found = verdicts.compare(one, two, (base, other))
     except UserError:
         return None
-    if (over := min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)) is None:
+    over = min(found.memory, key=lambda one: one.metric != "peak_reserved_bytes", default=None)
+    if over is None or over.change is None:
         return None
     return over, [(pair.settings, m) for pair in found.pairs for m in pair.memory if m.metric == over.metric]
 
