@@ -129,9 +129,8 @@ class Fits(Shown, tuple[ShownFit, ...]):
     @property
     def text(self) -> str:
         """Text that the verb prints."""
-        return "\n".join(
-            ["\n\n".join(fit_wording.text(fit) for fit in self), *(f"note: {note}" for note in self.notes)]
-        )
+        fits = "\n\n".join(fit_wording.text(fit) for fit in self)
+        return "\n".join([fits, *(f"note: {note}" for note in self.notes)])
 
     @property
     def frame(self) -> pd.DataFrame:
@@ -229,9 +228,8 @@ class Report(Shown):
     @property
     def frame(self) -> pd.DataFrame:
         """Frame of name and place of all that was written."""
-        return pd.DataFrame(
-            [(name, str(path)) for name, path in self.written.places.items()], columns=["what", "where"]
-        )
+        lines = [(name, str(path)) for name, path in self.written.places.items()]
+        return pd.DataFrame(lines, columns=["what", "where"])
 
     def _repr_html_(self) -> str:
         return html("Written", self.frame, whole=self.written.summary, notes=self.written.notes)

@@ -24,16 +24,6 @@ WIDTH = 80
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One kind of answer. `make` is pure: from rows it makes a table of text cells, and notes below it. The column
-    `verdict` has each line's verdict."""
-
-    name: str
-    title: str
-    make: Callable[[Table], tuple[pd.DataFrame, list[str]]]
-
-
-@dataclass(frozen=True)
 class Answered:
     """An answer's table and notes, of one sweep."""
 
@@ -66,8 +56,12 @@ class Answered:
         return "\n".join([f"# {self.title}\n", markup.markdown(self.frame), *notes])
 
 
-ANSWERS = (Answer("claims", "Are the guides right?", claims.make),)
-NAMES = tuple(answer.name for answer in ANSWERS)
+# Each answer's title and the function that makes it, which is pure: from rows it makes a table of text cells, and notes
+# below it. The column `verdict` has each line's verdict.
+ANSWERS: dict[str, tuple[str, Callable[[Table], tuple[pd.DataFrame, list[str]]]]] = {
+    "claims": ("Are the guides right?", claims.make)
+}
+NAMES = tuple(ANSWERS)
 
 
 def answer_question(table: Table, name: str | None) -> Answered | None:
@@ -75,9 +69,9 @@ def answer_question(table: Table, name: str | None) -> Answered | None:
     if name is None:
         return None
     suggestions.check_listed(f"answer={name}", "answer", name, NAMES)
-    found = next(answer for answer in ANSWERS if answer.name == name)
-    frame, notes = found.make(table)
-    return Answered(found.title, frame, tuple(notes))
+    title, make = ANSWERS[name]
+    frame, notes = make(table)
+    return Answered(title, frame, tuple(notes))
 
 
 def read_question(folder: Path) -> str | None:

@@ -186,17 +186,11 @@ class Card:
 def make(table: Table) -> tuple[pd.DataFrame, list[str]]:
     """Return one line per claim, and what a reader should know."""
     found = cards(table)
-    lines = [
-        {
-            "claim": card.claim.statement,
-            "verdict": card.verdict,
-            "found": card.text(),
-            "compared": card.claim.compared,
-            "what decides": f"{_bounds(card.claim)}: {card.claim.why}",
-            "source": card.claim.source,
-        }
-        for card in found
-    ]
+    lines = []
+    for card in found:
+        of = card.claim
+        line = {"claim": of.statement, "verdict": card.verdict, "found": card.text(), "compared": of.compared}
+        lines.append(line | {"what decides": f"{_bounds(of)}: {of.why}", "source": of.source})
     note = "Predicted: no GPU has run these trials; `device=cuda` measures them. Seconds are estimates."
     return pd.DataFrame(lines), [note] * any("predicted" in card.verdict for card in found)
 

@@ -273,9 +273,8 @@ def _lying(
     plot.update_yaxes(type="category", autorange="reversed", tickformat=None, showgrid=False)
     for limit in all_limits(own, top, view.table.frame)[:3]:
         add_card_limit(plot, limit, unit, upright=True)
-    data = rows.assign(group=[group.label for group in known], **stack).drop(
-        columns=["oom_parts_bytes"], errors="ignore"
-    )
+    data = rows.drop(columns=["oom_parts_bytes"], errors="ignore")
+    data = data.assign(group=[group.label for group in known], **stack)
     return Figure("composition", title, caption, plot, data)
 
 

@@ -15,22 +15,8 @@ from vramsweep.analysis.data.metrics import highest_of
 from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
-from vramsweep.analysis.figures.plots import (
-    ABOVE,
-    COLOURS,
-    GREY,
-    LENGTH,
-    MOST,
-    End,
-    Figure,
-    axis_unit,
-    escape,
-    finish,
-    new_plot,
-    sentence,
-    short,
-)
-from vramsweep.analysis.figures.style import Look, View, having
+from vramsweep.analysis.figures.plots import ABOVE, LENGTH, End, Figure, escape, finish, new_plot, sentence, short
+from vramsweep.analysis.figures.style import COLOURS, GREY, MOST, Look, View, having
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.harness.rows.schema import PARTS
 
@@ -114,7 +100,7 @@ def of_jobs(view: View) -> list[Figure]:
         return []
     shown = jobs[:JOBS]
     bases = sorted({job.base for job in shown})
-    unit, called_ = axis_unit(max(max(job.peaks.values()) for job in shown))
+    unit, called_ = plots.axis_unit(max(max(job.peaks.values()) for job in shown))
     plot = new_plot("whole job", f"peak {' or '.join(bases)} ({called_})")
     x = [f"{number}. {escape(short(job.name))}" for number, job in enumerate(shown, 1)]
     for part, colour in zip(PARTS, COLOURS, strict=False):  # there are more colours than parts

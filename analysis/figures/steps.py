@@ -61,9 +61,8 @@ def _long(group: Group, column: str, least: int) -> pd.DataFrame:
 def _shade(number: int, count: int) -> str:
     """Return one hue from light to dark as lengths grow, because colours stand for configurations."""
     share = number / max(count - 1, 1)
-    return "#" + "".join(
-        f"{round(a + share * (b - a)):02x}" for a, b in zip((150, 180, 205), (20, 50, 90), strict=True)
-    )
+    ends = zip((150, 180, 205), (20, 50, 90), strict=True)
+    return "#" + "".join(f"{round(a + share * (b - a)):02x}" for a, b in ends)
 
 
 FIGURES = 4  # most figures

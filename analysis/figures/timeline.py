@@ -30,11 +30,6 @@ HEADROOM = 1.3  # of the y axis over what is drawn, for the names of phases and 
 _WIDTH = 300  # px of the plot in one column of a paper, where names of phases must not overlap
 
 
-def of_timelines(records: Sequence[Mapping[str, Any]]) -> list[tuple[Figure, pd.DataFrame]]:
-    """Return the figure of each record and the table of what holds its peak."""
-    return [(of_timeline(record), holders(record)) for record in records]
-
-
 def of_timeline(record: Mapping[str, Any]) -> Figure:
     """Draw one step: areas by category that sum to allocated, reserved above, phases, limit, peak."""
     data, told = record["timeline"], label(record["about"])
@@ -154,12 +149,11 @@ def _limit(plot: Any, limit: int, failure: Mapping[str, Any] | None, unit: int, 
         xanchor="left" if left else "right", yanchor="top" if below else "bottom", font={"size": 12},
         name="limit",
     )  # fmt: skip
-    if failure is None:
-        return
-    plot.add_scatter(
-        x=[failure["event"]], y=[limit / unit], mode="markers", name="out of memory", hoverinfo="skip",
-        marker={"symbol": "x", "size": 11, "color": "#000", "line": {"color": "#fff", "width": 1}},
-    )  # fmt: skip
+    if failure is not None:
+        plot.add_scatter(
+            x=[failure["event"]], y=[limit / unit], mode="markers", name="out of memory", hoverinfo="skip",
+            marker={"symbol": "x", "size": 11, "color": "#000", "line": {"color": "#fff", "width": 1}},
+        )  # fmt: skip
 
 
 def _caption(data: Mapping[str, Any], limited: bool) -> str:
@@ -198,12 +192,11 @@ def of_table(table: Table) -> tuple[list[Figure], list[tuple[str, str, pd.DataFr
         return [], [], []
     records, notes = _request_timelines(Path(table.source))
     try:
-        drawn = of_timelines(records)
         peaks = [
-            (f"Largest tensors at the peak: {label(one['about'])}", make_safe(f"peak_{one['trial_id']}"), held)
-            for one, (_, held) in zip(records, drawn, strict=True)
+            (f"Largest tensors at the peak: {label(one['about'])}", make_safe(f"peak_{one['trial_id']}"), holders(one))
+            for one in records
         ]
-        return [figure for figure, _ in drawn], peaks, notes
+        return [of_timeline(one) for one in records], peaks, notes
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
         return [], [], [f"no timeline of a step, because {folder / 'timelines'} has other data; delete it"]
 

@@ -84,8 +84,6 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
     Raises UserError if there is no `answer` of that name.
     """
     answered = answer_question(table, answer)
-    fits: list[Fit] = []
-    limits: list[Limit] = []
     views: list[tuple[str, View]] = []
     found: list[str] = []
     leading: list[str] = []  # sentences before the fits, also shown in the terminal
@@ -116,8 +114,8 @@ def collect(table: Table, answer: str | None = None, fitting: Fitting = ALL_ROWS
         found += [*first, *(kind + said for said in findings.findings(own, own_fits))]
         all_jobs += jobs
         notes += own_notes
-        fits += own_fits
-        limits += own_limits
+    fits = [fit for _, view in views for fit in view.fits]
+    limits = [limit for _, view in views for limit in view.limits]
     replays, replay_notes = what_if_tables(table)
     over_steps, peaks, step_notes = timeline.of_table(table)
     drawn = [*figure_table.draw(views, beside), *over_steps, *figures_inferred.of_inferred(table)]

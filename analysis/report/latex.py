@@ -156,7 +156,7 @@ class Column:
     def natural(self) -> float:
         """Return the width in points if nothing wraps."""
         words = [cell for cell in self.cells if self.kind == "text" or not _CELL.fullmatch(cell)]
-        numbers = 0.0 if self.kind == "text" else _Shape.of(self.cells).width + NUMBER * (BEYOND in "".join(self.cells))
+        numbers = 0.0 if self.kind == "text" else _shape(self.cells)[1] + NUMBER * (BEYOND in "".join(self.cells))
         return max(numbers, *map(width, (*words, *self.heads)), 0.0)
 
     @property
@@ -168,36 +168,19 @@ class Column:
         return min(self.natural, max(_NARROWEST, *pieces, *map(width, self.heads)))
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """The format of a column of numbers: a sign, digits before and after the point, digits of an uncertainty."""
+def _shape(cells: Iterable[str]) -> tuple[str, float]:
+    """Return the format of a column that holds all of these numbers, as an option of siunitx, and its width in points.
 
-    signed: bool = False
-    whole: int = 1
-    after: int = 0
-    spread: int = 0
-
-    @classmethod
-    def of(cls, cells: Iterable[str]) -> _Shape:
-        """Return the shape that holds all of these cells."""
-        found = [match for cell in cells if (match := _CELL.fullmatch(cell))]
-        return cls(
-            any(match[1] for match in found),
-            max([1, *(len(match[2]) for match in found)]),
-            max([0, *(len(match[3] or "") for match in found)]),
-            max([0, *(len(match[4] or (match[5] or "").replace(".", "").lstrip("0")) for match in found)]),
-        )
-
-    @property
-    def width(self) -> float:
-        """Return the width in points."""
-        signs = 1.6 * self.signed + 0.7 * (self.after > 0) + 1.6 * (self.spread > 0) + 0.4 * (self.whole > 4)
-        return NUMBER * (self.whole + self.after + self.spread + signs)
-
-    def __str__(self) -> str:
-        """Return the shape as an option of siunitx."""
-        point, spread = f".{self.after}" if self.after else "", f"({self.spread})" if self.spread else ""
-        return f"table-format={'+' * self.signed}{self.whole}{point}{spread}"
+    It has a sign, digits before and after the point, and digits of an uncertainty.
+    """
+    found = [match for cell in cells if (match := _CELL.fullmatch(cell))]
+    signed = any(match[1] for match in found)
+    whole = max([1, *(len(match[2]) for match in found)])
+    after = max([0, *(len(match[3] or "") for match in found)])
+    spread = max([0, *(len(match[4] or (match[5] or "").replace(".", "").lstrip("0")) for match in found)])
+    signs = 1.6 * signed + 0.7 * (after > 0) + 1.6 * (spread > 0) + 0.4 * (whole > 4)
+    ending = (f".{after}" if after else "") + (f"({spread})" if spread else "")
+    return f"table-format={'+' * signed}{whole}{ending}", NUMBER * (whole + after + spread + signs)
 
 
 _CELL = re.compile(rf"([+-]?)(\d+)(?:\.(\d+))?(?:\((\d+)\)| \+- ([\d.]+))?{BEYOND}?")
@@ -263,33 +246,28 @@ class Table:
         return pd.DataFrame({c.head + (f" ({c.unit})" if c.unit else ""): c.cells for c in self.columns})
 
 
-@dataclass(frozen=True)
-class _Laid:
-    """A table's columns, the width of each that wraps (None: its natural width), and whether it spans both columns."""
-
-    columns: tuple[Column, ...]
-    wraps: tuple[float | None, ...]
-    star: bool
+# A table's columns, the width of each that wraps (None: its natural width), and whether it spans both columns.
+_Laid = tuple[tuple[Column, ...], tuple[float | None, ...], bool]
 
 
 def latex(table: Table, label: str) -> str:
     """Return the table as a float. Every table gets one: what does not fit is left out, and a note says where it is."""
-    laid = _lay(table.columns)
+    laid = kept, wraps, star = _lay(table.columns)
     notes = list(table.notes)
-    if gone := [column.head for column in table.columns if column not in laid.columns]:
+    if gone := [column.head for column in table.columns if column not in kept]:
         notes.append(f"Columns that did not fit are in {table.name}.csv: {', '.join(gone)}.")
     tall = [_height(laid, row) for row in range(len(table.columns[0].cells))]
     rows = max(1, next((n for n in range(len(tall), 0, -1) if sum(tall[:n]) <= MOST), 1))
     if more := len(tall) - rows:
         notes.append(f"{more:,} more {'line is' if more == 1 else 'lines are'} in {table.name}.csv.")
-    shown_columns = [replace(column, cells=column.cells[:rows]) for column in laid.columns]
+    shown_columns = [replace(column, cells=column.cells[:rows]) for column in kept]
     heads = list(zip_longest(*(reversed(_head(column)) for column in shown_columns), fillvalue=""))
-    body = [[_cell(column, column.cells[row], wrap) for column, wrap in zip(shown_columns, laid.wraps, strict=True)]
+    body = [[_cell(column, column.cells[row], wrap) for column, wrap in zip(shown_columns, wraps, strict=True)]
             for row in range(rows)]  # fmt: skip
     return render(
-        "table.tex.j2", star=Tex("*" if laid.star else ""), caption=table.caption, label=Tex(label), notes=notes,
+        "table.tex.j2", star=Tex("*" if star else ""), caption=table.caption, label=Tex(label), notes=notes,
         groups=table.groups,
-        spec=Tex("".join(_spec(c, w, laid.star) for c, w in zip(shown_columns, laid.wraps, strict=True))),
+        spec=Tex("".join(_spec(c, w, star) for c, w in zip(shown_columns, wraps, strict=True))),
         heads=[Tex(" & ".join(line)) for line in reversed(heads)], rows=[Tex(" & ".join(row)) for row in body],
     )  # fmt: skip
 
@@ -300,10 +278,10 @@ def _lay(found: Sequence[Column]) -> _Laid:
         kept = tuple(found[:count])
         for star, room in ((False, ONE_COLUMN), (True, TWO_COLUMNS)):
             wraps = _wraps(kept, room)
-            laid = None if wraps is None else _Laid(kept, wraps, star)
+            laid = None if wraps is None else (kept, wraps, star)
             if laid and (star or max(_height(laid, row) for row in range(len(kept[0].cells))) <= 4):
                 return laid
-    return _Laid(tuple(found[:1]), (TWO_COLUMNS if found[0].kind == "text" else None,), True)
+    return tuple(found[:1]), (TWO_COLUMNS if found[0].kind == "text" else None,), True
 
 
 def _wraps(columns: Sequence[Column], room: float) -> tuple[float | None, ...] | None:
@@ -324,7 +302,7 @@ def _wraps(columns: Sequence[Column], room: float) -> tuple[float | None, ...] |
 
 def _height(laid: _Laid, row: int) -> int:
     """Estimate how many lines the row takes."""
-    pairs = zip(laid.columns, laid.wraps, strict=True)
+    pairs = zip(*laid[:2], strict=True)
     return max((-int(-1.15 * width(c.cells[row]) // wrap) for c, wrap in pairs if wrap), default=1) or 1
 
 
@@ -334,7 +312,7 @@ def _spec(column: Column, wrap: float | None, star: bool) -> str:
         return rf">{{\raggedright\arraybackslash}}p{{{share}}}"
     if column.kind == "numbers":
         beyond = r",table-space-text-post={$^{\circ}$}" if any(c.endswith(BEYOND) for c in column.cells) else ""
-        return f"S[{_Shape.of(column.cells)}{beyond}]"
+        return f"S[{_shape(column.cells)[0]}{beyond}]"
     return "l"
 
 

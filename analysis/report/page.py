@@ -28,7 +28,7 @@ from vramsweep.analysis.data import markup
 from vramsweep.analysis.data.load import Table, trials
 from vramsweep.analysis.figures import drawing, layout
 from vramsweep.analysis.figures.plots import Figure
-from vramsweep.analysis.figures.timeline import of_replay, of_timelines, recorded_holders
+from vramsweep.analysis.figures.timeline import holders, of_replay, of_timeline, recorded_holders
 from vramsweep.analysis.report.content import Content
 from vramsweep.analysis.report.findings import COMMAND, reproduce
 from vramsweep.analysis.report.picker import KIND, Picker, claim_of, forbidding, in_words
@@ -161,7 +161,7 @@ def draw(data: Path, out: Path) -> None:
     try:
         found = json.loads(read_content(data))
         if isinstance(found, list):
-            text = of_figures("Memory over a step", of_timelines(found))
+            text = of_figures("Memory over a step", [(of_timeline(one), holders(one)) for one in found])
         else:
             text = of_figures("Replay of a recording", [(of_replay(found), recorded_holders(found))])
     except OSError as error:
@@ -232,8 +232,5 @@ def _coded(texts: Iterable[str]) -> dict[str, list[Any]]:
 
 def _flag(name: str) -> dict[str, Any]:
     flag = BY_NAME.get(name)
-    return {
-        "name": escape_text(name),
-        "meaning": flag.meaning if flag else "",
-        "forbids": list(flag.forbids) if flag else [],
-    }
+    meaning, forbids = (flag.meaning, list(flag.forbids)) if flag else ("", [])
+    return {"name": escape_text(name), "meaning": meaning, "forbids": forbids}

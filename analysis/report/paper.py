@@ -166,23 +166,16 @@ def _copy(file: Path, folder: Path, name: Path) -> None:
 
 def _write_environment(content: Content, folder: Path, command: Sequence[str]) -> None:
     """Write what the rows say of their machine, what made the folder, and the command that makes it again."""
-    said = {
-        "vramsweep": __version__,
-        "command": ["paper", *command],
-        "machine": content.machine,
-        "asked": content.asked,
-        "coverage": content.coverage,
-        "warnings": content.warnings,
-    }
+    said = {"vramsweep": __version__, "command": ["paper", *command]}
+    said |= {name: getattr(content, name) for name in ("machine", "asked", "coverage", "warnings")}
     (folder / "environment.json").write_text(json.dumps(said, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _write_digests(folder: Path) -> None:
     """Write the digests of what is byte-identical when the folder is made again. PDFs are left out because they hold
     their date. From an imported CSV the figures' data differ too, because its rows' ids come from its path."""
-    whole = [
-        folder / "methods.tex", folder / "results.tex", folder / "methods.txt", *(folder / "figures").glob("*.csv"),
-    ]  # fmt: skip
+    texts = ("methods.tex", "results.tex", "methods.txt")
+    whole = [*map(folder.joinpath, texts), *(folder / "figures").glob("*.csv")]
     whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
     lines = (
         f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole

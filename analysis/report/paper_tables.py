@@ -297,16 +297,10 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     for limit in _distinct_limits(limit for limit in known if limit.gib in of_use):
         of = f", multiples of {limit.multiples_of}" if limit.multiples_of else ""
         firsts.append(f"{limit.group}{of}")
-        lines.append(
-            (
-                "" if firsts[-2:-1] == firsts[-1:] else limit.label + of,
-                f"{limit.gib:g}",
-                number(limit.largest_ok),
-                number(limit.low),
-                number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None),
-                number(limit.smallest_too_large),
-            )
-        )
+        name = "" if firsts[-2:-1] == firsts[-1:] else limit.label + of
+        curve = number(limit.value) + BEYOND * (limit.extrapolated and limit.value is not None)
+        proven = number(limit.largest_ok), number(limit.low)
+        lines.append((name, f"{limit.gib:g}", *proven, curve, number(limit.smallest_too_large)))
     predicted = all(limit.predicted for limit in known)
     ran, run = ("fits", "predicted length") if predicted else ("ran", "measured length")
     notes = [
@@ -316,13 +310,8 @@ def _frontier(limits: Sequence[Limit], about: str) -> Table | None:
     if any(BEYOND in line[4] for line in lines):
         notes.append(f"{BEYOND}: beyond what was {'predicted' if predicted else 'measured'}.")
     axis = known[0].axis.replace("seq_len", "sequence length") if known else ""
-    table = _table(
-        "frontier",
-        sentence(f"Maximum {axis} that fits, by GPU", about),
-        ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long"))),
-        lines,
-        notes,
-    )
+    heads = ("setting", "GPU (GiB)", *(f"{what} (tokens)" for what in (ran, "safe", "curve", "too long")))
+    table = _table("frontier", sentence(f"Maximum {axis} that fits, by GPU", about), heads, lines, notes)
     breaks = tuple(at for at in range(1, len(firsts)) if firsts[at] != firsts[at - 1])
     return table and replace(table, groups=breaks, says=_of_limits(table.columns, [line[1] for line in lines]))
 

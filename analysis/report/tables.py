@@ -132,10 +132,8 @@ def of_estimates(groups: Sequence[Group], calibrated: pd.DataFrame, most: int = 
         rows = rows.drop_duplicates("seq_len")
         rows = rows.iloc[np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).round().astype(int))]
         for _, row in rows.iterrows():
-            shares = (
-                f"{p} {100 * row[s] / sum(row[name] for name in SECONDS):.0f} %"
-                for p, s in zip(PARTS, SECONDS, strict=True)
-            )
+            whole = sum(row[name] for name in SECONDS)
+            shares = (f"{p} {100 * row[s] / whole:.0f} %" for p, s in zip(PARTS, SECONDS, strict=True))
             line = {
                 "settings": group.label,
                 "length (tokens)": f"{int(row['seq_len']):,}",

@@ -57,9 +57,8 @@ def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.Over
     less = changes[name] < 0
     size, where = max(both, key=lambda one: -one[0] if less else one[0])
     at = {key: where[key] for key in ("seq_len", "micro_batch") if where.get(key) is not None}
-    told = f"up to {format_size(abs(size))} {'less' if less else 'more'} than with {base}" + f", at {label(at)}" * (
-        at != {}
-    )
+    told = f"up to {format_size(abs(size))} {'less' if less else 'more'} than with {base}"
+    told += f", at {label(at)}" if at else ""
     other = sum((change > 0) is less and change != 0 for change, _ in both)
     but = f"{'more' if less else 'less'} in {other:,} pair{'s' * (other != 1)}" if other else ""
     rest = [f"{one}: {_less(changes[one])}" for one in found if one != name][:3]

@@ -163,10 +163,8 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
     would = ""
     if not pd.isna(need):
         known = ((size, card) for size in SIZES if (card := gpu_lookup.lowest_limit_gpu(size)) is not None)
-        enough = next(
-            (f": a GPU with {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need), ""
-        )
-        would = f"the smallest needs {format_size(float(need))}{enough}"
+        enough = (f": a GPU with {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need)
+        would = f"the smallest needs {format_size(float(need))}{next(enough, '')}"
     both = "both" if len(oom) == 2 else f"all {len(oom):,}"
     told = join(f"even {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
     return Tile(question, "Nothing fits", would, told, basis(small))
@@ -362,9 +360,8 @@ def dominates(frame: pd.DataFrame, of: Head | None, found: Sequence[Fit], beside
         measured = of.row["peak_allocated_bytes"]
         beside_it = "" if pd.isna(measured) else f"; measured: {format_size(float(measured))}"
         parts = _parts(twin)
-        return _largest(
-            question, parts, f"of {format_size(sum(parts.values()))} predicted {at}{beside_it}", basis(twin)
-        )
+        what = f"of {format_size(sum(parts.values()))} predicted {at}{beside_it}"
+        return _largest(question, parts, what, basis(twin))
     peaks = {phase: float(v) for phase in PHASES if not pd.isna(v := of.row[f"{phase}_peak_allocated_bytes"])}
     phase = f"the {max(peaks, key=lambda one: peaks[one])} phase has the peak" if peaks else ""
     fit = memory_fit(of, found)
