@@ -106,8 +106,8 @@ def groups(table: Table, axis: str = "seq_len") -> list[Group]:
             by = filled[name].groupby(codes)
             alone = by.transform("nunique") == 1
             filled[name] = filled[name].where(filled[name].notna() | ~alone, by.transform("first"))
-    wrong = frame["flags"].map(lambda of_row: CORRECTED in list(of_row), na_action="ignore")  # until a later version
-    filled[CORRECTED] = wrong.fillna(False).astype(bool)
+    wrong = [at for at, of_row in frame["flags"].dropna().items() if CORRECTED in list(of_row)]  # until a later version
+    filled[CORRECTED] = frame.index.isin(wrong)
     codes, keys = _split(filled, codes, keys, [*FOUND, CORRECTED])
     varied = [n for n in DECIDING if n in frame and n not in FREE[axis] and frame[n].nunique() > 1]
     minimal, keys = keys, list(dict.fromkeys([*(name for name in ASKED if name in {*keys, *varied}), *keys, *varied]))

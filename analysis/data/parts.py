@@ -66,7 +66,7 @@ def jobs(groups: Sequence[Group]) -> list[Job]:
     found = []
     for group in groups:
         for _, row in group.take(*_PEAKS.values(), "largest_part", "seq_len", "micro_batch", "trial_id").iterrows():
-            known = {base: peaks for base, name in _PEAKS.items() if (peaks := _peaks(row[name]))}
+            known = {base: peaks for base, name in _PEAKS.items() if (peaks := read_peaks(row[name]))}
             if not known:
                 continue
             peaks = next(iter(known.values()))
@@ -80,7 +80,7 @@ def jobs(groups: Sequence[Group]) -> list[Job]:
     return sorted(found, key=lambda job: -job.excess.size)
 
 
-def _peaks(text: Any) -> dict[str, int]:
+def read_peaks(text: Any) -> dict[str, int]:
     """Return the known peaks in a column's JSON text; none if it holds something else."""
     try:
         told = {} if pd.isna(text) else dict(json.loads(text))

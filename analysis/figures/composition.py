@@ -7,7 +7,6 @@ without components are not drawn here (phases.py draws their phases).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ import pandas as pd
 
 from vramsweep.analysis.data.groups import Group, groups, label
 from vramsweep.analysis.data.pairing import Beside
-from vramsweep.analysis.data.parts import called
+from vramsweep.analysis.data.parts import called, read_peaks
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, all_limits, card_limit
 from vramsweep.analysis.figures.phases import highest
@@ -229,11 +228,8 @@ def _out_of_memory(view: View) -> list[Figure]:
 
 def oom_parts(row: pd.Series[Any]) -> dict[str, int]:
     """Return bytes by part when a row ran out of memory, including the failed request; {} if unknown."""
-    try:
-        told = dict(json.loads(row["oom_parts_bytes"]))
-    except (ValueError, TypeError, RecursionError):
-        return {}
-    return {part: int(told[part]) for part in PARTS if isinstance(told.get(part), int)}
+    told = read_peaks(row["oom_parts_bytes"])
+    return {part: told[part] for part in PARTS if part in told}
 
 
 def _lying(

@@ -42,9 +42,8 @@ def steps(view: View) -> list[Figure]:
             plots.add_line(plot, x, y, look, label)
             ends.append(End(float(x[-1]), float(y[-1]), label, look))
             reach += [float(y.min()), float(y.max())]
-            data.append(
-                pd.DataFrame({"seq_len": row["seq_len"], "step": x, column: row[column], "trial_id": row["trial_id"]})
-            )
+            own = {"seq_len": row["seq_len"], "step": x, column: row[column], "trial_id": row["trial_id"]}
+            data.append(pd.DataFrame(own))
         finish(plot, ends, reach)
         plot.update_xaxes(tick0=1, dtick=max(1, round(max(end.x for end in ends) / 10)))
         caption = f"Configuration: {group.label}. Up to six lengths, one row each, without warm-up steps."

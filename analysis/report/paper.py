@@ -177,10 +177,8 @@ def _write_digests(folder: Path) -> None:
     texts = ("methods.tex", "results.tex", "methods.txt")
     whole = [*map(folder.joinpath, texts), *(folder / "figures").glob("*.csv")]
     whole += [file for name in ("rows", "tables") for file in (folder / name).rglob("*") if file.is_file()]
-    lines = (
-        f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.relative_to(folder).as_posix()}" for file in whole
-    )
-    (folder / DIGESTS).write_text("".join(f"{line}\n" for line in sorted(lines, key=lambda line: line[66:])), "utf-8")
+    of = {file.relative_to(folder).as_posix(): hashlib.sha256(file.read_bytes()).hexdigest() for file in whole}
+    (folder / DIGESTS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(of.items())), "utf-8")
 
 
 OF_ROWS = {"torch": "torch_version", "transformers": "transformers_version", "deepspeed": "deepspeed_version"}

@@ -106,16 +106,14 @@ def _title(table: Table) -> str:
 
 
 def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
-    predicted = bool(group.take("device")["device"].eq("simulated").fillna(False).all())
     return result_table.summarize_rows(
-        group.label,
-        records(frame),
-        axis,
-        predicted=predicted,
-        resident=group.resident,
-        varies=group.varies,
+        group.label, records(frame), axis, predicted=_predicted(group), resident=group.resident, varies=group.varies,
         most=group.positions,
-    )
+    )  # fmt: skip
+
+
+def _predicted(group: Group) -> bool:
+    return bool(group.take("device")["device"].eq("simulated").fillna(False).all())
 
 
 def _fits(lines: Sequence[Line], axis: str, frames: Sequence[pd.DataFrame], beyond: str) -> list[str]:
@@ -195,7 +193,7 @@ def _saves(
     kind = base.removeprefix("peak_").removesuffix("_bytes")
     speeds = [float(known.median()) if len(known := side["tokens_per_s"].dropna()) else None for side in at]
     said = f"; {100 * (speeds[1] / speeds[0] - 1):+.0f} % tokens/s" if speeds[0] and speeds[1] else ""
-    predicted = bool(found[pair[1]].take("device")["device"].eq("simulated").fillna(False).all())
+    predicted = _predicted(found[pair[1]])
     saved, how = 1 - after / before, ", predicted" * predicted
     text = f"{now} instead of {was} saves {100 * saved:.0f} %: {ends} {kind}{how} at {where}{least}{said}."
     return not predicted, saved, text

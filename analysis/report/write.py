@@ -9,6 +9,7 @@ import shlex
 import textwrap
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class Written:
         wide = width or (Console().width if Console().is_terminal else summary.WIDTH)
         parts = [self.answer.text() if self.answer else summary.text(self.screen, wide) if self.screen else ""]
         notes = [note for note in self.notes if note not in said]
-        shown = [_wrap(f"note: {note}", wide) for note in notes[:NOTES]]
+        wrap = partial(textwrap.fill, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        shown = [wrap(f"note: {note}", max(wide, 40)) for note in notes[:NOTES]]
         whole = "the report" if "report" in self.places else self.places.get("machine", "")
         more = [f"and {len(notes) - NOTES} more in {whole}"] if len(notes) > NOTES else []
         return "\n\n".join(filter(None, [*parts, "\n".join([*shown, *more]), self.list_places()]))
@@ -72,10 +74,6 @@ class Written:
         if self.screen:
             own |= {"configurations": [asdict(line) for line in self.screen.lines], "findings": self.screen.findings}
         return {**places, **own, "summary": self.summary.splitlines(), "notes": list(self.notes)}
-
-
-def _wrap(text: str, width: int) -> str:
-    return textwrap.fill(text, max(width, 40), subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def write_report(
