@@ -169,7 +169,7 @@ def _read_pieces(files: Sequence[Path]) -> pd.DataFrame:
         raise _Unusual
     extras = _varying(table)
     table = table.select([name for name in table.column_names if not name.startswith(EXTRA)])
-    frame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
+    frame: pd.DataFrame = table.to_pandas(types_mapper=_pandas_type, self_destruct=True, split_blocks=True)
     return pd.concat([frame, extras], axis=1) if len(extras.columns) else frame
 
 

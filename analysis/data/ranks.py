@@ -56,4 +56,5 @@ def spread(frame: pd.DataFrame, column: str, x: np.ndarray[tuple[int], np.dtype[
         return None
     last = found.sort_values("x").iloc[-1]
     apart = float(((found["max"] - found["min"]) / found["mean"]).median())
-    return Spread(int(last["ranks"]), *(float(last[name]) for name in ("x", "min", "mean", "max")), apart)
+    least, mean, most = (float(last[name]) for name in ("min", "mean", "max"))
+    return Spread(int(last["ranks"]), float(last["x"]), least, mean, most, apart)

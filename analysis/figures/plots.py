@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
-from plotly.colors import hex_to_rgb
 
 from vramsweep.analysis.data.metrics import GIB, MIB
 from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS, MOST, Look
@@ -138,8 +137,12 @@ def escape(text: str) -> str:
     return escape_text(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
+def _rgb(colour: str) -> tuple[int, ...]:
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
 def faint(colour: str, opacity: float = 0.18) -> str:
-    red, green, blue = hex_to_rgb(colour)
+    red, green, blue = _rgb(colour)
     return f"rgba({red},{green},{blue},{opacity})"
 
 
@@ -147,14 +150,14 @@ def ink(colour: str) -> str:
     """Return the colour, dark enough for text on white: a contrast of about 4.5."""
     if len(colour) != 7:
         return colour
-    linear = [(v / 255) ** 2.2 for v in hex_to_rgb(colour)]
+    linear = [(v / 255) ** 2.2 for v in _rgb(colour)]
     light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return shade(colour, min(1.0, (0.18 / light) ** (1 / 2.2)) if light else 1.0)
 
 
 def shade(colour: str, share: float) -> str:
     """Return the colour with this share of its light."""
-    return "#" + "".join(f"{round(v * share):02x}" for v in hex_to_rgb(colour))
+    return "#" + "".join(f"{round(v * share):02x}" for v in _rgb(colour))
 
 
 def sentence(*parts: str) -> str:

@@ -219,7 +219,7 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
     unit = _unit([piece[2] for *_, piece in found])
     misfit = _unit([one.worst for _, one, *_ in found])
     starts = [at for at, (fit, *_) in enumerate(found) if at == 0 or found[at - 1][0] is not fit]
-    lines = []
+    lines: list[tuple[str, ...]] = []
     for fit, one, key, number_of, (start, _, at, slope, bend) in found:
         new_fit, new_model = len(lines) in starts, number_of == 1
         modulus = one.model.modulus
