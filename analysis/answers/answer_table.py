@@ -58,9 +58,8 @@ class Answered:
 
 # Each answer's title and the function that makes it, which is pure: from rows it makes a table of text cells, and notes
 # below it. The column `verdict` has each line's verdict.
-ANSWERS: dict[str, tuple[str, Callable[[Table], tuple[pd.DataFrame, list[str]]]]] = {
-    "claims": ("Are the guides right?", claims.make)
-}
+Make = Callable[[Table], tuple[pd.DataFrame, list[str]]]
+ANSWERS: dict[str, tuple[str, Make]] = {"claims": ("Are the guides right?", claims.make)}
 NAMES = tuple(ANSWERS)
 
 

@@ -171,19 +171,18 @@ BELOW = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "
 
 
 def new_plot(x_title: str, y_title: str) -> go.Figure:
-    return go.Figure(
-        layout={
-            "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 13, "color": INK},
-            "paper_bgcolor": "rgba(0,0,0,0)",
-            "plot_bgcolor": "rgba(0,0,0,0)",
-            "margin": {"l": 64, "r": 16, "t": 16, "b": 52},
-            "xaxis": {**AXIS, "title": {"text": x_title}, "tickformat": ",~d"},
-            "yaxis": {**AXIS, "title": {"text": y_title}, "tickformat": ",~g"},
-            "showlegend": False,
-            "legend": BELOW,
-            "hovermode": "closest",
-        }
-    )
+    layout = {
+        "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 13, "color": INK},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "margin": {"l": 64, "r": 16, "t": 16, "b": 52},
+        "xaxis": {**AXIS, "title": {"text": x_title}, "tickformat": ",~d"},
+        "yaxis": {**AXIS, "title": {"text": y_title}, "tickformat": ",~g"},
+        "showlegend": False,
+        "legend": BELOW,
+        "hovermode": "closest",
+    }
+    return go.Figure(layout=layout)
 
 
 def new_panels(x_title: str, panels: Mapping[str, tuple[float, float]], **layout: Any) -> Any:
