@@ -99,14 +99,6 @@ def _draw(arguments: argparse.Namespace) -> None:
     draw(arguments.data, arguments.out)
 
 
-def _errors(arguments: argparse.Namespace) -> None:
-    with Activity("making the tables"):
-        from vramsweep.analysis.compare import validation, validation_text
-
-        tables = validation_text.format_validation(validation.load(arguments.readings))
-    print(tables)
-
-
 def _fit(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.data.pairing import Beside, Chosen
     from vramsweep.analysis.model import fit_wording
@@ -329,7 +321,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 _VERBS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "fit": _fit, "report": _report, "paper": _paper, "frontier": _frontier, "export": _export, "compare": _compare,
-    "calibrate": _calibrate, "errors": _errors, "draw": _draw,
+    "calibrate": _calibrate, "draw": _draw,
 }  # fmt: skip
 # What a type or choices of options.json stand for.
 _NAMED: dict[str, Any] = {
