@@ -1,7 +1,5 @@
 """Helpers and fixtures of several tests: a tiny trial as plain values, and small sweeps with real workers."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import copy

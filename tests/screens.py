@@ -4,8 +4,6 @@ A screen is what a command prints to a pipe of 100 columns, without progress. On
 masked. Look at each screen before committing it: a newcomer must understand every line.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """hydra/sweeper=adaptive, from the command line to what is measured, inferred and drawn."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Rooms and what each may import, read off the source: all imports, those in functions and in strings too."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import importlib.util

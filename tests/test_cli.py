@@ -1,7 +1,5 @@
 """The command line as a user meets it: Hydra's multirun, plan, status, doctor, and mistakes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tomllib

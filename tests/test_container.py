@@ -1,7 +1,5 @@
 """The container's recipe fits pyproject.toml and the tree. Not covered: building it."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 

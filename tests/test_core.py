@@ -1,7 +1,5 @@
 """One run for each runner; of those that need no DeepSpeed also predicted, as benchmarks/versions.py asks."""
 
-from __future__ import annotations
-
 import sys
 from importlib import metadata
 

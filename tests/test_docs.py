@@ -4,8 +4,6 @@ What a page shows of a command's output is what the command prints, where its bl
 command does not take minutes. Not covered: other blocks, and prose.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import importlib.util

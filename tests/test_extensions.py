@@ -1,7 +1,5 @@
 """Seven new things, each by one entry and one module in a copy of the product, and each used in real processes."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Not covered: help, verb by verb (test_verbs.py), what pages show of outputs (test_docs.py), what is typed wrongly.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

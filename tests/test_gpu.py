@@ -1,7 +1,5 @@
 """Tests that need a CUDA device. Skipped, with the reason, elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The GPU check's own logic, without a card: what it predicts, compares, records and keeps."""
 
-from __future__ import annotations
-
 import copy
 import json
 import sys

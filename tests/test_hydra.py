@@ -1,7 +1,5 @@
 """Test Hydra's part of `sweep` and `plan`: devices chosen by files, sweepers that optimise, help."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import subprocess

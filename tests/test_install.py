@@ -1,7 +1,5 @@
 """Test the wheel, installed into an environment of its own outside the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

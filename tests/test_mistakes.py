@@ -1,7 +1,5 @@
 """Test newcomers' mistakes on the command line: accepted with a line of explanation, or refused in one or two lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A night with everything that can happen in it ends in the journal of a quiet one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

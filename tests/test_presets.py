@@ -1,7 +1,5 @@
 """Presets of several grids, whose cases are one sweep: what they plan, who wins, mistakes, and that ours can run."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Test the messages about missing rows, and that no heavy import is needed for them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The screens are as they were looked at: `python tests/screens.py --write` makes them anew."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

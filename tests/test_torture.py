@@ -1,7 +1,5 @@
 """The short form of the torture: most faults once; the long one is benchmarks/faults.py."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from random import Random
 

@@ -1,7 +1,5 @@
 """Kept results: what counts as a change, what is left out, and that a failure is never kept."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Errors of predictions against published readings: their statistics, tables, text, page and figure."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

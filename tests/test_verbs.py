@@ -1,7 +1,5 @@
 """Every verb as a user meets it: help, examples, documentation, sizes, files to write, an output that has gone."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The ways through the code that CONTRIBUTING lists: their functions exist, and are called in that order."""
 
-from __future__ import annotations
-
 import re
 
 import followed

@@ -8,8 +8,6 @@ helper reaches them; comments and docstrings never count. `make test-all` skips 
 and keeps those that pass now; `make test-all ALL=1` runs everything.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Generated rows for the tests: made by a seeded formula, marked synthetic in every row, never a measurement."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import product

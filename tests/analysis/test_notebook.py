@@ -1,7 +1,5 @@
 """`import vramsweep` in a notebook: the example runs, results show themselves, and what they hold of others is text."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Launchers that start nothing: their answers are said beforehand, by GPU or by the size of the trial. And a sweep with
 a launcher that no other test uses."""
 
-from __future__ import annotations
-
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Helpers of the tests of traces: a trial's trace, made in this process, and counts of its contents."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable

@@ -6,8 +6,6 @@ installed torch: `pip install --no-deps --target DIR transformers==4.48.1 tokeni
 and `pip install --target DIR requests`, then PYTHONPATH=DIR.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Test that text from outside is shown, but not acted on by a terminal, browser, LaTeX, Markdown or spreadsheet."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

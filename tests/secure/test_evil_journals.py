@@ -1,7 +1,5 @@
 """Journals that somebody made to do harm: a row is believed whole or skipped and counted; no verb gives a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

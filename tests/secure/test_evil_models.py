@@ -1,7 +1,5 @@
 """Model folders that nobody made a model with: each is an `invalid` trial with a reason, at once."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

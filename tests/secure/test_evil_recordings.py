@@ -1,7 +1,5 @@
 """Recordings that somebody made to do harm: each field with each wrong value, and files that are no recording."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

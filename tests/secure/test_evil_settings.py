@@ -1,7 +1,5 @@
 """YAML, JSON and texts of settings from elsewhere that somebody made to do harm: one line, soon, and nothing runs."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """CSV, JSON and mappings from elsewhere that somebody made to do harm: rows, or one line; no cell becomes code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Kept traces, symbolic traces and formulas that somebody changed: as they were written, or made anew; never code."""
 
-from __future__ import annotations
-
 import json
 import time
 from dataclasses import asdict

@@ -1,8 +1,6 @@
 """The promises of benchmarks/fuzz.py with few inputs, made by hypothesis: what reads data from outside raises what it
 says, and nothing else. Examples are stated; docs/checks.md has the counts of the long form."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Test that locked*.txt have hashes for just what constraints.txt pins, so the set-up trusts no unnamed file."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

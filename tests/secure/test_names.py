@@ -1,7 +1,5 @@
 """A name never leads out of the folder that it is made in, whoever gives it: a user, a preset, a journal."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -5,8 +5,6 @@ each other what they measured through torch.distributed, which pickles); modules
 own registries.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 from pathlib import Path

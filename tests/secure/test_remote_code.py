@@ -1,7 +1,5 @@
 """Test that code which comes with a model (Python files, pickles in its weights) runs only if the user requests it."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path

@@ -3,8 +3,6 @@
 Logs hold what a worker or a script itself wrote, and are not ours: those of a script that prints its token have it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Nothing is imported from the current folder, which may be somebody's; one function starts all processes of ours."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from collections import Counter

@@ -4,8 +4,6 @@ From Debian's packages (apt-get install slurm-wlm munge), as root, without cgrou
 container too. By hand: `python tests/slurm/start.py` runs a shell in which sbatch, squeue and vramsweep meet it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform

@@ -1,7 +1,5 @@
 """A sweep in shards on a real Slurm of one node: submitted, told to end, requeued, refused."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Iterator

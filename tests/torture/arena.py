@@ -4,8 +4,6 @@ All its processes, from the launcher on, carry the sweep's mark in their environ
 tell what each one is, and count those that outlive their launcher. Linux only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

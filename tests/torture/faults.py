@@ -4,8 +4,6 @@
 cgroup, no faketime); the table then says why.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

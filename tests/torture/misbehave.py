@@ -1,7 +1,5 @@
 """Targets of the custom runner for the torture: each does one thing that no worker should do."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

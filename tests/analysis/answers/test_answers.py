@@ -1,7 +1,5 @@
 """The tables that a sweep of a question ends in: in the report, the terminal and files. All rows are fabricated."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The cards: every claim against rows that confirm it, rows that refute it, and no rows; all of them fabricated."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -1,7 +1,5 @@
 """The what-if tables of recorded steps."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Calibration: known efficiencies come back from generated rows, and what the rows cannot tell is said."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Changes of level, steps and dips of a difference: found where they were put, and not where there is nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from test_trends import noise

@@ -1,7 +1,5 @@
 """Pairs, verdicts and their reasons, and that chance alone seldom makes a verdict."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

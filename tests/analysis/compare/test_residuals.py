@@ -1,7 +1,5 @@
 """Predictions paired with measurements: who is whose counterpart, how far apart, and what is said about it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

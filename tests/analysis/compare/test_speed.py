@@ -1,7 +1,5 @@
 """Factors from published speeds: found again where they are known, judged on sources that were left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test trends along an axis: known slopes are found with their intervals, and noise seldom makes a claim."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

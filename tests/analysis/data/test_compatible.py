@@ -1,7 +1,5 @@
 """Test compatibility (docs/compatibility.md): journals of earlier versions are read, and promised columns stay."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

@@ -3,8 +3,6 @@
 Not covered: what only a real Windows or macOS shows, such as its paths, its libraries, its browser.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Headers as people's scripts write them, read as our columns, in their units."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

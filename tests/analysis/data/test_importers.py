@@ -1,7 +1,5 @@
 """Foreign files and export."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Rows to a table: what is read, what is refused, what is said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

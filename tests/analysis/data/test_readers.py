@@ -1,7 +1,5 @@
 """Test that one command gives each conclusion of public sweeps' readers, on their files (../shared/data, if there)."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

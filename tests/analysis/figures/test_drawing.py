@@ -1,7 +1,5 @@
 """Pictures without a browser: where data stand in them, and that a browser draws the same."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import html

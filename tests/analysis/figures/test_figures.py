@@ -1,7 +1,5 @@
 """Figures of rows whose parts are known, and what all figures promise: of which rows, from where on, on which axis."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The figure, the table and the sentences of runs whose lengths vary, from rows whose numbers are known."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

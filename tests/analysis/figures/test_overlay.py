@@ -1,7 +1,5 @@
 """Test the overlay figure: its marks, the files next to it, and the files that it refuses to overwrite."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

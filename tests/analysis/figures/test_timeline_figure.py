@@ -1,7 +1,5 @@
 """The figure of a step's timeline, its table, the verb that makes it, and its place in a report."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the choice of points and the prediction of the others, on truths of no curve of ours and on public ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Fits: the published line, known truths, what rows and predictions add, out of memory, repeats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

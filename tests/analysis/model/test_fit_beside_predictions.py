@@ -1,7 +1,5 @@
 """Fits that rest on a prediction: its shape is taken, and what measured runs differ from it by is fitted."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

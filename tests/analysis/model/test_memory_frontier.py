@@ -1,7 +1,5 @@
 """Test the longest that fits: from the curve, marked as extrapolated beyond the data, and from real rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

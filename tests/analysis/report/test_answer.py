@@ -1,7 +1,5 @@
 """Test that the report's answer claims no more than its rows show, be it much, little or nothing."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 The pages forbid to evaluate text, so that nothing here may wait for a function: selectors are waited for.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Lines and parabolas as people know them: against numpy's and scipy's, in frames and figures; several files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test the report on whole jobs (protocol=job) and scripts (runner=script), with rows of known numbers."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The folder for a paper: tables that a real LaTeX sets, figures whose words are all on the page, and again from it."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -1,7 +1,5 @@
 """Figures, tables, report and paper folder: from good rows, bad rows and hostile rows."""
 
-from __future__ import annotations
-
 import json
 import re
 import resource

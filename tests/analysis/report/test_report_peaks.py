@@ -1,7 +1,5 @@
 """Test what figures state: prediction errors, the data behind a line, and open intervals."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Test the end of a finished sweep: a row for each configuration and three findings, on one screen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

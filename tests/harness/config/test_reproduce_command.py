@@ -1,7 +1,5 @@
 """A trial, its command, and the same trial again."""
 
-from __future__ import annotations
-
 import shlex
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The table of GPUs: names as drivers give them."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import cases
 

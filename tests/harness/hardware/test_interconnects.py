@@ -1,7 +1,5 @@
 """Test times of collectives against figures computed by hand, from data sheets and the constants of NCCL's model."""
 
-from __future__ import annotations
-
 import pytest
 
 from vramsweep.harness.hardware import gpu_lookup, interconnects

@@ -1,7 +1,5 @@
 """The roofline: each kernel takes what bounds it, and an unknown peak gives no estimate."""
 
-from __future__ import annotations
-
 import pytest
 
 from vramsweep.harness.hardware import gpu_lookup

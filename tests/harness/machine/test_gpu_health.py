@@ -1,7 +1,5 @@
 """A bad card of four costs only its own trials; what fails everywhere is not blamed on the cards."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from pathlib import Path

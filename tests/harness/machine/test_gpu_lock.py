@@ -1,7 +1,5 @@
 """Locks of cards, between sweeps of one user."""
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cards whose memory does not come back, or comes back late, on a stand-in for NVML."""
 
-from __future__ import annotations
-
 import os
 import types
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Test the readings of NVML (a stand-in), torch's files and the environment, and doctor's conclusions from them."""
 
-from __future__ import annotations
-
 import json
 import types
 from pathlib import Path

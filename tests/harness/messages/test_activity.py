@@ -1,7 +1,5 @@
 """Test the progress of a command: a line that disappears on a terminal, a line now and then elsewhere."""
 
-from __future__ import annotations
-
 import io
 import os
 import subprocess

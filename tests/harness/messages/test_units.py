@@ -1,7 +1,5 @@
 """Sizes and times as they are typed."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import cases, refusal
 from hypothesis import given

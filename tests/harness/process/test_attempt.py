@@ -1,7 +1,5 @@
 """One attempt: templates that misbehave, results and logs that are not what they should be, templates used again."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Test the reading of free host memory, in cgroups too, and the end of an attempt that takes it all."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Signals in this very process: once, twice, while something runs and while nothing does."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

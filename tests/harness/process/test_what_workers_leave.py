@@ -1,7 +1,5 @@
 """Test that an attempt becomes one row of the schema whatever its worker leaves in its folder, which is not trusted."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Test which variables of an environment a worker gets, and which of them its row records."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import Run, custom
 

@@ -1,7 +1,5 @@
 """`sweep=frontier`: the edge of each configuration, round by round, its table, and what it makes of failures."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

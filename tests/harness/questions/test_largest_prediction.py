@@ -1,7 +1,5 @@
 """The exit status of `predict --largest`."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

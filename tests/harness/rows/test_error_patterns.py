@@ -1,8 +1,6 @@
 """Faults by their spelling. The texts are others': what CUDA's runtime (cudaGetErrorString), the driver, its libraries,
 torch and NCCL print, word for word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The journal: torn lines, locks, disks that refuse."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -1,7 +1,5 @@
 """Rows and trials written before: the journals that are out there, and what of them still counts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Evidence to outcome, as a table."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

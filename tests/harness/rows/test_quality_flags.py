@@ -1,7 +1,5 @@
 """Flags: what speaks against a row, from what real rows hold."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Repeats: memory to the byte, and speed's interval against scipy's."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The schema of rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

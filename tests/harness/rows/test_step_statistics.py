@@ -1,7 +1,5 @@
 """Steady steps: the tests' false alarms by simulation, their power on drifting clocks, and scipy as the oracle."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Test advice on combined changes against an exhaustive search of made-up memory, and its text."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Sequence

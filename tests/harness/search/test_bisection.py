@@ -1,7 +1,5 @@
 """The search for an edge: it finds every edge in as few trials as it says, and hides nothing that contradicts it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

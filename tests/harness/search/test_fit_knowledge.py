@@ -1,7 +1,5 @@
 """Test the one rule by which tried points decide others, and that all its callers give the same answer."""
 
-from __future__ import annotations
-
 import itertools
 import random
 

@@ -1,7 +1,5 @@
 """Test that the survey of many points finds the same fits as a check of each one."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

@@ -1,7 +1,5 @@
 """Test the search for the largest value that fits against a check of every value, on curves that are not lines."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Mapping

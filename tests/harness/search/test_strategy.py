@@ -1,7 +1,5 @@
 """Every search through the one loop, against looking at every point, where what is needed goes up and down."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping
 

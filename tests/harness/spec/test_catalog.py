@@ -1,7 +1,5 @@
 """The registry of techniques: it is whole, everything that follows from it does, and what cannot be says why."""
 
-from __future__ import annotations
-
 import tomllib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test a user's ds_config.json: the values that are taken from it, and those that contradict the axes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

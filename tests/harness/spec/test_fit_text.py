@@ -1,7 +1,5 @@
 """Test the sentence that says whether a trial fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Lengths that vary: what is read, drawn, padded and packed, by examples counted by hand."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

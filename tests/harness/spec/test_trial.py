@@ -1,7 +1,5 @@
 """Identity and validity of trials."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

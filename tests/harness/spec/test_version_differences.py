@@ -1,7 +1,5 @@
 """Test which differences of earlier versions apply to a trial."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

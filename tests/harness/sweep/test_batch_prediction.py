@@ -1,7 +1,5 @@
 """Sweeps whose predictions are made together, and everything that can happen to them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Budgets: what is typed, what is expected of trials, what may start, and where a sweep stops."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the time and cost that `plan` expects of each trial, by rows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Test that trials are skipped if one that needs no more memory ran out of it, and when they run after all."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

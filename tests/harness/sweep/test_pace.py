@@ -1,7 +1,5 @@
 """Test the expected time of the rest of a sweep, on a clock of the test's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from vramsweep.harness.sweep.budget import PREDICTED_S

@@ -1,7 +1,5 @@
 """Planning: order, resume, settings, estimates."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from random import Random

@@ -1,7 +1,5 @@
 """Test the display of a running sweep: names by what varies, a region on a terminal, lines elsewhere."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An `invalid` is decided again where what it depended on has changed, and only there."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

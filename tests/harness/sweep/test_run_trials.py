@@ -1,7 +1,5 @@
 """Sweeps with real worker processes, and everything that can happen to them."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

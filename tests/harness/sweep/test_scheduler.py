@@ -1,7 +1,5 @@
 """Places for trials: who may start when, on what; what one that ends does to its neighbours (nothing)."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

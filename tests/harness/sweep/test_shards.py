@@ -1,7 +1,5 @@
 """Test a sweep in shards: together they are the whole, each has files of its own, and Slurm gets the right options."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

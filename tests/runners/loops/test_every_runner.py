@@ -1,7 +1,5 @@
 """Every runner on the tiny model, in real workers, on CPU."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the check whether a process has started CUDA: its queries, and the meaning of their answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Two readers of one set of peaks, against a stand-in of torch's counters that has but one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The instruments, in this process: counters, FLOPs, boundaries."""
 
-from __future__ import annotations
-
 import functools
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Models, text data and pretrained weights from local folders; no hub."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Samples: padding and where it stands, documents packed into one sample, the key-value cache; real and predicted."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The row of several ranks, from plain dictionaries."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vramsweep.harness.rows.schema import COLUMNS

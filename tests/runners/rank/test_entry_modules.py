@@ -1,7 +1,5 @@
 """A library that cannot be imported fails the trials that need it, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the reading of torch's out-of-memory errors; the messages come from real GPUs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

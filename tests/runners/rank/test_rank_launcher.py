@@ -1,7 +1,5 @@
 """The ranks of one attempt: told what torchrun tells them, and ended together."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

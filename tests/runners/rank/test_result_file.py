@@ -1,7 +1,5 @@
 """Test the file that a worker leaves, and which processes may overwrite it."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Trials of a user's command, as several tests write them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test what rows say of a command's end: first from what commands leave behind, then with real ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

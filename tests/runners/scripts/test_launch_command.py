@@ -1,7 +1,5 @@
 """Scripts as users write them, unchanged, under the observer: each in its own process, as a sweep runs it."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

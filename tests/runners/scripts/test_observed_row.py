@@ -1,7 +1,5 @@
 """One row of what several processes have seen, for what no machine without cards can show."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test the observer in this process: what it records of odd scripts, and what they notice of it."""
 
-from __future__ import annotations
-
 import gc
 import io
 import json

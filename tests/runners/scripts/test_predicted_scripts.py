@@ -1,7 +1,5 @@
 """Scripts on a simulated card, traced in this process: what they ask of torch, load and save is as on a real one."""
 
-from __future__ import annotations
-
 import re
 import sys
 import types

@@ -1,7 +1,5 @@
 """`vramsweep.watch()` in a script that trains by itself: each in its own process, as users have it."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

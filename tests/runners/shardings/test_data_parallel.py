@@ -1,7 +1,5 @@
 """DDP, FSDP1 and FSDP2, whoever drives them: predicted against real ranks; targets that wrap their model themselves."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Sharded training: what rank 0 is predicted to hold, against arithmetic and against real ranks on this CPU."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

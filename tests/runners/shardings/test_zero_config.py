@@ -1,7 +1,5 @@
 """DeepSpeed as its users run it: through the Trainer, by a ds_config.json, with the model whole first or divided."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

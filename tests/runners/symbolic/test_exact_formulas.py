@@ -1,7 +1,5 @@
 """Formulas through whole numbers: the true one, or none, or the point that would tell."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 

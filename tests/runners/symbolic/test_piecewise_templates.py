@@ -1,7 +1,5 @@
 """Pieces: what a few traces say of many points is what tracing each would say, or nothing is said."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Symbolic traces are those that are traced directly, where their guards hold, or there is none."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from collections.abc import Callable

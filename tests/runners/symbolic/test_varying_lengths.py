@@ -1,7 +1,5 @@
 """Runs whose lengths vary: measured against the tensors themselves, predicted against traces of those very lengths."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path

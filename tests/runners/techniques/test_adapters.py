@@ -1,7 +1,5 @@
 """Adapters and quantised weights: real training with peft and bitsandbytes, and stand-ins against their own tensors."""
 
-from __future__ import annotations
-
 import gc
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """Attention's kernels: forced, refused and recorded on this CPU, and as a card would run them in the trace."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

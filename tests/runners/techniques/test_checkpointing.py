@@ -1,7 +1,5 @@
 """Checkpointing and offloaded activations: the same gradients for less memory, in real steps and in the trace."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

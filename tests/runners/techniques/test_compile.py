@@ -1,7 +1,5 @@
 """torch.compile: real steps on a CPU, compiled once, and rows that say what was compiled and what could not be seen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers whose kernels are compiled on first use: torchao's by Inductor, DeepSpeed's Adam by a C++ compiler."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from pathlib import Path

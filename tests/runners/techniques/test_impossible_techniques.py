@@ -1,7 +1,5 @@
 """Settings of techniques, data and shardings that would not do what they say: refused before anything starts."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

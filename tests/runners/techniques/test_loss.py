@@ -1,7 +1,5 @@
 """Losses: the same value and gradients whatever computes them, and the memory that each does without."""
 
-from __future__ import annotations
-
 import copy
 import math
 import sys

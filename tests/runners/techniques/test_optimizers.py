@@ -1,7 +1,5 @@
 """Every optimizer's state and temporaries, predicted, against what its own library makes on a CPU; bf16_master too."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Liger's kernels and torchao's float8: stand-ins allocate what the library's own code does, kernels left out."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Many predictions in one attempt, as its worker makes them: processes, deadlines, families."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

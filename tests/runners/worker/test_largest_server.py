@@ -1,7 +1,5 @@
 """Test the largest that fits against the rows of every length, and requested memory against reserved memory."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Collection
