@@ -1,5 +1,6 @@
 """Helpers and fixtures of several tests: a tiny trial as plain values, and small sweeps with real workers."""
 
+import ast
 import base64
 import contextlib
 import copy
@@ -116,10 +117,25 @@ def refusal(kind: type[BaseException], call: Callable[..., object], /, *given: A
     return str(raised.value)
 
 
+def _lines(name: str) -> list[tuple[str, ...]]:
+    lines = (ROOT / "tests" / "data" / "tables" / f"{name}.tsv").read_text().removesuffix("\n").split("\n")
+    return [tuple(line.split("\t")) for line in lines]
+
+
 def cases(name: str) -> list[tuple[str, ...]]:
     """Read the cases of tests/data/tables/NAME.tsv: one per line below the headings, with tabs between cells."""
-    lines = (ROOT / "tests" / "data" / "tables" / f"{name}.tsv").read_text().removesuffix("\n").split("\n")
-    return [tuple(line.split("\t")) for line in lines[1:]]
+    return _lines(name)[1:]
+
+
+def parametrized(name: str, **more: Any) -> pytest.MarkDecorator:
+    """Parametrize a test with tests/data/tables/NAME.tsv: its headings name arguments, its cells are Python literals.
+
+    A last cell that begins with # remarks on its line.
+    """
+    heading, *lines = _lines(name)
+    names = [one for one in heading if not one.startswith("#")]
+    rows = [tuple(map(ast.literal_eval, line[: len(names)])) for line in lines]
+    return pytest.mark.parametrize(",".join(names), rows if len(names) > 1 else [value for (value,) in rows], **more)
 
 
 def save_tokenizer(folder: Path) -> None:

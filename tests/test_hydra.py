@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS, Cli, tiny
+from conftest import ROOT, TARGETS, Cli, parametrized, tiny
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
@@ -126,16 +126,7 @@ def test_options_of_hydra_s_may_stand_anywhere(cli: Cli) -> None:
 
 
 @pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("words", "texts"),
-    [
-        (("--help-all", "model=tiny"), ("vramsweep sweep model=gpt2", "  seq_len=512   ", "--config-dir DIR")),
-        (("--cfg", "job", "model=tiny"), ("name: tiny",)),
-        (("--hydra-help",), ("--multirun", "hydra/launcher")),
-        (("--cfg", "job", "seq_len=77"), ("seq_len: 77", "gpu: h100-80gb")),
-        (("--cfg", "job", "-p", "protocol"), ("warmup_steps: 3",)),
-    ],
-)
+@parametrized("hydra_help")
 def test_what_hydra_can_show_is_shown(words: tuple[str, ...], texts: tuple[str, ...], cli: Cli) -> None:
     said = cli.run("sweep", *words)
     assert all(text in said.out for text in texts), said.out

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Cli, cases
+from conftest import TINY, Cli, cases, parametrized
 
 from vramsweep.harness.config import conf_files, known_words, settings_reference, typed_words
 from vramsweep.harness.config.compose import detect, read_positions
@@ -103,17 +103,7 @@ def test_a_model_of_which_files_are_needed_is_the_hub_s_own() -> None:
     assert understood(words[0], "data=synthetic") == ["model=qwen3-8b", "data=synthetic"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "batch_size=8 bs=4",
-        "bf16=true precision=fp32",
-        "bf16=false precision=bf16",
-        "bf16=true fp16=true",
-        "gpu=l4-24gb device.gpu=t4-16gb",
-        "checkpointing=false gradient_checkpointing=selective",
-    ],
-)
+@parametrized("settings_given_twice")
 def test_a_setting_by_two_of_its_names_is_refused(words: str) -> None:
     with pytest.raises(UserError, match=r"by another name, and \w+\.?\w* is given too; leave one out"):
         understood(*words.split())

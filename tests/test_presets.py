@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Cli
+from conftest import ROOT, Cli, parametrized
 from test_hydra import planned
 
 from vramsweep.harness.config import compose
@@ -76,16 +76,7 @@ def test_a_case_is_read_as_typed_words_are(preset: Path, cli: Cli) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "different"),
-    [
-        (["device.gpu=rtx3090-24gb"], {(64, "none"), (128, "none"), (128, "full")}),
-        (["device=cpu"], {(64, "none"), (128, "none"), (128, "full")}),  # and the case's card goes with its device
-        (["device=simulated"], {(64, "none"), (128, "none"), (128, "full")}),  # which is the preset's: all stays
-        (["seq_len=32,48"], {(32, "none"), (48, "none"), (32, "full"), (48, "full")}),
-        (["checkpointing=full"], {(64, "full"), (128, "full")}),
-    ],
-)
+@parametrized("words_over_cases")
 def test_the_command_line_wins_over_a_case(
     words: list[str], different: set[tuple[int, str]], preset: Path, cli: Cli
 ) -> None:
@@ -99,22 +90,7 @@ def test_the_command_line_wins_over_a_case(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new", "words", "said"),
-    [
-        ("checkpointing=none", "checkpointin=none", (), "checkpointin=none,full: there is no setting 'checkpointin'; "
-         "did you mean checkpointing? (in sweep/mine.yaml, case 'model=tiny seq_len=128 checkpointin=none,full "
-         "device.gpu=l4-24gb')"),
-        ("model=tiny seq_len=128\n", "model='tiny\n", (), "No closing quotation (in sweep/mine.yaml, case"),
-        ("model=tiny seq_len=64", "model=tini seq_len=64", (), "lists all 40 (in sweep/mine.yaml, case "
-         "'model=tini seq_len=64,128')"),
-        ("  - model=tiny seq_len=128\n", "  - [model=tiny]\n", (), "sweep/mine.yaml: cases=["),
-        ("", "", ("sweep=mine,claims",), "sweep=mine,claims: each preset is its own sweep; give one at a time: "),
-        ("", "", ("modle=tiny",), "modle=tiny: there is no setting 'modle'; did you mean model?\n"),
-        ("", "", ("hydra.sweeper.max_batch_size=1",), "batches of trials needs a preset without cases"),
-        ("", "", ("hydra/sweeper=frontier",), "hydra/sweeper=frontier needs one without cases"),
-    ],
-)  # fmt: skip
+@parametrized("preset_mistakes")
 def test_mistakes_in_a_case_name_the_preset(
     old: str, new: str, words: tuple[str, ...], said: str, preset: Path, cli: Cli
 ) -> None:

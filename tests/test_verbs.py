@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, Cli, refusal
+from conftest import ROOT, Cli, parametrized, refusal
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
@@ -230,18 +230,7 @@ def test_an_output_that_has_gone_is_no_traceback(
     }[broken]
 
 
-@pytest.mark.parametrize(
-    ("shell", "status", "said"),
-    [
-        ("{} columns | head -1 >/dev/null; exit ${{PIPESTATUS[0]}}", (0, 141), ""),
-        ("{} columns | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
-        ("{} columns 2>&1 | true; exit ${{PIPESTATUS[0]}}", (141,), ""),
-        ("{} columns >/dev/full", (2,), "vramsweep: the output cannot be written: No space left on device\n"),
-        ("{} columns >&-", (2,), "vramsweep: standard output is closed; to discard it, use >/dev/null\n"),
-        ("{} columns 2>&- >/dev/null <&-", (0,), ""),
-        ("{} nonsense 2>/dev/full", (2,), ""),
-    ],
-)
+@parametrized("closed_outputs")
 def test_at_the_end_of_the_interpreter_too(shell: str, status: tuple[int, ...], said: str) -> None:
     command = shell.format(f"{shlex.quote(sys.executable)} -m vramsweep")
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)

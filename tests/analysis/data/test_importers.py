@@ -6,7 +6,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import synthetic
-from conftest import ROOT, Cli, cases, refusal
+from conftest import ROOT, Cli, cases, parametrized, refusal
 
 from vramsweep.analysis.data.importers import open_rows
 from vramsweep.analysis.data.load import Table, load
@@ -264,16 +264,7 @@ def test_mistakes_in_a_mapping_file_are_named(tmp_path: Path, mapping: str, text
         opened(tmp_path, FOUR, mapping=tmp_path / "m.json", settings=["micro_batch=2"])
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
-        (b"", "is empty"), (b"\n , \n", "is empty"),
-        (b"seq_len,peak_active_mib\n", r"a header \(seq_len, peak_active_mib\) but no line below"),
-        (b"\x00\x01\x02", "not UTF-8 text"), (b"\xff\xfe1,2", "not UTF-8 text"),
-        (b"1,2,3,4\n1,2,3,4\n1,2,3,4,5\n", "line 3: 5 cells, but the file has 4 columns"),
-        (b"seq_len,seq_len,peak_active_mib\n1,2,3\n", "seq_len comes from two columns"),
-    ],
-)  # fmt: skip
+@parametrized("import_contents")
 def test_files_that_hold_no_rows_are_named(tmp_path: Path, content: bytes, text: str) -> None:
     (tmp_path / "x.csv").write_bytes(content)
     with pytest.raises(UserError, match=text):

@@ -7,7 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import synthetic
-from conftest import ROOT
+from conftest import ROOT, parametrized
 from synthetic import table
 
 from vramsweep.analysis.data.groups import groups
@@ -204,16 +204,7 @@ def test_rows_of_others_say_what_they_rest_on() -> None:
     assert "an unknown GPU" in card.asked and card.trust.value == "As much as its source"
 
 
-@pytest.mark.parametrize(
-    ("row", "gib"),
-    [
-        ({"device": "simulated", "simulated_gpu": "h100-80gb"}, 80),
-        ({"device": "cuda", "gpu_name": "NVIDIA L4"}, 24),
-        ({"device": "cuda", "gpu_name": "never seen", "device_total_bytes": 23_600_000_000}, 24),  # less what ECC takes
-        ({"device": "cuda", "gpu_name": "never seen"}, None),
-        ({"device": "cpu"}, None),
-    ],
-)
+@parametrized("reported_gpu_sizes")
 def test_the_card_of_a_row(row: dict[str, Any], gib: float | None) -> None:
     whole = pd.Series({"simulated_gpu": None, "gpu_name": None, "device_total_bytes": None} | row)
     assert size_of_card(whole) == gib

@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from conftest import Cli
+from conftest import Cli, parametrized
 from scipy import stats
 
 import vramsweep
@@ -117,15 +117,7 @@ def test_two_files_are_one_sweep_of_two_allocators(tmp_path: Path, cli: Cli) -> 
     assert at_last["expandable"] / at_last["default"] == pytest.approx(HALF, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("names", "said"),
-    [
-        ("default", "--names default: 1 names for 2 files; give each file its own name, in order"),
-        ("a,b,c", "3 names for 2 files"), ("a,", "2 names for 2 files"),
-        ("a,a", "2 names for 2 files; give each file its own"), ("wings=a,b", "no column wings"),
-        ("micro_batch=1,x", 'micro_batch is a whole number, not "x"'),
-    ],
-)  # fmt: skip
+@parametrized("names_of_files")
 def test_names_that_do_not_fit_are_refused(tmp_path: Path, names: str, said: str) -> None:
     files = [write(tmp_path / "a.csv"), write(tmp_path / "b.csv")]
     with pytest.raises(UserError, match=said):

@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import synthetic
-from conftest import Cli
+from conftest import Cli, parametrized
 
 from vramsweep.analysis.cli import main
 from vramsweep.analysis.data import markup
@@ -141,18 +141,7 @@ def test_tables_escape_what_their_language_reads() -> None:
     assert "---:" in markup.markdown(frame)
 
 
-@pytest.mark.parametrize(
-    ("cells", "unit", "kind", "made"),
-    [
-        (["1,024", "–", "-3.5"], "", "numbers", ("1024", "–", "-3.5")),
-        (["1.5 GiB", "20.25 GiB"], "GiB", "numbers", ("1.5", "20.25")),
-        (["12 ± 3", "–"], "", "numbers", ("12 +- 3", "–")),
-        (["12 ± 3", "2 ± 3"], "", "text", ("12 ± 3", "2 ± 3")),
-        (["1 to 2,000"], "", "text", ("1 to 2,000",)),
-        (["1 GiB", "2 MiB"], "", "text", ("1 GiB", "2 MiB")),
-        (["12 ran", "x"], "", "text", ("12 ran", "x")),
-    ],
-)
+@parametrized("latex_columns")
 def test_a_column_of_numbers_in_one_unit_is_set_as_numbers(
     cells: list[str], unit: str, kind: str, made: tuple[str, ...]
 ) -> None:
@@ -160,16 +149,7 @@ def test_a_column_of_numbers_in_one_unit_is_set_as_numbers(
     assert (found.unit, found.kind, found.cells) == (unit, kind, made)
 
 
-@pytest.mark.parametrize(
-    ("value", "ends", "cell"),
-    [
-        (12.34, (12.0, 12.7), "12.34(36)"),
-        (55583.0, (54400.0, 56848.0), "55583(1265)"),
-        (12.0, (0.0, 24.0), "12 [0, 24]"),
-        (0.0, (-46.2, 0.0), "0 [−46, 0]"),
-        (4e-8, (0.0, 1e-7), "–"),
-    ],
-)
+@parametrized("cells_with_intervals")
 def test_a_bracket_is_less_than_its_value(value: float, ends: tuple[float, float], cell: str) -> None:
     assert paper_tables._uncertain(value, ends) == cell
     for half in 10.0 ** np.linspace(-9, 3, 200):  # of any width

@@ -7,7 +7,7 @@ from typing import Any
 
 import pynvml
 import pytest
-from conftest import cases
+from conftest import cases, parametrized
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.machine import machine
@@ -200,16 +200,7 @@ def test_an_outdated_module_of_the_same_name_is_said_with_its_cure(
     assert machine.gpus() == []
 
 
-@pytest.mark.parametrize(
-    ("visible", "ranks", "reason"),
-    [
-        (1, 1, None),
-        (8, 8, None),
-        (0, 2, None),  # no GPU at all says nothing about the trial
-        (1, 2, "world_size=2 needs 2 GPUs, but 1 is visible; use world_size=1 or fewer, or a larger node"),
-        (4, 8, "world_size=8 needs 8 GPUs, but 4 are visible; use world_size=4 or fewer, or a larger node"),
-    ],
-)
+@parametrized("visible_gpus")
 def test_ranks_beyond_the_visible_cards(visible: int, ranks: int, reason: str | None) -> None:
     assert machine.too_many_ranks(visible, ranks) == reason
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from conftest import parametrized
 
 from vramsweep.harness.rows import outcome as outcomes
 from vramsweep.harness.rows.outcome import Evidence, classify, is_answer, is_same_failure, is_verdict, runs_again
@@ -85,16 +86,7 @@ def test_an_outcome_of_a_later_version_is_a_failure_that_may_be_asked_for_again(
     assert [runs_again("preempted", asked) for asked in (False, True)] == [False, True]
 
 
-@pytest.mark.parametrize(
-    ("how", "remarked"),
-    [
-        ({"exit_code": 0}, None),
-        ({"exit_code": -9}, "killed by SIGKILL"),
-        ({"exit_code": -9, "host_oom_kills": 1}, "host memory"),
-        ({"exit_code": None}, "fork server"),
-        ({"expired": True, "deadline_s": 60}, "not finished within 60 s"),
-    ],
-)
+@parametrized("ends_of_measured_workers")
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_published_measurement_stands_whatever_becomes_of_its_worker(
     how: dict[str, Any], remarked: str | None, complete: bool

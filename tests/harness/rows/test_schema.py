@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from conftest import parametrized
 
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, Outcome, RowError, complete_row
 
@@ -22,16 +23,7 @@ def test_names_are_unique_and_units_are_in_them() -> None:
             assert column.name.endswith("_s"), column.name
 
 
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ({"colour": 1}, "unknown column colour"),
-        ({"seq_len": "long"}, "seq_len holds 'long'"),
-        ({"seq_len": True}, "seq_len holds True"),
-        ({"terminal": 1}, "terminal holds 1"),
-        ({"outcome": "fine"}, "outcome 'fine' is not one of"),
-    ],
-)
+@parametrized("row_mistakes")
 def test_what_does_not_fit_is_refused(values: dict[str, object], text: str) -> None:
     with pytest.raises(RowError, match=text):
         complete_row(values)

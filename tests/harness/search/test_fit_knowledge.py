@@ -5,7 +5,7 @@ import random
 
 import numpy as np
 import pytest
-from conftest import tiny
+from conftest import parametrized, tiny
 
 from vramsweep.analysis.model.adaptive import Answer, Grid
 from vramsweep.analysis.model.adaptive import Search as AdaptiveSearch
@@ -60,17 +60,7 @@ def item(length: int) -> Planned:
     return plan.expand_trials([tiny(seq_len=length)], 1)[0][0]
 
 
-@pytest.mark.parametrize(
-    ("tried", "asked", "fits"),
-    [
-        ({1001: False}, 1008, None), ({1001: False}, 1016, None), ({1001: False}, 1009, False),
-        ({1001: False}, 1000, None), ({1000: False}, 1001, False), ({1000: False}, 1008, False),
-        ({1008: True}, 1000, True), ({1008: True}, 1001, None), ({1009: True}, 1001, True), ({1009: True}, 1008, True),
-        ({1000: True, 1001: False}, 1008, None), ({1000: True, 1016: False}, 1009, None),
-        ({1001: False, 1016: True}, 1008, True), ({1001: False, 1017: True}, 1009, True),
-        ({1001: False, 1016: True}, 1009, False), ({1008: True, 1017: False}, 1025, False),
-    ],
-)  # fmt: skip
+@parametrized("fit_knowledge")
 def test_adaptive_dominance_and_the_frontier_say_the_same(
     tried: dict[int, bool], asked: int, fits: bool | None
 ) -> None:

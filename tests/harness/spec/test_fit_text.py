@@ -2,7 +2,7 @@
 
 from typing import Any
 
-import pytest
+from conftest import parametrized
 
 from vramsweep.harness.questions import fit_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
@@ -14,17 +14,7 @@ GIB = 1 << 30
 ROW: dict[str, Any] = {"outcome": "ok", "peak_reserved_bytes": 20 * GIB, "peak_reserved_most_bytes": 24 * GIB}
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "said"),
-    [
-        (20.0, 20.0, "fits: peak reserved 20.0 of 22.5 GiB (89 %), 2.5 GiB free"),
-        (22.5, 22.5, "only just fits: peak reserved 22.5 of 22.5 GiB (100 %), 0.0 GiB free"),  # it has no other bound
-        (22.3, 22.3, "only just fits: peak reserved 22.3 of 22.5 GiB (99 %), 0.20 GiB free"),
-        (20.0, 22.0, "fits: peak reserved 20.0 to 22.0 of 22.5 GiB (98 %), at least 0.5"),
-        (20.0, 22.5, "probably fits: peak reserved 20.0 to 22.5 of 22.5 GiB (100 %); the peak grows"),
-        (22.47, 22.5, "probably fits: peak reserved 22.5 of 22.5 GiB (100 %); the peak grows"),  # both read the same
-    ],
-)
+@parametrized("fit_texts")
 def test_a_peak_that_may_rise_to_the_limit_only_probably_fits(low: float, high: float, said: str) -> None:
     assert fit_text.describe_fit(int(low * GIB), int(high * GIB), int(22.5 * GIB)).startswith(said)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, custom, refusal, tiny
+from conftest import cases, custom, parametrized, refusal, tiny
 
 from vramsweep.harness.spec import runner_table, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
@@ -30,16 +30,7 @@ def test_any_changed_setting_is_a_new_trial(change: dict[str, Any]) -> None:
     assert identity(tiny(**change)) != identity(tiny())
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"allocator": {"name": "mine"}},
-        {"protocol": {"name": "mine"}},
-        {"model": {"name": "mine", "parameters": 7, "max_positions": 64}},
-        {"grad_accum": 1, "optimizer": "default", "sharding": "none", "world_size": 1, "data": "synthetic"},
-        {"runner": {"options": {}, "target": None}},
-    ],
-)
+@parametrized("changes_of_names")
 def test_names_and_defaults_do_not_make_a_trial(change: dict[str, Any]) -> None:
     assert identity(tiny(**change)) == identity(tiny())
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import pytest
+from conftest import parametrized
 
 from vramsweep.runners.measure import cuda_driver
 
@@ -20,16 +20,7 @@ def test_only_a_loaded_driver_library_is_asked(tmp_path: Path) -> None:
     assert cuda_driver.unclean() is None
 
 
-@pytest.mark.parametrize(
-    ("code", "active", "reason"),
-    [
-        (3, False, None),
-        (3, True, None),
-        (0, False, "initialises CUDA"),
-        (0, True, "context"),
-        (100, False, "error 100"),
-    ],
-)
+@parametrized("driver_answers")
 def test_anything_but_not_initialised_is_not_clean(code: int, active: bool, reason: str | None) -> None:
     found = cuda_driver.verdict(code, active)
     assert found is None if reason is None else reason in str(found)

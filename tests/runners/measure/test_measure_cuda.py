@@ -19,7 +19,7 @@ from typing import Any
 import pynvml
 import pytest
 import torch
-from conftest import tiny
+from conftest import parametrized, tiny
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import EnvironmentFault
@@ -361,17 +361,7 @@ def test_cuda_that_does_not_start_is_the_machine_s_fault(
     assert text in str(reason)
 
 
-@pytest.mark.parametrize(
-    ("named", "uuid", "refused"),
-    [
-        ("GPU-stand-in", "another-card", True),
-        ("GPU-stand-in", "stand-in", False),
-        ("GPU-other,GPU-stand-in", "other", False),
-        ("GPU-stand-in", None, False),  # an older torch does not say
-        ("0", "another-card", False),  # nor has anybody named one
-        ("MIG-of-it", "another-card", False),  # it cannot be told
-    ],
-)
+@parametrized("named_gpus")
 def test_a_worker_that_cuda_gave_another_card_measures_nothing(
     card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str, uuid: str | None, refused: bool
 ) -> None:

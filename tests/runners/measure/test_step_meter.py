@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TARGETS, refusal, tiny
+from conftest import TARGETS, parametrized, refusal, tiny
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
@@ -104,18 +104,7 @@ def test_boundaries_ignore_the_backward_within_a_backward() -> None:
     assert torch.autograd.backward is original
 
 
-@pytest.mark.parametrize(
-    ("held", "expected"),
-    [
-        ([5, 5, 5, 5], 0),
-        ([5, 9, 13], 4),
-        ([5, 9, 9, 13], 0),  # not every step
-        ([5, 9, 7, 11], -2),
-        ([5, 9], None),
-        ([], None),
-        ([5, None, 9], None),
-    ],
-)
+@parametrized("step_growth")
 def test_growth(held: list[int | None], expected: int | None) -> None:
     assert step_growth(held) == expected
 
@@ -318,20 +307,7 @@ def test_training_that_ends_too_soon_says_so(tmp_path: Path) -> None:
     assert "after 1 of 5 steps" in refusal(RuntimeError, meter.columns)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "own", "expected"),
-    [
-        (set(), {5}, {5}, []),
-        (set(), {5, 6, 9}, {5, 6}, [9]),  # a sibling rank's process on our card is ours
-        ({4}, {4, 5}, {5}, [4]),  # it was there, unseen by the parent
-        (set(), set(), set(), None),  # a container that lists nobody, not even us
-        (set(), {70001}, set(), []),  # host's numbers: the new one is ours
-        ({70001}, {70001, 70002}, set(), [70001]),
-        (set(), {70001, 70002}, set(), [70001, 70002]),  # one of the two is not
-        (None, None, set(), None),
-        (None, {70001}, set(), None),
-    ],
-)
+@parametrized("foreign_processes")
 def test_foreign_processes(before: Any, after: Any, own: set[int], expected: list[int] | None) -> None:
     assert foreign(before, after, own) == expected
 

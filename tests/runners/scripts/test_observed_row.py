@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import merged, tiny
+from conftest import merged, parametrized, tiny
 
 from vramsweep.harness.spec import trial
 from vramsweep.runners.scripts import observed_row
@@ -42,20 +42,7 @@ def test_two_processes_on_one_card_are_said() -> None:
     assert observed_row.columns(asked(world_size=2), turned, {"seq_len", "micro_batch"})["notes"]
 
 
-@pytest.mark.parametrize(
-    ("device", "card", "columns", "said"),
-    [
-        (
-            "cuda",
-            False,
-            {"torch_version": "2.9.0+cpu", "cuda_version": None},
-            r"^the script trained on device=cpu \(its torch 2.9.0\+cpu is built without CUDA\), but the trial has "
-            "device=cuda; make it train there, or set device=cpu$",
-        ),
-        ("cuda", False, {"torch_version": "2.9.0", "cuda_version": "12.8"}, "^the script trained on device=cpu, but"),
-        ("cpu", True, {}, "^the script trained on device=cuda, but the trial has device=cpu; make it"),
-    ],
-)
+@parametrized("trained_elsewhere")
 def test_a_training_on_another_device_than_the_trials_is_no_row(
     device: str, card: bool, columns: dict[str, Any], said: str
 ) -> None:

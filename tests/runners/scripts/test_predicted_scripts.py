@@ -10,7 +10,7 @@ from typing import Any
 import commands
 import pytest
 import torch
-from conftest import Run
+from conftest import Run, parametrized
 from torch import nn
 from traces import signed as requests
 
@@ -128,18 +128,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    "loaded",
-    [
-        'net.load_state_dict(torch.load("{}/state.pt"))',
-        'net.load_state_dict(torch.load("{}/state.pt", map_location="cpu", mmap=True), assign=True)',
-        'net.load_state_dict(torch.load(open("{}/state.pt", "rb"), lambda storage, location: storage))',
-        'net.load_state_dict(torch.load("{}/old.pt"))',
-        'net.load_state_dict(torch.load("{}/parameters.pt"), strict=False)',
-        'net = torch.load("{}/module.pt", weights_only=False)',
-        'import safetensors.torch; net.load_state_dict(safetensors.torch.load_file("{}/state.safetensors"))',
-    ],
-)
+@parametrized("loaded_weights")
 def test_weights_from_a_file_are_on_the_card_once(traced: Traced, checkpoint: Path, loaded: str) -> None:
     assert requests(traced(loaded=loaded.format(checkpoint))) == requests(traced())
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGETS, tiny
+from conftest import ROOT, TARGETS, parametrized, tiny
 from traces import A100, SIMULATED, trace_tiny
 
 from vramsweep.harness.process.worker_files import PREDICTIONS, PROGRESS
@@ -27,18 +27,7 @@ def parsed(**over: Any) -> trial.Trial:
     return trial_parser.parse(tiny(device=SIMULATED, **over))
 
 
-@pytest.mark.parametrize(
-    ("over", "same_family"),
-    [
-        ({"seq_len": 48}, True),
-        ({"micro_batch": 3}, True),
-        ({"allocator": {"name": "expandable", "conf": "expandable_segments:True"}}, True),
-        ({"grad_accum": 2}, False),
-        ({"precision": "bf16"}, False),
-        ({"model": {"config": {"vocab_size": 1024}}}, False),
-        ({"checkpointing": "full"}, False),
-    ],
-)
+@parametrized("trial_families")
 def test_a_family_is_what_length_and_batch_leave_of_a_trace_s_key(over: dict[str, Any], same_family: bool) -> None:
     one, other = parsed(), parsed(**over)
     assert (trace_cache.family_key(one, A100) == trace_cache.family_key(other, A100)) is same_family
