@@ -127,14 +127,15 @@ def cases(name: str) -> list[tuple[str, ...]]:
     return _lines(name)[1:]
 
 
-def parametrized(name: str, **more: Any) -> pytest.MarkDecorator:
-    """Parametrize a test with tests/data/tables/NAME.tsv: its headings name arguments, its cells are Python literals.
+def literal_cases(name: str) -> list[tuple[Any, ...]]:
+    """Read the cases of tests/data/tables/NAME.tsv, whose cells are Python literals; a last cell may be a # remark."""
+    return [tuple(ast.literal_eval(cell) for cell in line if not cell.startswith("#")) for line in cases(name)]
 
-    A last cell that begins with # remarks on its line.
-    """
-    heading, *lines = _lines(name)
-    names = [one for one in heading if not one.startswith("#")]
-    rows = [tuple(map(ast.literal_eval, line[: len(names)])) for line in lines]
+
+def parametrized(name: str, **more: Any) -> pytest.MarkDecorator:
+    """Parametrize a test with the literal cases of tests/data/tables/NAME.tsv, whose headings name arguments."""
+    names = [one for one in _lines(name)[0] if not one.startswith("#")]
+    rows = literal_cases(name)
     return pytest.mark.parametrize(",".join(names), rows if len(names) > 1 else [value for (value,) in rows], **more)
 
 

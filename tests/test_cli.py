@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS, Cli, cases, refusal
+from conftest import ROOT, TARGETS, Cli, cases, parametrized, refusal
 from packaging.requirements import Requirement
 
 from vramsweep import __main__ as front_door
@@ -244,16 +244,7 @@ def test_configuration_files_have_a_comment_for_their_reader() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("-m runner=deepspeed device=cuda runner.zero_stage=1,3 runner.world_size=2",
-         "-m runner=deepspeed device=cuda sharding=zero1,zero3 world_size=2"),
-        ("runner=fsdp device=cuda world_size=8", "sharding=fsdp2 device=cuda world_size=8"),
-        ("-m model=tiny device=simulated optimizer=adamw,adamw_fused gradient_checkpointing=true",
-         "-m model=tiny device=simulated optimizer=adamw_torch,adamw_torch_fused checkpointing=full"),
-    ],
-)  # fmt: skip
+@parametrized("words_of_version_0_1")
 def test_names_and_values_of_version_0_1_are_understood_on_the_command_line(old: str, new: str, cli: Cli) -> None:
     ids = [[trial["trial_id"] for trial in planned(cli, *typed.split())] for typed in (old, new)]
     assert ids[0] == ids[1] and len(ids[0]) == 1 + ("-m" in old)

@@ -65,19 +65,7 @@ def test_a_gpu_s_name_of_several_words_leads_to_the_listed_one(typed: str) -> No
         assert understood(f"gpu={name}") == [f"device.gpu={listed}", "device=simulated"]
 
 
-@pytest.mark.parametrize(
-    ("typed", "model"),
-    [
-        *(
-            (f"{a}3{b}8{c}", "llama3-8b")
-            for a, b, c in (("Llama-", "-", "B"), ("llama", " ", "b"), ("LLAMA_", "_", "B"))
-        ),
-        ("llama-3-1-8b", "llama3.1-8b"),
-        ("Meta-Llama-3-8B", "llama3-8b"),
-        ("Phi-1_5", "phi-1.5"),
-        ("gpt-2", "gpt2"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "model"), cases("spellings_of_models"))
 def test_a_model_s_name_in_another_spelling(typed: str, model: str, here: Path) -> None:
     assert known_words.find_model(typed) == model and understood(f"model={typed}") == [f"model={model}"]
     assert (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import unchanged
-from conftest import ROOT
+from conftest import ROOT, literal_cases
 
 pytest_plugins = ["pytester"]
 TRACING = ROOT / "tests" / "runners" / "trace" / "test_step_tracer.py"
@@ -23,19 +23,7 @@ def test_comments_and_docstrings_are_no_change_and_code_is(tmp_path: Path) -> No
     assert first == commented != other
 
 
-CHANGES = {  # a file and whether tests of tracing, and those of fits, depend on it
-    "runners/shardings/ddp.py": (True, True),
-    "harness/process/start.py": (True, True),
-    "harness/hardware/efficiencies.json": (True, True),
-    "tests/targets/divided.py": (True, True),
-    "tests/runners/traces.py": (True, False),
-    "benchmarks/host_check.py": (False, True),
-    "analysis/report/templates/report.html.j2": (False, True),
-    "analysis/model/fit.py": (False, True),
-    "tests/analysis/synthetic.py": (False, True),
-    "README.md": (False, False),
-    "tests/data/screens/predict_largest.txt": (False, False),
-}
+CHANGES = {name: (tracing, fits) for name, tracing, fits in literal_cases("inputs_of_tests")}
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cases
 
 import vramsweep
 from vramsweep.harness.rows.schema import BY_NAME, COLUMNS, is_stable
@@ -75,18 +75,7 @@ def test_promised_columns_are_still_there_with_their_type_and_unit(file: Path) -
 def test_the_names_of_the_notebook_s_surface_and_their_arguments() -> None:
     import inspect
 
-    names = {
-        "load": "source columns mapping settings ranks",
-        "predict": "folder settings",
-        "fit": "rows metric axis start stop prediction",
-        "frontier": "rows gib axis",
-        "compare": "a b by names axis tolerance",
-        "figure": "rows name",
-        "report": "rows folder images",
-        "gib": "frame",
-        "units": "frame",
-    }
-    for name, words in names.items():
+    for name, words in cases("arguments_of_functions"):
         assert list(inspect.signature(getattr(vramsweep, name)).parameters) == words.split(), name
 
 

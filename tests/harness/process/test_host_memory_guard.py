@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Run, custom, tiny
+from conftest import Run, custom, parametrized, tiny
 
 from vramsweep.harness.machine import host_memory
 from vramsweep.harness.machine.host_memory import Room
@@ -33,12 +33,7 @@ def test_next_to_nothing_left_ends_the_attempt() -> None:
     assert 10 * MIB < memory.held < 20 * GIB  # this process; another does not exist
 
 
-@pytest.mark.parametrize(("held", "before", "kind", "said"), [
-    (60, 2, "host_oom", "because it used 60.0 of the host's 64.0 GiB and almost none was left (2.0 in use before)"),
-    (32, 31, "host_oom", "because it used 32.0"),  # of what was free, all; hugepages or a database hold the rest
-    (33, 1, "environment", "63.0 of 64.0 GiB in use, 33.0 by the trial; before it, 1.0"),  # another job came
-    (2, 61, "environment", "63.0 of 64.0 GiB in use, 2.0 by the trial; before it, 61.0"),
-])  # fmt: skip
+@parametrized("full_host_memory")
 def test_whose_doing_it_was(held: int, before: int, kind: str, said: str) -> None:
     memory = outcome.HostMemory(held * GIB, 63 * GIB, 64 * GIB, before * GIB)
     found, reason = outcome.classify(outcome.Evidence(expired=True, starved=memory))

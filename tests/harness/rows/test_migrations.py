@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, cases, tiny
+from conftest import ROOT, cases, parametrized, tiny
 
 from vramsweep.analysis.data.groups import groups
 from vramsweep.analysis.data.load import load
@@ -39,15 +39,7 @@ def test_they_load_and_fit() -> None:
     assert len(groups(table)) == 1
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ({"name": "deepspeed", "zero_stage": 3, "world_size": 8, "offload_param": True, "offload_optimizer": None},
-         {"sharding": "zero3", "world_size": 8, "offload_param": True}),
-        ({"name": "fsdp", "zero_stage": None, "world_size": 2}, {"sharding": "fsdp2", "world_size": 2}),
-        ({"name": "torch", "zero_stage": None, "world_size": 1}, {"world_size": 1}),
-    ],
-)  # fmt: skip
+@parametrized("old_runner_layouts")
 def test_the_old_layout_of_a_trial(old: dict[str, Any], new: dict[str, Any]) -> None:
     found = migrations.upgrade_layout(tiny() | {"runner": old})
     runner = "torch" if old["name"] == "fsdp" else old["name"]

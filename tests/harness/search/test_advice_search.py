@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from conftest import cases, tiny
+from conftest import cases, literal_cases, tiny
 
 from vramsweep.harness.search import advice_search, memory_savings
 from vramsweep.harness.search.advice_search import Option, front, search
@@ -18,16 +18,7 @@ SAME, ROUNDING, PRECISION, METHOD = range(len(memory_savings.LEVELS))
 # Made up: factors of activations, of states, of what the logits take, and of time. They do not multiply as a whole, and
 # a fused kernel does nothing beside a chunked loss; a smaller optimizer state is a little more, until what is kept for
 # the backward phase is gone.
-EFFECTS = {
-    "checkpointing=selective": (0.6, 1.0, 1.0, 1.1),
-    "checkpointing=full": (0.1, 1.0, 1.0, 1.35),
-    "loss=chunked": (1.0, 1.0, 0.2, 1.05),
-    "kernels=liger": (0.8, 1.0, 0.1, 0.95),
-    "precision=bf16": (0.6, 1.1, 0.5, 0.5),
-    "optimizer=adamw_bnb_8bit": (1.0, 0.5, 1.0, 1.02),
-    "optimizer=sgd": (1.0, 0.4, 1.0, 0.9),
-    "allocator=expandable": (0.97, 1.0, 0.97, 1.0),
-}
+EFFECTS = {saving: tuple(factors) for saving, *factors in literal_cases("effects_of_savings")}
 OURS = [one for one in REMEDIES if one.words in EFFECTS]
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import ROOT, SETTINGS, TARGETS, Run, custom, gone, refusal, tiny, wait_for
+from conftest import ROOT, SETTINGS, TARGETS, Run, custom, gone, parametrized, refusal, tiny, wait_for
 from launchers import OOM, Still, error, swept
 
 from vramsweep.analysis.data.groups import groups
@@ -410,15 +410,7 @@ def test_what_the_worker_does_not_know_the_parent_may(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_card")
-@pytest.mark.parametrize(
-    ("values", "exit_code", "found"),
-    [
-        ({"foreign_processes": []}, 0, []),
-        ({"foreign_processes": [12]}, 0, [12]),
-        ({"foreign_processes": None}, 0, None),  # a container that hides its processes
-        (None, -9, None),  # nobody looked again
-    ],
-)
+@parametrized("foreign_processes_found")
 def test_whom_nobody_looked_for_is_not_known(
     tmp_path: Path, values: Any, exit_code: int, found: list[int] | None
 ) -> None:

@@ -340,15 +340,7 @@ def test_no_device_is_the_machine_s_fault_not_the_trial_s(monkeypatch: pytest.Mo
         run_rank._device(on_cuda())
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
-        "The NVIDIA driver on your system is too old (found version 11040).",
-        "CUDA error: out of memory",  # others hold it all: not even our context fits
-        "CUDA error: invalid device ordinal",
-    ],
-)
+@parametrized("unusable_devices")
 def test_cuda_that_does_not_start_is_the_machine_s_fault(
     card: Card, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, tiny
+from conftest import TARGETS, parametrized, tiny
 
 from vramsweep.harness.process import attempt, worker_files
 from vramsweep.harness.rows import outcome
@@ -84,15 +84,7 @@ def test_the_rank_that_was_killed_is_to_blame_not_the_one_that_missed_it() -> No
     assert done.stdout.strip() == "Ended(rank=1, code=-9)", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("killed", "rank 1 killed by SIGKILL"),
-        ("exits", "rank 1 ended with exit status 7"),
-        ("leaves", "rank 1 ended with exit status 0"),
-        ("raises", "rank 1: builtins.ValueError: the data of this rank are bad"),
-    ],
-)
+@parametrized("ends_of_ranks")
 def test_a_rank_that_ends_ends_those_who_wait_for_it_and_is_named(tmp_path: Path, how: str, said: str) -> None:
     trial: dict[str, Any] = tiny(sharding="ddp", world_size=2)
     (tmp_path / "spec.json").write_text(json.dumps({"trial": trial}))

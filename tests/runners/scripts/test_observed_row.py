@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import merged, parametrized, tiny
+from conftest import literal_cases, merged, parametrized, tiny
 
 from vramsweep.harness.spec import trial
 from vramsweep.runners.scripts import observed_row
@@ -55,15 +55,7 @@ def test_a_training_on_another_device_than_the_trials_is_no_row(
 
 IDS = torch.zeros(3, 8, dtype=torch.int64)
 FORWARD = "f"
-STEPS = {  # passes of a step: what is seen of its batches
-    "fb": 1,
-    "fbfb": 2,
-    "ffb": 1,  # a model and its copy, an embedding and what comes behind it
-    "b": 1,  # of a model that is no module
-    "fbb": None,  # two losses
-    "ffbb": None,
-    "bb": None,
-}
+STEPS: dict[str, int | None] = dict(literal_cases("passes_of_steps"))
 
 
 def volume(passes: str, ids: torch.Tensor = IDS, first: str = "") -> Volume:

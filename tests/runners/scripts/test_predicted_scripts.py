@@ -82,15 +82,7 @@ def test_what_else_is_asked_of_the_card(traced: Traced) -> None:
 # ---- the host's memory
 
 
-@pytest.mark.parametrize(
-    "made",
-    [
-        'torch.zeros(1 << 26, dtype=torch.int64, device="cuda")',
-        'torch.full((1 << 14, 1 << 13), float("-inf"), device="cuda")',
-        'torch.arange(1 << 14, device="cuda")[None] <= torch.arange(1 << 15, device="cuda")[:, None]',
-        'nn.Parameter(torch.empty(1 << 27)).to("cuda")',
-    ],
-)
+@parametrized("large_tensors")
 def test_what_is_large_takes_no_memory_here(traced: Traced, made: str) -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TARGETS, Run, cases, tiny
+from conftest import ROOT, TARGETS, Run, cases, literal_cases, tiny
 from test_sharded import WORKSPACES
 from traces import SIMULATED, alive, signed, total, trace_trial
 
@@ -82,17 +82,7 @@ def divided(function: str, **over: Any) -> dict[str, Any]:
     return tiny(**{"runner": runner, "sharding": "ddp", "world_size": 2, "model": {"name": "own"}} | over)
 
 
-TOLERANCES = {
-    "DDP, fp32": 4096,
-    "DDP, buckets of 2 MiB as gradients, fp32": 4096,
-    "DDP, 2 passes, no_sync=false, fp32": 4096,
-    "Trainer DDP, bf16": 4096,
-    "FSDP1, bf16": 2048,
-    "Trainer FSDP1, bf16": 2048,
-    "Trainer FSDP2, bf16": 2048,
-    "FSDP2, bf16": 2048,
-    "Trainer FSDP2 offload, bf16": 2048,
-}
+TOLERANCES: dict[str, int] = dict(literal_cases("tolerances_of_ranks"))
 
 
 @pytest.mark.slow

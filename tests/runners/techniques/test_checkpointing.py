@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Run, refusal, tiny
+from conftest import Run, literal_cases, refusal, tiny
 from traces import A100, SIMULATED, gpt2, left_by_forward, on_this_gpu, traced
 
 from vramsweep.harness.spec import trial, trial_parser
@@ -22,14 +22,7 @@ CPU = torch.device("cpu")
 ZERO = {"options": {"zero_optimization": {"reduce_bucket_size": 1 << 20, "allgather_bucket_size": 1 << 20}}}
 HEADS = {"config": {"num_key_value_heads": 4, "num_hidden_layers": 3}}  # as many as query heads
 # What can be asked for, beside none.
-WAYS: dict[str, dict[str, Any]] = {
-    "full": {"checkpointing": "full"},
-    "every 2nd": {"checkpointing": "full", "checkpointing_every": 2},
-    "reentrant": {"checkpointing": "full", "checkpointing_reentrant": True},
-    "selective": {"checkpointing": "selective"},
-    "selective, every 2nd": {"checkpointing": "selective", "checkpointing_every": 2},
-    "selective, mm": {"checkpointing": "selective", "checkpointing_ops": "mm"},
-}
+WAYS: dict[str, dict[str, Any]] = dict(literal_cases("ways_of_checkpointing"))
 
 
 def tried(**over: Any) -> trial.Trial:

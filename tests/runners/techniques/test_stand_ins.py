@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from conftest import Run, cases, merged, refusal, tiny
+from conftest import Run, cases, literal_cases, merged, refusal, tiny
 from traces import on_this_gpu, sizes
 
 from vramsweep.harness.hardware import gpu_lookup
@@ -92,13 +92,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 PLAIN = {"kernels": "liger"}
 FP8 = {"precision": "fp8", "gpu": "h100-80gb"}
-FP8_CASES: dict[str, dict[str, Any]] = {
-    "accumulated": {"grad_accum": 2},
-    "recomputed": {"checkpointing": "full"},
-    "without biases": {"model": {"model_type": "qwen3", "config": {"head_dim": 16}}},
-    "some layers": {"model": {"config": {"intermediate_size": 168}}},  # which 16 does not divide
-    "another loss": {"loss": "chunked"},
-}
+FP8_CASES: dict[str, dict[str, Any]] = dict(literal_cases("trials_of_fp8"))
 
 
 @pytest.mark.slow
