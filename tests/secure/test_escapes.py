@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import ROOT, on_terminal, tiny
+from conftest import ROOT, cases, on_terminal, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table as RichTable
@@ -119,31 +119,7 @@ def folders(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     yield made[0], made[1]
 
 
-VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
-    "status": lambda a, b: ["status", str(a), str(b)],
-    "check": lambda a, b: ["check", str(a)],
-    "fit": lambda a, b: ["fit", str(a)],
-    "frontier": lambda a, b: ["frontier", str(a)],
-    "compare": lambda a, b: ["compare", str(a), str(b), "--all"],
-    "compare by": lambda a, b: ["compare", str(a), "--by", f"allocator={EVIL}0,{EVIL}1"],
-    "calibrate": lambda a, b: ["calibrate", str(a), str(b)],
-    "report": lambda a, b: ["report", str(a), "--images", "none", "--answer", "claims"],
-    "export": lambda a, b: ["export", str(a), str(a / "x.csv")],
-    "explain": lambda a, b: ["explain", str(b)],
-    "timeline": lambda a, b: ["timeline", str(b), EVIL],
-    "draw": lambda a, b: ["draw", str(a / "plan.json"), str(a / "x.html")],
-    "errors": lambda a, b: ["errors", str(a / "plan.json")],
-    "replay": lambda a, b: ["replay", str(a / "plan.json")],
-    "no such folder": lambda a, b: ["status", f"{a}{EVIL}"],
-    "no such command": lambda a, b: [EVIL],
-    "no such option": lambda a, b: ["techniques", EVIL],
-    "no such flag": lambda a, b: ["fit", str(a), f"--{EVIL}"],
-    "plan": lambda a, b: ["plan", "model=tiny", "device=cpu", f"results={a}", f"model.name='{EVIL}'", "predict=false"],
-    "plan of nothing": lambda a, b: ["plan", f"model={EVIL}"],
-    "sweep name": lambda a, b: ["sweep", "model=tiny", f"name='{EVIL}'"],
-    "run": lambda a, b: ["run", "--dry-run", "device=cpu", f"results={a}", "--", sys.executable, "-c", EVIL],
-    "run key": lambda a, b: ["run", f"{EVIL}=1", "--", "python"],
-}
+VERBS = dict(cases("verbs_of_evil_text"))
 
 
 @pytest.mark.slow
@@ -151,8 +127,9 @@ VERBS: dict[str, Callable[[Path, Path], list[str]]] = {
 def test_no_verb_prints_what_a_terminal_acts_on(
     verb: str, folders: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    given = {"a": folders[0], "b": folders[1], "evil": EVIL, "python": sys.executable}
     try:
-        status = front_door.main(VERBS[verb](*folders))
+        status = front_door.main([word.format(**given) for word in VERBS[verb].split()])
     except SystemExit as end:  # argparse
         status = int(end.code or 0)
     out, err = capsys.readouterr()

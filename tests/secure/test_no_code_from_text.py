@@ -28,17 +28,7 @@ NAMES = {
 }  # fmt: skip
 SAFE = {"yaml.SafeLoader", "yaml.CSafeLoader", "yaml.BaseLoader"}
 READERS = {f"yaml.{name}" for name in ("load", "load_all", "parse", "compose", "compose_all", "scan")}
-EXCEPTIONS = {
-    ("harness/allocator/safe_unpickle.py", "pickle"): "the one reader of pickles, which allows no global",
-    ("runners/scripts/traced_script.py", "runpy"): "runs the script that a trial's runner.command names, as asked for",
-    ("analysis/figures/drawing.py", ".eval() of a frame"):
-        "an engine without files and network runs plotly's script and dom.js; a plot reaches them as a JSON text",
-    ("harness/process/start.py", "runpy"): "runs the module of ours that interpreter.build_command names",
-    ("runners/scripts/traced_devices.py", "torch.load"):
-        "stands in for that of the script while it is traced; calls none itself",
-    ("runners/scripts/import_constants.py", "builtins.__import__"):
-        "watches the imports of a model that is being built; imports none",
-}  # fmt: skip
+EXCEPTIONS = {(file, what): reason for file, what, reason in cases("exceptions_of_code")}
 
 
 class Found(ast.NodeVisitor):

@@ -218,14 +218,7 @@ def test_driver_torch_and_card_go_together_or_doctor_says_why_not(
     assert all("install" in check.text for check in found if check.level == "problem")
 
 
-@pytest.mark.parametrize(
-    ("text", "version", "cuda"),
-    [
-        ("__version__ = '2.13.0+cpu'\ncuda: Optional[str] = None\nhip: Optional[str] = None\n", "2.13.0+cpu", None),
-        ("__version__ = '2.9.1+cu128'\ncuda: Optional[str] = '12.8'\n", "2.9.1+cu128", "12.8"),
-        ("__version__ = '2.6.0a0+ecf3bae40a.nv25.01'\ncuda = '12.8'\n", "2.6.0a0+ecf3bae40a.nv25.01", "12.8"),
-    ],
-)
+@parametrized("torch_version_files")
 def test_torch_is_read_without_being_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, version: str, cuda: str | None
 ) -> None:

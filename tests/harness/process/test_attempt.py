@@ -19,7 +19,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Run, cases, custom, refusal, tiny, wait_for
+from conftest import ROOT, TARGETS, Run, cases, custom, parametrized, refusal, tiny, wait_for
 from launchers import FINE, Still, error, swept
 
 from vramsweep.harness.machine import machine
@@ -385,15 +385,7 @@ def test_errors_about_writing_are_told_from_others(
     assert said in refusal(UserError, run_sweep, tiny())
 
 
-@pytest.mark.parametrize(
-    ("version", "limits", "room"),
-    [
-        (2, {"": "max", "job": f"{128 << 30}", "job/step": "max"}, 32),
-        (1, {"job": f"{64 << 30}", "job/step": "9223372036854771712"}, 16),
-        (2, {"job/step": f"{4 << 30}"}, 8),
-        (2, {}, 256),
-    ],
-)
+@parametrized("limits_of_cgroups")
 def test_room_for_templates_is_what_the_cgroups_leave(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, limits: dict[str, str], room: int
 ) -> None:

@@ -49,21 +49,10 @@ def test_what_is_shared_or_page_locked_is_held_too() -> None:
         assert host_memory_guard.resident_bytes([own]) - before >= 60 * MIB
 
 
-VERSIONS = {
-    "v2": (
-        "0::/a/b\n", "a/b", "memory.max", "memory.current",
-        "inactive_file 200\nactive_file 100\nslab_reclaimable 100\nanon 500\n",
-    ),
-    "v1": (
-        "4:memory:/a/b\n", "memory/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes",
-        "inactive_file 1\ntotal_inactive_file 300\ntotal_active_file 100\n",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_a_cgroup_s_files_make_room_for_others(tmp_path: Path, version: str) -> None:
-    text, place, most, used, stat = VERSIONS[version]
+@parametrized("memory_files_of_cgroups")
+def test_a_cgroup_s_files_make_room_for_others(
+    tmp_path: Path, version: str, text: str, place: str, most: str, used: str, stat: str
+) -> None:
     (tmp_path / "own").write_text(text)
     (tmp_path / place).mkdir(parents=True)
     (tmp_path / place / most).write_text("1000")

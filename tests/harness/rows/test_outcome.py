@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import parametrized
+from conftest import literal_cases, parametrized
 
 from vramsweep.harness.rows import outcome as outcomes
 from vramsweep.harness.rows.outcome import Evidence, classify, is_answer, is_same_failure, is_verdict, runs_again
@@ -16,32 +16,12 @@ def failed(kind: str, message: str) -> Evidence:
 
 
 CASES = [
-    (Evidence(exit_code=0, result={"values": {}}), "ok", False, ""),
-    (failed("torch.OutOfMemoryError", "CUDA out of memory. Tried"), "oom", False, "Tried"),
-    (failed("vramsweep.runners.predict.predicted_row.SimulatedHostOutOfMemoryError", "few"), "host_oom", False, "few"),
-    (failed("vramsweep.harness.messages.errors.EnvironmentFault", "no device"), "environment", True, "no device"),
-    (failed("builtins.MemoryError", ""), "host_oom", False, "MemoryError"),
-    (failed("torch.AcceleratorError", "CUDA error: an illegal memory access"), "cuda_error", True, "illegal"),
-    (failed("vramsweep.harness.spec.trial.InvalidTrial", "seq_len too long"), "invalid", False, "seq_len too long"),
-    (failed("builtins.ValueError", "no\nsecond line"), "crash", False, "builtins.ValueError: no"),
+    (replace(failed(*error) if error else Evidence(), **evidence), *found)
+    for evidence, error, *found in literal_cases("evidence")
+] + [
     (failed("vramsweep.harness.spec.trial.InvalidTrial", "word " * 100), "invalid", False, "word word …"),
     (failed("builtins.ValueError", "x" * 500), "crash", False, "x" * 390),
-    (failed("builtins.ModuleNotFoundError", "No module named 'deepspeed.ops'"), "environment", False, "[deepspeed]"),
-    (Evidence(expired=True, deadline_s=3), "timeout", False, "not finished within 3 s; raise timeout_s"),
-    (Evidence(exit_code=-9), "crash", True, "SIGKILL"),
-    (Evidence(exit_code=-9, host_oom_kills=1), "host_oom", False, "kernel"),
-    (replace(failed("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed. "), host_oom_kills=1),
-     "host_oom", False, "by the kernel"),
-    # another rank's collective failed for it
-    (replace(failed("RuntimeError", "Connection closed by peer"), exit_code=-9, host_oom_kills=1, rank=1),
-     "host_oom", False, "rank 1 killed by the kernel"),
-    (Evidence(exit_code=-11, host_oom_kills=1), "crash", True, "SIGSEGV"),
-    (Evidence(exit_code=3), "crash", True, "exit status 3"),
-    (Evidence(exit_code=None), "crash", True, "fork server"),
-    (Evidence(exit_code=0), "bad_result", True, "without a result"),
-    (Evidence(exit_code=0, result_error="result.json cannot be read"), "bad_result", True, "cannot be read"),
-    (Evidence(foreign=(7, 8)), "contended", True, "pid 7, 8"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("evidence", "outcome", "again", "reason"), CASES)

@@ -22,13 +22,7 @@ def test_names_are_unique_and_explained() -> None:
 
 def test_every_optimizer_that_can_be_asked_for_is_known_by_the_class_that_runs_it() -> None:
     """The names that the tests of optimizers hold real classes to."""
-    ran = {
-        "adafactor": "Adafactor", "adamw_bnb_8bit": "AdamW(8-bit)", "adamw_torch_4bit": "AdamW4bit",
-        "adamw_torch_8bit": "AdamW8bit", "deepspeed_cpu_adam": "DeepSpeedZeroOptimizer(DeepSpeedCPUAdam)",
-        "deepspeed_fused_adam": "DeepSpeedZeroOptimizer_Stage3(FusedAdam)", "lion_32bit": "Lion(32-bit)",
-        "lion_8bit": "Lion(8-bit)", "paged_adamw_32bit": "AdamW(32-bit, paged)", "sgd": "SGD", "sgd_momentum": "SGD",
-        "paged_adamw_8bit": "AdamW(8-bit, paged)", "paged_lion_8bit": "Lion(8-bit, paged)",
-    }  # fmt: skip
+    ran = dict(cases("classes_of_optimizers"))
     for entry in catalog.entries("optimizer"):
         row = {"optimizer": entry.name, "optimizer_effective": ran.get(str(entry.name), "AdamW")}
         assert flags(row) == [], row

@@ -17,14 +17,7 @@ from vramsweep.harness.sweep.oom_dominance import OomDominance
 from vramsweep.harness.sweep.plan import Planned
 
 
-@pytest.mark.parametrize(
-    ("length", "batch", "than", "rule"),
-    [
-        (1001, 1, 1001, True), (1008, 1, 1001, False), (1016, 1, 1001, False), (1009, 1, 1001, True),
-        (1001, 2, 1001, True), (1008, 2, 1001, False), (1009, 2, 1001, True), (1000, 9, 1001, False),
-        (1001, 1, 1000, True), (1008, 1, 1000, True), (1008, 1, 1008, True), (1008, 0, 1000, False),
-    ],
-)  # fmt: skip
+@parametrized("lengths_on_both_sides")
 def test_the_rule_on_both_sides_of_an_alignment(length: int, batch: int, than: int, rule: bool) -> None:
     assert needs_no_less(length, batch, than, 1) is rule
     lengths, batches = np.array([length, than, 1.0]), np.array([batch, 1, 1.0])

@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, cases, tiny
+from conftest import SETTINGS, cases, literal_cases, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -137,13 +137,7 @@ def test_the_row_of_an_impossible_trial_fits_the_schema(bad: dict[str, Any]) -> 
 
 def test_a_fault_of_the_machine_runs_again_and_so_does_what_was_impossible_and_no_longer_is() -> None:
     (one,) = plan.order_trials(plan.expand_trials([tiny()], 1))
-    for row, again in (
-        ({"outcome": "contended", "attempt": 3}, True),
-        ({"outcome": "environment", "attempt": 1}, True),
-        ({"outcome": "invalid", "attempt": 0}, True),
-        ({"outcome": "invalid", "attempt": 1}, False),
-        ({"outcome": "timeout", "attempt": 1}, False),
-    ):
+    for row, again in literal_cases("rows_that_run_again"):
         assert bool(resume.pending_trials([one], {one.trial_id: row}, retry_failed=False)) is again, row
     (impossible,) = plan.order_trials(plan.expand_trials([tiny(seq_len=0)], 1))
     row = {"outcome": "invalid", "attempt": 0}

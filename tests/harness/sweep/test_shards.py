@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, cases, custom, refusal, tiny
+from conftest import SETTINGS, cases, custom, parametrized, refusal, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from submitit.core.utils import DelayedSubmission
@@ -262,24 +262,16 @@ def signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    ("number", "state", "wrote", "requeued"),
-    [
-        (signal.SIGTERM, "RUNNING", False, True),
-        (signal.SIGTERM, "COMPLETING", True, False),  # scancel, or Slurm requeues it itself
-        (signal.SIGUSR2, "RUNNING", True, True),
-        (signal.SIGUSR2, "RUNNING", False, False),  # it would go on so for ever
-    ],
-)
+@parametrized("signals_to_jobs")
 @pytest.mark.usefixtures("signals")
 def test_a_job_that_is_told_to_end_puts_itself_back(
-    slurm: Path, monkeypatch: pytest.MonkeyPatch, number: int, state: str, wrote: bool, requeued: bool
+    slurm: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str, wrote: bool, requeued: bool
 ) -> None:
     def swept(words: Sequence[str]) -> int:
         assert words == ["shard=1/2"]
         if wrote:
             (slurm / "journal").write_text("{}\n")
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.Signals[name])
         signal.pause()
         raise AssertionError
 

@@ -308,16 +308,7 @@ def test_out_of_memory_in_a_measured_step_is_the_outcome(runner: dict[str, int |
     assert result["values"]["device_baseline_bytes"] == 200 * MIB  # what others held
 
 
-@pytest.mark.parametrize(
-    ("conf", "backend", "settings", "effective", "unreported"),
-    [
-        ("backend:cudaMallocAsync,pinned_free_catch_all:True,pinned_use_background_threads:True", "cudaMallocAsync", {},
-         "backend:cudaMallocAsync", "pinned_use_background_threads, pinned_free_catch_all"),
-        ("expandable_segments:True,pinned_free_catch_all:True", "native",
-         {"expandable_segments": True, "max_split_size": -1}, "expandable_segments:True", "pinned_free_catch_all"),
-        ("max_split_size_mb:128", "native", {"max_split_size": 128 * MIB}, "max_split_size_mb:128", ""),
-    ],
-)  # fmt: skip
+@parametrized("unreported_settings")
 def test_what_the_allocator_does_not_report_is_said_not_echoed(
     card: Card, monkeypatch: pytest.MonkeyPatch, conf: str, backend: str, settings: dict[str, Any], effective: str,
     unreported: str,

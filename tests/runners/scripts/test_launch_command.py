@@ -148,16 +148,9 @@ def test_what_fails_after_the_measured_steps_is_a_note(run_sweep: Run) -> None:
 
 
 def test_what_cannot_be_measured_says_why(run_sweep: Run) -> None:
-    reasons = {
-        "PYTHON SCRIPTS/plain.py --length 32": "plain.py does not take these options: plain.py: error: ",
-        "PYTHON SCRIPTS/faults.py fine 2": "faults.py ended after 2 optimizer steps, but protocol=brief needs 5",
-        "PYTHON -c 'import os'": f"{PYTHON} ended without an error, but none of its Python processes imported torch",
-        "PYTHON -I SCRIPTS/faults.py fine": "faults.py ended without an error, but none of its Python processes",
-        "bash -c 'PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 PYTHON SCRIPTS/faults.py fine'":
-            "the script sets PYTORCH_CUDA_ALLOC_CONF=max_split_size_mb:64 itself",
-    }  # fmt: skip
-    for row, reason in zip(run_sweep(*map(command, reasons)), reasons.values(), strict=True):
-        assert row["outcome"] == "invalid" and row["reason"].startswith(reason), row["reason"]
+    words, reasons = zip(*cases("scripts_that_cannot_be_measured"), strict=True)
+    for row, reason in zip(run_sweep(*map(command, words)), reasons, strict=True):
+        assert row["outcome"] == "invalid" and row["reason"].startswith(reason.replace("PYTHON", PYTHON)), row["reason"]
 
 
 PEEK = """
@@ -412,15 +405,7 @@ def test_what_a_script_decides_by_value_is_as_it_is_without_us(run_sweep: Run, t
 
 
 def test_what_cannot_be_predicted_says_why(run_sweep: Run) -> None:
-    few = "after 3 optimizer steps; it needs 4"
-    reasons = {
-        f"{BIN / 'torchrun'} SCRIPTS/ddp.py": "torchrun starts other processes; give the script itself",
-        "PYTHON SCRIPTS/faults.py never": "the script ended after 0 optimizer steps; it needs 4",
-        "PYTHON -c 'import torch'": "the command runs no Python file or module",
-        "PYTHON -X faulthandler SCRIPTS/plain.py --steps 3": few,
-        "PYTHON SCRIPTS/plain.py --length 3": "does not take these options: unrecognized arguments: --length 3",
-        "PYTHON SCRIPTS/faults.py decide": f"{few}; the script read the value of a tensor, such as its loss, once",
-    }
-    rows = run_sweep(*(command(words, device=SIMULATED) for words in reasons))
-    for row, reason in zip(rows, reasons.values(), strict=True):
+    words, reasons = zip(*cases("scripts_that_cannot_be_predicted"), strict=True)
+    rows = run_sweep(*(command(one.replace("BIN", str(BIN)), device=SIMULATED) for one in words))
+    for row, reason in zip(rows, reasons, strict=True):
         assert row["outcome"] == "invalid" and reason in row["reason"], row["reason"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Cli, Run, tiny
+from conftest import ROOT, TARGETS, Cli, Run, parametrized, tiny
 
 import vramsweep
 from vramsweep.harness.messages.errors import UserError
@@ -230,26 +230,12 @@ except ValueError:
     assert not list(tmp_path.glob("vramsweep-*"))
 
 
-@pytest.mark.parametrize(
-    ("autocast", "dtypes", "said"),
-    [
-        ({}, [torch.float32], "fp32"),
-        ({"tf32": True}, [torch.float32], "tf32"),
-        ({"bf16": True}, [torch.float32], "bf16"),
-        ({"fp16": True}, [torch.float32, torch.uint8], "fp16"),  # quantised weights
-        ({}, [torch.bfloat16], "bf16_pure"),
-        ({"bf16": True}, [torch.bfloat16], None),  # autocast of what is bf16 already
-        ({"bf16": True, "deepspeed": "zero.json"}, [torch.bfloat16], "bf16"),
-        ({}, [torch.float16], None),
-        ({}, [torch.float32, torch.bfloat16], None),
-    ],
-    ids=str,
-)
+@parametrized("precisions_of_arguments", ids=str)
 def test_precision_is_that_of_arguments_and_weights(
-    autocast: dict[str, Any], dtypes: list[torch.dtype], said: str | None
+    autocast: dict[str, Any], dtypes: list[str], said: str | None
 ) -> None:
     asked = {"bf16": False, "fp16": False, "tf32": None, "deepspeed": None} | autocast
-    weights = [torch.nn.Parameter(torch.ones(1, dtype=dtype), requires_grad=False) for dtype in dtypes]
+    weights = [torch.nn.Parameter(torch.ones(1, dtype=getattr(torch, name)), requires_grad=False) for name in dtypes]
     assert precision(types.SimpleNamespace(**asked), torch.nn.ParameterList(weights)) == said
 
 
