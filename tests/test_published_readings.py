@@ -1,7 +1,5 @@
 """Reference runs: what their files may say, what is predicted of them, and what is put beside it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

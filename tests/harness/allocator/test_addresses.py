@@ -1,8 +1,6 @@
 """The model of cudaMalloc's addresses beside those that an H100's and an H200's driver gave to trials (their recordings
 from the first allocation on; results/reference)."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile

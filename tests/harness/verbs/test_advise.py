@@ -1,7 +1,5 @@
 """`advise`: rows become options, what is said of them, and mistakes."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from io import StringIO

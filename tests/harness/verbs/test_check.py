@@ -1,7 +1,5 @@
 """Test the check for publication: on made-up rows whose truth is known, folders with real journals, and by command."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test the arguments of `vramsweep run`: replaced placeholders, and errors in a command."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

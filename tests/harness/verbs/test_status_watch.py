@@ -1,7 +1,5 @@
 """`status --watch`, and reading a sweep while it runs: what is shown, what is read, when it ends."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty

@@ -1,7 +1,5 @@
 """Test a run's memory by component and over a step against the row's replay, the storages and the model."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Host memory: what a trace says of it, what is measured of a process, a node that is too small."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import subprocess

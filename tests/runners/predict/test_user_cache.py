@@ -1,7 +1,5 @@
 """Traces that are kept for a user: which, where, how many, and that they change nothing."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Versions to predict like: against what upstream's own code of those versions allocated, and what was published."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

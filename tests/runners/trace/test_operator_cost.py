@@ -1,7 +1,5 @@
 """Test the costs of operators against counts made by hand, and whole steps against the formulas of the literature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ splits keys where the grid is small. The memory-efficient kernel copies the grad
 after, which only sizes that differ show.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator

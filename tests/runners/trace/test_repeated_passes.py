@@ -1,7 +1,5 @@
 """Accumulated passes that are noted again give the trace that running every one of them gives."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from dataclasses import asdict

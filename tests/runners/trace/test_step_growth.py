@@ -1,7 +1,5 @@
 """Test that memory leaked by a step is found with its operator, and that healthy steps leak nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tracing: every byte has a category, and CUDA's kernels are the ones that run."""
 
-from __future__ import annotations
-
 import gc
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Blocks that another stream still uses: when a host that waits only where it must has them back."""
 
-from __future__ import annotations
-
 import pytest
 
 from vramsweep.harness.allocator.config import AllocatorConfig

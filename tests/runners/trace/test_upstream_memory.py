@@ -1,7 +1,5 @@
 """Known differences of transformers' versions, against what small models held in a step by those versions' own code."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
