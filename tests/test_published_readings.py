@@ -273,12 +273,7 @@ def test_a_run_that_is_refused_is_named_and_makes_the_status_1(tmp_path: Path, s
 """
     status, record, err = said(str(file(tmp_path, text + bad)))
     assert status == 1
-    for line, name, reason in (
-        (7, "card", "device.gpu=gtx-9: there is no such GPU"),
-        (8, "divided", "sharding=zero3"),
-        (9, "target", "runner.target: there is no file"),
-        (10, "later", "versions.transformers=99.0 is later than"),
-    ):
+    for line, name, reason in cases("runs_left_out"):
         (told,) = (one for one in err.splitlines() if f"left out: {tmp_path}/runs.yaml:{line}: {name}: " in one)
         assert reason in told
     assert {one["run"]: one["mistake"] for one in record["readings"]} == {

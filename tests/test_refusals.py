@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, cases
 
 from vramsweep.harness.files.missing_rows import refuse_missing
 from vramsweep.harness.messages.errors import UserError
@@ -49,11 +49,7 @@ def test_a_folder_without_rows_is_refused_before_anything_reads_them(tmp_path: P
     refuse_missing([str(sweep)], foreign=True)
 
 
-@pytest.mark.parametrize("words", [("explain", "nothing"), ("report", "foo.json"), ("fit", "no.csv"), ("check", "no"),
-                                   ("sweep", "model=gpt2", "optimizer=adam"), ("sweep", "budget=8"),
-                                   ("sweep", "device.memory_gib=24Gb"), ("plan", "runner=torhc"),
-                                   ("plan", "sharding=zero7"), ("plan", "gpu=h100"), ("explain", "--frob"),
-                                   ("predict", "prcision=bf16"), ("predict", "--max-reserved", "22")])  # fmt: skip
+@pytest.mark.parametrize("words", [tuple(words.split()) for (words,) in cases("refused_without_imports")])
 def test_nothing_heavy_is_imported_to_refuse(words: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "foo.json").write_text("{}")
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {RUN.format(HEAVY)}"

@@ -224,11 +224,8 @@ def test_one_pair_is_one_and_what_it_does_not_know_is_said() -> None:
         along(found, "micro_batch")
 
 
-def test_predicted_rows_are_not_compared_with_measured_ones() -> None:
+def test_predicted_and_measured_rows_or_others_with_nothing_in_common_are_not_compared() -> None:
     assert "predicted" in refusal(UserError, compare, table(sweep()), table(sweep(device="simulated")))
-
-
-def test_nothing_in_common_is_said_with_the_axis_that_differs() -> None:
     other = synthetic.curve((300, 600), repeats=2)
     assert "share no seq_len" in refusal(UserError, compare, table(sweep()), table(other))
 

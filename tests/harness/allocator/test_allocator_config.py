@@ -4,7 +4,7 @@ import json
 
 import pytest
 from allocator_recorder import settings_of
-from conftest import ROOT, cases, refusal
+from conftest import ROOT, cases, parametrized, refusal
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,15 +149,7 @@ def test_what_is_not_reported_is_neither_compared_nor_echoed():
     assert reported({}) == {"backend"}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"PYTORCH_CUDA_ALLOC_CONF": 3}, "is not text"),
-        ({"garbage_collection_threshold": None}, "garbage_collection_threshold is None, expected float"),
-        ({"max_split_size": "big"}, "max_split_size is 'big', expected int"),
-        ({"roundup_power2_divisions": {"1": 0}}, "roundup_power2_divisions is not complete"),
-    ],
-)
+@parametrized("malformed_settings")
 def test_malformed_settings_are_refused(settings, message):
     with pytest.raises(AllocatorConfigError, match=message):
         from_settings(settings)

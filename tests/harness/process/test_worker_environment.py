@@ -1,20 +1,12 @@
 """Test which variables of an environment a worker gets, and which of them its row records."""
 
 import pytest
-from conftest import Run, custom
+from conftest import Run, cases, custom
 
 from vramsweep.harness.process import attempt, worker_environment
 
-FALSIFYING = {
-    "CUDA_LAUNCH_BLOCKING": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "NVIDIA_TF32_OVERRIDE": "0",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1", "ACCELERATE_USE_CPU": "true", "TRITON_INTERPRET": "1",
-}  # fmt: skip
-OUTER = {
-    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "NODE_RANK": "0", "GROUP_RANK": "0",
-    "ROLE_RANK": "3", "ROLE_WORLD_SIZE": "8", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500",
-    "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "PMI_SIZE": "8", "MPI_LOCALNRANKS": "8", "MV2_COMM_WORLD_SIZE": "8",
-}  # fmt: skip
+FALSIFYING = dict(cases("falsifying_variables"))
+OUTER = dict(cases("variables_of_launchers"))
 KEPT = {"HOME": "/h", "NCCL_DEBUG": "INFO"}
 
 

@@ -87,9 +87,6 @@ def test_one_rank_s_row_is_its_own() -> None:
     row = over_ranks([ROWS[1]])
     assert {name: row[name] for name in ROWS[1]} == ROWS[1]
     assert row["worst_rank"] == 0
-
-
-def test_the_columns_exist() -> None:
     assert set(over_ranks(ROWS)) <= {column.name for column in COLUMNS}
 
 

@@ -1,6 +1,6 @@
 """Blocks that another stream still uses: when a host that waits only where it must has them back."""
 
-import pytest
+from conftest import parametrized
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.runners.predict.replay_trace import replay
@@ -31,17 +31,6 @@ def test_a_block_is_back_at_once_where_nobody_else_uses_it_or_the_card_keeps_up(
     assert active(USE) == 20
 
 
-@pytest.mark.parametrize(
-    ("waited", "kept"),
-    [
-        ([(2, "join", 1, 0)], 10),  # for the stream that uses it
-        ([(2, "join", 2, 0)], 20),  # for another one
-        ([(2, "wait", 2, 1), (2, "join", 2, 0)], 10),  # which has waited for it
-        ([(1, "wait", 2, 1), (2, "join", 2, 0)], 20),  # before the block was freed, and not since
-        ([(2, "record", 7, 1), (2, "sync", 7, 0)], 10),
-        ([(1, "record", 7, 1), (2, "sync", 7, 0)], 20),  # what came after the event may not be done
-        ([(2, "record", 7, 1), (2, "await", 2, 7), (2, "join", 2, 0)], 10),
-    ],
-)
+@parametrized("waits_of_streams")
 def test_it_is_back_when_the_host_has_waited_for_what_uses_it(waited: list[Note], kept: int) -> None:
     assert active(USE, *waited) == kept
