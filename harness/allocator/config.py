@@ -194,6 +194,18 @@ def from_settings(settings: Mapping[str, Any]) -> AllocatorConfig:
     return replace(parse(text), **{name: _value(settings, key) for key, name in _REPORTED.items() if key in settings})
 
 
+def to_settings(config: AllocatorConfig) -> dict[str, Any]:
+    """Return `allocator_settings` as torch reports them under this setting: what `from_settings` reads."""
+    size, threshold = config.max_split_size_mb, config.garbage_collection_threshold
+    return {
+        "PYTORCH_CUDA_ALLOC_CONF": config.render(),
+        **{key: getattr(config, name) for key, name in _REPORTED.items()},
+        "max_split_size": -1 if size is None else size * MIB,
+        "garbage_collection_threshold": threshold or 0.0,
+        "roundup_power2_divisions": {str(1 << i): n for i, n in enumerate(config.roundup_power2_divisions)},
+    }
+
+
 def _value(settings: Mapping[str, Any], key: str) -> Any:
     """Return one reported setting in the option's own unit."""
     if key == "max_split_size":  # bytes; -1 (all bits set, read as signed) is "no limit"

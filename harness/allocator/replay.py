@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from vramsweep.harness.allocator.config import AllocatorConfig, estimates, parse, without_effect
 from vramsweep.harness.allocator.initial_state import Start, undo
@@ -20,6 +20,7 @@ from vramsweep.harness.allocator.recording import SEGMENT_ACTIONS, Recording
 from vramsweep.harness.allocator.recording import load as load_recording
 from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator, Stats
+from vramsweep.harness.allocator.snapshot import RecordingSimulator, write_snapshot
 from vramsweep.harness.allocator.verify_replay import RELEASES, Follower, Match, apply
 
 TIMELINE_POINTS = 2000
@@ -139,11 +140,12 @@ def what_if(
     device: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
     hear: Callable[[str], None] = lambda text: None,
+    snapshot: Path | None = None,
 ) -> WhatIf:
     """Return the table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
 
     `recorded_limit` (bytes, None if unknown) applies to the first row, `memory_limit` (bytes) to all others. `hear`
-    gets a text before each replay. Raises UserError for a recording or setting that is bad or cannot be simulated.
+    gets a text before each replay. `snapshot` is where to write the replay under the last setting. Raises UserError for a recording or setting that is bad or cannot be simulated.
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
@@ -156,7 +158,7 @@ def what_if(
     rows.append(replace(baseline, settings=recording.settings.render()))
     for number, config in enumerate(configs, 1):
         hear(f"replaying under setting {number} of {len(configs)}: {config.render()}")
-        rows.append(replay_under(recording, start, config, memory_limit))
+        rows.append(replay_under(recording, start, config, memory_limit, snapshot if number == len(configs) else None))
     history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
     events, library = len(recording.events), find_vendor_library(recording)
     return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
@@ -205,14 +207,34 @@ def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
     return given
 
 
-def replay_under(recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None) -> Row:
-    """Replay under `config` with the starting state rebuilt; end at the first request that does not fit."""
+def replay_under(
+    recording: Recording,
+    start: Start,
+    config: AllocatorConfig,
+    memory_limit: int | None,
+    snapshot: Path | None = None,
+) -> Row:
+    """Replay under `config` with the starting state rebuilt; end at the first request that does not fit.
+
+    Write the replay to `snapshot`, with the recorded stacks. Raises UserError if it cannot be written.
+    """
     given = _as_given(recording, start)
     left = {size: iter(addresses) for size, addresses in given.items()}
-    simulator = Simulator(
-        config, memory_limit,
-        next_address=lambda kind, size: next(left.get(size, iter(())), None) if kind == "segment_alloc" else None,
-    )  # fmt: skip
+
+    def next_address(kind: str, size: int) -> int | None:
+        return next(left.get(size, iter(())), None) if kind == "segment_alloc" else None
+
+    stacks: list[Any] = []  # of the replay's requests, in order
+    if snapshot is None:
+        simulator = Simulator(config, memory_limit, next_address=next_address)
+    else:
+        recorded = _stacks_by_address(recording, start)
+
+        def origin(address: int) -> int:
+            stacks.append(next(recorded[address]))
+            return len(stacks) - 1
+
+        simulator = RecordingSimulator(config, memory_limit, origin, next_address=next_address)
     simulator.below(min((a for addresses in given.values() for a in addresses), default=None))
     timeline = Timeline(simulator, recording.times)
     index, out_of_memory = -1, None
@@ -224,8 +246,26 @@ def replay_under(recording: Recording, start: Start, config: AllocatorConfig, me
     except OutOfMemory as error:
         out_of_memory = _ended(index, recording, error)
         timeline.mark()
+    if isinstance(simulator, RecordingSimulator) and snapshot is not None:
+        made = f"replayed by vramsweep under {config.render() or 'the defaults'}, not measured"
+        found = simulator.snapshot(recording.device)
+        write_snapshot(snapshot, found, lambda n: (stacks[n], None), made, recording=recording.name)
     notes = [*estimates(config), *without_effect(config, memory_limited=memory_limit is not None)]
     return _row(config, "rebuilt", timeline, out_of_memory, None, notes)
+
+
+def _stacks_by_address(recording: Recording, start: Start) -> dict[int, Iterator[Any]]:
+    """Return the frames of all requests of each address, in order; of a block from before only if it was never freed."""
+    found: dict[int, list[Any]] = {}
+    freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
+    for segment in start.segments:
+        for piece in segment.pieces:
+            if piece.state in ("live", "pending"):
+                found[piece.addr] = [None if piece.addr in freed else recording.held.get(piece.addr)]
+    for index in range(start.first, len(recording.events)):
+        if index in recording.stacks:
+            found.setdefault(recording.events[index][1], []).append(recording.stacks[index])
+    return {address: iter(frames) for address, frames in found.items()}
 
 
 def rebuild(simulator: Simulator, start: Start) -> None:

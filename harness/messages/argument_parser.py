@@ -128,3 +128,4 @@ class OutFile:
 
 FIGURE = OutFile((".html", ".png", ".svg", ".pdf"))
 PAGE = OutFile((".html",))
+PICKLE = OutFile((".pickle",))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from vramsweep.harness.messages import units
-from vramsweep.harness.messages.argument_parser import PAGE, Parser, settings_parser
+from vramsweep.harness.messages.argument_parser import PAGE, PICKLE, Parser, settings_parser
 from vramsweep.harness.search.advice_search import MOST
 from vramsweep.harness.search.memory_savings import ACCEPTED
 
@@ -99,7 +99,8 @@ def _run() -> Parser:
 
 _TIMELINE = """\
 For a sweep's folder without TRIAL_ID, the page shows for each model and runner the largest trial that fits and the
-smallest that does not. For a GPU's own recording: vramsweep replay FILE --figure OUT.html."""
+smallest that does not. For a GPU's own recording: vramsweep replay FILE --figure OUT.html. With --snapshot
+it writes no page, but all steps of one trial as torch.cuda.memory._dump_snapshot would, predicted."""
 
 
 def _timeline() -> Parser:
@@ -108,6 +109,9 @@ def _timeline() -> Parser:
         "--out", type=PAGE, metavar="OUT.html", help="the page (default: timeline.html here or in the sweep)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of drawing a page")
+    parser.add_argument(
+        "--snapshot", type=PICKLE, metavar="OUT.pickle", help="write a predicted snapshot for pytorch.org/memory_viz"
+    )
     parser.add_argument("--kept", action="store_true", help="use only traces that the sweep kept, and trace nothing")
     return parser
 

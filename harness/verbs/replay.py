@@ -16,8 +16,9 @@ from vramsweep.harness.allocator.settings_grid import grid, rank, saving
 from vramsweep.harness.files.outputs import refuse_input
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import Activity
-from vramsweep.harness.messages.argument_parser import PAGE, Parser
+from vramsweep.harness.messages.argument_parser import PAGE, PICKLE, Parser
 from vramsweep.harness.messages.console import Console, make_table
+from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.process.interpreter import draw_page
 
@@ -27,8 +28,10 @@ def main(argv: Sequence[str]) -> int:
     args = parser().parse_args(argv)
     limit = args.memory_limit
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
-    if args.figure is not None:
-        refuse_input(args.figure, Path(args.file))
+    for out in filter(None, (args.figure, args.snapshot)):
+        refuse_input(out, Path(args.file))
+    if args.snapshot is not None and (len(settings) != 1 or args.search):
+        raise UserError("--snapshot writes one replay; give exactly one --allocator, without --search")
     with Activity("reading the recording") as activity:
         result = what_if(
             Path(args.file),
@@ -38,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             device=args.device,
             max_bytes=args.max_file_size,
             hear=activity.update,
+            snapshot=args.snapshot,
         )
     if args.search:
         result = replace(result, rows=(result.rows[0], *rank(result.rows[1:])))
@@ -48,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     if args.figure is not None:
         draw_page(result.to_json(), args.figure)
         print(f"figure: {args.figure}", file=sys.stderr)
+    if args.snapshot is not None:
+        print(f"snapshot: {args.snapshot}", file=sys.stderr)
     return 0
 
 
@@ -148,6 +154,9 @@ def parser() -> Parser:
     parser.add_argument("--device", type=int, help="the device, if the recording has several")
     parser.add_argument("--json", action="store_true", help="print the table as JSON")
     parser.add_argument("--figure", type=PAGE, metavar="OUT.html", help="draw reserved and allocated over time")
+    parser.add_argument(
+        "--snapshot", type=PICKLE, metavar="OUT.pickle", help="write the replay of one --allocator as a recording"
+    )
     parser.add_argument(
         "--max-file-size", type=units.parse_size, default=DEFAULT_MAX_BYTES, metavar="SIZE",
         help=f"largest recording to read (default: {DEFAULT_MAX_BYTES >> 30}GiB)",

@@ -9,6 +9,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from vramsweep.harness.allocator.snapshot import frames_of, write_snapshot
+from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
 from vramsweep.harness.questions import kept_timelines, trace_query
@@ -24,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     arguments, words = PARSERS["timeline"]().parse_settings(argv)
     if not words:
         raise UserError(f"timeline needs settings or a sweep's folder: {_USAGE}")
+    if arguments.snapshot is not None:
+        return _write_snapshot(arguments.snapshot, words)
     if trace_query.name_a_trial(words):
         if (found := trace_query.find_trial("timeline", words)) is None:
             return 0
@@ -40,5 +44,26 @@ def main(argv: Sequence[str]) -> int:
         return 0
     out = arguments.out or place / "timeline.html"
     draw_page(json.dumps(records), out)
+    print(out)
+    return 0
+
+
+def _write_snapshot(out: Path, words: Sequence[str]) -> int:
+    """Write the predicted snapshot of one trial; return the exit status. Raises UserError."""
+    if trace_query.name_a_trial(words):
+        found, traces = trace_query.find_trial("timeline", words), None
+        if found is None:
+            return 0
+    else:
+        place, *ids = words
+        if len(ids) != 1:
+            raise UserError(f"--snapshot takes one trial: vramsweep timeline {place} TRIAL_ID --snapshot {out}")
+        [row] = trace_query.finished(Path(place), ids)
+        found, traces = (row["trial_id"], trace_query.read_trial("timeline", row)), kept_traces(Path(place))
+    if (snapshot := trace_query.of_trial("snapshot", "timeline", *found, traces)) is None:
+        raise UserError("the step allocates nothing, so it has no snapshot")
+    origins = [(frames_of(maker), category) for maker, category in snapshot.pop("makers")]
+    about = {"trial_id": found[0], **trace_query.describe_trial(found[1])}
+    write_snapshot(out, snapshot, origins.__getitem__, "predicted by vramsweep, not measured", trial=about)
     print(out)
     return 0

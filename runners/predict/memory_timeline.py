@@ -9,11 +9,13 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.harness.allocator.snapshot import RecordingSimulator
 from vramsweep.runners.predict.replay_trace import replay
-from vramsweep.runners.trace.trace_data import CATEGORIES, Mark, Trace
+from vramsweep.runners.trace.trace_data import CATEGORIES, Maker, Mark, Trace
 
 POINTS = 2000  # a figure cannot show more apart
 LARGEST = 10
@@ -154,6 +156,21 @@ def timeline(trace: Trace, config: AllocatorConfig, limit: int | None) -> Timeli
         limit=limit,
         failure=failure,
     )
+
+
+def snapshot(trace: Trace, config: AllocatorConfig, limit: int | None) -> dict[str, Any] | None:
+    """Return the replay as a snapshot of all its steps, up to the request that does not fit; None for an empty trace.
+
+    Its origins are numbers of `makers`, a list of pairs: the maker and the category. Raises UserError.
+    """
+    makers: dict[tuple[Maker, str], int] = {}
+
+    def origin(number: int) -> int:
+        return makers.setdefault((trace.makers[trace.origins[number]], trace.categories[number]), len(makers))
+
+    simulator = RecordingSimulator(config, limit, origin)
+    replay(trace, config, limit, simulator=simulator)
+    return simulator.snapshot() | {"makers": list(makers)} if simulator.events else None
 
 
 def _spans(marks: Sequence[Mark]) -> Iterator[tuple[int, Mark]]:

@@ -67,16 +67,22 @@ class HostPrediction:
 
 
 def replay(
-    trace: Trace, config: AllocatorConfig, memory_limit: int | None, ahead: bool = False, look: Look | None = None
+    trace: Trace,
+    config: AllocatorConfig,
+    memory_limit: int | None,
+    ahead: bool = False,
+    look: Look | None = None,
+    simulator: Simulator | None = None,
 ) -> Prediction:
     """Replay the trace from an empty allocator. Raises UserError for settings that cannot be simulated.
 
     A block that another stream uses when freed is returned at once: the lower bound, a GPU that keeps up with the CPU.
     With `ahead` it is returned when the CPU has waited for that stream (stream_lag.py). `look` is called after each
-    operation of the trace's program with its number, which without `ahead` is the event's.
+    operation of the trace's program with its number, which without `ahead` is the event's. `simulator` is an unused one
+    with this setting and limit.
     """
     order = build_program(trace, ahead)
-    simulator = Simulator(config, memory_limit)
+    simulator = simulator or Simulator(config, memory_limit)
     phases: list[tuple[Mark, Peaks]] = []
     peak = dict.fromkeys(COUNTERS, 0)
     busiest = 0  # number, from 1, of the storage whose request led to the peak allocated

@@ -15,7 +15,7 @@ from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
 from vramsweep.runners.predict.explanation import explanation
-from vramsweep.runners.predict.memory_timeline import timeline
+from vramsweep.runners.predict.memory_timeline import snapshot, timeline
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.trace.trace_data import Trace
 
@@ -25,6 +25,10 @@ Answer = dict[str, Any] | None
 def _timeline(trace: Trace, trial: Trial) -> Answer:
     found = timeline(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
     return None if found is None else asdict(found)
+
+
+def _snapshot(trace: Trace, trial: Trial) -> Answer:
+    return snapshot(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
 
 
 def _explanation(trace: Trace, trial: Trial) -> Answer:
@@ -38,7 +42,11 @@ def _explanation(trace: Trace, trial: Trial) -> Answer:
 
 
 # Each answers from a trial's trace with plain data, in bytes; None for an empty trace.
-QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {"timeline": _timeline, "explanation": _explanation}
+QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {
+    "timeline": _timeline,
+    "snapshot": _snapshot,
+    "explanation": _explanation,
+}
 
 
 def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace: bool) -> Answer:
