@@ -51,6 +51,7 @@ class Recording:
 
     `times` are microseconds of wall time for each event, None if the recording has none. `stacks` are the frames of
     requests by event, `held` those of the final state's blocks by address. Both are unchecked, as in the file.
+    `simulated` says that vramsweep wrote it (snapshot.py), so nothing in it is measured.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Recording:
     segments: tuple[Segment, ...]
     stacks: Mapping[int, Any]
     held: Mapping[int, Any]
+    simulated: bool = False
 
 
 def load(path: Path, device: int | None = None, max_bytes: int = safe_unpickle.DEFAULT_MAX_BYTES) -> Recording:
@@ -98,6 +100,7 @@ def check(snapshot: Any, name: str, device: int | None = None, any_device: bool 
         segments=_segments(segments, chosen, name),
         stacks={i: entries[old].get("frames") for i, old in enumerate(kept) if events[old][0] == "alloc"},
         held=_frames_of_blocks(segments, chosen),
+        simulated="vramsweep" in snapshot,
     )
 
 

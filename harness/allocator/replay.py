@@ -112,6 +112,7 @@ class WhatIf:
 
     `history` is "none" if there are fewer than two events, "part" if memory was reserved before the first event, else
     "whole". `library` is that of another vendor's devices, such as torch_npu, if the recorded stacks name one.
+    `simulated` says that vramsweep wrote the recording.
     """
 
     recording: str
@@ -121,6 +122,7 @@ class WhatIf:
     rows: tuple[Row, ...]
     history: str
     library: str | None
+    simulated: bool = False
 
     def to_json(self, timelines: bool = True) -> str:
         """Return the table as JSON, with each row's timeline only if `timelines`."""
@@ -145,7 +147,8 @@ def what_if(
     """Return the table for the recording at `path`: as recorded, rebuilt, and under each of `settings`.
 
     `recorded_limit` (bytes, None if unknown) applies to the first row, `memory_limit` (bytes) to all others. `hear`
-    gets a text before each replay. `snapshot` is where to write the replay under the last setting. Raises UserError for a recording or setting that is bad or cannot be simulated.
+    gets a text before each replay. The replay under the last setting is written to `snapshot`. Raises UserError for a
+    recording or setting that is bad or cannot be simulated.
     """
     configs = [parse(text) for text in settings]
     recording = load_recording(path, device, max_bytes)
@@ -161,7 +164,8 @@ def what_if(
         rows.append(replay_under(recording, start, config, memory_limit, snapshot if number == len(configs) else None))
     history = "none" if len(recording.events) < 2 else "whole" if start.empty else "part"
     events, library = len(recording.events), find_vendor_library(recording)
-    return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library)
+    simulated = recording.simulated
+    return WhatIf(recording.name, recording.device, events, memory_limit, tuple(rows), history, library, simulated)
 
 
 def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | None = None) -> Row:
@@ -255,7 +259,7 @@ def replay_under(
 
 
 def _stacks_by_address(recording: Recording, start: Start) -> dict[int, Iterator[Any]]:
-    """Return the frames of all requests of each address, in order; of a block from before only if it was never freed."""
+    """Return the frames of each address's requests in order; None for a block from before that was freed later."""
     found: dict[int, list[Any]] = {}
     freed = {addr for action, addr, _, _ in recording.events if action == "free_requested"}
     for segment in start.segments:

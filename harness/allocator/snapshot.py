@@ -1,6 +1,6 @@
 """A snapshot of a simulated allocator, in the format of `torch.cuda.memory._dump_snapshot`, for viewers of recordings.
 
-Nothing in it is measured, so each event says what made it in `user_metadata`. Times are unknown: `time_us` counts.
+Nothing in it is measured, so each event and stack says what made it. Times are unknown, so `time_us` counts events.
 """
 
 import pickle
@@ -11,10 +11,9 @@ from typing import Any
 
 from vramsweep.harness.allocator.blocks import Block
 from vramsweep.harness.allocator.config import AllocatorConfig, to_settings
-from vramsweep.harness.allocator.simulator import OutOfMemory, SegmentEvent, Simulator
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
 from vramsweep.harness.allocator.sizes import round_request
 from vramsweep.harness.files import outputs
-from vramsweep.harness.messages.errors import UserError
 
 PROTOCOL = 4  # the newest that torch's viewer (MemoryViz.js) reads
 Snapshot = dict[str, Any]
@@ -24,7 +23,7 @@ class RecordingSimulator(Simulator):
     """A simulator that keeps its events. `origin` returns where a handle's request comes from, as a number.
 
     A free has the origin of its request, a segment event that of the request in progress, if any.
-    Raises UserError for settings that cannot be simulated, or under which torch records nothing.
+    Raises UserError for settings that cannot be simulated.
     """
 
     __slots__ = ("_current", "_origin", "_origins", "events")
@@ -32,9 +31,7 @@ class RecordingSimulator(Simulator):
     def __init__(
         self, config: AllocatorConfig, memory_limit: int | None, origin: Callable[[Any], int], **options: Any
     ) -> None:
-        if config.backend != "native":
-            raise UserError(f"torch records no snapshot with backend:{config.backend}; take expandable_segments:True")
-        super().__init__(config, memory_limit, self._note_segment, **options)
+        super().__init__(config, memory_limit, lambda e: self._note(e[0], e[2], e[3], addr=e[1]), **options)
         self.events: list[dict[str, Any]] = []
         self._origin = origin
         self._origins: dict[Hashable, int] = {}
@@ -80,34 +77,23 @@ class RecordingSimulator(Simulator):
 
     def _segment(self, first: Block, device: int, used: Mapping[Block, tuple[str, Any]]) -> dict[str, Any]:
         """Return the segment, or the run of mapped pages, that begins with this block."""
-        blocks, block = [], first
+        blocks: list[dict[str, Any]] = []
+        block: Block | None = first
         while block is not None and block.mapped:
             state, key = used.get(block, ("inactive", None))
             about = {"address": block.addr, "size": block.size, "state": state, "origin": self._origins.get(key)}
             blocks.append({**about, "requested_size": block.requested if key is not None else block.size})
-            block = block.next  # type: ignore[assignment]
+            block = block.next
 
         def total(state: str, size: str = "size") -> int:
             return sum(one[size] for one in blocks if one["state"].startswith(state))
 
-        return {
-            "device": device,
-            "address": first.addr,
-            "total_size": total(""),
-            "allocated_size": total("active_allocated"),
-            "active_size": total("active"),
-            "requested_size": total("active", "requested_size"),
-            "stream": first.pool.stream,
-            "segment_type": "small" if first.pool.small else "large",
-            "segment_pool_id": (0, first.pool.private),
-            "is_expandable": first.expandable,
-            "origin": None,
-            "blocks": blocks,
-        }
-
-    def _note_segment(self, event: SegmentEvent) -> None:
-        kind, addr, size, stream = event
-        self._note(kind, size, stream, addr=addr)
+        pool = first.pool
+        place = {"device": device, "address": first.addr, "stream": pool.stream, "is_expandable": first.expandable}
+        kind = {"segment_type": "small" if pool.small else "large", "segment_pool_id": (0, pool.private)}
+        sizes = {"total_size": total(""), "allocated_size": total("active_allocated"), "active_size": total("active")}
+        sizes["requested_size"] = total("active", "requested_size")
+        return {**place, **kind, **sizes, "origin": None, "blocks": blocks}
 
     def _note_free(self, action: str, handle: Hashable) -> None:
         block = self.pending.get(handle)
@@ -127,6 +113,8 @@ def write_snapshot(
     Viewers color by category, if it is not None. Raises UserError if the file cannot be written.
     """
     found: dict[int | None, tuple[Any, str | None]] = {None: ([], None)}
+    marked: dict[int, list[Any]] = {}  # by id of the frames, because requests share them
+    mark = {"filename": "vramsweep", "line": 0, "name": made}
     for entry in (
         *(one for segment in snapshot["segments"] for one in (segment, *segment["blocks"])),
         *(event for trace in snapshot["device_traces"] for event in trace),
@@ -134,7 +122,8 @@ def write_snapshot(
         if (origin := entry.pop("origin")) not in found:
             found[origin] = origins(origin)
         frames, category = found[origin]
-        entry["frames"] = frames if isinstance(frames, list) else []
+        stack = frames if isinstance(frames, list) else []
+        entry["frames"] = marked.get(id(frames)) or marked.setdefault(id(frames), [*stack, mark])
         if "action" in entry:
             entry["user_metadata"] = made
             if category is not None:  # torch's viewer fails unless an event has "unknown", and segments have none

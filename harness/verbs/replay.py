@@ -118,7 +118,8 @@ def _holders(peak: Holders, of: str) -> Table:
 
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
-    notes = ['"rebuilt": the replay allocates what was live at the start; compare these rows only with each other.']
+    notes = ["vramsweep wrote this file: it is predicted or replayed, not measured."] * result.simulated
+    notes += ['"rebuilt": the replay allocates what was live at the start; compare these rows only with each other.']
     if result.history == "part":
         notes.append(f"Peaks cover only {result.events} events: recording began late, or max_entries dropped some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:

@@ -1,6 +1,6 @@
 """`vramsweep timeline`: the memory of a predicted step from event to event, of one trial or of a sweep's rows.
 
-A process of the analysis draws the figure. kept_timelines.py finds the timelines.
+A process of the analysis draws the figure. kept_timelines.py finds the timelines. A snapshot has every event instead.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from vramsweep.harness.allocator import config
 from vramsweep.harness.allocator.snapshot import frames_of, write_snapshot
 from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.errors import UserError
@@ -65,5 +66,5 @@ def _write_snapshot(out: Path, words: Sequence[str]) -> int:
     origins = [(frames_of(maker), category) for maker, category in snapshot.pop("makers")]
     about = {"trial_id": found[0], **trace_query.describe_trial(found[1])}
     write_snapshot(out, snapshot, origins.__getitem__, "predicted by vramsweep, not measured", trial=about)
-    print(out)
+    print(*config.estimates(config.parse(found[1].allocator.conf)), out, sep="\n")
     return 0
