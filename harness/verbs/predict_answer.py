@@ -148,8 +148,9 @@ def suggest_next(answered: Sequence[tuple[Planned, Row]], words: Sequence[str]) 
     axis, what = ("micro_batch", "the largest batch") if batches else ("seq_len", "the longest sequence")
     without = [word for word in spelled if not word.startswith(f"{axis}=")]
     more = [] if batches or item.trial.model.max_positions else ["seq_len=1..8192"]
+    named = spelled or [f"model={item.trial.model.name}"]  # because these verbs need a setting
     return {
-        "what makes it fit" if full else "what uses the memory": ["advise" if full else "explain", *spelled],
+        "what makes it fit" if full else "what uses the memory": ["advise" if full else "explain", *named],
         f"{what} that fits": ["predict", "--largest", axis, *without, *more],
     }
 

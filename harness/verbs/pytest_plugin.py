@@ -11,8 +11,8 @@ def test_takes_no_more_than_it_did(predicted):
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -21,7 +21,12 @@ from vramsweep.harness.process.interpreter import build_command
 from vramsweep.harness.rows.journal import read, terminal
 from vramsweep.harness.rows.schema import Row
 
-Predicted = Callable[..., list[Row]]
+
+class Predicted(Protocol):
+    """The type of the fixture, for tests with type hints."""
+
+    def __call__(self, *words: str, max_reserved: str | None = None) -> list[Row]:
+        """Return the rows of the trials that these words name, sizes in bytes. Raises UserError."""
 
 
 @pytest.fixture
@@ -30,10 +35,12 @@ def predicted(tmp_path: Path) -> Predicted:
 
     With `max_reserved`, a size with its unit as "22GiB" or "25165824B", the test fails if a row reserves more. Rows
     that run out of GPU memory have the bytes they would reserve in `unlimited_peak_reserved_bytes`. The call raises
-    UserError for words that cannot be predicted.
+    UserError for words that cannot be predicted, or that make no row (--largest), so that no test passes without one.
     """
 
     def predict(*words: str, max_reserved: str | None = None) -> list[Row]:
+        if any(word.startswith("--largest") for word in words):
+            raise UserError("predicted returns rows, and --largest makes none; give a range such as seq_len=512..2048")
         folder = tmp_path / f"predicted-{len(list(tmp_path.iterdir()))}"
         limit = [] if max_reserved is None else ["--max-reserved", max_reserved]
         own = [f"results={folder.parent}", f"name={folder.name}", "report=false"]
@@ -45,6 +52,8 @@ def predicted(tmp_path: Path) -> Predicted:
         rows = list(terminal(read(folder)[0]).values()) if folder.is_dir() else []
         if done.returncode and max_reserved is not None:
             pytest.fail(told, pytrace=False)
+        if not rows:
+            raise UserError(f"no row was predicted: {told}")
         return rows
 
     return predict

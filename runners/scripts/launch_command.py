@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import pynvml
 
 from vramsweep import version
 from vramsweep.harness.machine import machine
@@ -148,7 +147,9 @@ def _alive(one: psutil.Process) -> bool:
 def environment(folder: Path) -> dict[str, str]:
     """Return the command's environment variables: ours, and those that the hook needs."""
     path = [str(HOOK), *filter(None, [os.environ.get("PYTHONPATH")])]
-    lent = {str(Path(str(pynvml.__file__)).resolve().parent), str(Path(str(psutil.__file__)).resolve().parents[1])}
+    lent = {str(Path(str(psutil.__file__)).resolve().parents[1])}
+    if machine.pynvml is not None:  # else the command's GPU memory is measured without NVML
+        lent.add(str(Path(str(machine.pynvml.__file__)).resolve().parent))
     return {
         "HYDRA_FULL_ERROR": "1",  # else Hydra prints a script's exception, and ends as if there was none
         **os.environ,

@@ -145,6 +145,10 @@ def test_a_trial_that_fits_has_a_block(capsys: pytest.CaptureFixture[str]) -> No
     ]
 
 
+def test_a_command_without_settings_names_the_model_that_it_took(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "  vramsweep explain model=tiny  # what uses the memory" in answer(capsys, [tiny()], [SIZES], "name=x")
+
+
 def test_several_ranks_have_bounds_and_say_what_is_not_included(capsys: pytest.CaptureFixture[str]) -> None:
     trial = tiny(sharding="fsdp2", world_size=8, precision="bf16")
     said = answer(capsys, [trial], [SIZES | {"peak_reserved_most_bytes": 44 << 30}])

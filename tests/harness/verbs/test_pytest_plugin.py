@@ -26,3 +26,4 @@ def test_rows_are_predictions_a_limit_fails_the_test_and_mistakes_are_one_line(p
     with pytest.raises(UserError, match=r"'25165824' has no unit; .*25165824B"):
         predicted(*WORDS, max_reserved="25165824")
     assert "batch" in refusal(UserError, predicted, "model=tiny", "micro_batch=0")
+    assert "--largest makes none" in refusal(UserError, predicted, "--largest", "seq_len", "model=tiny")

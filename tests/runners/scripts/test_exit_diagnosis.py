@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from commands import BIN, PYTHON, command
 from conftest import Run
@@ -130,6 +131,13 @@ def hooked(tmp_path: Path, code: str, version: str) -> str:
     done = subprocess.run([PYTHON, "-c", code], env=environ, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     return "".join(path.read_text() for path in tmp_path.glob("problem-*.txt"))
+
+
+def test_a_command_is_started_without_the_package_pynvml(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['pynvml'] = None; from pathlib import Path\n"
+    code += "from vramsweep.runners.scripts import launch_command as own\nprint(own.environment(Path())[own.hook.LENT])"
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == (str(Path(psutil.__file__).resolve().parents[1]), "")
 
 
 def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
