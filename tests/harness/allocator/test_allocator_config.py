@@ -3,7 +3,6 @@
 import json
 
 import pytest
-from allocator_recorder import settings_of
 from conftest import ROOT, cases, parametrized, refusal
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +19,7 @@ from vramsweep.harness.allocator.config import (
     from_settings,
     parse,
     reported,
+    to_settings,
     unknown_options,
     without_effect,
 )
@@ -48,7 +48,7 @@ CONFIGS = st.builds(
 def test_render_and_parse_are_inverse_and_settings_in_force_read_back(config):
     assert parse(config.render()) == config
     assert parse(config.render()).render() == config.render()
-    assert differences(config, from_settings(settings_of(config))) == []
+    assert differences(config, from_settings(to_settings(config))) == []
 
 
 @pytest.mark.parametrize(("text", "does"), cases("allocator_torch"))
@@ -132,14 +132,14 @@ def test_differences_say_both_sides():
 
 
 def test_settings_that_did_not_take_show():
-    settings = settings_of(parse("")) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    settings = to_settings(parse("")) | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     assert from_settings(settings).expandable_segments is False
     assert from_settings({"max_split_size": 128 * MIB}).max_split_size_mb == 128
 
 
 def test_what_is_not_reported_is_neither_compared_nor_echoed():
     asked = parse("max_split_size_mb:128,pinned_free_catch_all:True,throw_on_cudamalloc_oom:True")
-    settings = settings_of(asked)
+    settings = to_settings(asked)
     known = reported(settings)
     assert {"backend", "max_split_size_mb", "expandable_segments", "roundup_power2_divisions"} <= known
     assert not known & {"pinned_free_catch_all", "throw_on_cudamalloc_oom", "per_process_memory_fraction"}
@@ -158,7 +158,7 @@ def test_malformed_settings_are_refused(settings, message):
 def test_the_documentation_names_what_is_read_back():
     told = DOCS.read_text().split("### What is read back")[1].split("What contradicts what")[0]
     named = {option.name for option in OPTIONS if f"`{option.name}`" in told} | {"backend"}
-    assert named == reported(settings_of(AllocatorConfig()))
+    assert named == reported(to_settings(AllocatorConfig()))
 
 
 def test_the_driver_s_allocator_is_what_an_h100_showed():

@@ -153,7 +153,6 @@ def test_empty_cache_in_a_recording_is_repeated_under_other_settings():
 def test_private_pools_keep_to_themselves():
     recorder = record([])
     recorder.simulator.malloc(1, 2 * MIB, 0, private=1)
-    recorder.note("alloc", recorder.simulator.live[1].addr, 2 * MIB, 0)
     recorder.malloc(2, 2 * MIB)
     snapshot = recorder.snapshot()
     private = recorder.simulator.live[1].addr
