@@ -104,13 +104,14 @@ def holders(record: Mapping[str, Any]) -> pd.DataFrame:
                 "category": of_part(own["category"]),
                 "module": own["module"] or "–",
                 "operator": own["operator"],
+                "line": own["line"],
                 "made in": own["phase"] if own["step"] is None else f"step {own['step'] + 1}, {own['phase']}",
             }
         )
     shown = sum(one["held"]["bytes"] * one["count"] for one in peak["alike"])
     count = len(peak["largest"]) + peak["rest_count"] - sum(one["count"] for one in peak["alike"])
     rest = peak["allocated"] - peak["rounding"] - shown
-    blank = {"category": "", "module": "", "operator": "", "made in": ""}
+    blank = dict.fromkeys(("category", "module", "operator", "line", "made in"), "")
     rows.append({"GiB in all": format_gib(rest), "storages": f"{count:,} others", **blank})
     rows.append({"GiB in all": format_gib(peak["rounding"]), "storages": "rounding", **blank})
     return pd.DataFrame(rows)

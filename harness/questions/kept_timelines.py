@@ -19,7 +19,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_identity import SIMULATION
 
 Record = dict[str, Any]  # trial_id; about: the trial; timeline (runners.predict.memory_timeline.Timeline; bytes)
-FORMAT = 1  # of kept timelines; raise it when their layout changes
+FORMAT = 2  # of kept timelines; raise it when their layout changes
 
 
 def trace_timeline(trial_id: str, trial: Trial) -> Record:

@@ -171,7 +171,7 @@ def _holders(answer: Mapping[str, Any], unit: str) -> Table:
     peak = answer["peak"]
     title = f"The largest tensors at the peak, {_locate(peak)}; equal layers are merged"
     numbers = (unit, "share", "tensors")
-    table = make_table((*numbers, "part", "requested by"), title=title, numbers=numbers)
+    table = make_table((*numbers, "part", "requested by", "line"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
@@ -184,10 +184,11 @@ def _holders(answer: Mapping[str, Any], unit: str) -> Table:
             each,
             held["category"].replace("_", " "),
             f"{escape(held['module'])} {escape(held['operator'])}".strip() + made,
+            escape(held["line"]),
         )
     if answer["rest_count"]:
         share, count = f"{answer['rest'] / peak['allocated']:.0%}", f"{answer['rest_count']:,}"
-        table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", style="dim")
+        table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", "", style="dim")
     return table
 
 

@@ -34,7 +34,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Held:
-    """A storage alive at the peak: its size, its category, the module and operator that requested it, and when.
+    """A storage alive at the peak: its size, its category, the module, operator and line that requested it, and when.
 
     `step` is None for storages made while loading.
     """
@@ -43,6 +43,7 @@ class Held:
     category: str
     module: str
     operator: str
+    line: str
     step: int | None
     phase: str
 
@@ -237,8 +238,8 @@ def holders(trace: Trace, until: int) -> list[Held]:
 
 def describe_storage(trace: Trace, number: int, mark: Mark) -> Held:
     """Describe a storage that was requested in this phase."""
-    module, operator = trace.makers[trace.origins[number]]
-    return Held(trace.sizes[number], trace.categories[number], module, operator, mark.step, mark.phase)
+    maker = trace.makers[trace.origins[number]]
+    return Held(trace.sizes[number], trace.categories[number], *maker, mark.step, mark.phase)
 
 
 def group_alike(every: Sequence[Held]) -> tuple[Alike, ...]:

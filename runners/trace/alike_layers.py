@@ -69,7 +69,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
     """Return a finished trace with the layers of its storages."""
     trace, books = tracer.trace, tracer.books
     makers = [trace.makers[origin] for origin in trace.origins]
-    paths = [[path for path, _ in makers], [path for path, _ in tracer.host_makers]]
+    paths = [[maker.module for maker in of] for of in (makers, tracer.host_makers)]
     for at, of in enumerate(paths):  # a module's parameters are made after it, and before the next
         for (path, parameters, numbers), (_, _, ends) in pairwise(tracer.begun):
             if ends[at] - numbers[at] <= parameters:
@@ -83,7 +83,7 @@ def find_layers(tracer: Tracer, details: dict[str, Any]) -> Layered:
         for at, book in enumerate(books):
             for number, sources in enumerate(book.sources):
                 known = [layers[memory][of] for memory, of in sources]
-                if not at and every <= set(known) and makers[number][1] in JOINING:
+                if not at and every <= set(known) and makers[number].operator in JOINING:
                     joined.add(number)
                 elif nameless[at][number] and layers[at][number] is None:
                     layers[at][number] = next((layer for layer in known if layer is not None), None)
@@ -162,7 +162,7 @@ def _memories(trace: Trace) -> tuple[_Memory, _Memory]:
     following = [stepwise.get(number) for number in range(len(trace.sizes))]
     return (
         describe(trace, [trace.makers[origin] for origin in trace.origins], trace.streams, following),
-        describe(trace.host, [("", "")] * len(trace.host.sizes), trace.host.pinned),
+        describe(trace.host, [Maker("", "", "")] * len(trace.host.sizes), trace.host.pinned),
     )
 
 
@@ -179,7 +179,7 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
             numbers[key] = len(was)
             was.append((storage, 0 if layer is None else by))
         elif event and key not in numbers:
-            raise Unlike(f"{' '.join(memory.makers[storage])} is freed elsewhere")
+            raise Unlike(f"{' '.join(memory.makers[storage][:2])} is freed elsewhere")
         new.events.append(event and (numbers[key] + 1 if event > 0 else -(numbers[key] + 1)))
 
     start, owners = 0, _find_owners(old, layers)
@@ -201,8 +201,9 @@ def _repeat(memory: _Memory, layers: Layers, more: int) -> _Memory:
         new.marks += [Mark(len(new.events), mark.step, mark.phase) for mark in old.marks[len(new.marks) :][:1]]
     new.sizes[:] = [old.sizes[number] for number, _ in was]
     new.categories[:] = [old.categories[number] for number, _ in was]
-    makers = [(_in_layer(memory.makers[number][0], by), memory.makers[number][1]) for number, by in was]
-    return _Memory(new, makers, [memory.kinds[number] for number, _ in was], was)
+    makers = ((memory.makers[number], by) for number, by in was)
+    moved = [maker._replace(module=_in_layer(maker.module, by)) for maker, by in makers]
+    return _Memory(new, moved, [memory.kinds[number] for number, _ in was], was)
 
 
 def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
@@ -212,7 +213,7 @@ def _find_keys(memory: _Memory, layers: Layers) -> list[Any]:
         phases |= {event - 1: number for event in memory.storages.events[start:end] if event > 0}
         start = end
     seen, keys = Counter[Any](), list[Any]()
-    for storage, (layer, (path, operator)) in enumerate(zip(layers, memory.makers, strict=True)):
+    for storage, (layer, (path, operator, _)) in enumerate(zip(layers, memory.makers, strict=True)):
         key = (phases.get(storage), path if layer is None else _LAYER.sub("", path, count=1), operator)
         keys.append((*key, seen[layer, key]))
         seen[layer, key] += 1
@@ -248,7 +249,7 @@ def _compare(mine: _Memory, other: _Memory, joined: Set[int]) -> Iterator[tuple[
     if (mine.storages.events, mine.storages.marks) != (other.storages.events, other.storages.marks):
         raise Unlike("requests and frees are in another order")
     sizes = zip(mine.was, mine.makers, mine.storages.sizes, other.storages.sizes, strict=True)
-    for (number, _), (_, operator), size, traced in sizes:
+    for (number, _), (_, operator, _), size, traced in sizes:
         if expression(size) != expression(traced):
             if number not in joined:
                 raise Unlike(f"a size of {operator} differs")

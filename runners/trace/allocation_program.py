@@ -129,7 +129,7 @@ def growth(trace: Trace) -> Growth | None:
     kinds = _by_maker(trace, order, after)
     kinds.subtract(_by_maker(trace, order, before))
     [((origin, phase), _)] = kinds.most_common(1)
-    return Growth(int(sizes[after].sum() - sizes[before].sum()), *trace.makers[origin], phase)
+    return Growth(int(sizes[after].sum() - sizes[before].sum()), *trace.makers[origin][:2], phase)
 
 
 def _ends(order: Program) -> list[int]:

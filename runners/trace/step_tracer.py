@@ -119,6 +119,7 @@ class Tracer(TorchDispatchMode):
             with self:
                 return cuda_allocations.IN_PARTS[func](*args, **kwargs)
         self._operator = func
+        self._origins.dispatched()
         func = cuda_allocations.as_run(func, args, kwargs, self._zeros)
         tensors = list(_tensors((*args, *kwargs.values())))
         valueless = [isinstance(t, FakeTensor) or t.is_meta for t in tensors]
@@ -227,9 +228,9 @@ class Tracer(TorchDispatchMode):
                 users.setdefault(number, set()).add(name)
         makers = list(self._makers)
         for number, names in users.items():
-            path, operator = makers[self.trace.origins[number]]
-            if not path and len(names) == 1:
-                self.trace.origins[number] = self._maker((names.pop(), operator))
+            maker = makers[self.trace.origins[number]]
+            if not maker.module and len(names) == 1:
+                self.trace.origins[number] = self._maker(maker._replace(module=names.pop()))
 
     def know(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Put these tensors into the category, in whichever memory they are."""

@@ -1,16 +1,26 @@
-"""The origin of a storage: the module in whose forward pass an operator runs, or whose operator a backward pass undoes.
+"""The origin of a storage: the module in whose forward pass an operator runs, or whose operator a backward pass undoes,
+and the source line that called the operator.
 
 In a forward pass, hooks on every module keep a stack of paths. A backward pass gets no hooks, because they would change
 its graph. Instead each autograd node has a sequence number; the numbers at which modules were entered and left give its
 module. A path is the one in named_modules of the outermost module, without modules that only wrap another. The
 outermost module itself goes by the name of its class, and code outside every module by "".
+
+A line is that of the innermost frame whose code is neither torch's, Python's own nor ours. In a backward pass it is the
+line of the forward operator that made the node, found by sequence numbers too: an operator's node exists when the
+operator is dispatched. Lines of a runner's own loop are "".
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -31,6 +41,11 @@ WRAPPERS = {
     ("peft", "BaseTuner"),
 }
 OPTIMIZER = "optimizer"
+OURS = Path(__file__).parents[2]
+# The rooms that call the model or the user's code; frames outside them are of a worker, or of a caller of ours.
+DRIVERS = tuple(f"{OURS}/runners/{room}/" for room in ("loops", "predict", "symbolic", "worker"))
+NOT_USERS = (f"{OURS}/", f"{Path(torch.__file__).parent}/", "<")
+PYTHONS = sysconfig.get_path("stdlib")
 
 
 class Origins:
@@ -42,6 +57,8 @@ class Origins:
         self._stack: list[tuple[int, str, int]] = []  # the module's id, its path, the backward pass that it runs in
         self._numbers: list[int] = [0]  # from this sequence number on,
         self._makers: list[str] = [""]  # nodes are this module's
+        self._ends: list[int] = [torch._C._autograd._get_sequence_nr()]  # before this sequence number,
+        self._lines: list[str] = [""]  # and from the one before on, nodes are this line's
         self._optimizers = 0
 
     @contextlib.contextmanager
@@ -56,13 +73,20 @@ class Origins:
             yield
 
     def maker(self, operator: str) -> Maker:
-        """Return the maker (module path, operator) of a storage that this operator requests now."""
+        """Return the maker of a storage that this operator requests now."""
         task = torch._C._current_graph_task_id()
         if self._stack and self._stack[-1][2] == task:
-            return self._stack[-1][1], operator if task == -1 else f"{operator} (recomputed)"
+            return Maker(self._stack[-1][1], operator if task == -1 else f"{operator} (recomputed)", find_line())
         if task != -1:
-            return self._of_node(torch._C._current_autograd_node()), f"{operator} (backward)"
-        return OPTIMIZER if self._optimizers else "", operator
+            node = torch._C._current_autograd_node()
+            return Maker(self._of_node(node), f"{operator} (backward)", self._line_of_node(node))
+        return Maker(OPTIMIZER if self._optimizers else "", operator, find_line())
+
+    def dispatched(self) -> None:
+        """Note the line of the operator that is being dispatched, if it has made nodes of a graph."""
+        if (number := torch._C._autograd._get_sequence_nr()) > self._ends[-1]:
+            self._ends.append(number)
+            self._lines.append(find_line())
 
     def path(self, module: torch.nn.Module | None) -> str | None:
         """Return the dotted path of a module that was seen, as `model.layers.0.mlp`, or None for any other."""
@@ -85,6 +109,12 @@ class Origins:
             known = owner is not None and any(own is node.variable for own in owner.parameters(recurse=False))
             return self._paths[owner] if owner is not None and known else ""
         return self._makers[bisect_right(self._numbers, node._sequence_nr()) - 1]
+
+    def _line_of_node(self, node: Any) -> str:
+        if node is None or node.name().endswith("AccumulateGrad"):
+            return ""
+        at = bisect_right(self._ends, node._sequence_nr())
+        return self._lines[at] if at < len(self._lines) else ""
 
     def _entered(self, module: torch.nn.Module) -> None:
         if module not in self._paths:
@@ -127,3 +157,24 @@ def _named(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
     name(module, "", True)
     return found
+
+
+def find_line() -> str:
+    """Return the innermost source line of the model's or the user's code that runs now, as "model.py:88", or ""."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (name := _name_file(frame.f_code.co_filename)) is not None:
+            return f"{name}:{frame.f_lineno}" if name else ""
+        frame = frame.f_back
+    return ""
+
+
+@cache
+def _name_file(file: str) -> str | None:
+    """Return the short name of a file of the model or the user; "" if no such code calls this one; None: look there."""
+    if file.startswith(DRIVERS):
+        return ""
+    path = Path(file)
+    if file.startswith(NOT_USERS) or (file.startswith(PYTHONS) and "site-packages" not in path.parts):
+        return None
+    return "/".join(path.parts[-2:]) if path.name == "__init__.py" else path.name

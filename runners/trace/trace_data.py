@@ -22,7 +22,6 @@ KIB = 1 << 10
 # Of each handle and stream of cuBLASLt, if it does not use cuBLAS's (parseCUDABlasLtWorkspaceSize)
 LT_WORKSPACE = 1024 * KIB
 CUDNN_FIRST = not installed_is(FLASH_FIRST)  # in wheels for CUDA 13 and 12.9; others have an older cuDNN
-Maker = tuple[str, str]  # the module's path, the operator
 Phase = Literal["load", "forward", "backward", "optimizer"]
 CATEGORIES = (
     "parameters",
@@ -45,6 +44,15 @@ class Mark(NamedTuple):
     end: Number
     step: Number | None
     phase: Phase
+
+
+class Maker(NamedTuple):
+    """What requests storages: the module's path, the operator, and the innermost source line of the model's or the
+    user's code, as "modeling_llama.py:164" (storage_origins.py). What is not known is ""."""
+
+    module: str
+    operator: str
+    line: str
 
 
 @dataclass
@@ -71,8 +79,7 @@ class Trace(Storages):
 
     `streams[i]` is the stream that requested storage i (0 is the default); each has its own pool in the allocator.
     `kernels` are the last step's operators in order, `collectives` its calls to other ranks, each with its number of
-    runs. `makers[origins[i]]` requested storage i: the module's path (for a parameter, its name) and the operator
-    (storage_origins.py).
+    runs. `makers[origins[i]]` requested storage i; the module's path is, for a parameter, its name.
     `notes` say what streams do, if blocks are freed that another stream still uses (stream_lag.py).
     `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
     """

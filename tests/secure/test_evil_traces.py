@@ -18,7 +18,7 @@ from vramsweep.runners.predict import trace_cache
 from vramsweep.runners.symbolic import symbolic_candidate
 from vramsweep.runners.trace import symbolic_trace
 from vramsweep.runners.trace.symbolic_trace import Point, compiled
-from vramsweep.runners.trace.trace_data import HostStorages, Mark, Trace
+from vramsweep.runners.trace.trace_data import HostStorages, Maker, Mark, Trace
 
 EVIL: tuple[Any, ...] = (
     None, True, -1, 2**63, 10**40, 0.5, float("nan"), "", "x", "__import__('os')", [], {}, [[]], [-1],
@@ -66,7 +66,7 @@ def trace() -> Trace:
         marks=[Mark(1, None, "load"), Mark(3, 0, "forward")],
         streams=[0, 7],
         origins=[0, 1],
-        makers=[("", "aten.empty"), ("layer", "aten.mm")],
+        makers=[Maker("", "aten.empty", ""), Maker("layer", "aten.mm", "a.py:1")],
         kernels=[(Work("bf16", 10, 20, 1), 2)],
         collectives=[(Collective("all_reduce", 5), 1)],
         host=HostStorages([4], ["other"], [1], [Mark(1, None, "load")], pinned=[True]),

@@ -32,13 +32,14 @@ def record(unit: int = MIB, **over: Any) -> dict[str, Any]:
     }
     allocated = [sum(values) for values in zip(*parts.values(), strict=True)]
     storages = [
-        {"bytes": size * unit, "category": category, "module": module, "operator": "aten.mm", "step": step, "phase": at}
+        {"bytes": size * unit, "category": category, "module": module, "operator": "aten.mm", "line": "model.py:88",
+         "step": step, "phase": at}
         for size, category, module, step, at in (
             (20, "parameters", "embed.weight", None, "load"),
             (15, "activations", "layers.0.up", 2, "forward"),
             (15, "activations", "layers.1.up", 2, "forward"),
         )
-    ]
+    ]  # fmt: skip
     several = storages[1] | {"module": "layers.*.up"}
     peak = {
         "event": 3, "phase": "backward", "allocated": 60 * unit, "largest": storages, "rest": 9 * unit, "rest_count": 4,

@@ -35,8 +35,8 @@ def moment(step: int | None, phase: str, **mib: float) -> dict[str, Any]:
 
 
 def held(size: int, module: str, operator: str) -> dict[str, Any]:
-    return {"bytes": size, "category": "activations", "module": module, "operator": operator, "step": 2,
-            "phase": "forward"}  # fmt: skip
+    return {"bytes": size, "category": "activations", "module": module, "operator": operator, "line": "model.py:88",
+            "step": 2, "phase": "forward"}  # fmt: skip
 
 
 def answer(**over: Any) -> dict[str, Any]:

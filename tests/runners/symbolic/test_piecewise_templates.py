@@ -23,7 +23,7 @@ from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.model import build
 from vramsweep.runners.symbolic.piecewise_templates import CHECKS, FEW, MOST, Cover, Known, Traced, cover
 from vramsweep.runners.trace.symbolic_trace import Point, difference
-from vramsweep.runners.trace.trace_data import HostStorages, Mark, Trace
+from vramsweep.runners.trace.trace_data import HostStorages, Maker, Mark, Trace
 
 pytestmark = pytest.mark.deterministic
 
@@ -53,7 +53,7 @@ def made(sizes: Sequence[int], kind: str = "", micro_batch: int = 1) -> Traced:
         [Mark(len(sizes), None, "load")],
         streams=[0] * len(sizes),
         origins=[0] * len(sizes),
-        makers=[("", "op")],
+        makers=[Maker("", "op", "")],
         kernels=[(Work(kind, 0, 3 * size, 1), 1) for size in sizes],
         collectives=[(Collective("all_reduce", sizes[0]), 2)],
         host=host,

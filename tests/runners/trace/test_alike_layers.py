@@ -124,7 +124,7 @@ def test_a_longer_trace_that_is_not_alike_is_refused(tmp_path: Path) -> None:
         replace(trace, sizes=[*trace.sizes[:middle], trace.sizes[middle] + 512, *trace.sizes[middle + 1 :]]),
         replace(trace, events=swapped),
         replace(trace, categories=[*trace.categories[:-1], "communication"]),
-        replace(trace, makers=[("model.layers.1.other", operator) for _, operator in trace.makers]),
+        replace(trace, makers=[one._replace(module="model.layers.1.other") for one in trace.makers]),
         replace(trace, kernels=[(Work("half", 1, 1, 1), 1), *trace.kernels[1:]]),
         replace(trace, notes=[(0, "join", 0, 0)]),
     ]

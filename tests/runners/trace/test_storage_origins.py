@@ -20,7 +20,7 @@ pytestmark = pytest.mark.deterministic
 
 
 def made(trace: Trace) -> Counter[tuple[str, str]]:
-    return Counter(trace.makers[origin] for origin in trace.origins)
+    return Counter(trace.makers[origin][:2] for origin in trace.origins)
 
 
 class Block(torch.nn.Module):
@@ -43,7 +43,7 @@ class Net(torch.nn.Module):
         return x.exp()
 
 
-def of_net(how: str = "", wrap: Any = lambda net: net) -> Counter[tuple[str, str]]:
+def trace_net(how: str = "", wrap: Any = lambda net: net) -> Trace:
     tracer = Tracer((8, 0))
     with tracer.record():
         net = wrap(Net(how))
@@ -52,11 +52,11 @@ def of_net(how: str = "", wrap: Any = lambda net: net) -> Counter[tuple[str, str
         net(torch.randn(8, 64, requires_grad=True)).sum().backward()
         optimizer.step()
         tracer.mark(0, "optimizer")
-    return made(tracer.trace)
+    return tracer.trace
 
 
 def test_modules_backward_optimizer_and_parameters_are_named() -> None:
-    found = of_net()
+    found = made(trace_net())
     for number in (0, 1):
         for name in ("up", "down"):
             path = f"blocks.{number}.{name}"
@@ -75,13 +75,45 @@ def test_modules_backward_optimizer_and_parameters_are_named() -> None:
 
 @pytest.mark.parametrize("how", ["reentrant", "not"])
 def test_what_is_recomputed_belongs_to_its_module(how: str) -> None:
-    found = of_net(how)
+    found = made(trace_net(how))
     for number in (0, 1):
         path = f"blocks.{number}.up"
         assert found[path, "aten.addmm"] == found[path, "aten.addmm (recomputed)"] == 1
         assert found[path, "aten.mm (backward)"] == 2
         assert found[f"blocks.{number}", "aten.relu (recomputed)"] == 1
         assert found[f"blocks.{number}", "aten.threshold_backward (backward)"] == 1
+
+
+def line_of(code: str) -> str:
+    """The line of this file that contains the text, found by reading the file."""
+    text = Path(__file__).read_text().splitlines()
+    return f"{Path(__file__).name}:{next(n for n, line in enumerate(text, 1) if code in line)}"
+
+
+@pytest.mark.parametrize("how", ["", "reentrant", "not"])
+def test_lines_are_those_of_the_model_and_of_the_forward_operator_for_its_gradients(how: str) -> None:
+    lines: dict[tuple[str, str], set[str]] = {}
+    for maker in trace_net(how).makers:
+        lines.setdefault(maker[:2], set()).add(maker.line)
+    block, net, step = line_of("self.down(self.up(x)"), line_of("return x.exp()"), line_of("net(torch.randn(8")
+    assert lines["Net", "aten.exp"] == lines["Net", "aten.mul (backward)"] == {net}
+    for path in ("blocks.0.up", "blocks.1.down"):
+        assert lines[path, "aten.addmm"] == lines[path, "aten.mm (backward)"] == {block}
+        assert lines[f"{path}.weight", "aten.empty"] == {line_of("torch.nn.Linear(64, 256)")}
+    assert lines["blocks.1", "aten.threshold_backward (backward)"] == {block}
+    assert not how or lines["blocks.1", "aten.relu (recomputed)"] == {block}
+    assert lines["", "aten.sum"] == lines["", "aten.ones_like"] == {step}
+    assert lines["optimizer", "aten.clone"] == {line_of("optimizer.step()")}
+
+
+def test_a_gradient_of_a_slice_that_was_written_has_its_own_line() -> None:
+    tracer = Tracer((8, 0))
+    with tracer.record():
+        x = torch.randn(8, 64, requires_grad=True) * 2
+        x[:, 0] = x[:, 1].exp()  # this makes a node after its operator
+        x.sum().backward()
+    written = {maker.line for maker in tracer.trace.makers if maker.operator == "aten.new_empty_strided (backward)"}
+    assert written == {line_of("this makes a node")}
 
 
 def test_what_only_wraps_has_no_name() -> None:
@@ -99,8 +131,8 @@ def test_what_only_wraps_has_no_name() -> None:
         net.blocks[0] = checkpoint_wrapper(net.blocks[0])
         return net
 
-    assert of_net(wrap=wrap)["blocks.0.up", "aten.addmm"] == 1
-    assert of_net(wrap=Outer)["module.blocks.0.up", "aten.addmm"] == 1  # the user's own module keeps its name
+    assert made(trace_net(wrap=wrap))["blocks.0.up", "aten.addmm"] == 1
+    assert made(trace_net(wrap=Outer))["module.blocks.0.up", "aten.addmm"] == 1  # the user's own module keeps its name
 
 
 def test_a_module_that_fails_leaves_nothing_behind() -> None:
@@ -112,7 +144,7 @@ def test_a_module_that_fails_leaves_nothing_behind() -> None:
     with origins.watch():
         with pytest.raises(ValueError, match="no"):
             net(torch.ones(1, 4))
-        assert origins.maker("aten.mm") == ("", "aten.mm")
+        assert origins.maker("aten.mm")[:2] == ("", "aten.mm")
     assert not torch.nn.modules.module._global_forward_pre_hooks
     assert not torch.nn.modules.module._global_forward_hooks
 
@@ -124,7 +156,7 @@ def test_a_trace_is_the_same_without_names(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("vramsweep.runners.trace.storage_origins.register_module_forward_pre_hook", _no_hook)
     monkeypatch.setattr("vramsweep.runners.trace.storage_origins.register_module_forward_hook", _no_hook)
     plain = traced(tmp_path, **over)
-    assert len({path for path, _ in named.makers}) > 30 > len({path for path, _ in plain.makers})
+    assert len({maker.module for maker in named.makers}) > 30 > len({maker.module for maker in plain.makers})
     for part in ("events", "sizes", "categories", "streams", "marks", "kernels", "notes", "host"):
         assert getattr(named, part) == getattr(plain, part)
 
@@ -138,5 +170,5 @@ def test_a_large_share_of_a_step_has_a_module() -> None:
     steps = {event - 1 for event in trace.events[trace.marks[0].end :] if event > 0}
     nameless = [n for n in steps if not trace.makers[trace.origins[n]][0]]
     assert sum(trace.sizes[n] for n in nameless) < 0.01 * sum(trace.sizes[n] for n in steps)
-    assert ("model.layers.1.self_attn.q_proj", "aten.mm (backward)") in trace.makers
-    assert ("model.embed_tokens.weight", "aten.empty") in trace.makers  # one tensor, also the head's
+    assert made(trace)["model.layers.1.self_attn.q_proj", "aten.mm (backward)"]
+    assert made(trace)["model.embed_tokens.weight", "aten.empty"]  # one tensor, also the head's

@@ -24,7 +24,7 @@ from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.symbolic import trace_workers
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
-from vramsweep.runners.trace.trace_data import LT_WORKSPACE, Mark, Trace, cublas_workspace, on
+from vramsweep.runners.trace.trace_data import LT_WORKSPACE, Maker, Mark, Trace, cublas_workspace, on
 from vramsweep.runners.worker import largest_server
 
 pytestmark = pytest.mark.deterministic
@@ -122,7 +122,7 @@ class Written:
                 categories=["parameters", "workspaces", "workspaces", "activations", "temporaries", "activations"],
                 events=[1, 2, 4, 5, -5, 3, -4, 6, -2, -3, -6],
                 marks=[Mark(2, None, "load"), Mark(11, 0, "forward")],
-                streams=[0] * 6, origins=[0] * 6, makers=[("a", "b")],
+                streams=[0] * 6, origins=[0] * 6, makers=[Maker("a", "b", "")],
             ),
             formulas=("4096", str(cublas_workspace((8, 0))), str(LT_WORKSPACE), "max(512 * seq_len, 4096)",
                       "40 * seq_len * seq_len"),
