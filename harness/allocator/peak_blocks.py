@@ -71,8 +71,8 @@ def live_blocks(recording: Recording, start: Start, event: int) -> dict[int, tup
     }
 
 
-def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
-    """Return the blocks that were live after `event` events, when `allocated` bytes were allocated."""
+def find_live(recording: Recording, start: Start, event: int) -> list[Holder]:
+    """Return the blocks that were live after `event` events, by size and line, the largest blocks first."""
     places: dict[int, str | None] = {}  # by id of the frames, because blocks share them
     counts: dict[tuple[int, str | None], int] = {}
     for size, _, frames in live_blocks(recording, start, event).values():
@@ -80,6 +80,12 @@ def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> H
         counts[size, where] = counts.get((size, where), 0) + 1
     every = [Holder(size, count, where) for (size, where), count in counts.items()]
     every.sort(key=lambda one: (-one.bytes, -one.count, one.where or ""))
+    return every
+
+
+def at_peak(recording: Recording, start: Start, event: int, allocated: int) -> Holders:
+    """Return the blocks that were live after `event` events, when `allocated` bytes were allocated."""
+    every = find_live(recording, start, event)
     rest = every[LARGEST:]
     return Holders(
         event,

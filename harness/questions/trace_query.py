@@ -153,11 +153,15 @@ def describe_trial(trial: Trial) -> dict[str, Any]:
     }
 
 
-def ask(question: str, asked: Sequence[Trial], traces: Path | None, trace: bool) -> list[Answer | None]:
+def ask(
+    question: str, asked: Sequence[Trial], traces: Path | None, trace: bool, importable: Sequence[Path] = ()
+) -> list[Answer | None]:
     """Return the answers, in order. An answer is None if the trial allocates nothing, or has no trace in the folder
     `traces` and `trace` is false. With `traces` the trials are those of a folder's rows. Without, they are the user's
-    own, traced for this once. Raises UserError."""
+    own, traced for this once, by a process that imports from the folders `importable` first. Raises UserError."""
     environ = attempt_environment("", "simulated", os.environ)
+    if importable:
+        environ["PYTHONPATH"] = os.pathsep.join([*map(str, importable), *filter(None, [environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory() as root, Launcher("cold", Path(root) / "templates") as launcher:
         spec = {
             "question": question,

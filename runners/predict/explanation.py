@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
+from vramsweep.runners.predict import memory_timeline
 from vramsweep.runners.predict.memory_timeline import LARGEST, STEP, Alike, Held, describe_storage, group_alike, holders
 from vramsweep.runners.predict.predicted_row import upper_bounds
 from vramsweep.runners.predict.replay_trace import Refused, replay
@@ -54,6 +55,31 @@ class Explanation:
     rest_count: int
     refused: Refused | None
     asked: Held | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """All `count` storages alive at a moment that one line requested for one category, `bytes` in all, unrounded.
+
+    Numbers in the module's name are "*", so that layers are one group.
+    """
+
+    category: str
+    module: str
+    operator: str
+    line: str
+    bytes: int
+    count: int
+
+
+def group_storages(trace: Trace, moment: Moment) -> list[Group]:
+    """Return all storages that are alive at the moment, by what requested them; the largest groups first."""
+    found: dict[tuple[str, str, str, str], list[int]] = {}
+    for one in holders(trace, moment.event + 1):
+        maker = one.category, memory_timeline.merge_layers(one.module), one.operator, one.line
+        found.setdefault(maker, []).append(one.bytes)
+    groups = [Group(*maker, sum(sizes), len(sizes)) for maker, sizes in found.items()]
+    return sorted(groups, key=lambda group: -group.bytes)
 
 
 def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Explanation | None:

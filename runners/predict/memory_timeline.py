@@ -246,5 +246,10 @@ def group_alike(every: Sequence[Held]) -> tuple[Alike, ...]:
     """Group storages that differ only in their layer, in the order given."""
     kinds: dict[Held, list[Held]] = {}
     for one in every:
-        kinds.setdefault(replace(one, module=_LAYER.sub("*", one.module)), []).append(one)
+        kinds.setdefault(replace(one, module=merge_layers(one.module)), []).append(one)
     return tuple(Alike(own[0] if len(set(own)) == 1 else kind, len(own)) for kind, own in kinds.items())
+
+
+def merge_layers(module: str) -> str:
+    """Return a module's path with "*" for each number, one name for a module of all layers."""
+    return _LAYER.sub("*", module)

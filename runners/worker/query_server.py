@@ -14,7 +14,7 @@ from vramsweep.harness.allocator import config as allocator_config
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
-from vramsweep.runners.predict.explanation import explanation
+from vramsweep.runners.predict.explanation import Moment, explanation, group_storages
 from vramsweep.runners.predict.memory_timeline import snapshot, timeline
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.trace.trace_data import Trace
@@ -41,11 +41,29 @@ def _explanation(trace: Trace, trial: Trial) -> Answer:
     return answer
 
 
+def _peak(trace: Trace, trial: Trial) -> Answer:
+    found = explanation(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
+    if found is None:
+        return None
+
+    def describe(one: Moment) -> dict[str, Any]:
+        return asdict(one) | {"storages": [asdict(group) for group in group_storages(trace, one)]}
+
+    phases = [describe(one) for one in found.phases]
+    return {
+        "fits": found.refused is None,
+        "reserved": found.peak_reserved,
+        "peak": describe(found.peak),
+        "phases": phases,
+    }
+
+
 # Each answers from a trial's trace with plain data, in bytes; None for an empty trace.
 QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {
     "timeline": _timeline,
     "snapshot": _snapshot,
     "explanation": _explanation,
+    "peak": _peak,
 }
 
 
