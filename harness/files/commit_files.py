@@ -31,4 +31,5 @@ def _run_git(*words: str) -> bytes:
         raise UserError(f"git cannot be started ({error.strerror}); install it, or name two trials") from None
     except subprocess.CalledProcessError as error:
         said = error.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(f"git {words[-1]}: {said[0] if said else 'failed'}; name an existing commit") from None
+        reason = said[0] if said else "it failed"
+        raise UserError(f"git says {reason!r}; inside a repository, name an existing commit") from None

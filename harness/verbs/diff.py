@@ -5,11 +5,13 @@ trace_diff.py compares the runs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_diff, trace_query
 from vramsweep.harness.questions.trace_diff import Change, Moment, Run
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.verbs.parsers import PARSERS
 
 MOST = 10  # changes printed
@@ -41,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
         raise UserError(
             "a recording shows neither module nor category; compare it only with a recording, without settings"
         )
-    a, b = (read_recording(name) if all(recorded) else read_run(name, words[2:]) for name in words[:2])
+    with contextlib.ExitStack() as stack:  # until the end, files of a commit are there
+        readers = [find_run(name, words[2:], stack) for name in words[:2]]
+        a, b = (read() for read in readers)  # only now, because a mistake in B need not wait for A
     if arguments.json:
         print(json.dumps(record(a, b)))
     else:
@@ -68,33 +73,44 @@ def read_recording(name: str) -> Run:
     return Run(name, "recorded", f"after event {row.holders.event}", row.peak_reserved, peak, {})
 
 
-def read_run(name: str, shared: Sequence[str]) -> Run:
-    """Return the run that settings, a commit's target or a row name. Raises UserError."""
+def find_run(name: str, shared: Sequence[str], stack: contextlib.ExitStack) -> Callable[[], Run]:
+    """Return what reads the run of a recording, of settings, of a commit's target or of a row. Raises UserError."""
+    if Path(name).is_file():
+        return partial(read_recording, name)
     if (commit := _COMMIT.fullmatch(name)) is not None:
-        with tempfile.TemporaryDirectory() as folder:
-            export_commit(commit[1], Path(folder))
-            words = [*shared, "runner=custom", f"runner.target={folder}/{commit[2]}"]
-            return _predict(name, words, [Path(folder), Path(folder) / "src"])
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        export_commit(commit[1], folder)
+        target = ["runner=custom", f"runner.target={folder}/{commit[2]}"]
+        return partial(_trace, name, _find_trial(name, [*shared, *target]), [folder, folder / "src"])
     if trace_query.name_a_trial([name]) and not Path(name).exists():
-        return _predict(name, [*shared, *shlex.split(name)])
-    place, _, trial_id = name.rpartition(":" if Path(name.rpartition(":")[0]).is_dir() else "/")
-    if not Path(place).is_dir() or Path(name).is_dir():
+        try:
+            own = shlex.split(name)
+        except ValueError as error:
+            raise UserError(f"{name}: {error}; quote all settings of one side together, as in {_USAGE}") from None
+        return partial(_trace, name, _find_trial(name, [*shared, *own]))
+    split = ":" if ":" in name else "/"
+    folder, trial_id = Path(name.rpartition(split)[0]), name.rpartition(split)[2]
+    if split not in name or not folder.is_dir() or Path(name).is_dir():
         raise UserError(f"{name} is no trial; give settings, results/SWEEP:TRIAL_ID, or REV:path/to/file.py:build")
     if shared:
         raise UserError(f"{name} is a row, which has its own settings; leave out {' '.join(shared)}")
-    [row] = trace_query.finished(Path(place), [trial_id])
-    if row.get("device") != "simulated":
-        if row.get("outcome") != "ok":
-            raise UserError(f"{name} ended {row.get('outcome')}, so its peak is unknown; name a trial that is ok")
-        return trace_diff.read_measured(name, row)
-    trial, traces = trace_query.read_trial("diff", row), kept_traces(Path(place))
-    return _read_answer(name, trace_query.of_trial("peak", "diff", trial_id, trial, traces))
+    [row] = trace_query.finished(folder, [trial_id])
+    if row.get("device") == "simulated":
+        trial, traces = trace_query.read_trial("diff", row), kept_traces(folder)
+        return lambda: _read_answer(name, trace_query.of_trial("peak", "diff", trial_id, trial, traces))
+    if row.get("outcome") != "ok":
+        raise UserError(f"{name} ended {row.get('outcome')}, so its peak is unknown; name a trial that is ok")
+    return partial(trace_diff.read_measured, name, row)
 
 
-def _predict(name: str, words: Sequence[str], importable: Sequence[Path] = ()) -> Run:
+def _find_trial(name: str, words: Sequence[str]) -> Trial:
     if (found := trace_query.find_trial("diff", words)) is None:
         raise UserError(f"{name} names no trial: {_USAGE}")
-    [answer] = trace_query.ask("peak", [found[1]], None, True, importable)
+    return found[1]
+
+
+def _trace(name: str, trial: Trial, importable: Sequence[Path] = ()) -> Run:
+    [answer] = trace_query.ask("peak", [trial], None, True, importable)
     return _read_answer(name, answer)
 
 
