@@ -9,6 +9,7 @@ import contextlib
 import json
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,8 +20,10 @@ from vramsweep.harness.allocator.initial_state import undo
 from vramsweep.harness.allocator.peak_blocks import find_live
 from vramsweep.harness.allocator.recording import load
 from vramsweep.harness.allocator.replay import replay_as_recorded
+from vramsweep.harness.config import typed_words
 from vramsweep.harness.files.commit_files import export_commit
 from vramsweep.harness.files.sweep_folder import kept_traces
+from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
@@ -31,21 +34,22 @@ from vramsweep.harness.verbs.parsers import PARSERS
 
 MOST = 10  # changes printed
 _COMMIT = re.compile(r"([^=]+):([^:=]+\.py:\w+)")  # a revision and a target
-_USAGE = "vramsweep diff 'model=NAME seq_len=N' 'model=NAME seq_len=M' [KEY=VALUE ...]"
+_QUOTED = "quote all settings of one side together, as in vramsweep diff 'seq_len=512' 'seq_len=1024 micro_batch=2'"
+_ABOUT = """\
+A and B are each one word: settings of a trial in quotes ('model=gpt2 seq_len=512'), a row (results/SWEEP:TRIAL_ID), a
+recording of torch.cuda.memory._dump_snapshot, or a target of a git commit (REV:path/to/file.py:build, which runs the
+commit's code). Equal layers are merged. Differences are B minus A."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep diff`; return 1 if B needs more memory, else 0. Raises UserError for a user's mistake."""
-    arguments, words = PARSERS["diff"]().parse_settings(argv)
-    if len(words) < 2 or any("=" not in word for word in words[2:]):
-        raise UserError(f"diff needs A, B and then settings of both; quote several settings as one word: {_USAGE}")
-    recorded = [Path(name).is_file() for name in words[:2]]
-    if any(recorded) and (not all(recorded) or words[2:]):
-        raise UserError(
-            "a recording shows neither module nor category; compare it only with a recording, without settings"
-        )
+    arguments = parser().parse_args(argv)
+    names, shared = (arguments.a, arguments.b), arguments.settings
+    recorded = [Path(name).is_file() for name in names]
+    if any(recorded) and (not all(recorded) or shared):
+        raise UserError("a recording shows no modules; compare it only with a recording, without settings")
     with contextlib.ExitStack() as stack:  # until the end, files of a commit are there
-        readers = [find_run(name, words[2:], stack) for name in words[:2]]
+        readers = [find_run(name, shared, stack) for name in names]
         a, b = (read() for read in readers)  # only now, because a mistake in B need not wait for A
     if arguments.json:
         print(json.dumps(record(a, b)))
@@ -80,13 +84,15 @@ def find_run(name: str, shared: Sequence[str], stack: contextlib.ExitStack) -> C
     if (commit := _COMMIT.fullmatch(name)) is not None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         export_commit(commit[1], folder)
+        if not (folder / commit[2].partition(":")[0]).is_file():
+            raise UserError(f"{name}: the commit has no such file; the path begins at the repository's top")
         target = ["runner=custom", f"runner.target={folder}/{commit[2]}"]
         return partial(_trace, name, _find_trial(name, [*shared, *target]), [folder, folder / "src"])
     if trace_query.name_a_trial([name]) and not Path(name).exists():
         try:
             own = shlex.split(name)
         except ValueError as error:
-            raise UserError(f"{name}: {error}; quote all settings of one side together, as in {_USAGE}") from None
+            raise UserError(f"{name}: {error}; {_QUOTED}") from None
         return partial(_trace, name, _find_trial(name, [*shared, *own]))
     split = ":" if ":" in name else "/"
     folder, trial_id = Path(name.rpartition(split)[0]), name.rpartition(split)[2]
@@ -104,8 +110,11 @@ def find_run(name: str, shared: Sequence[str], stack: contextlib.ExitStack) -> C
 
 
 def _find_trial(name: str, words: Sequence[str]) -> Trial:
-    if (found := trace_query.find_trial("diff", words)) is None:
-        raise UserError(f"{name} names no trial: {_USAGE}")
+    read, notes = typed_words.understand("explain", words, PARSERS["explain"]())  # it takes the same settings
+    if notes:
+        print(f"note: {'; '.join(notes)}", file=sys.stderr)
+    if (found := trace_query.find_trial("diff", read)) is None:
+        raise UserError(f"{name} names no trial; {_QUOTED}")
     return found[1]
 
 
@@ -178,3 +187,13 @@ def record(a: Run, b: Run) -> dict[str, Any]:
         "peak": compare(a.peak, b.peak),
         "phases": phases,
     }
+
+
+def parser() -> Parser:
+    """Return the parser of the verb's options and words."""
+    parser = Parser(prog="vramsweep diff", usage="%(prog)s [OPTION ...] A B [KEY=VALUE ...]", description=_ABOUT)
+    parser.add_argument("a", metavar="A", help="settings in quotes, a row, a recording or a commit's target")
+    parser.add_argument("b", metavar="B", help="what to compare with A")
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of both")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes: all changes, of every phase too")
+    return parser

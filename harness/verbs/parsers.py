@@ -131,18 +131,6 @@ def _why() -> Parser:
     return parser
 
 
-_DIFF = """\
-A and B are each one word: settings of a trial in quotes ('model=gpt2 seq_len=512'), a row (results/SWEEP:TRIAL_ID), a
-recording of torch.cuda.memory._dump_snapshot, or a target of a git commit (REV:path/to/file.py:build, which runs the
-commit's code). Settings after B are those of both. Equal layers are merged; sizes are B minus A."""
-
-
-def _diff() -> Parser:
-    parser = Parser(prog="vramsweep diff", usage="%(prog)s [OPTION ...] A B [KEY=VALUE ...]", description=_DIFF)
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes: all changes, of every phase too")
-    return parser
-
-
 PARSERS: dict[str, Callable[[], Parser]] = {
     "sweep": partial(settings_parser, "sweep"),
     "run": _run,
@@ -152,5 +140,4 @@ PARSERS: dict[str, Callable[[], Parser]] = {
     "explain": _explain,
     "timeline": _timeline,
     "why": _why,
-    "diff": _diff,
 }

@@ -150,6 +150,9 @@ def test_measured_rows_show_sums_only(cli: Cli, here: Path) -> None:
     printed = cli.run("diff", f"{here}:a", f"{here}/b").out
     assert "peak allocated 5.0 -> 4.0 GiB: -1.0 GiB" in printed and "no tensors" in printed
     assert "forward   2.5 -> 2.0 GiB: -0.50 GiB" in printed and "load      unknown -> unknown" in printed
+    assert cli.json("diff", f"{here}/b", f"{here}:a", status=1)["peak"] == {
+        "allocated": [4 << 30, 5 << 30], "parts": None, "changes": None
+    }  # fmt: skip
     assert "has its own settings" in cli.refuse("diff", f"{here}:a", f"{here}:b", "gpu=l4-24gb")
 
 
