@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.simulator import Simulator
@@ -57,29 +58,18 @@ class Explanation:
     asked: Held | None
 
 
-@dataclass(frozen=True)
-class Group:
-    """All `count` storages alive at a moment that one line requested for one category, `bytes` in all, unrounded.
+def group_storages(trace: Trace, moment: Moment) -> list[dict[str, Any]]:
+    """Return all storages that are alive at the moment, grouped by category, module, operator and line.
 
-    Numbers in the module's name are "*", so that layers are one group.
+    Each group has their `count` and the `bytes` of all together, unrounded. Layers are one group: numbers in the
+    module's name are "*".
     """
-
-    category: str
-    module: str
-    operator: str
-    line: str
-    bytes: int
-    count: int
-
-
-def group_storages(trace: Trace, moment: Moment) -> list[Group]:
-    """Return all storages that are alive at the moment, by what requested them; the largest groups first."""
     found: dict[tuple[str, str, str, str], list[int]] = {}
     for one in holders(trace, moment.event + 1):
         maker = one.category, memory_timeline.merge_layers(one.module), one.operator, one.line
         found.setdefault(maker, []).append(one.bytes)
-    groups = [Group(*maker, sum(sizes), len(sizes)) for maker, sizes in found.items()]
-    return sorted(groups, key=lambda group: -group.bytes)
+    names = ("category", "module", "operator", "line")
+    return [dict(zip(names, key, strict=True), bytes=sum(own), count=len(own)) for key, own in found.items()]
 
 
 def explanation(trace: Trace, config: AllocatorConfig, limit: int | None) -> Explanation | None:

@@ -47,7 +47,7 @@ def _peak(trace: Trace, trial: Trial) -> Answer:
         return None
 
     def describe(one: Moment) -> dict[str, Any]:
-        return asdict(one) | {"storages": [asdict(group) for group in group_storages(trace, one)]}
+        return asdict(one) | {"storages": group_storages(trace, one)}
 
     phases = [describe(one) for one in found.phases]
     return {

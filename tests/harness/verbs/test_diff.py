@@ -102,10 +102,6 @@ def test_a_commit_that_needs_more(
     assert changes == {f"train.py:{numbers[code]}": change for code, change in expected.items()}
     a, b = found["peak"]["allocated"]
     assert b - a == sum(size for _, _, size in expected.values()) and found["needs_more"]
-    assert (
-        cli.json("diff", "HEAD:train.py:build", "HEAD~1:train.py:build", "gpu=l4-24gb")["sides"][0]["kind"]
-        == "predicted"
-    )
 
 
 @pytest.mark.slow
