@@ -36,18 +36,23 @@ UNKNOWN = {"padding_fraction": None}
 
 def run(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) -> None:
     """Train `trial.steps()` steps of the target under `meter`."""
+    train(trial, device, meter, lambda asked: load(str(trial.runner.target))(asked))
+
+
+def train(trial: Trial, device: torch.device, meter: StepMeter, build: Callable[[Trial], Any]) -> None:
+    """Train `trial.steps()` steps of what `build` makes, in the trial's process group if it has a sharding."""
     if trial.sharding != "none":
         process_group.join(trial, device)
     with interface.without_card(trial):
-        _run(trial, device, meter)
+        _train(trial, device, meter, build)
 
 
-def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
+def _train(trial: Trial, device: torch.device, meter: StepMeter, build: Callable[[Trial], Any]) -> None:
     asked = trial
     if trial.device.name == "simulated":  # the target must do what it does on a GPU
         asked = trial.model_copy(update={"device": DeviceAxis(name="cuda")})
     with device:
-        made = _made(load(str(trial.runner.target)), asked)
+        made = _made(build, asked)
     if not isinstance(made, tuple) or len(made) not in (3, 4):
         raise InvalidTrial(f"{trial.runner.target} must return (model, optimizer, step[, batches])")
     net, optimizer, step = made[:3]

@@ -105,10 +105,16 @@ def trace_trial(
     `runner` defaults to the trial's own, `tracer` to a plain one. Raises InvalidTrial if the step cannot be traced.
     """
     runner = runner or cast(Runner, import_entry(runner_table.module(trial)))
-    tracer = tracer or Tracer(card.capability)
-    meter = TraceMeter(trial, tracer, folder)
     import_entries(runner_table.preload(runner_table.imports_name(trial)))  # else their tables would be in the trace
     build.prepare(trial)
+    return trace_steps(trial, card, folder, runner, tracer or Tracer(card.capability))
+
+
+def trace_steps(
+    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer
+) -> tuple[Trace, dict[str, Any]]:
+    """Trace the runner's steps as `trace_trial` does, in a process that is prepared and stays as it is."""
+    meter = TraceMeter(trial, tracer, folder)
     try:
         with (
             behave(card.capability) as attention,

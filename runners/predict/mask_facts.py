@@ -65,7 +65,12 @@ def answer_questions(trial: Trial) -> contextlib.AbstractContextManager[None]:
     if trial.runner.command:  # its batches have values (known_values.py); fake tensors alone do not mean compiling
         original = import_utils.is_tracing
         return patched([(masking_utils, "is_tracing", lambda tensor=None: original(None))])
-    return patched(_answers(cache(lambda: facts(build.data(trial), trial.micro_batch))))
+    return answers(cache(lambda: facts(build.data(trial), trial.micro_batch)))
+
+
+def answers(ask: Callable[[], Facts]) -> contextlib.AbstractContextManager[None]:
+    """Answer transformers' questions by these facts until the context is left."""
+    return patched(_answers(ask))
 
 
 def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
