@@ -1,8 +1,8 @@
 """vramsweep: how much GPU memory a training run takes, how fast it is, and which settings to pick.
 
 For notebooks: `load`, `predict`, `fit`, `frontier`, `compare`, `figure`, `report`, `gib`, `units` (docs/notebook.md);
-for training scripts: `watch`, `TrainerCallback`; for custom targets: `Trial`. Each is imported when it is first used,
-so that importing this costs nothing and needs neither torch nor pandas.
+for training scripts: `estimate`, `watch`, `TrainerCallback`; for custom targets: `Trial`. Each is imported when it is
+first used, so that importing this costs nothing and needs neither torch nor pandas.
 
 The four packages live at the top of the repository and are linked here, so the installed package has one name of its
 own. It collides with nobody's `analysis/` or `conf/`. Modules are imported as `vramsweep.harness...`, by no other name.
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from vramsweep.analysis.notebook import compare, figure, fit, frontier, gib, load, predict, report, units
     from vramsweep.harness.messages.errors import UserError
     from vramsweep.harness.spec.trial import Trial
+    from vramsweep.runners.estimate.estimate import estimate
     from vramsweep.runners.scripts.trainer_callback import TrainerCallback
     from vramsweep.runners.scripts.watch import Watch as watch
 
@@ -28,6 +29,7 @@ __all__ = [
     "UserError",
     "__version__",
     "compare",
+    "estimate",
     "figure",
     "fit",
     "frontier",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _FROM = {  # the others are in the notebook's module
+    "estimate": "vramsweep.runners.estimate.estimate",
     "TrainerCallback": "vramsweep.runners.scripts.trainer_callback",
     "Trial": "vramsweep.harness.spec.trial",
     "UserError": "vramsweep.harness.messages.errors",

@@ -22,6 +22,7 @@ import torch
 import transformers
 from accelerate.utils.constants import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY
 from torch.distributed import fsdp as library
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 from torch.distributed.tensor import DTensor
@@ -66,6 +67,11 @@ def _flattened(trial: Trial, device: torch.device) -> Sharded:
     """Make the model on the host and wrap it in FSDP1."""
     process_group.join(trial, device)
     net = build.model(trial, interface.host(trial))
+    return flatten(trial, net, device)
+
+
+def flatten(trial: Trial, net: Any, device: torch.device) -> Sharded:
+    """Wrap a model that is on the host in FSDP1, each block a unit; return what `sharded` returns."""
     counts = model_description.counts(net)
     units = set(blocks(net))
     options = dict(trial.runner.options)
@@ -102,6 +108,11 @@ def _by_tensor(trial: Trial, device: torch.device) -> Sharded:
     mesh = process_group.mesh(trial, device)
     with weightless():  # no rank ever holds the whole model
         net = build.model(trial, device)
+    return divide_tensors(trial, net, mesh, device)
+
+
+def divide_tensors(trial: Trial, net: Any, mesh: DeviceMesh, device: torch.device) -> Sharded:
+    """Divide a model without memory by FSDP2, each block a unit, and give it memory; return what `sharded` returns."""
     half = trial.precision == "bf16"
     policy = library.MixedPrecisionPolicy(torch.bfloat16, torch.float32) if half else library.MixedPrecisionPolicy()
     offload = library.CPUOffloadPolicy() if trial.offload_param else library.OffloadPolicy()

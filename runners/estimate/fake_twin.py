@@ -1,0 +1,158 @@
+"""Twins of a user's model and optimizer: equal objects whose tensors are fake, so that weights are never copied.
+
+Python's deepcopy makes them. Each tensor becomes a new fake one of its shape, dtype and strides, the same one wherever
+it is used. Functions are copied if they hold modules, tensors or lists, so that hooks work on the twin. An object that
+cannot be copied (a lock, a file, a stream) is shared.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+
+from vramsweep.harness.messages.errors import UserError
+from vramsweep.runners.measure.patches import patched
+
+Memo = dict[int, Any]
+Empty = Callable[[torch.Tensor], torch.Tensor]  # returns a new fake tensor of this tensor's shape, dtype and strides
+STATE = (nn.Module, torch.Tensor, torch.optim.Optimizer, list, dict, set)  # what a function may hold and change
+COMPILED = "OptimizedModule"
+
+
+def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple[nn.Module, Any]:
+    """Return twins of the model and the optimizer (or None), with tensors by `empty`, the model's own in their order.
+
+    The optimizer's twin has no state yet. Raises UserError if the model cannot be copied.
+    """
+    twins = _Twins(empty)
+    memo: Memo = {}
+    for tensor in own_tensors(model):
+        twins.copy_tensor(tensor, memo)
+    replaced = [(owner, "__deepcopy__", lambda one, memo: twins.copy_tensor(one, memo)) for owner in (torch.Tensor, nn.Parameter)]
+    replaced += [(owner, "__deepcopy__", copy_object) for owner in (nn.Module, torch.optim.Optimizer)]
+    replaced.append((copy._deepcopy_dispatch, types.FunctionType, copy_function))  # type: ignore[attr-defined]
+    with patched(replaced, create=True):
+        found: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer), memo)
+    return found
+
+
+def own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of every module, in the order in which most modules make them."""
+    for module in model.modules():
+        yield from (one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None)
+
+
+class _Twins:
+    def __init__(self, empty: Empty) -> None:
+        self._empty = empty
+
+    def copy_tensor(self, tensor: torch.Tensor, memo: Memo) -> torch.Tensor:
+        """Return the tensor's twin, with its attributes and hooks; a single number that is no weight keeps its value."""
+        if id(tensor) in memo:
+            found: torch.Tensor = memo[id(tensor)]
+            return found
+        weight = isinstance(tensor, nn.Parameter)
+        if is_traceable_wrapper_subclass(tensor):  # as torchao's: made of other tensors
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self.copy_tensor(getattr(tensor, name), memo) for name in names}
+            kind: Any = type(tensor)
+            twin = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+        elif tensor.dim() == 0 and not weight and not tensor.is_meta:
+            with _disable_current_modes():
+                twin = tensor.detach().cpu().clone()
+        else:
+            twin = self._empty(tensor)
+        if weight:
+            twin = nn.Parameter(twin, tensor.requires_grad)
+        elif tensor.requires_grad and tensor.is_leaf:
+            twin.requires_grad_()
+        memo[id(tensor)] = twin
+        for name, value in vars(tensor).items():
+            setattr(twin, name, _copied(value, memo))
+        for hook in (tensor._backward_hooks or {}).values() if tensor.is_leaf else ():
+            twin.register_hook(_copied(hook, memo))
+        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+            twin.register_post_accumulate_grad_hook(_copied(hook, memo))
+        return twin
+
+
+def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None, device: str) -> torch.Tensor:
+    """Return a new tensor of this shape, with the strides that a copy of it to a GPU has; `dtype` None: its own."""
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    if tensor.layout is torch.strided and _is_dense(tensor):
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device=device)
+    return torch.empty(tensor.size(), dtype=dtype, device=device)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether every element has a place of its own and there are no gaps, as in channels_last."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def copy_object(one: Any, memo: Memo) -> Any:
+    """Return the twin of a module or an optimizer: a compiled module's is not compiled, an optimizer's has no state."""
+    if type(one).__name__ == COMPILED:
+        return copy.deepcopy(one._orig_mod, memo)
+    twin = memo[id(one)] = type(one).__new__(type(one))
+    optimizer = isinstance(one, torch.optim.Optimizer)
+    for name, value in list(vars(one).items()):
+        if optimizer and name == "step":  # a scheduler's, which steps the original
+            continue
+        if optimizer and name == "state":
+            vars(twin)[name] = defaultdict(dict)
+        elif name == "_compiled_call_impl":
+            vars(twin)[name] = None
+        elif name == "_modules":
+            vars(twin)[name] = {key: copy.deepcopy(module, memo) for key, module in value.items()}
+        else:
+            vars(twin)[name] = _copied(value, memo)
+    return twin
+
+
+def copy_function(function: types.FunctionType, memo: Memo) -> types.FunctionType:
+    """Return the function, or one that holds twins if it holds what a step may change."""
+    cells = function.__closure__ or ()
+    if not any(isinstance(_content(cell), STATE) for cell in cells):
+        return function
+    fresh = tuple(types.CellType() for _ in cells)
+    twin = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, fresh
+    )
+    memo[id(function)] = twin
+    twin.__kwdefaults__ = function.__kwdefaults__
+    vars(twin).update(vars(function))
+    for cell, old in zip(fresh, cells, strict=True):
+        if (content := _content(old)) is not _EMPTY:
+            cell.cell_contents = _copied(content, memo)
+    return twin
+
+
+_EMPTY = object()
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _EMPTY
+
+
+def _copied(value: Any, memo: Memo) -> Any:
+    try:
+        return copy.deepcopy(value, memo)
+    except UserError:
+        raise
+    except Exception:  # a lock, a stream, an open file
+        return value
