@@ -50,7 +50,7 @@ def kept_state(groups: bool) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.set_detect_anomaly(False))
-        stack.enter_context(torch.autocast("cpu", enabled=False))
+        stack.enter_context(_no_autocast())
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         if "torch._dynamo" in sys.modules:
@@ -73,6 +73,21 @@ def _put_back(environment: Any, found: dict[str, str]) -> None:
     for name in environment.keys() - found.keys():
         del environment[name]
     environment.update({name: value for name, value in found.items() if environment.get(name) != value})
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Leave all autocasts, because only the outermost clears its cast weights."""
+    on, depth = torch.is_autocast_enabled("cpu"), torch.autocast_increment_nesting()
+    for _ in range(depth):
+        torch.autocast_decrement_nesting()
+    torch.set_autocast_enabled("cpu", False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cpu", on)
+        for _ in range(depth - 1):
+            torch.autocast_increment_nesting()
 
 
 @contextlib.contextmanager

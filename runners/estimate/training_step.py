@@ -288,6 +288,8 @@ class _Loop:
             with place, interface.host(trial) if sharding == "fsdp1" else device:
                 with fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext():
                     net = asked.model()
+            net, _, notes = unwrap(net)
+            self.notes += notes
             if not isinstance(net, nn.Module):
                 raise UserError(f"model: the function must return a torch.nn.Module, not a {type(net).__name__}")
             return (net if weights is None else net.to(weights)), None
