@@ -40,6 +40,8 @@ def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple
     replaced.append((copy._deepcopy_dispatch, types.FunctionType, copy_function))  # type: ignore[attr-defined]
     with patched(replaced, create=True):
         found: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer), memo)
+        while twins.unfinished:
+            _finish(*twins.unfinished.pop(), memo)
     return found
 
 
@@ -52,9 +54,10 @@ def own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
 class _Twins:
     def __init__(self, empty: Empty) -> None:
         self._empty = empty
+        self.unfinished: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy_tensor(self, tensor: torch.Tensor, memo: Memo) -> torch.Tensor:
-        """Return the tensor's twin, with its attributes and hooks; a single number that is no weight keeps its value."""
+        """Return the tensor's twin; a single number that is no weight keeps its value."""
         if id(tensor) in memo:
             found: torch.Tensor = memo[id(tensor)]
             return found
@@ -74,13 +77,18 @@ class _Twins:
         elif tensor.requires_grad and tensor.is_leaf:
             twin.requires_grad_()
         memo[id(tensor)] = twin
-        for name, value in vars(tensor).items():
-            setattr(twin, name, _copied(value, memo))
-        for hook in (tensor._backward_hooks or {}).values() if tensor.is_leaf else ():
-            twin.register_hook(_copied(hook, memo))
-        for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
-            twin.register_post_accumulate_grad_hook(_copied(hook, memo))
+        self.unfinished.append((tensor, twin))
         return twin
+
+
+def _finish(tensor: torch.Tensor, twin: torch.Tensor, memo: Memo) -> None:
+    """Give the twin the tensor's attributes and hooks, once all own tensors have twins."""
+    for name, value in vars(tensor).items():
+        setattr(twin, name, _copied(value, memo))
+    for hook in (tensor._backward_hooks or {}).values() if tensor.is_leaf else ():
+        twin.register_hook(_copied(hook, memo))
+    for hook in (getattr(tensor, "_post_accumulate_grad_hooks", None) or {}).values():
+        twin.register_post_accumulate_grad_hook(_copied(hook, memo))
 
 
 def empty_like(tensor: torch.Tensor, dtype: torch.dtype | None, device: str) -> torch.Tensor:

@@ -83,7 +83,8 @@ def classifier() -> nn.Module:
 
 
 def translator() -> nn.Module:
-    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 1000}
+    sizes = {"d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4, "vocab_size": 1000,
+             "decoder_start_token_id": 0}  # fmt: skip
     return T5ForConditionalGeneration(AutoConfig.for_model("t5", **sizes))
 
 
