@@ -17,7 +17,8 @@ from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.settings_grid import grid
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_gib, format_size
+from vramsweep.harness.messages.suggestions import check_listed
+from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.process.interpreter import draw_page
 from vramsweep.harness.search.secant_search import SecantSearch
 from vramsweep.harness.search.strategy import drive
@@ -70,7 +71,8 @@ class Estimate:
     """Predicted memory of a training step on one GPU; all sizes are in bytes.
 
     `fits`: no request fails under `limit`, the bytes that PyTorch's allocator can have of the GPU. If one fails, the
-    peaks are those of a run without a limit. `parts` are the bytes by category at the peak; they sum to
+    peaks are those of a run without a limit. `peak_reserved_most` is the upper bound if the CPU runs ahead of the GPU;
+    None if that changes nothing. `parts` are the bytes by category at the peak; they sum to
     `peak_allocated`. `phases` are loading and the last step's phases, each at its peak. `not_covered` says, after a
     code and a colon, what the peaks do not include and what an object was taken as.
     """
@@ -78,6 +80,7 @@ class Estimate:
     fits: bool
     peak_allocated: int
     peak_reserved: int
+    peak_reserved_most: int | None
     limit: int
     parts: Mapping[str, int]
     phases: tuple[Moment, ...]
@@ -92,7 +95,9 @@ class Estimate:
         Raises UserError if it cannot be drawn.
         """
         trial = self._trial
-        about = {name: getattr(trial, name) for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")}
+        about = {
+            name: getattr(trial, name) for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")
+        }
         about |= {"model": trial.model.name, "runner": "estimate", "allocator": trial.allocator.name}
         found = timeline(self._trace, _config(self._request), self.limit)
         assert found is not None  # because something is traced
@@ -129,7 +134,7 @@ class Estimate:
         and GPUs that are large enough. Changes that cannot be traced, or save nothing, are left out.
         """
         found = [*self._other_settings(), *self._other_runs()]
-        found = [one for one in found if one.peak_reserved < self.peak_reserved or not self.fits and one.fits]
+        found = [one for one in found if one.peak_reserved < self.peak_reserved or (one.fits and not self.fits)]
         return tuple(sorted(found, key=lambda one: (not one.fits, one.peak_reserved))) + tuple(self._larger_gpus())
 
     def _other_settings(self) -> Iterator[Change]:
@@ -174,11 +179,12 @@ class Estimate:
 
     def _verdict(self) -> str:
         need, limit = self.peak_reserved, self.limit
-        text = fit_text.describe_fit(need, need, limit) if self.fits else fit_text.describe_misfit(need, limit)
+        most = fit_text.bound_reserved(need, self.peak_reserved_most)
+        text = fit_text.describe_fit(need, most, limit) if self.fits else fit_text.describe_misfit(need, limit)
         return f"{self._trial.model.name} on {self._trial.device.card.name}, predicted: {text}"
 
     def _lines(self) -> Iterator[str]:
-        yield f"peak allocated {format_gib(self.peak_allocated)} GiB: " + ", ".join(
+        yield f"peak allocated {format_size(self.peak_allocated)}: " + ", ".join(
             f"{name.replace('_', ' ')} {format_size(size)}"
             for name, size in sorted(self.parts.items(), key=lambda one: -one[1])
             if size
@@ -223,10 +229,9 @@ def estimate(
     sizes, facts = training_step.read_batch(batch)
     if ranks and sharding is None:
         sharding, world_size = "ddp", ranks
-    names = [gpu_.name for gpu_ in gpu_lookup.GPUS]
-    training_step.check_named("gpu", gpu, names)
-    training_step.check_named("sharding", sharding or "none", SHARDINGS)
-    training_step.check_named("precision", precision or "fp32", [name for name in PRECISIONS if name])
+    check_listed(f"gpu={gpu}", "GPU", gpu, [one.name for one in gpu_lookup.GPUS])
+    check_listed(f"sharding={sharding}", "sharding", sharding or "none", SHARDINGS)
+    check_listed(f"precision={precision}", "precision", precision or "fp32", filter(None, PRECISIONS))
     if type(world_size) is not int or not 1 <= world_size <= MOST:
         raise UserError(f"world_size={world_size}: allowed is a whole number of GPUs from 1 on")
     if world_size > 1 and sharding in (None, "none"):
@@ -242,9 +247,7 @@ def estimate(
     elif optimizer is not None and not callable(optimizer):
         raise UserError(f"optimizer: a {type(optimizer).__name__}; give an instance, a class or a function")
     return _estimate(
-        Request(
-            inner, sizes, optimizer, loss, gpu, precision, conf, world_size, sharding or "none", facts, notes=notes
-        )
+        Request(inner, sizes, optimizer, loss, gpu, precision, conf, world_size, sharding or "none", facts, notes=notes)
     )
 
 
@@ -260,7 +263,8 @@ def _result(request: Request, trial: Trial, trace: Trace, notes: tuple[str, ...]
     return Estimate(
         fits=found.refused is None,
         peak_allocated=found.peak.allocated,
-        peak_reserved=fit_text.bound_reserved(found.peak_reserved, None),
+        peak_reserved=found.peak_reserved,
+        peak_reserved_most=found.peak_reserved_most,
         limit=limit,
         parts=found.peak.parts,
         phases=found.phases,
@@ -313,4 +317,3 @@ def _resized(request: Request, places: Places, value: int) -> Request:
         return Sizes(tuple(value if i in changed else size for i, size in enumerate(one.shape)), one.dtype)
 
     return replace(request, batch=training_step.with_batch(request, change))
-

@@ -35,9 +35,9 @@ def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple
     memo: Memo = {}
     for tensor in own_tensors(model):
         twins.copy_tensor(tensor, memo)
-    replaced = [(owner, "__deepcopy__", lambda one, memo: twins.copy_tensor(one, memo)) for owner in (torch.Tensor, nn.Parameter)]
-    replaced += [(owner, "__deepcopy__", copy_object) for owner in (nn.Module, torch.optim.Optimizer)]
-    replaced.append((copy._deepcopy_dispatch, types.FunctionType, copy_function))  # type: ignore[attr-defined]
+    replaced: list[Any] = [(kind, "__deepcopy__", twins.of) for kind in (torch.Tensor, nn.Parameter)]
+    replaced += [(kind, "__deepcopy__", copy_object) for kind in (nn.Module, torch.optim.Optimizer)]
+    replaced.append((getattr(copy, "_deepcopy_dispatch"), types.FunctionType, copy_function))  # noqa: B009
     with patched(replaced, create=True):
         found: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer), memo)
         while twins.unfinished:
@@ -113,7 +113,8 @@ def copy_object(one: Any, memo: Memo) -> Any:
     """Return the twin of a module or an optimizer: a compiled module's is not compiled, an optimizer's has no state."""
     if type(one).__name__ == COMPILED:
         return copy.deepcopy(one._orig_mod, memo)
-    twin = memo[id(one)] = type(one).__new__(type(one))
+    kind: Any = type(one)
+    twin = memo[id(one)] = kind.__new__(kind)
     optimizer = isinstance(one, torch.optim.Optimizer)
     for name, value in list(vars(one).items()):
         if optimizer and name == "step":  # a scheduler's, which steps the original
@@ -135,9 +136,7 @@ def copy_function(function: types.FunctionType, memo: Memo) -> types.FunctionTyp
     if not any(isinstance(_content(cell), STATE) for cell in cells):
         return function
     fresh = tuple(types.CellType() for _ in cells)
-    twin = types.FunctionType(
-        function.__code__, function.__globals__, function.__name__, function.__defaults__, fresh
-    )
+    twin = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, fresh)
     memo[id(function)] = twin
     twin.__kwdefaults__ = function.__kwdefaults__
     vars(twin).update(vars(function))

@@ -45,7 +45,9 @@ def kept_state(groups: bool) -> Iterator[None]:
             stack.callback(restore, read())
         if groups:
             stack.enter_context(_other_groups())
-        hooks = [name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)]
+        hooks = [
+            name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)
+        ]
         stack.enter_context(patched((modules, name, OrderedDict()) for name in hooks))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
@@ -94,7 +96,8 @@ def _no_autocast() -> Iterator[None]:
 def _other_groups() -> Iterator[None]:
     """Set the user's process groups aside; groups made inside have names of their own, and are forgotten at the end."""
     numbers, made = itertools.count(), list[str]()
-    register = c10d._register_process_group
+    library: Any = c10d
+    register = library._register_process_group
 
     def name(*ranks: Any, **options: Any) -> str:
         return f"vramsweep estimate {next(numbers)}"
@@ -113,6 +116,6 @@ def _other_groups() -> Iterator[None]:
             yield
         finally:
             for one in made:
-                c10d._unregister_process_group(one)  # type: ignore[arg-type]
+                library._unregister_process_group(one)
             c10d._update_default_pg(kept)
             c10d._world.group_count = count

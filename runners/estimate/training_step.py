@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
-from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import fit_text, runner_table
 from vramsweep.harness.spec.shardings import FSDP
@@ -81,9 +80,9 @@ class Request:
     def trial(self) -> Trial:
         """Return the trial that stands for the request: of runner custom, with the batch's first dimensions."""
         shapes = [one.shape for one in sizes_of(self.batch)]
-        name = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "model")
+        name = type(self.model).__name__ if isinstance(self.model, nn.Module) else getattr(self.model, "__name__", "")
         return Trial(
-            model=ModelAxis(name=name),
+            model=ModelAxis(name=name if name.isidentifier() else "model"),
             seq_len=max((shape[1] for shape in shapes if len(shape) == 2), default=1) or 1,
             micro_batch=max((shape[0] for shape in shapes if shape), default=1) or 1,
             precision=self.precision or "fp32",
@@ -174,6 +173,8 @@ def unwrap(model: Any) -> tuple[Any, int, tuple[str, ...]]:
         )
     if any(torch.nn.parameter.is_lazy(one) for one in tensors):
         raise UserError("model: lazy modules have no shapes yet; run the model once, then estimate")
+    if any(getattr(one, "bnb_quantized", True) is False for one in tensors):
+        raise UserError("model: its weights are not quantized yet; move it to its device first: model.to('cuda')")
     kinds = {type(one).__module__.partition(".")[0] for one in (*every, *tensors)}
     if _COMPILED not in notes and any(m._compiled_call_impl is not None or type(m).__name__ == COMPILED for m in every):
         notes.append(_COMPILED)
@@ -217,11 +218,12 @@ def _notes(request: Request, trial: Trial) -> Iterator[str]:
         yield "mask: attention_mask has no values here, so it is taken to hide tokens; give a batch with values"
     if getattr(request.optimizer, "state", None):
         yield "state: the optimizer is taken as new, so its state is made in the first step"
-    yield from (f"communication: {text}" for text in fit_text.list_exclusions(trial))
+    if fit_text.communication_bytes(trial):
+        yield "communication: NCCL's buffers take 1 to 2 GiB more of each GPU"
 
 
 class _Loop:
-    """Runner of three steps: forward, loss, backward, optimizer step, zero_grad. The output is freed before backward."""
+    """Runner of steps: forward, loss, backward, optimizer step, zero_grad. The output is freed before backward."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -278,16 +280,16 @@ class _Loop:
         return wrapped, optimizer, step, batches
 
     def _made(self, trial: Trial, device: torch.device, weights: torch.dtype | None) -> tuple[Any, Any]:
-        """Return the model and its optimizer: twins of the user's, or what their function makes; None: still to make."""
+        """Return the model and its optimizer, None if it is still to make: twins, or what the user's function makes."""
         asked, sharding = self.request, trial.sharding
         given = asked.optimizer if isinstance(asked.optimizer, torch.optim.Optimizer) else None
         if sharding in FSDP and given is not None:
             raise UserError("optimizer: FSDP replaces the parameters; give a class or a function of parameters")
         place = fake_placement.on_host() if sharding == "fsdp1" else contextlib.nullcontext()
         if not isinstance(asked.model, nn.Module):
-            with place, interface.host(trial) if sharding == "fsdp1" else device:
-                with fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext():
-                    net = asked.model()
+            weightless = fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext()
+            with place, interface.host(trial) if sharding == "fsdp1" else device, weightless:
+                net = asked.model()
             net, _, notes = unwrap(net)
             self.notes += notes
             if not isinstance(net, nn.Module):
@@ -336,13 +338,6 @@ def call(net: Any, parameters: Mapping[str, inspect.Parameter], batch: Any, part
     return net(*(batch[: max(needed, 1)] if partly else batch))
 
 
-def check_named(name: str, value: str, allowed: Any) -> None:
-    """Raise UserError unless the value is one of the allowed names."""
-    suggestions.check_listed(f"{name}={value}", name, value, allowed)
-
-
 def with_batch(request: Request, change: Callable[[Sizes], Sizes]) -> Any:
     """Return the request's batch with every tensor's sizes changed."""
     return tree_map(lambda one: change(one) if is_sizes(one) else one, request.batch, is_leaf=is_sizes)
-
-

@@ -110,9 +110,7 @@ def trace_trial(
     return trace_steps(trial, card, folder, runner, tracer or Tracer(card.capability))
 
 
-def trace_steps(
-    trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer
-) -> tuple[Trace, dict[str, Any]]:
+def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer) -> tuple[Trace, dict[str, Any]]:
     """Trace the runner's steps as `trace_trial` does, in a process that is prepared and stays as it is."""
     meter = TraceMeter(trial, tracer, folder)
     try:

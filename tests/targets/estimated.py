@@ -8,9 +8,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, T5ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    T5ForConditionalGeneration,
+)
 
-IDS = {name: ((2, 96), torch.long) for name in ("input_ids", "labels")}
+IDS = dict.fromkeys(("input_ids", "labels"), ((2, 96), torch.long))
 
 
 class Conv(nn.Module):
@@ -124,6 +129,8 @@ def build(trial: Any) -> Any:
     """Build the case as a target of runner=custom, as docs/own_script.md has it."""
     case = CASES[trial.runner.options["name"]]
     model = case.make()
+    if trial.sharding == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
     optimizer = case.optimizer(model.parameters())
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(case.precision or "")
     scaler = torch.amp.GradScaler("cpu", enabled=case.precision == "fp16")
@@ -149,6 +156,8 @@ def build(trial: Any) -> Any:
     def batches(index: int) -> Any:
         if isinstance(case.batch, dict):
             return {name: tensor(*one) for name, one in case.batch.items()}
-        return tensor(*case.batch) if isinstance(case.batch[1], torch.dtype) else tuple(tensor(*one) for one in case.batch)
+        return (
+            tensor(*case.batch) if isinstance(case.batch[1], torch.dtype) else tuple(tensor(*one) for one in case.batch)
+        )
 
     return model, optimizer, step, batches

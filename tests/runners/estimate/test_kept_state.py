@@ -6,10 +6,12 @@ import copy
 import gc
 import os
 import random
+import resource
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,31 +56,41 @@ def attributes() -> dict[tuple[str, str], int]:
     own = {name: vars(module) for name, module in list(sys.modules.items()) if name.partition(".")[0] in LIBRARIES}
     own |= {kind.__name__: dict(vars(kind)) for kind in CLASSES}
     counters = ("DESCRIBER_NEXT_ID", "__warningregistry__")
-    return {(name, key): id(one) for name, found in own.items() for key, one in list(found.items()) if key not in counters}
+    return {
+        (name, key): id(one) for name, found in own.items() for key, one in list(found.items()) if key not in counters
+    }
 
 
 def state() -> dict[str, Any]:
-    hooks = {name: dict(found) for name, found in vars(modules).items() if name.startswith("_global_") and isinstance(found, dict)}
+    hooks = {
+        name: dict(found)
+        for name, found in vars(modules).items()
+        if name.startswith("_global_") and isinstance(found, dict)
+    }
     return {
         "torch": torch.get_rng_state().tolist(), "numpy": str(np.random.get_state()), "random": random.getstate(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_anomaly_enabled()),
         "defaults": (torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads()),
         "autocast": [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")],
-        "flags": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark,
+        "flags": (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32,
+                  torch.backends.cudnn.benchmark,
                   torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
                   torch.backends.cuda.flash_sdp_enabled(), torch.is_autocast_cache_enabled()),
         "hooks": hooks, "environment": dict(os.environ), "filters": list(warnings.filters), "path": list(sys.path),
         "collector": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()), "threads": threading.active_count(),
         "kernels": [torch._C._dispatch_dump(f"aten::{name}") for name in OPERATORS],
         "stack": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
-        "calls": list(torch.cuda._queued_calls), "groups": dist.is_initialized(), "folder": os.getcwd(),
+        "calls": list(torch.cuda._queued_calls), "groups": dist.is_initialized(), "folder": str(Path.cwd()),
     }  # fmt: skip
 
 
 def of_model(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     every = [net, *net.modules()]
     tensors = [*net.parameters(), *net.buffers()]
-    own = [(t.data_ptr(), t._version, None if t.grad is None else (t.grad.data_ptr(), t.grad.sum().item())) for t in tensors]
+    own = [
+        (t.data_ptr(), t._version, None if t.grad is None else (t.grad.data_ptr(), t.grad.sum().item()))
+        for t in tensors
+    ]
     held = [{name: copy.copy(value) for name, value in vars(one).items() if name != "lock"} for one in every]
     return {
         "tensors": own, "values": [t.double().sum().item() for t in tensors], "modules": [str(found) for found in held],
@@ -131,3 +143,49 @@ def test_nothing_is_changed(trained: Any, lost: Any, context: str) -> None:
     assert after == before
     assert own_after == own
     assert {key for key in patches if patches_after.get(key) != patches[key]} == set()
+
+
+def test_training_goes_on_as_if_nobody_had_asked() -> None:
+    def losses(asked: bool) -> list[float]:
+        torch.manual_seed(0)
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        batch = torch.randn(8, 16), torch.randint(16, (8,))
+        found = []
+        for _ in range(4):
+            found.append(step(net, optimizer, batch))
+            schedule.step()
+            if asked:
+                vramsweep.estimate(net, batch, optimizer, loss)
+            optimizer.zero_grad()
+        return found
+
+    assert losses(True) == losses(False)
+
+
+def test_a_process_group_of_the_user_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    other = dist.new_group([0])
+    before = dict(dist.distributed_c10d._world.pg_names), dist.distributed_c10d._world.group_count, dict(os.environ)
+    net = nn.Sequential(nn.Linear(8, 8))
+    found = vramsweep.estimate(net, torch.zeros(4, 8), world_size=4, sharding="ddp")
+    assert any(one.startswith("communication") for one in found.not_covered)
+    world = dist.distributed_c10d._world
+    assert (dict(world.pg_names), world.group_count, dict(os.environ)) == before
+    for group in (None, other):
+        dist.all_reduce(summed := torch.ones(2), group=group)
+        assert summed.tolist() == [1, 1] and dist.get_world_size(group) == 1
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    assert vramsweep.estimate(wrapped, torch.zeros(4, 8)).parts["communication"] == 72 * 4  # its bucket
+    wrapped(torch.ones(4, 8)).sum().backward()
+
+
+def test_weights_are_not_copied() -> None:
+    net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(6)))  # 384 MiB
+    vramsweep.estimate(nn.Linear(8, 8), torch.zeros(2, 8))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = vramsweep.estimate(net, torch.zeros(2, 4096), torch.optim.SGD, gpu="a100-80gb")
+    assert found.parts["parameters"] == 6 * 4096 * 4096 * 4
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
