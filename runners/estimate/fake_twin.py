@@ -7,17 +7,17 @@ cannot be copied (a lock, a file, a stream) is shared.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import types
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from vramsweep.harness.messages.errors import UserError
 from vramsweep.runners.measure.patches import patched
 
 Memo = dict[int, Any]
@@ -29,56 +29,48 @@ COMPILED = "OptimizedModule"
 def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple[nn.Module, Any]:
     """Return twins of the model and the optimizer (or None), with tensors by `empty`, the model's own in their order.
 
-    The optimizer's twin has no state yet. Raises UserError if the model cannot be copied.
+    The optimizer's twin has no state yet.
     """
-    twins = _Twins(empty)
     memo: Memo = {}
-    for tensor in own_tensors(model):
-        twins.copy_tensor(tensor, memo)
-    replaced: list[Any] = [(kind, "__deepcopy__", twins.of) for kind in (torch.Tensor, nn.Parameter)]
+    unfinished: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_tensor(tensor: torch.Tensor, memo: Memo) -> torch.Tensor:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _twin(tensor, empty, memo)
+            unfinished.append((tensor, memo[id(tensor)]))
+        found: torch.Tensor = memo[id(tensor)]
+        return found
+
+    replaced: list[Any] = [(kind, "__deepcopy__", copy_tensor) for kind in (torch.Tensor, nn.Parameter)]
     replaced += [(kind, "__deepcopy__", copy_object) for kind in (nn.Module, torch.optim.Optimizer)]
     replaced.append((getattr(copy, "_deepcopy_dispatch"), types.FunctionType, copy_function))  # noqa: B009
     with patched(replaced, create=True):
+        for module in model.modules():  # in the order in which most modules make them
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                if tensor is not None:
+                    copy_tensor(tensor, memo)
         found: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer), memo)
-        while twins.unfinished:
-            _finish(*twins.unfinished.pop(), memo)
+        while unfinished:
+            _finish(*unfinished.pop(), memo)
     return found
 
 
-def own_tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters and buffers of every module, in the order in which most modules make them."""
-    for module in model.modules():
-        yield from (one for one in (*module._parameters.values(), *module._buffers.values()) if one is not None)
-
-
-class _Twins:
-    def __init__(self, empty: Empty) -> None:
-        self._empty = empty
-        self.unfinished: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def copy_tensor(self, tensor: torch.Tensor, memo: Memo) -> torch.Tensor:
-        """Return the tensor's twin; a single number that is no weight keeps its value."""
-        if id(tensor) in memo:
-            found: torch.Tensor = memo[id(tensor)]
-            return found
-        weight = isinstance(tensor, nn.Parameter)
-        if is_traceable_wrapper_subclass(tensor):  # as torchao's: made of other tensors
-            names, context = tensor.__tensor_flatten__()
-            inner = {name: self.copy_tensor(getattr(tensor, name), memo) for name in names}
-            kind: Any = type(tensor)
-            twin = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
-        elif tensor.dim() == 0 and not weight and not tensor.is_meta:
-            with _disable_current_modes():
-                twin = tensor.detach().cpu().clone()
-        else:
-            twin = self._empty(tensor)
-        if weight:
-            twin = nn.Parameter(twin, tensor.requires_grad)
-        elif tensor.requires_grad and tensor.is_leaf:
-            twin.requires_grad_()
-        memo[id(tensor)] = twin
-        self.unfinished.append((tensor, twin))
-        return twin
+def _twin(tensor: torch.Tensor, empty: Empty, memo: Memo) -> torch.Tensor:
+    """Return a new tensor like this one; a single number that is no weight keeps its value."""
+    weight = isinstance(tensor, nn.Parameter)
+    if is_traceable_wrapper_subclass(tensor):  # as torchao's: made of other tensors
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: copy.deepcopy(getattr(tensor, name), memo) for name in names}
+        kind: Any = type(tensor)
+        twin = kind.__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    elif tensor.dim() == 0 and not weight and not tensor.is_meta:
+        with _disable_current_modes():
+            twin = tensor.detach().cpu().clone()
+    else:
+        twin = empty(tensor)
+    if weight:
+        return nn.Parameter(twin, tensor.requires_grad)
+    return twin.requires_grad_() if tensor.requires_grad and tensor.is_leaf else twin
 
 
 def _finish(tensor: torch.Tensor, twin: torch.Tensor, memo: Memo) -> None:
@@ -141,25 +133,20 @@ def copy_function(function: types.FunctionType, memo: Memo) -> types.FunctionTyp
     twin.__kwdefaults__ = function.__kwdefaults__
     vars(twin).update(vars(function))
     for cell, old in zip(fresh, cells, strict=True):
-        if (content := _content(old)) is not _EMPTY:
-            cell.cell_contents = _copied(content, memo)
+        with contextlib.suppress(ValueError):  # it is empty
+            cell.cell_contents = _copied(old.cell_contents, memo)
     return twin
-
-
-_EMPTY = object()
 
 
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:
-        return _EMPTY
+    except ValueError:  # it is empty
+        return None
 
 
 def _copied(value: Any, memo: Memo) -> Any:
     try:
         return copy.deepcopy(value, memo)
-    except UserError:
-        raise
     except Exception:  # a lock, a stream, an open file
         return value
