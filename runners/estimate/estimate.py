@@ -23,13 +23,12 @@ from vramsweep.harness.process.interpreter import draw_page
 from vramsweep.harness.search.secant_search import SecantSearch
 from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec import fit_text
-from vramsweep.harness.spec.trial import MOST, Trial
+from vramsweep.harness.spec.trial import MOST
 from vramsweep.runners.estimate import training_step
 from vramsweep.runners.estimate.training_step import PRECISIONS, SHARDINGS, Request, Sizes
 from vramsweep.runners.predict import explanation as explaining
 from vramsweep.runners.predict.explanation import Moment
 from vramsweep.runners.predict.memory_timeline import timeline
-from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.trace.trace_data import Trace
 
 ALLOCATORS = {"default": "", "expandable": "expandable_segments:True"}  # names for settings, as allocator= has them
@@ -86,7 +85,6 @@ class Estimate:
     phases: tuple[Moment, ...]
     not_covered: tuple[str, ...]
     _request: Request
-    _trial: Trial
     _trace: Trace
 
     def timeline(self) -> Page:
@@ -94,7 +92,7 @@ class Estimate:
 
         Raises UserError if it cannot be drawn.
         """
-        trial = self._trial
+        trial = self._request.trial()
         about = {
             name: getattr(trial, name) for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")
         }
@@ -133,15 +131,15 @@ class Estimate:
         They are settings of the allocator, half of the batch, activation checkpointing if the model offers it, bf16,
         and GPUs that are large enough. Changes that cannot be traced, or save nothing, are left out.
         """
-        found = [*self._other_settings(), *self._other_runs()]
+        found = [self._best_setting(), *self._other_runs()]
         found = [one for one in found if one.peak_reserved < self.peak_reserved or (one.fits and not self.fits)]
         return tuple(sorted(found, key=lambda one: (not one.fits, one.peak_reserved))) + tuple(self._larger_gpus())
 
-    def _other_settings(self) -> Iterator[Change]:
-        own = allocator_config.parse(self._request.allocator).render()
-        for conf in grid(limited=True):
-            if conf != own:
-                yield _change(f"PYTORCH_CUDA_ALLOC_CONF={conf}", replace(self._request, allocator=conf), self._trace)
+    def _best_setting(self) -> Change:
+        """Return the allocator's setting with the lowest peak, the simplest of equal ones, by replay."""
+        results = [(conf, replace(self._request, allocator=conf)) for conf in grid(limited=True)]
+        found = [(f"PYTORCH_CUDA_ALLOC_CONF={conf}", _result(asked, self._trace, ())) for conf, asked in results]
+        return min((_change(*one) for one in found), key=lambda one: (not one.fits, one.peak_reserved))
 
     def _other_runs(self) -> Iterator[Change]:
         asked, runs = self._request, dict[str, Request]()
@@ -161,11 +159,11 @@ class Estimate:
                 found = _estimate(request)
             except UserError:
                 continue
-            yield Change(name, found.peak_allocated, found.peak_reserved, found.fits)
+            yield _change(name, found)
 
     def _larger_gpus(self) -> Iterator[Change]:
         share = _config(self._request).per_process_memory_fraction
-        least = self._trial.device.card.capability
+        least = self._request.trial().device.card.capability
         enough = gpu_lookup.gpus_with_enough(int(self.peak_reserved / share) + 1, 0.0, least)
         for gpu in () if self.fits else enough[:MOST_GPUS]:
             yield Change(f'gpu="{gpu.name}"', self.peak_allocated, self.peak_reserved, True)
@@ -181,7 +179,7 @@ class Estimate:
         need, limit = self.peak_reserved, self.limit
         most = fit_text.bound_reserved(need, self.peak_reserved_most)
         text = fit_text.describe_fit(need, most, limit) if self.fits else fit_text.describe_misfit(need, limit)
-        return f"{self._trial.model.name} on {self._trial.device.card.name}, predicted: {text}"
+        return f"{self._request.trial().model.name} on {self._request.trial().device.card.name}, predicted: {text}"
 
     def _lines(self) -> Iterator[str]:
         yield f"peak allocated {format_size(self.peak_allocated)}: " + ", ".join(
@@ -252,11 +250,11 @@ def estimate(
 
 
 def _estimate(request: Request) -> Estimate:
-    trace, trial, notes = training_step.trace_request(request)
-    return _result(request, trial, trace, notes)
+    return _result(request, *training_step.trace_request(request))
 
 
-def _result(request: Request, trial: Trial, trace: Trace, notes: tuple[str, ...]) -> Estimate:
+def _result(request: Request, trace: Trace, notes: tuple[str, ...]) -> Estimate:
+    trial = request.trial()
     limit = trial.memory_limit()
     found = explaining.explanation(trace, _config(request), gpu_lookup.memory_limit(trial.device.card))
     assert found is not None  # because something is traced
@@ -270,7 +268,6 @@ def _result(request: Request, trial: Trial, trace: Trace, notes: tuple[str, ...]
         phases=found.phases,
         not_covered=notes,
         _request=request,
-        _trial=trial,
         _trace=trace,
     )
 
@@ -279,14 +276,8 @@ def _config(request: Request) -> AllocatorConfig:
     return allocator_config.parse(request.allocator)
 
 
-def _change(name: str, request: Request, trace: Trace) -> Change:
-    """Predict a change of the allocator's settings, by replay."""
-    limit = gpu_lookup.memory_limit(request.trial().device.card)
-    found = replay(trace, _config(request), limit)
-    fits = found.refused is None
-    if not fits:
-        found = replay(trace, replace(_config(request), per_process_memory_fraction=1.0), None)
-    return Change(name, found.peak["allocated"], found.peak["reserved"], fits)
+def _change(name: str, found: Estimate) -> Change:
+    return Change(name, found.peak_allocated, found.peak_reserved, found.fits)
 
 
 Places = Callable[[Sizes], list[int]]  # the dimensions of a tensor that are meant

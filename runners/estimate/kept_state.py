@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed import distributed_c10d as c10d
@@ -28,7 +29,6 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
     (random.getstate, random.setstate),
-    (lambda: dict(os.environ), lambda found: _put_back(os.environ, found)),
 )
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
 
@@ -41,6 +41,7 @@ def kept_state(groups: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
+        stack.enter_context(mock.patch.dict(os.environ))
         for read, restore in _settings():
             stack.callback(restore, read())
         if groups:
@@ -69,12 +70,6 @@ def _settings() -> Iterator[tuple[Callable[[], Any], Callable[[Any], Any]]]:
     else:  # a seed would wait there for the GPU
         calls: list[Any] = torch.cuda._queued_calls
         yield calls.copy, lambda found: calls.__setitem__(slice(None), found)
-
-
-def _put_back(environment: Any, found: dict[str, str]) -> None:
-    for name in environment.keys() - found.keys():
-        del environment[name]
-    environment.update({name: value for name, value in found.items() if environment.get(name) != value})
 
 
 @contextlib.contextmanager

@@ -190,8 +190,8 @@ def unwrap(model: Any) -> tuple[Any, int, tuple[str, ...]]:
 _COMPILED = "compiled: the model is taken as it runs eagerly, because what torch.compile fuses is unknown"
 
 
-def trace_request(request: Request) -> tuple[Trace, Trial, tuple[str, ...]]:
-    """Trace three training steps; return the trace, its trial and all notes. Raises UserError, and changes nothing."""
+def trace_request(request: Request) -> tuple[Trace, tuple[str, ...]]:
+    """Trace three training steps; return the trace and all notes. Raises UserError, and changes nothing."""
     trial = request.trial()
     card = trial.device.card
     loop = _Loop(request)
@@ -209,7 +209,7 @@ def trace_request(request: Request) -> tuple[Trace, Trial, tuple[str, ...]]:
             ) from error
     if not trace.events:
         raise UserError("the training step allocates nothing; give a model with parameters or a batch with tensors")
-    return trace, trial, (*request.notes, *loop.notes, *_notes(request, trial))
+    return trace, (*request.notes, *loop.notes, *_notes(request, trial))
 
 
 def _notes(request: Request, trial: Trial) -> Iterator[str]:
@@ -244,7 +244,7 @@ class _Loop:
         if not net.training:
             net.train()
         if asked.checkpointing:
-            net.gradient_checkpointing_enable()
+            (getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable)()
         forward = net.forward
         wrapped: Any = net
         if trial.sharding == "ddp":
