@@ -56,6 +56,11 @@ def _on_host(tensor: torch.Tensor) -> bool:
 HELD_BY_CODE: list[weakref.ref[torch.UntypedStorage]] = []
 
 
+def held_by_code() -> list[torch.UntypedStorage]:
+    """Return those of `HELD_BY_CODE` that are alive."""
+    return [storage for reference in HELD_BY_CODE if (storage := reference()) is not None]
+
+
 def storages_alive() -> list[torch.UntypedStorage]:
     """Return the storages in host memory that exist at this moment."""
     return [tensor.untyped_storage() for tensor in tensors_alive() if _on_host(tensor)]
@@ -134,9 +139,8 @@ class LiveBytes(Beneath, TorchDispatchMode):
             self._track(tensor)
             if (grad := gradient(tensor)) is not None:
                 self._track(grad)
-        for reference in HELD_BY_CODE:
-            if (storage := reference()) is not None:
-                self._follow(storage)
+        for storage in held_by_code():
+            self._follow(storage)
         self.peak = self.live
         self._resizes.__enter__()
         super().__enter__()
