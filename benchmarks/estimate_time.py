@@ -1,6 +1,7 @@
 """Ratio of the time of `vramsweep.estimate` to that of tracing and explaining the same step as `explain` does.
 
-Both run in one process after imports, alternately, on a custom target; times are of the CPU. `python benchmarks/estimate_time.py --rounds 7`
+Both run in one process after imports, alternately, on a custom target; times are of the CPU.
+`python benchmarks/estimate_time.py --rounds 7`
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from vramsweep.runners.predict.explanation import explanation
 from vramsweep.runners.predict.make_trace import trace_trial
 
 GPU, SHAPE = "l4-24gb", (4, 512)
-TARGET = '''
+TARGET = """
 def build(trial):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,7 +39,7 @@ def build(trial):
     def batches(index):
         return {name: torch.zeros((4, 512), dtype=torch.long, device="cuda") for name in ("input_ids", "labels")}
     return net, optimizer, step, batches
-'''
+"""
 
 
 def main() -> None:
