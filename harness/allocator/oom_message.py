@@ -18,13 +18,12 @@ SIZES = {
     "total": rf"total capac\w+ of {_S}|{_S} total capacity|Device limit ?: {_S}",
     "free": rf"of which {_S} is free|; {_S} free|Free \(according to CUDA\): {_S}",
     "limit": rf"{_S} allowed;|supplied memory fraction\) ?: {_S}",
-    "process": rf"this process has {_S} memory in use",
+    "process": rf"this process has (?!0 bytes){_S} memory in use",
     "private": rf"with {_S} allocated in private pools",
 }
-_PATTERNS = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in SIZES.items()}
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _OTHERS = re.compile(rf"Process (\d+) has {_S} memory in use")
-_UNLIMITED = 1 << 50
+_UNLIMITED = 1 << 50  # bytes: a limit that is none
 # Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
 # of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
 AFTER_BACKWARD = re.compile(
@@ -36,22 +35,28 @@ AFTER_BACKWARD = re.compile(
 
 
 def read_message(text: str) -> dict[str, int]:
-    """Return the sizes in a message of torch's allocators, in bytes, by the names of `SIZES`."""
+    """Return the sizes in a message of torch's allocators, in bytes, by the names of `SIZES`, and those that follow.
+
+    `outside` is what of the GPU is neither free nor this process's (torch's own, if the message does not tell the
+    process's); it is below 0 if the driver lends host memory.
+    """
     text = " ".join(text.split())
-    found = {name: size for name, pattern in _PATTERNS.items() if (size := _size(pattern, text)) is not None}
-    if not found.get("process"):  # 0 where a container hides the process's number
-        found.pop("process", None)
-    if found.get("limit", 0) >= _UNLIMITED:
-        del found["limit"]
-    return found
+    found = {name: hit for name, pattern in SIZES.items() if (hit := re.search(pattern, text, re.IGNORECASE))}
+    sizes = {name: _bytes(*filter(None, hit.groups())) for name, hit in found.items()}
+    sizes = {name: size for name, size in sizes.items() if size < _UNLIMITED}
+    if {"allocated", "unused"} <= sizes.keys():
+        sizes["reserved"] = sizes["allocated"] + sizes["unused"]
+    elif {"allocated", "reserved"} <= sizes.keys():
+        sizes["unused"] = max(sizes["reserved"] - sizes["allocated"], 0)
+    own = sizes.get("process", sizes.get("reserved"))
+    if own is not None and {"total", "free"} <= sizes.keys():
+        sizes["outside"] = sizes["total"] - sizes["free"] - own
+    return sizes
 
 
 def read_others(text: str) -> dict[str, int]:
     """Return the bytes that the message says of other processes, by process id."""
-    return {
-        number: round(float(size) * _UNITS[unit.lower()])
-        for number, size, unit in _OTHERS.findall(" ".join(text.split()))
-    }
+    return {process: _bytes(number, unit) for process, number, unit in _OTHERS.findall(" ".join(text.split()))}
 
 
 def find_phase(frames: Iterable[str]) -> str:
@@ -68,7 +73,5 @@ def find_phase(frames: Iterable[str]) -> str:
     return "forward"
 
 
-def _size(pattern: re.Pattern[str], text: str) -> int | None:
-    found = pattern.search(text)
-    number, unit = filter(None, found.groups()) if found else (None, "")
-    return None if number is None else round(float(number) * _UNITS[unit.lower()])
+def _bytes(number: str, unit: str) -> int:
+    return round(float(number) * _UNITS[unit.lower()])

@@ -5,16 +5,18 @@ either it is unknown.
 """
 
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
 from vramsweep.harness.allocator.initial_state import Start, undo
 from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD
 from vramsweep.harness.allocator.peak_blocks import LAYERS, TORCH, innermost_frame, live_blocks, read_frames
-from vramsweep.harness.allocator.recording import Recording, Segment, check
+from vramsweep.harness.allocator.recording import Recording, RecordingError, Segment, check_every
 from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under
 from vramsweep.harness.allocator.settings_grid import grid
 from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
@@ -37,7 +39,7 @@ _RULES = (
     (FORWARD, re.compile(r":forward$|/torch/nn/(functional\.py:\w+|modules/module\.py:_(wrapped_)?call_impl)$")),
 )  # fmt: skip
 _NAMES = ((OPTIMIZER, "optimizer.step"), (BACKWARD, "backward"), (FORWARD, "forward"))  # in annotations
-MOST_ANNOTATIONS = 2000
+NO_LINE = "no line of Python is recorded"
 
 
 @dataclass(frozen=True)
@@ -45,16 +47,15 @@ class OomState:
     """State of one device at its first failed request; without one, at the peak of allocated memory, or at the end.
 
     Sizes are bytes. `why` says why this device, `others` describes the rest. `event` counts the events before it;
-    `request`, `device_free` and `largest_free` (in the pool of the request) are None if no request failed. `needed` is
-    the least reserved memory that would have served it. `own_limit`: the GPU had enough, so a limit of the process
-    refused. The dicts give the allocated bytes by category, line of code, module and annotation, the largest first;
-    `parts` gives those of a line by category too.
+    `request`, `device_free`, `largest_free` (in the pool of the request) and `needed`, the least reserved memory that
+    would have served it, are None if no request failed. `own_limit`: the GPU had enough, so a limit of the process
+    refused. The dicts give the allocated bytes by category, line of code, module and annotation, the largest first.
     """
 
     recording: Recording
     start: Start
     why: str
-    others: tuple[str, ...]
+    others: list[str]
     event: int
     at: str
     request: int | None
@@ -68,18 +69,16 @@ class OomState:
     needed: int | None
     own_limit: bool
     categories: dict[str, int]
-    lines: dict[tuple[str, str], int]
+    lines: dict[str, int]
     modules: dict[str, int]
     annotations: dict[str, int]
 
 
 def find_state(snapshot: Any, name: str, device: int | None = None) -> OomState:
     """Return the state of an unpickled snapshot's device that failed first. Raises RecordingError."""
-    device, why, others = choose_device(snapshot, device)
-    recording = check(snapshot, name, device, any_device=True)
-    start = undo(recording)
-    events = recording.events
-    failed = next((index for index, event in enumerate(events) if event[0] == "oom"), None)
+    recording, why, others = choose_device(check_every(snapshot, name), name, device)
+    start, events, times = undo(recording), recording.events, recording.times
+    failed = _first_failed(recording)
     if failed is not None:
         event, at = failed, "failed request"
     elif len(events) > 1:
@@ -90,55 +89,54 @@ def find_state(snapshot: Any, name: str, device: int | None = None) -> OomState:
     spans = undo(replace(recording, events=events[event:], times=None)).segments
     pieces = [piece for span in spans for piece in span.pieces]
     sizes = {piece.addr: piece.size for piece in pieces if piece.state == "live"}
-    annotations = _annotations(snapshot, recording.device)
-    request = round_request(events[failed][2], recording.settings.roundup_power2_divisions) if failed is not None else 0
-    cause = recording.events[max(event - (failed is None), 0)] if events else None
-    frames = _frames_at(snapshot, recording.device, failed) if failed is not None else recording.stacks.get(event - 1)
-    moment = recording.times[min(event, len(events) - 1)] if recording.times else None
-    category = categorize(frames, around := _around(annotations, moment))
-    of = [
-        (sizes.get(addr, size), _describe(frames, recording, made, annotations))
-        for addr, (size, made, frames) in live_blocks(recording, start, event).items()
-    ]
-    if category != OPTIMIZER and (annotations or any(read_frames(frames))):  # of past steps only the states are left
-        of = [(size, (STATES if kind == OPTIMIZER else kind, *rest)) for size, (kind, *rest) in of]
     reserved = sum(piece.size for piece in pieces if piece.state != "unmapped")
-    serving = _serving(spans, request, events[failed][3]) if failed is not None else []
-    free = None if failed is None else events[failed][1]
-    more = _growth(request, serving, recording.settings) if failed is not None else None
+    request, free, largest_free, needed, own_limit = None, None, None, None, False
+    if failed is not None:
+        _, free, requested, stream = events[failed]
+        request = round_request(requested, recording.settings.roundup_power2_divisions)
+        largest_free, more = _room(spans, request, stream, recording.settings)
+        needed, own_limit = reserved + more, free >= more
+    changes = _annotations(snapshot, recording.device)
+    frames = recording.stacks.get(event if failed is not None else event - 1)
+    around = _around(changes, times[min(event, len(events) - 1)] if times else None)
+    category = categorize(frames, around)
+    only_states = category != OPTIMIZER and bool(changes or any(read_frames(frames)))  # what past steps left
+    sums: tuple[Counter[str], ...] = (Counter(), Counter(), Counter(), Counter())
+    for addr, (size, made, stack) in live_blocks(recording, start, event).items():
+        within = _around(changes, times[made] if times and made is not None else None)
+        kind = categorize(stack, within)
+        kind = STATES if kind == OPTIMIZER and only_states else kind
+        keys = (kind, f"{kind}, {innermost_frame(stack) or NO_LINE}", find_module(stack), within or "none")
+        for counts, key in zip(sums, keys, strict=True):
+            counts[key] += sizes.get(addr, size)
     return OomState(
-        recording, start, why, others, event, at, request if failed is not None else None,
-        innermost_frame(frames) if cause else None, category, around, free, sum(sizes.values()), reserved,
-        None if failed is None else max((p.size for s in serving for p in s.pieces if p.state == "free"), default=0),
-        None if more is None else reserved + more, free is not None and more is not None and free >= more,
-        _sum(of, lambda one: one[0]), _sum(of, lambda one: (one[0], one[1])), _sum(of, lambda one: one[2]),
-        _sum(of, lambda one: one[3]),
+        recording, start, why, others, event, at, request, innermost_frame(frames), category, around, free,
+        sum(sizes.values()), reserved, largest_free, needed, own_limit, *(dict(one.most_common()) for one in sums),
     )  # fmt: skip
 
 
-def choose_device(snapshot: Any, device: int | None = None) -> tuple[int, str, tuple[str, ...]]:
-    """Return the device to look at, why, and a text for each other: the first to fail, else the most allocated."""
-    traces = snapshot.get("device_traces") if isinstance(snapshot, dict) else None
-    segments = snapshot.get("segments") if isinstance(snapshot, dict) else None
-    failed: dict[int, float] = {}
-    for number, trace in enumerate(traces if isinstance(traces, list) else ()):
-        entries = [one for one in trace if isinstance(one, dict)] if isinstance(trace, list) else []
-        if (first := next((one for one in entries if one.get("action") == "oom"), None)) is not None:
-            failed[number] = first["time_us"] if type(first.get("time_us")) is int else float("inf")
-    allocated: Counter[int] = Counter()
-    for one in segments if isinstance(segments, list) else ():
-        if isinstance(one, dict) and type(one.get("device")) is int and type(one.get("allocated_size")) is int:
-            allocated[one["device"]] += one["allocated_size"]
-    found = {*failed, *allocated, *(n for n, trace in enumerate(traces if isinstance(traces, list) else ()) if trace)}
-    if device is None:
-        by_bytes = max(found, key=lambda one: (allocated[one], -one), default=0)
-        device = min(failed, key=lambda one: (failed[one], one)) if failed else by_bytes
-        why = "its request failed first" if len(failed) > 1 else "its request failed"
-        why = why if failed else "it has most memory allocated" if len(found) > 1 else "it is the only one"
-    else:
-        why = "--device names it"
-    texts = {n: f"{n}{' (a request failed)' * (n in failed)}" for n in sorted(found - {device})}
-    return device, why, tuple(texts.values())
+def choose_device(
+    recordings: Sequence[Recording], name: str, device: int | None = None
+) -> tuple[Recording, str, list[str]]:
+    """Return the device to look at, why, and a text for each other: the first to fail, else the most allocated.
+
+    Raises RecordingError if there is no such device.
+    """
+    found = [one for one in recordings if one.events or one.segments] or list(recordings[:1])
+    failed = {one.device: at for one in found if (at := _first_failed(one)) is not None}
+
+    def rank(one: Recording) -> tuple[bool, float]:
+        if one.device in failed:
+            return False, one.times[failed[one.device]] if one.times else float("inf")
+        return True, -sum(piece.size for span in one.segments for piece in span.pieces if piece.state == "live")
+
+    chosen = next((one for one in sorted(found, key=rank) if device in (None, one.device)), None)
+    if chosen is None:
+        known = ", ".join(str(one.device) for one in found) or "none"
+        raise RecordingError(f"{name} has no device {'' if device is None else device}; its devices: {known}")
+    why = "its request failed first" if failed else "it has most memory allocated"
+    others = [f"{one.device}{' (a request failed)' * (one.device in failed)}" for one in found if one is not chosen]
+    return chosen, why if device is None else "--device names it", others
 
 
 def try_settings(state: OomState, hear: Callable[[str], None] = lambda text: None) -> dict[str, bool] | None:
@@ -176,68 +174,55 @@ def categorize(frames: Any, annotation: str | None = None) -> str:
     return next((kind for kind, word in _NAMES if word in named), UNKNOWN)
 
 
-def _describe(frames: Any, recording: Recording, made: int | None, annotations: Sequence[tuple[int, int, str]]) -> Any:
-    """Return category, line, module and annotation of a block."""
-    around = _around(annotations, recording.times[made]) if recording.times and made is not None else None
-    layer, module = "", "unknown"
+def find_module(frames: Any) -> str:
+    """Return the file of the innermost forward function outside torch, and torch's layer in it; else unknown."""
+    layer = ""
     for path, _, name in read_frames(frames):
         path = path.replace("\\", "/")
         layer = layer or (f" {found[1]}" if (found := LAYERS.search(path)) is not None else "")
         if name == "forward" and not TORCH.search(path):
-            module = f"{path.rpartition('/')[2]}{layer}"
-            break
-    return categorize(frames, around), innermost_frame(frames) or "unknown", module, around or "none"
+            return f"{path.rpartition('/')[2]}{layer}"
+    return UNKNOWN
 
 
-def _sum(of: Iterable[tuple[int, Any]], key: Callable[[Any], Any]) -> dict[Any, int]:
-    found: Counter[Any] = Counter()
-    for size, about in of:
-        found[key(about)] += size
-    return dict(sorted(found.items(), key=lambda one: (-one[1], str(one[0]))))
+def _first_failed(recording: Recording) -> int | None:
+    return next((index for index, event in enumerate(recording.events) if event[0] == "oom"), None)
 
 
-def _annotations(snapshot: Any, device: int) -> list[tuple[int, int, str]]:
-    """Return start, end and name of the device's annotated stretches; an open one has no end."""
+def _annotations(snapshot: Any, device: int) -> list[tuple[int, str | None]]:
+    """Return the moments at which the innermost annotation of the device changes, and its name from then on."""
     raw = snapshot.get("external_annotations")
-    begun: dict[str, list[int]] = {}
-    found: list[tuple[int, int, str]] = []
+    inside: list[str] = []
+    found: list[tuple[int, str | None]] = []
     for one in raw if isinstance(raw, list) else ():
         name, at = (one.get("name"), one.get("time_us")) if isinstance(one, dict) else (None, None)
         if not isinstance(name, str) or type(at) is not int or one.get("device") != device:
             continue
         if one.get("stage") == "START":
-            begun.setdefault(name, []).append(at)
-        elif begun.get(name):
-            found.append((begun[name].pop(), at, name))
-    found += [(at, 1 << 62, name) for name, starts in begun.items() for at in starts]
-    return sorted(found)[-MOST_ANNOTATIONS:]
+            inside.append(name)
+        elif name in inside:
+            del inside[len(inside) - 1 - inside[::-1].index(name) :]
+        found.append((at, inside[-1] if inside else None))
+    return found
 
 
-def _around(annotations: Sequence[tuple[int, int, str]], moment: int | None) -> str | None:
+def _around(changes: Sequence[tuple[int, str | None]], moment: int | None) -> str | None:
     """Return the innermost annotation around a moment."""
-    return next((name for at, end, name in reversed(annotations) if moment is not None and at <= moment <= end), None)
+    at = 0 if moment is None else bisect_right(changes, moment, key=lambda one: one[0])
+    return changes[at - 1][1] if at else None
 
 
-def _frames_at(snapshot: Any, device: int, failed: int) -> Any:
-    kept = [one for one in snapshot["device_traces"][device] if one["action"] != "snapshot"]
-    return kept[failed].get("frames")
+def _room(spans: Sequence[Segment], request: int, stream: int, config: AllocatorConfig) -> tuple[int, int]:
+    """Return the largest free block that could serve a request, and the bytes to reserve more for it.
 
-
-def _serving(spans: Sequence[Segment], request: int, stream: int) -> list[Segment]:
-    """Return the segments whose free blocks could serve a request: those of its stream and pool, none private."""
+    Free blocks serve requests of their stream and pool, none of a private one.
+    """
     small = request <= SMALL_REQUEST
-    return [one for one in spans if (one.small, one.stream, one.private) == (small, stream, 0)]
-
-
-def _growth(request: int, serving: Sequence[Segment], config: AllocatorConfig) -> int:
-    """Return the bytes that the allocator must reserve more to serve a request."""
+    serving = [one.pieces for one in spans if (one.small, one.stream, one.private) == (small, stream, 0)]
+    largest = max((piece.size for pieces in serving for piece in pieces if piece.state == "free"), default=0)
+    large = config.large_segment_size_mb * MIB
     if not config.expandable_segments:
-        return segment_size(request, config.large_segment_size_mb * MIB)
-    page = SMALL_SEGMENT if request <= SMALL_REQUEST else config.large_segment_size_mb * MIB
-    tails = [
-        left.size
-        for one in serving
-        for left, right in zip(one.pieces, one.pieces[1:], strict=False)
-        if left.state == "free" and right.state == "unmapped"
-    ]
-    return round_up(request - min(request, max(tails, default=0)), page)
+        return largest, segment_size(request, large)
+    pairs = (pair for pieces in serving for pair in pairwise(pieces))
+    tails = [left.size for left, right in pairs if (left.state, right.state) == ("free", "unmapped")]
+    return largest, round_up(request - min(request, max(tails, default=0)), SMALL_SEGMENT if small else large)

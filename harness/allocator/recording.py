@@ -73,33 +73,40 @@ def load(path: Path, device: int | None = None, max_bytes: int = safe_unpickle.D
     return check(safe_unpickle.load(path, max_bytes), path.name, device)
 
 
-def check(snapshot: Any, name: str, device: int | None = None, any_device: bool = False) -> Recording:
-    """Return the recording in an unpickled snapshot. Raises RecordingError on anything malformed.
+def check(snapshot: Any, name: str, device: int | None = None) -> Recording:
+    """Return the recording in an unpickled snapshot. Raises RecordingError on anything malformed."""
+    return _of_device(snapshot, name, _device(_traces(snapshot, name), name, device))
 
-    `any_device`: `device` may have a final state only.
-    """
+
+def check_every(snapshot: Any, name: str) -> list[Recording]:
+    """Return the recording of each device, also of those that have a final state only. Raises RecordingError."""
+    return [_of_device(snapshot, name, device) for device in range(len(_traces(snapshot, name)))]
+
+
+def _traces(snapshot: Any, name: str) -> list[Any]:
     if not isinstance(snapshot, dict) or not {"segments", "device_traces"} <= snapshot.keys():
         raise RecordingError(
             f"{name} is not a memory snapshot: a dict with segments and device_traces is expected ({HOW_TO_RECORD})"
         )
+    return _list(snapshot["device_traces"], f"{name}: device_traces")
+
+
+def _of_device(snapshot: Any, name: str, device: int) -> Recording:
     settings = _settings(snapshot.get("allocator_settings", {}), name)
-    traces = _list(snapshot["device_traces"], f"{name}: device_traces")
-    final = any_device and device is not None and device < len(traces)
-    chosen = device if device is not None and final else _device(traces, name, device)
-    entries = _list(traces[chosen], f"{name}: device_traces[{chosen}]")
+    entries = _list(snapshot["device_traces"][device], f"{name}: device_traces[{device}]")
     events = [_event(entry, i, name) for i, entry in enumerate(entries)]
     times = [entry.get("time_us") for entry in entries]
     kept = [i for i, event in enumerate(events) if event[0] != "snapshot"]
     segments = _list(snapshot["segments"], f"{name}: segments")
     return Recording(
         name=name,
-        device=chosen,
+        device=device,
         settings=settings,
         events=[events[i] for i in kept],
         times=[times[i] for i in kept] if all(type(t) is int for t in times) else None,
-        segments=_segments(segments, chosen, name),
-        stacks={i: entries[old].get("frames") for i, old in enumerate(kept) if events[old][0] == "alloc"},
-        held=_frames_of_blocks(segments, chosen),
+        segments=_segments(segments, device, name),
+        stacks={i: entries[old].get("frames") for i, old in enumerate(kept) if events[old][0] in ("alloc", "oom")},
+        held=_frames_of_blocks(segments, device),
         simulated="vramsweep" in snapshot,
     )
 

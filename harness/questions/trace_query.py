@@ -105,10 +105,10 @@ def read_trial(verb: str, row: Row) -> Trial:
     except ValidationError:
         found = trial_parser.parse(row["trial"])  # which says what is wrong
     simulated(verb, found)
-    return found if _outside(found) else trial_parser.parse(row["trial"])  # parsing would read its files
+    return found if name_outside(found) else trial_parser.parse(row["trial"])  # parsing would read its files
 
 
-def _outside(trial: Trial) -> str | None:
+def name_outside(trial: Trial) -> str | None:
     """Return what tracing the trial would run or read that is not ours; None if there is nothing."""
     if trial.model.trust_remote_code:
         return f"run the Python files of {trial.model.path}"
@@ -128,7 +128,7 @@ def _outside(trial: Trial) -> str | None:
 def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path | None) -> Answer | None:
     """Return the answer about a row's trial, or without `traces` about the user's own. Raises UserError if it needs
     what a row names, and no trace is kept."""
-    outside = None if traces is None else _outside(trial)
+    outside = None if traces is None else name_outside(trial)
     [answer] = ask(question, [trial], traces, trace=outside is None)
     if answer is None and outside is not None:
         raise UserError(

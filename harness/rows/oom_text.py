@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.schema import Outcome
 
+KINDS = {
+    "gpu": "ran out of GPU memory",
+    "host": "ran out of the host's memory (RAM), not of GPU memory",
+    "killed": "was killed by SIGKILL; mostly the kernel does that when RAM is full, but no line says so",
+}
 _DEVICE = re.compile(r"\bGPU (\d+)\b|on device (\d+)")
 _START = re.compile(r"(CUDA|HIP|XPU) out of memory|would exceed allowed memory", re.IGNORECASE)
 _HINT = re.compile(r"memory|alloc|\boom\b|killed|SIGKILL|-9\b|exhausted", re.IGNORECASE)  # else no line is searched
@@ -31,25 +36,20 @@ _PREFIX = re.compile(  # "> " of a mail; time stamps; [rank3]: rank:  3 | [defau
     r"^(?:> )?(?:\[?(?P<time>\d{4}-\d\d-\d\d[ T_]\d\d:\d\d:\d\d(?:[.,]\d+)?)Z?\]?\s?)?"
     r"(?:\[?(?:rank|default):?\s*(?P<rank>\d+)\]?\s?[:|]|(?P<task>\d{1,5}):(?= ))?"
 )
-_FRAME = re.compile(r'(?:^|\s)File "([^"\n]{1,400})", line (\d+), in (\S+)|^\s*(\S+\.py):(\d+) in\s+(\S*)')
+_FRAME = re.compile(r'(?:(?:^|\s)File "([^"\n]{1,400})", line |^\s*(\S+\.py):)(\d+),? in\s+(\S*)')
 _CODE = re.compile(r"❱\s*\d+\s+(\S.*)|^\s{4,}([A-Za-z_(*@].*)")
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
 _LIBRARY = re.compile(r"(^|/)(site|dist)-packages/|/lib/python3[^/]*/|^<")
-LONGEST, KEPT, AFTER, MOST = (
-    4096,
-    600,
-    8,
-    200,
-)  # characters of a line; lines before and after an error; errors of a file
-ERROR_FILE = 1 << 20  # most bytes of torchrun's error file
+LONGEST, KEPT, AFTER = 4096, 600, 8  # characters of a line; lines before an error, and after it
+MOST, ERROR_FILE = 200, 1 << 20  # errors of a file; bytes of torchrun's error file
 
 
 @dataclass(frozen=True)
 class OomReport:
     """One out-of-memory error of a log. `kind` is "gpu", "host" or "killed" (by SIGKILL, for whatever reason).
 
-    `sizes` are bytes as rounded in the message, by the names of oom_message.SIZES and only those that it has; `others`
-    are bytes of other processes by process id. `own` and `model` are the innermost lines of code outside libraries and
+    `sizes` are bytes as rounded in the message, as read_message gives them; `others` are those of other processes by
+    process id. `own` and `model` are the innermost lines of code outside libraries and
     outside torch, "file:line function"; `code` is the text of `own`. `category` is what the request was for, as in
     oom_state. `moment` is a text that sorts by time. Unknown is None.
     """
@@ -68,26 +68,6 @@ class OomReport:
     model: str | None = None
     category: str = UNKNOWN
 
-    @property
-    def reserved(self) -> int | None:
-        """Bytes that torch's allocator had reserved."""
-        both = (self.sizes.get("allocated"), self.sizes.get("unused"))
-        return self.sizes.get("reserved", None if None in both else sum(size or 0 for size in both))
-
-    @property
-    def unused(self) -> int | None:
-        """Bytes reserved by torch's allocator but not allocated."""
-        allocated, reserved = self.sizes.get("allocated"), self.sizes.get("reserved")
-        known = None if allocated is None or reserved is None else max(reserved - allocated, 0)
-        return self.sizes.get("unused", known)
-
-    @property
-    def outside(self) -> int | None:
-        """Bytes of the GPU that are not free and not this process's, as far as the text tells that apart from torch's
-        own; below 0 if the driver lends host memory."""
-        total, free, own = self.sizes.get("total"), self.sizes.get("free"), self.sizes.get("process", self.reserved)
-        return None if total is None or free is None or own is None else total - free - own
-
 
 @dataclass
 class Log:
@@ -105,8 +85,7 @@ def read_log(path: Path, name: str) -> Log:
     found = re.search(r"rank[_-]?(\d+)", path.name) or re.fullmatch(r"(\d{1,5})", path.parent.name)
     rank = int(found[1]) if found else None
     with open_regular(path) as file:
-        error = _error_file(file.read(ERROR_FILE))
-        if error is not None:
+        if (error := _error_file(file.read(ERROR_FILE))) is not None:
             return find_reports(error[1].splitlines(), name, rank, error[0])
         file.seek(0)
         lines = iter(lambda: file.readline(LONGEST * 4), b"")
@@ -120,31 +99,32 @@ def find_reports(lines: Iterable[str], name: str, rank: int | None = None, momen
     open_: dict[int | None, tuple[OomReport, list[str], list[str]]] = {}
 
     def close(of: int | None) -> None:
-        if (found := open_.pop(of, None)) is not None and len(log.reports) < MOST:
-            log.reports.append(_finished(*found))
-        else:
-            log.more += found is not None
+        if of in open_:
+            report = _finished(*open_.pop(of))
+            log.more += len(log.reports) == MOST
+            log.reports += [report] * (len(log.reports) < MOST)
 
     for raw in lines:
         log.lines += 1
-        if "\r" in raw or "\x1b" in raw:  # a bar of progress, colours
-            raw = _COLOUR.sub("", raw.rstrip("\r\n").rpartition("\r")[2])
+        raw = _COLOUR.sub("", raw.rstrip("\r\n").rpartition("\r")[2])  # of a bar of progress the last state
         begun = _PREFIX.match(raw)
-        text = raw[begun.end() if begun else 0 :].replace("│", " ").rstrip()[:LONGEST]
-        number = (begun["rank"] or begun["task"]) if begun else None
+        assert begun is not None  # every part of it may be missing
+        text = raw[begun.end() :].replace("│", " ").rstrip()[:LONGEST]
+        number = begun["rank"] or begun["task"]
         of = rank if number is None else int(number)
         log.last = text.strip() or log.last
         kind = _kind(text) if _HINT.search(text) else None
-        if kind is None and (opened := open_.get(of)) is not None:
-            opened[1].append(text)
-            if len(opened[1]) > AFTER or "reserved" in " ".join(opened[1][:-1]):
-                close(of)
-        elif kind is not None and len(kind) < 8:
+        if kind in KINDS:
             close(of)
-            at = moment or (begun["time"] if begun else None)
-            open_[of] = OomReport(kind, text.strip(), name, log.lines, of, at), [text], list(before.get(of, ()))
+            report = OomReport(str(kind), text.strip(), name, log.lines, of, moment or begun["time"])
+            open_[of] = report, [text], list(before.get(of, ()))
         elif kind is not None:
             log.fault = kind
+        elif of in open_:
+            after = open_[of][1]
+            after.append(text)
+            if len(after) > AFTER or "reserved" in " ".join(after[:-1]):
+                close(of)
         if of not in before and len(before) > 4096:
             before.clear()
         before.setdefault(of, deque(maxlen=KEPT)).append(text)
@@ -163,7 +143,7 @@ def first_report(reports: Sequence[OomReport]) -> tuple[OomReport, str]:
 
 
 def _kind(text: str) -> str | None:
-    """Return gpu, host or killed for an out-of-memory line; another fault's text; None for any other line."""
+    """Return a key of `KINDS` for an out-of-memory line; another fault's text; None for any other line."""
     if _START.search(text):
         return "gpu"
     if (found := error_patterns.find(text)) is not None:
@@ -176,57 +156,55 @@ def _finished(report: OomReport, after: Sequence[str], stack: Sequence[str]) -> 
     text = " ".join(" ".join(after).split())
     device = _DEVICE.search(text)
     begun = max((at for at, one in enumerate(stack) if "Traceback (most recent" in one), default=0)
-    frames: list[tuple[str, str, str, str | None]] = []
-    for at in range(begun, len(stack)):
-        if (found := _FRAME.search(stack[at])) is not None:
-            path, line, function = found.groups()[:3] if found[1] else found.groups()[3:]
-            code = next((c[1] or c[2] for one in stack[at + 1 : at + 12] if (c := _CODE.search(one))), None)
-            frames.append((path.replace("\\", "/"), line, function, code))
-    own = next((one for one in reversed(frames) if not _LIBRARY.search(one[0])), None)
-    model = next((one for one in reversed(frames) if not TORCH.search(one[0])), None)
+    frames: list[dict[str, Any]] = []  # as a recording has them, the innermost first
+    for at, line in enumerate(stack[begun:], begun + 1):
+        if found := _FRAME.search(line):
+            code = next((hit[1] or hit[2] for one in stack[at : at + 11] if (hit := _CODE.search(one))), None)
+            path = (found[1] or found[2]).replace("\\", "/")
+            frames.insert(0, {"filename": path, "line": int(found[3]), "name": found[4], "code": code})
+    own = next((one for one in frames if not _LIBRARY.search(one["filename"])), None)
+    model = next((one for one in frames if not TORCH.search(one["filename"])), own)
     return replace(
         report,
         device=None if device is None else int(device[1] or device[2]),
         sizes=read_message(text),
         others=read_others(text),
-        own=None if own is None else _place(own),
-        code=None if own is None else own[3],
-        model=None if model is None or model == own else _place(model),
-        category=categorize([{"filename": one[0], "line": 0, "name": one[2]} for one in reversed(frames)]),
+        own=_place(own),
+        code=own["code"] if own else None,
+        model=_place(model) if model is not own else None,
+        category=categorize(frames),
     )
 
 
-def _place(frame: tuple[str, str, str, str | None]) -> str:
-    return f"{'/'.join(frame[0].split('/')[-3:])}:{frame[1]} {frame[2]}".strip(" ?")
+def _place(frame: Mapping[str, Any] | None) -> str | None:
+    if frame is None:
+        return None
+    return f"{'/'.join(frame['filename'].split('/')[-3:])}:{frame['line']} {frame['name']}".strip(" ?")
 
 
 def _distinct(reports: Sequence[OomReport]) -> list[OomReport]:
     """Drop errors that repeat one of the same file (a logger prints it again), and those without sizes if others have
     some. Of repeated ones, a rank's own or the one with a stack stays."""
-    sized = [one for one in reports if one.sizes.get("request")]
     found: dict[tuple[object, ...], OomReport] = {}
-    for one in sized or reports:
+    for one in [one for one in reports if one.sizes.get("request")] or reports:
         key = (one.device, *one.sizes.items(), None if one.sizes else (one.rank, one.kind))
-        known = found.get(key)
-        if known is None or (known.rank is None and one.rank is not None) or (not known.own and one.own):
-            found[key] = replace(one, line=known.line if known else one.line)
-        elif known.rank is not None and one.rank not in (None, known.rank):
+        known = found.setdefault(key, one)
+        if (known.rank is None and one.rank is not None) or (not known.own and one.own):
+            found[key] = replace(one, line=known.line)
+        elif one.rank not in (None, known.rank):
             found[(*key, one.rank)] = one
     return list(found.values())
 
 
 def _error_file(content: bytes) -> tuple[str | None, str] | None:
     """Return time and text of a file that torchrun wrote for a failed rank; None for any other file."""
-    if not content.lstrip().startswith(b"{"):
-        return None
     try:
-        data: Any = json.loads(content)
+        data = json.loads(content) if content.lstrip().startswith(b"{") else {}
     except (ValueError, RecursionError):
         return None
     told = data.get("message")
     if not isinstance(told, dict):
         return (None, told) if isinstance(told, str) else None
     extra = told.get("extraInfo")
-    extra = extra if isinstance(extra, dict) else {}
-    stack, at = extra.get("py_callstack"), extra.get("timestamp")
+    stack, at = (extra.get("py_callstack"), extra.get("timestamp")) if isinstance(extra, dict) else (None, None)
     return None if at is None else str(at)[:40], str(stack or told.get("message"))

@@ -16,12 +16,7 @@ def oom_columns(error: BaseException) -> dict[str, Any]:
     if not isinstance(error, torch.OutOfMemoryError):
         return {}
     sizes = read_message(str(error))
-    both = (sizes.get("allocated"), sizes.get("unused"))
-    return {
-        "oom_request_bytes": sizes.get("request"),
-        "oom_allocated_bytes": both[0],
-        "oom_reserved_bytes": None if both[0] is None or both[1] is None else both[0] + both[1],
-    }
+    return {f"oom_{name}_bytes": sizes.get(name) for name in ("request", "allocated", "reserved")}
 
 
 def card_memory(device: torch.device | None) -> list[int] | None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from conftest import Cli, tiny
 
+from vramsweep.harness.rows.schema import BY_NAME
 from vramsweep.harness.search.advice_search import Advice, Option
 from vramsweep.harness.search.memory_savings import REMEDIES
 from vramsweep.harness.sweep import plan
@@ -84,19 +85,16 @@ def test_words_after_the_file_are_predicted_and_named_so(tmp_path: Path, cli: Cl
 def test_a_row_of_a_built_in_model_gives_the_words_of_its_settings() -> None:
     from vramsweep.harness.config import compose
 
-    words = [
-        "model=gpt2",
-        "seq_len=512",
-        "micro_batch=4",
-        "checkpointing=full",
-        "device.gpu=t4-16gb",
-        "device=simulated",
-    ]
-    [item] = compose.resolve(words, "explain").trials
-    names = ("seq_len", "micro_batch", "precision", "sharding", "world_size", "checkpointing")
-    row = {name: item.resolved[name] for name in names} | {"model": "gpt2", "runner": "torch", "device": "simulated"}
-    row["trial"] = item.resolved
-    typed = why.words_of_row(row)
-    assert {"model=gpt2", "seq_len=512", "micro_batch=4", "checkpointing=full", "gpu=t4-16gb"} <= set(typed)
-    assert why.understand_row(typed, row)
-    assert not why.understand_row([word for word in typed if "checkpointing" not in word], row)
+    words = ["model=gpt2", "seq_len=512", "micro_batch=4", "checkpointing=full", "device.gpu=t4-16gb"]
+    [item] = compose.resolve(["device=simulated", *words], "explain").trials
+    row = dict.fromkeys(BY_NAME) | {"device": "simulated", "trial": item.resolved, "trial_id": item.trial_id}
+    typed, ours = why.settings_of_row(row)
+    assert ours and set(words) <= set(typed)
+    [again] = compose.resolve(["device=simulated", *typed], "explain").trials
+    assert again.resolved | {"protocol": None} == item.resolved | {"protocol": None}
+    theirs = item.resolved | {"model": item.resolved["model"] | {"path": "theirs/gpt"}}
+    assert not why.settings_of_row(row | {"trial": theirs})[1]
+    assert why.settings_of_row(row | {"trial": None, "model": "gpt2", "seq_len": 8}) == (
+        ["model=gpt2", "seq_len=8"],
+        False,
+    )
