@@ -17,7 +17,7 @@ from vramsweep.harness.allocator.initial_state import Start, undo
 from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD
 from vramsweep.harness.allocator.peak_blocks import LAYERS, TORCH, innermost_frame, live_blocks, read_frames
 from vramsweep.harness.allocator.recording import Recording, RecordingError, Segment, check_every
-from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under
+from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under, without_limits
 from vramsweep.harness.allocator.settings_grid import grid
 from vramsweep.harness.allocator.sizes import SMALL_REQUEST, SMALL_SEGMENT, round_request, round_up, segment_size
 
@@ -46,17 +46,15 @@ NO_LINE = "no line of Python is recorded"
 class OomState:
     """State of one device at its first failed request; without one, at the peak of allocated memory, or at the end.
 
-    Sizes are bytes. `why` says why this device, `others` describes the rest. `event` counts the events before it;
-    `request`, `device_free`, `largest_free` (in the pool of the request) and `needed`, the least reserved memory that
-    would have served it, are None if no request failed. `own_limit`: the GPU had enough, so a limit of the process
-    refused. The dicts give the allocated bytes by category, line of code, module and annotation, the largest first.
+    Sizes are bytes. `why` says why this device, `others` describes the rest. `request`, `device_free`, `largest_free`
+    (in the pool of the request), `needed`, the least reserved memory that would have served it, and `served` (see
+    `try_settings`) are None if no request failed. `own_limit`: the GPU had enough, so a limit of the process refused.
+    The dicts give the allocated bytes by category, line of code, module and annotation, the largest first.
     """
 
-    recording: Recording
-    start: Start
+    device: int
     why: str
     others: list[str]
-    event: int
     at: str
     request: int | None
     where: str | None
@@ -68,34 +66,39 @@ class OomState:
     largest_free: int | None
     needed: int | None
     own_limit: bool
+    served: dict[str, bool] | None
     categories: dict[str, int]
     lines: dict[str, int]
     modules: dict[str, int]
     annotations: dict[str, int]
 
 
-def find_state(snapshot: Any, name: str, device: int | None = None) -> OomState:
-    """Return the state of an unpickled snapshot's device that failed first. Raises RecordingError."""
+def find_state(
+    snapshot: Any, name: str, device: int | None = None, hear: Callable[[str], None] = lambda text: None
+) -> OomState:
+    """Return the state of an unpickled snapshot's device that failed first. Raises RecordingError.
+
+    `hear` gets a text before each replay.
+    """
     recording, why, others = choose_device(check_every(snapshot, name), name, device)
     start, events, times = undo(recording), recording.events, recording.times
     failed = _first_failed(recording)
+    event, at = len(events), "final state"
     if failed is not None:
         event, at = failed, "failed request"
-    elif len(events) > 1:
-        holders = replay_as_recorded(recording, start).holders
-        event, at = 0 if holders is None else holders.event, "peak"
-    else:
-        event, at = len(events), "final state"
+    elif len(events) > 1 and (holders := replay_as_recorded(recording, start).holders) is not None:
+        event, at = holders.event, "peak"
     spans = undo(replace(recording, events=events[event:], times=None)).segments
     pieces = [piece for span in spans for piece in span.pieces]
     sizes = {piece.addr: piece.size for piece in pieces if piece.state == "live"}
     reserved = sum(piece.size for piece in pieces if piece.state != "unmapped")
-    request, free, largest_free, needed, own_limit = None, None, None, None, False
+    request, free, largest_free, needed, served, own_limit = None, None, None, None, None, False
     if failed is not None:
         _, free, requested, stream = events[failed]
         request = round_request(requested, recording.settings.roundup_power2_divisions)
         largest_free, more = _room(spans, request, stream, recording.settings)
         needed, own_limit = reserved + more, free >= more
+        served = try_settings(recording, start, event, None if own_limit else reserved + free, hear)
     changes = _annotations(snapshot, recording.device)
     frames = recording.stacks.get(event if failed is not None else event - 1)
     around = _around(changes, times[min(event, len(events) - 1)] if times else None)
@@ -110,8 +113,9 @@ def find_state(snapshot: Any, name: str, device: int | None = None) -> OomState:
         for counts, key in zip(sums, keys, strict=True):
             counts[key] += sizes.get(addr, size)
     return OomState(
-        recording, start, why, others, event, at, request, innermost_frame(frames), category, around, free,
-        sum(sizes.values()), reserved, largest_free, needed, own_limit, *(dict(one.most_common()) for one in sums),
+        recording.device, why, others, at, request, innermost_frame(frames), category, around, free,
+        sum(sizes.values()), reserved, largest_free, needed, own_limit, served,
+        *(dict(counts.most_common()) for counts in sums),
     )  # fmt: skip
 
 
@@ -133,30 +137,26 @@ def choose_device(
     chosen = next((one for one in sorted(found, key=rank) if device in (None, one.device)), None)
     if chosen is None:
         known = ", ".join(str(one.device) for one in found) or "none"
-        raise RecordingError(f"{name} has no device {'' if device is None else device}; its devices: {known}")
+        raise RecordingError(f"{name} has no {'' if device is None else f'device {device} among its '}devices: {known}")
     why = "its request failed first" if failed else "it has most memory allocated"
     others = [f"{one.device}{' (a request failed)' * (one.device in failed)}" for one in found if one is not chosen]
     return chosen, why if device is None else "--device names it", others
 
 
-def try_settings(state: OomState, hear: Callable[[str], None] = lambda text: None) -> dict[str, bool] | None:
-    """Return for the recorded settings ("") and each of the grid whether a replay serves the failed request.
+def try_settings(
+    recording: Recording, start: Start, failed: int, limit: int | None, hear: Callable[[str], None]
+) -> dict[str, bool]:
+    """Return for the recorded settings ("") and each of the grid whether a replay serves the request of event `failed`.
 
-    The limit is the memory that the process could have: its reserved and the free. Under a limit of its own that is
-    unknown; then it is the most that it ever reserved. None if no request failed.
+    `limit` is the memory that the process could have: its reserved and the free. Under a limit of its own that is
+    unknown (None); then it is the most that it ever reserved.
     """
-    if state.request is None or state.device_free is None:
-        return None
-    recording, start, event = state.recording, state.start, state.event
-    limit = state.reserved + state.device_free
-    if state.own_limit:
-        limit = max(state.reserved, replay_as_recorded(recording, start).peak_reserved or 0)
+    limit = replay_as_recorded(recording, start).peak_reserved if limit is None else limit
+    _, _, size, stream = recording.events[failed]
     address = max((addr + size for _, addr, size, _ in recording.events), default=0) + (1 << 50)
-    failed = ("alloc", address, recording.events[event][2], recording.events[event][3])
-    cut = replace(recording, events=[*recording.events[:event], failed], times=None)
-    begun = replace(start, private=[*start.private[:event], 0] if start.private else [])
-    own = replace(recording.settings, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
-    configs: dict[str, AllocatorConfig] = {"": own} | {text: parse(text) for text in grid(True)}
+    cut = replace(recording, events=[*recording.events[:failed], ("alloc", address, size, stream)], times=None)
+    begun = replace(start, private=[*start.private[:failed], 0] if start.private else [])
+    configs = {"": without_limits(recording.settings)} | {text: parse(text) for text in grid(True)}
     served = {}
     for number, (text, config) in enumerate(configs.items(), 1):
         hear(f"replaying under setting {number} of {len(configs)}")

@@ -157,7 +157,7 @@ def what_if(
         Simulator(config, memory_limit)  # refuse settings before the work starts
     hear("replaying as recorded")
     rows = [replay_as_recorded(recording, start, recorded_limit)]
-    baseline = replay_under(recording, start, _without_limits(recording.settings), memory_limit)
+    baseline = replay_under(recording, start, without_limits(recording.settings), memory_limit)
     rows.append(replace(baseline, settings=recording.settings.render()))
     for number, config in enumerate(configs, 1):
         hear(f"replaying under setting {number} of {len(configs)}: {config.render()}")
@@ -170,7 +170,7 @@ def what_if(
 
 def replay_as_recorded(recording: Recording, start: Start, memory_limit: int | None = None) -> Row:
     """Replay from the recorded state under the recorded settings, compared with the recording step by step."""
-    follower = Follower(recording, _without_limits(recording.settings), memory_limit)
+    follower = Follower(recording, without_limits(recording.settings), memory_limit)
     simulator = follower.simulator
     for s in start.segments:
         simulator.adopt(s.private, s.stream, s.small, s.expandable, s.pieces)
@@ -285,7 +285,7 @@ def rebuild(simulator: Simulator, start: Start) -> None:
                 simulator.free_requested(piece.handle)
 
 
-def _without_limits(config: AllocatorConfig) -> AllocatorConfig:
+def without_limits(config: AllocatorConfig) -> AllocatorConfig:
     """Drop the limits: a recording does not say what the fraction is a share of, so callers give limits in bytes."""
     return replace(config, per_process_memory_fraction=1.0, throw_on_cudamalloc_oom=False)
 

@@ -48,10 +48,10 @@ MOST, ERROR_FILE = 200, 1 << 20  # errors of a file; bytes of torchrun's error f
 class OomReport:
     """One out-of-memory error of a log. `kind` is "gpu", "host" or "killed" (by SIGKILL, for whatever reason).
 
-    `sizes` are bytes as rounded in the message, as read_message gives them; `others` are those of other processes by
-    process id. `own` and `model` are the innermost lines of code outside libraries and
-    outside torch, "file:line function"; `code` is the text of `own`. `category` is what the request was for, as in
-    oom_state. `moment` is a text that sorts by time. Unknown is None.
+    `sizes` are bytes as rounded in the message (see read_message), `others` those of other processes by process id.
+    `own` and `model` are the innermost lines of code outside libraries and outside torch, "file:line function"; `code`
+    is the text of `own`. `category` is what the request was for, as in oom_state. `moment` is a text that sorts by
+    time. Unknown is None.
     """
 
     kind: str

@@ -47,6 +47,8 @@ CHANGES = {
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
 MUCH = 3 << 30  # bytes outside the allocator, more than a context and NCCL take
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+ALLOCATED = "least memory: {} allocated, at least, as the run ended here"
+RESERVED = "least memory: {} reserved with these settings, at least, as the run ended here"
 Found = tuple[dict[str, Any], list[str]]  # what is known as data (sizes in bytes), and as lines, the changes last
 
 
@@ -94,15 +96,13 @@ def main(argv: Sequence[str]) -> int:
 def explain_snapshot(path: Path, device: int | None) -> Found:
     """Return what is known of a snapshot's failed request, else of its peak. Raises UserError."""
     with Activity("reading the snapshot") as activity:
-        state = oom_state.find_state(safe_unpickle.load(path), path.name, device)
-        served = oom_state.try_settings(state, activity.update)
-    record = {key: value for key, value in vars(state).items() if key not in ("recording", "start")}
-    record |= {"kind": "snapshot", "file": path.name, "device": state.recording.device, "served": served}
-    return record | {"found": state.request is not None}, list(_of_state(state, path.name, served))
+        state = oom_state.find_state(safe_unpickle.load(path), path.name, device, activity.update)
+    record = {"kind": "snapshot", "file": path.name, "found": state.request is not None}
+    return record | asdict(state), list(_of_state(state, path.name))
 
 
-def _of_state(state: OomState, name: str, served: Mapping[str, bool] | None) -> Iterator[str]:
-    device, unused = f"device {state.recording.device} ({state.why})", state.reserved - state.allocated
+def _of_state(state: OomState, name: str) -> Iterator[str]:
+    device, unused = f"device {state.device} ({state.why})", state.reserved - state.allocated
     others = f"; other devices: {', '.join(state.others)}" if state.others else ""
     if state.request is None:
         yield f"{_short(name)}: no request failed in it. This is the {state.at} of {device}{others}"
@@ -122,7 +122,7 @@ def _of_state(state: OomState, name: str, served: Mapping[str, bool] | None) -> 
     for what, sizes in (("module", state.modules), ("annotation", state.annotations)):
         if sizes.keys() - {UNKNOWN, "none"}:
             yield f"by {what}: {_shares(sizes, state.allocated)}"
-    if state.request is None or state.needed is None or state.device_free is None or served is None:
+    if state.request is None or state.needed is None or state.device_free is None or (served := state.served) is None:
         return
     cause, change = judge(state.request, unused, state.device_free, state.own_limit)
     yield cause
@@ -132,7 +132,7 @@ def _of_state(state: OomState, name: str, served: Mapping[str, bool] | None) -> 
         yield "other settings: unknown, because a replay under the recorded settings does not fail either"
     else:
         yield f"other settings, replayed within {limit}: {'; '.join(works[:3]) or 'none'} of {len(served) - 1} fit"
-    yield _least(state.needed, "reserved with these settings")
+    yield _least(RESERVED, state.needed)
     levers = [f"PYTORCH_CUDA_ALLOC_CONF={text}" for text in works[:1]] + [change] * (change != EXPANDABLE)
     yield f"to change: {'; '.join(filter(None, [*levers, CHANGES[next(iter(state.categories), UNKNOWN)]]))}"
 
@@ -184,10 +184,10 @@ def _of_report(one: OomReport, several: str, rest: Sequence[OomReport]) -> Itera
     if (outside := sizes.get("outside", 0)) > MUCH:
         levers += [f"find who has {format_size(outside)} outside PyTorch's allocator (nvidia-smi)"]
     if one.kind == "gpu" and {"request", "allocated"} <= sizes.keys() and "HIP" not in one.text:
-        yield _least(sizes["allocated"] + sizes["request"], "allocated")
+        yield _least(ALLOCATED, sizes["allocated"] + sizes["request"])
+    texts = {"request": " asked for {}", "allocated": ", {} allocated"}
     for other in rest[:RANKS]:
-        said = {f" asked for {format_size(size)}": size for name, size in other.sizes.items() if name == "request"}
-        said |= {f", {format_size(size)} allocated": size for name, size in other.sizes.items() if name == "allocated"}
+        said = [text.format(format_size(other.sizes[name])) for name, text in texts.items() if name in other.sizes]
         yield f"also {_rank(other) or f'{_short(other.file)}:{other.line}'}:{''.join(said)}"
     if len(rest) > RANKS:
         yield f"and {len(rest) - RANKS} more errors"
@@ -255,9 +255,9 @@ def explain_row(place: Path, ids: Sequence[str]) -> Found:
         "limit of the allocator on this GPU": row["memory_limit_bytes"],
     })  # fmt: skip
     if need := row["unlimited_peak_reserved_bytes"]:
-        lines.append(f"predicted without a limit: {format_size(need)} reserved; on: {_gpus(need)}")
+        lines.append(_least("predicted without a limit: {} reserved", need))
     elif request and allocated:
-        lines.append(_least(request + allocated, "allocated"))
+        lines.append(_least(ALLOCATED, request + allocated))
     kind = next(iter(parts), "?")[:6]
     change = next((text for name, text in CHANGES.items() if kind in name), CHANGES[UNKNOWN])
     return record, [*lines, f"to change: {CHANGES['RAM'] if where == 'host' else change}"]
@@ -315,13 +315,10 @@ def _shares(sizes: Mapping[str, int], whole: int) -> str:
     return ", ".join(shown[:5]) + ", ..." * (len(shown) > 5)
 
 
-def _least(size: int, what: str) -> str:
-    return f"least memory: {format_size(size)} {what}, at least, as the run ended here; on: {_gpus(size)}"
-
-
-def _gpus(size: int) -> str:
+def _least(text: str, size: int) -> str:
     names = [gpu.name for gpu in gpus_with_enough(size, 0.0, (0, 0))]
-    return ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) or "none of the listed GPUs"
+    gpus = ", ".join(names[:3]) + f" and {len(names) - 3} more" * (len(names) > 3) or "none of the listed GPUs"
+    return f"{text.format(format_size(size))}; on: {gpus}"
 
 
 def _rank(one: OomReport) -> str:

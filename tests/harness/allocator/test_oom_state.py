@@ -37,29 +37,30 @@ def count_until_error(snapshot: Any, device: int) -> tuple[int, int, Any]:
     raise AssertionError("no request failed")
 
 
+def h100(name: str) -> bytes:
+    with zipfile.ZipFile(ROOT / "results" / "reference" / "h100-80gb" / "recordings.zip") as archive:
+        return archive.read(name)
+
+
 def test_a_measured_error_under_the_process_s_own_limit(cli: Cli, tmp_path: Path) -> None:
     """The H100's recording ended by a memory fraction, with most of the GPU free."""
-    with zipfile.ZipFile(ROOT / "results" / "reference" / "h100-80gb" / "recordings.zip") as archive:
-        archive.extract("out_of_memory.pickle", tmp_path)
-    snapshot = pickle.loads((tmp_path / "out_of_memory.pickle").read_bytes())
-    state = oom_state.find_state(snapshot, "x")
-    blocks, reserved, error = count_until_error(snapshot, 0)
-    assert state.reserved == reserved and (state.request, state.device_free) == (error["size"], error["device_free"])
+    (tmp_path / "x.pickle").write_bytes(content := h100("out_of_memory.pickle"))
+    state = oom_state.find_state(pickle.loads(content), "x")
+    blocks, reserved, error = count_until_error(pickle.loads(content), 0)
+    assert (state.reserved, state.request, state.device_free) == (reserved, error["size"], error["device_free"])
     assert blocks <= state.allocated < blocks + 60 * MIB  # a rest of at most 1 MiB is not split off
     assert sum(state.categories.values()) == state.allocated and state.own_limit
     assert state.largest_free is not None and state.largest_free < error["size"] < 20 * MIB
     assert state.needed == reserved + 20 * MIB  # a request from 1 to 10 MiB takes a segment of 20
     assert state.annotation == "Optimizer.step#AdamW.step" and state.category == oom_state.OPTIMIZER
-    served = oom_state.try_settings(state)
-    assert served is not None and not served[""] and served["expandable_segments:True"]
-    printed = cli.run("why", tmp_path / "out_of_memory.pickle").out
+    assert state.served is not None and not state.served[""] and state.served["expandable_segments:True"]
+    printed = cli.run("why", tmp_path / "x.pickle").out
     assert len(printed.splitlines()) <= 20 and "a limit of the process refused" in printed
 
 
 def test_the_states_of_adamw_have_the_size_of_two_copies_of_gpt_2() -> None:
     """The recording has no stacks, but annotations. GPT-2 has 124,439,808 parameters, as published."""
-    with zipfile.ZipFile(ROOT / "results" / "reference" / "h100-80gb" / "recordings.zip") as archive:
-        state = oom_state.find_state(pickle.loads(archive.read("default.pickle")), "x")
+    state = oom_state.find_state(pickle.loads(h100("default.pickle")), "x")
     assert state.at == "peak" and state.categories["optimizer states"] == pytest.approx(8 * 124_439_808, rel=0.02)
 
 
@@ -127,10 +128,15 @@ def test_blocks_made_by_hand_have_their_categories() -> None:
 
 
 def test_without_an_error_it_is_the_peak_and_without_a_history_the_end(tmp_path: Path, cli: Cli) -> None:
+    path = tmp_path / "x.pickle"
     for name, snapshot in (("peak", by_hand(fails=False)), ("final state", by_hand() | {"device_traces": [[]]})):
-        (tmp_path / "x.pickle").write_bytes(pickle.dumps(snapshot))
-        found = cli.json("why", tmp_path / "x.pickle", status=1)
+        path.write_bytes(pickle.dumps(snapshot))
+        found = cli.json("why", path, status=1)
         assert (found["at"], found["allocated"], found["request"]) == (name, 30 * MIB, None)
+    assert "has no device 2 among its devices: 0" in cli.refuse("why", path, "--device", 2)
+    for content in (b"\x80", pickle.dumps({"segments": 1, "device_traces": [[{"action": "oom"}]]}), pickle.dumps([1])):
+        path.write_bytes(content)
+        assert cli.refuse("why", path).startswith("vramsweep: x.pickle")
 
 
 def test_text_of_a_snapshot_can_neither_act_on_the_terminal_nor_add_lines(tmp_path: Path, cli: Cli) -> None:
@@ -140,9 +146,3 @@ def test_text_of_a_snapshot_can_neither_act_on_the_terminal_nor_add_lines(tmp_pa
     (tmp_path / "x.pickle").write_bytes(pickle.dumps(snapshot))
     printed = cli.run("why", tmp_path / "x.pickle").out
     assert "\x1b" not in printed and "[red]" in printed and len(printed.splitlines()) <= 20
-
-
-def test_damaged_snapshots_are_refused(tmp_path: Path, cli: Cli) -> None:
-    for content in (b"\x80", pickle.dumps({"segments": 1, "device_traces": [[{"action": "oom"}]]}), pickle.dumps([1])):
-        (tmp_path / "x.pickle").write_bytes(content)
-        assert cli.refuse("why", tmp_path / "x.pickle").startswith("vramsweep: x.pickle")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,23 +20,16 @@ GIB = 1 << 30
 FULL = next(one for one in REMEDIES if one.words == "checkpointing=full")
 
 
-class Asked:
-    """What `why` and `advise.record` use of a request."""
-
-    def __init__(self) -> None:
-        [[self.base]] = plan.expand_trials([tiny(device={"name": "simulated", "gpu": "t4-16gb"})], 1)
-        self.trial = self.base.trial
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """Return the words that predictions were asked for."""
     words: list[list[str]] = []
     base, full = Option((), 20 * GIB, 2e-5), Option((FULL,), 9 * GIB, 3e-5)
+    [[item]] = plan.expand_trials([tiny(device={"name": "simulated", "gpu": "t4-16gb"})], 1)
 
     def ask(given: Any, **_: Any) -> Any:
         words.append(list(given))
-        return Asked(), Advice(base, (full,), (base, full), 2, 14 * GIB), []
+        return SimpleNamespace(base=item, trial=item.trial), Advice(base, (full,), (base, full), 2, 14 * GIB), []
 
     monkeypatch.setattr(advise, "ask", ask)
     return words
@@ -46,11 +40,9 @@ def sweep(tmp_path: Path) -> Path:
     """Return a folder with one predicted row out of memory."""
     [[item]] = plan.expand_trials([tiny(device={"name": "simulated", "gpu": "t4-16gb"})], 1)
     item.resolved["model"]["name"] = "theirs/gpt"
-    names = ("seq_len", "micro_batch", "precision", "sharding", "world_size")
-    row = {name: item.resolved[name] for name in names} | {
+    row = {
         "schema_version": 2, "trial_id": item.trial_id, "terminal": True, "outcome": "oom", "device": "simulated",
-        "reason": "too [red]small\x1b", "phase": "step 0, forward", "trial": item.resolved, "model": "theirs/gpt",
-        "runner": "torch", "oom_request_bytes": 2 * GIB, "oom_allocated_bytes": 12 * GIB,
+        "reason": "too [red]small\x1b", "phase": "step 0, forward", "trial": item.resolved, "oom_request_bytes": 2 * GIB, "oom_allocated_bytes": 12 * GIB,
         "oom_reserved_bytes": 13 * GIB, "memory_limit_bytes": 14 * GIB, "unlimited_peak_reserved_bytes": 30 * GIB,
         "oom_parts_bytes": {"parameters": 1 * GIB, "activations": 13 * GIB},
     }  # fmt: skip
