@@ -34,6 +34,7 @@ from vramsweep.harness.verbs.parsers import PARSERS
 
 MOST, PREDICTED, LONGEST, RANKS, LINES = 20, 8, 110, 5, 5  # lines; of predictions; characters of a text; ranks; lines
 MOST_FILES, COMBINATIONS = 256, 8  # logs to read; combinations of changes to predict
+DROPPED = ("device", "protocol", "repeats=")  # of a row's settings: what no prediction depends on
 UNNAMED = ["model=NAME", "seq_len=N", "micro_batch=N", "gpu=NAME"]
 NAMED = ("model", "runner", "seq_len", "micro_batch", "precision", "sharding", "world_size")
 LOGS = (".log", ".txt", ".out", ".err", ".json")
@@ -143,12 +144,8 @@ def explain_logs(paths: Sequence[Path], device: int | None) -> Found:
     with Activity("reading the log"):
         logs = [read_log(path, path.name if len(files) == 1 else str(path)) for path in files[:MOST_FILES]]
     reports = [one for log in logs for one in log.reports if device in (None, one.device)]
-    record: dict[str, Any] = {
-        "kind": "log",
-        "files": [str(path) for path in files[:MOST_FILES]],
-        "found": bool(reports),
-    }
-    record["reports"] = [asdict(one) for one in reports]
+    record: dict[str, Any] = {"kind": "log", "found": bool(reports), "reports": [asdict(one) for one in reports]}
+    record["files"] = [str(path) for path in files[:MOST_FILES]]
     if not reports:
         text = f"{files[0].name if len(files) == 1 else f'{len(files)} files'}: no out-of-memory error"
         seems = [f"it is text with {sum(log.lines for log in logs):,} lines"]
@@ -242,7 +239,7 @@ def explain_row(place: Path, ids: Sequence[str]) -> Found:
     how = "predicted" if row["device"] == "simulated" else "measured"
     lines = [
         f"{place}: trial {row['trial_id']} ran out of {where} memory, {how}; out of memory in all: {len(full)} trials",
-        f"cause: {_short(str(row['reason']))} (in {row['phase'] or 'an unknown phase'})",
+        f"cause: {_short(str(row['reason']))} (in {_short(row['phase'] or 'an unknown phase')})",
     ]
     request, allocated, reserved = (row[f"oom_{name}_bytes"] for name in ("request", "allocated", "reserved"))
     sizes = sorted((row["oom_parts_bytes"] or {}).items(), key=lambda one: -one[1])
@@ -277,7 +274,7 @@ def settings_of_row(row: Row) -> tuple[list[str], bool]:
     except (ValidationError, UserError):
         return [f"{name}={row[name]}" for name in NAMED if row[name] is not None], False
     gpu = trial.device.gpu if row["device"] == "simulated" else card and card.name
-    words = [word for word in typed if not word.startswith(("device", "protocol", "repeats="))]
+    words = [word for word in typed if not word.lstrip("+~").startswith(DROPPED)]
     ours = trial.model.name in conf_files.file_names("model") and not trace_query.name_outside(trial)
     return words + [f"device.gpu={gpu}"] * bool(gpu), ours and bool(gpu)
 

@@ -85,12 +85,6 @@ def test_torchrun_s_error_file(tmp_path: Path, cli: Cli) -> None:
     assert [first[key] for key in ("rank", "device", "own", "moment")] == [6, 6, "/me/train.py:3 main", "1700000000"]
 
 
-def test_the_same_error_printed_twice_counts_once_and_one_without_sizes_gives_way() -> None:
-    again = f"50%|###| 4/8\r\x1b[31m[rank0]: {NEW.format(2, 0)}\x1b[0m\r\n"  # in colour, after a bar of progress
-    log = oom_text.find_reports([NEW.format(2, 0), again, "caught: CUDA out of memory"], "x")
-    assert [(one.rank, one.line) for one in log.reports] == [(0, 1)]
-
-
 def test_a_text_without_an_error_is_described(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "ok.log").write_text("step 1\nRuntimeError: CUDA error: device-side assert triggered\n\x1b[2Jdone\n")
     said = cli.run("why", tmp_path / "ok.log", status=1).out
@@ -101,7 +95,10 @@ def test_a_text_without_an_error_is_described(tmp_path: Path, cli: Cli) -> None:
     assert "why needs a file" in cli.refuse("why")
 
 
-def test_no_part_of_a_log_is_kept_that_is_not_needed() -> None:
+def test_an_error_counts_once_and_no_more_of_a_log_is_kept_than_is_needed() -> None:
+    again = f"50%|###| 4/8\r\x1b[31m[rank0]: {NEW.format(2, 0)}\x1b[0m\r\n"  # in colour, after a bar of progress
+    log = oom_text.find_reports([NEW.format(2, 0), again, "caught: CUDA out of memory"], "x")  # the last has no sizes
+    assert [(one.rank, one.line) for one in log.reports] == [(0, 1)]
     lines = (f"step {number}" if number % 7 else NEW.format(number + 1, 0) for number in range(7000))
     log = oom_text.find_reports(lines, "x")
     assert (len(log.reports), log.more, log.lines) == (oom_text.MOST, 1000 - oom_text.MOST, 7000)

@@ -42,8 +42,9 @@ def sweep(tmp_path: Path) -> Path:
     item.resolved["model"]["name"] = "theirs/gpt"
     row = {
         "schema_version": 2, "trial_id": item.trial_id, "terminal": True, "outcome": "oom", "device": "simulated",
-        "reason": "too [red]small\x1b", "phase": "step 0, forward", "trial": item.resolved, "oom_request_bytes": 2 * GIB, "oom_allocated_bytes": 12 * GIB,
-        "oom_reserved_bytes": 13 * GIB, "memory_limit_bytes": 14 * GIB, "unlimited_peak_reserved_bytes": 30 * GIB,
+        "reason": "too [red]small\x1b", "phase": "step 0, forward", "trial": item.resolved,
+        "oom_request_bytes": 2 * GIB, "oom_allocated_bytes": 12 * GIB, "oom_reserved_bytes": 13 * GIB,
+        "memory_limit_bytes": 14 * GIB, "unlimited_peak_reserved_bytes": 30 * GIB,
         "oom_parts_bytes": {"parameters": 1 * GIB, "activations": 13 * GIB},
     }  # fmt: skip
     (tmp_path / "journal.jsonl").write_text(json.dumps(row) + "\n")
