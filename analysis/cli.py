@@ -1,8 +1,6 @@
 """The verbs that read rows: fits, figures, tables, a report. vramsweep/verbs.py says what each is for, options.json
 what each takes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

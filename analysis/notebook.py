@@ -11,8 +11,6 @@ UserError, in a line or two, for what its caller can fix.
 Not covered: sweeping, which takes hours and belongs in a terminal; how results look (display.py).
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tempfile

@@ -5,8 +5,6 @@ a row; `Verb.parser` only imports the verb's module. To add a verb, add an entry
 to harness/verbs/ (if it runs something) or a function to analysis/cli.py (if it reads rows).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import json

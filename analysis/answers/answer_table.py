@@ -5,8 +5,6 @@ To add one, add an entry to `ANSWERS`, its name to harness/spec/runner_table.py,
 `answer: NAME`.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

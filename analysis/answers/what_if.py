@@ -4,8 +4,6 @@ These are replays, not measurements, and each table says so. Its first row is th
 with the verdict whether it matched the recording.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pandas as pd

@@ -12,8 +12,6 @@ Rows of several ranks are left out, because how far their communication overlaps
 speeds (harness/hardware/roofline_efficiency.py). Both are estimates: they never enter a measured column, figure or fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Steady movement is a trend (trends.py); a change has a position on the axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise

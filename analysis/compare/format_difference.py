@@ -1,7 +1,5 @@
 """Differences in words: percent, factors if they are large, bytes in one unit."""
 
-from __future__ import annotations
-
 from vramsweep.analysis.data.metrics import GIB, unit_of
 
 FACTOR = 1.5  # from this ratio on, either way, a factor says more than percent

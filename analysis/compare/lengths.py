@@ -3,8 +3,6 @@
 In: groups of rows. Out: sentences and a table. All sizes are in bytes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field

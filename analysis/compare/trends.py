@@ -7,8 +7,6 @@ Neighbours along a sweep may be alike (drifting clocks, an allocator's segments)
 Intervals are wider by the autocorrelation that the residuals show.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

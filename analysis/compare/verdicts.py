@@ -5,8 +5,6 @@ must be equal for two rows to make a pair, except the source of imported rows. E
 with its reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache

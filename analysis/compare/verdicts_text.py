@@ -1,7 +1,5 @@
 """A comparison in words: verdicts over all pairs first, then changes along the axis, then the pairs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A spreadsheet reads a CSV cell that begins with =, +, - or @ as a formula, whoev
 by an apostrophe before it, which `as_it_was` removes. Parquet marks text itself.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Groups of rows of equal settings, which share a curve: requested settings and detected values tell them apart."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

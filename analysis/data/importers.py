@@ -5,8 +5,6 @@ becomes cells with a declared mapping (mapping.py), then rows (imported_rows.py)
 origin in `foreign` and are never grouped with our own. What a file does not state is null.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

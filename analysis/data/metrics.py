@@ -3,8 +3,6 @@
 Fits use the column's own unit (bytes, seconds); `scale` turns it into the unit that people read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

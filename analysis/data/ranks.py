@@ -1,7 +1,5 @@
 """Statistics over ranks: a row's memory is that of its worst rank, and its list of all shows the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Warnings about rows before anybody reads them: several systems, flags, trials whose memory did not repeat."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pandas as pd

@@ -4,8 +4,6 @@ Readers look for their GPU, then along its rows to a length. Therefore length is
 is solid as far as rows ran, hatched as far as a new run is safe; a tick is the estimate.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the allocator may use of a GPU, as lines in a figure: the rows' own GPU, and others that are near."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

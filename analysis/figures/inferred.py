@@ -4,8 +4,6 @@ Measured points are markers. Inferred ones are a thin line with the band in whic
 both. They are read from inferred.jsonl, next to the journal.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

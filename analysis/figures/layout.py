@@ -4,8 +4,6 @@ A file explains itself: its title is above; GPU, versions and source are below i
 96 px are an inch, 4/3 px a point.
 """
 
-from __future__ import annotations
-
 import html
 import math
 import textwrap

@@ -1,7 +1,5 @@
 """Figures of peak memory against length: rows, their fit, where a new run lies, what did not fit, and residuals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

@@ -3,8 +3,6 @@
 The panels share their axis, so that all of them show where a difference begins.
 """
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ the peak of each part next to that of the steps.
 In: rows. It does not show what the memory is for, as composition.py does.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

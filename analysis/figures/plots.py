@@ -3,8 +3,6 @@
 Each figure carries the data that it shows with the trial ids of its source rows, and a line on what these rows are.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Figures of predictions compared with measurements: one against the other, and the relative prediction errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 

@@ -1,8 +1,6 @@
 """Figures of a run step by step: how long a step takes, whether reserved memory has stopped rising, and, if lengths
 vary, reserved memory under each allocator setting."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

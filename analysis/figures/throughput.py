@@ -1,7 +1,5 @@
 """Figures of speed against length: measured tokens, samples and steps per second, share of the GPU's peak, estimate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

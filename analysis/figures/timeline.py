@@ -5,8 +5,6 @@ In: the data of `vramsweep timeline --json` (harness/verbs/timeline.py, runners/
 in bytes.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Mapping, Sequence

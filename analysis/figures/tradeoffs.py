@@ -1,7 +1,5 @@
 """Figures of trade-offs: memory over batch and length at once, and memory against speed."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

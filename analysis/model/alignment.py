@@ -7,8 +7,6 @@ Qwen1.5-0.5B, Llama-3.2-1B and phi-1.5 (results/reference/replayed_lengths.csv) 
 up to 1 % either way. Else the share is half-normal: the public Qwen1.5-0.5B sweep, of torch 2.2, has 1.6 to 3.2 %.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import cached_property
 

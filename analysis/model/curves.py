@@ -4,8 +4,6 @@ A peak of memory is the largest of several moments. Each is a level, a line, or 
 scores. estimate.py finds them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

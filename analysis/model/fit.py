@@ -11,8 +11,6 @@ first available of three bases:
 The first two are in predictors.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Fits in words and as JSON: bytes per token, fixed part, knots, dominant parts of memory, and uncertainty."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

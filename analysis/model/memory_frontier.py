@@ -8,8 +8,6 @@ Measured rows come first and are never contradicted. A fit adds the safe value, 
 A value beyond the measured range is marked as extrapolated. Beyond four times the longest measured value there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -8,8 +8,6 @@ length on, so forward tells what its own few points cannot.
 Other steps than the probed one may peak higher; the difference is carried along as observed (`beyond`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ probable each kind is, and how much each observation counts. The kinds are alway
 can be shown whatever the values of a fit are based on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

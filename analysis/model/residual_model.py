@@ -6,8 +6,6 @@ the excess instead of a second free curve a difference estimator. Monte Carlo me
 (Glasserman 2003, ch. 4.1).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -5,8 +5,6 @@ of residuals before and after a length are compared. A jump stands out of all su
 value, and has its two sides apart. Lengths, alone or in short runs, that go as far and return are wavering.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

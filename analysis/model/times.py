@@ -5,8 +5,6 @@ step is modelled as these three parts, times one common factor or a factor each.
 wins, with more the three. Errors are proportional to the time.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 

@@ -3,8 +3,6 @@
 In: rows, groups, fits and limits. Out: a `Card`, which a template lays out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 In: a comparison and its two tables. Out: the page.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Everything that a report or a paper folder shows, computed once from a table."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 In: a folder. Out: the page. Sweeps more than two folders down are not found.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Callable, Sequence

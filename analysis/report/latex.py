@@ -6,8 +6,6 @@ a note says so. Nothing is shrunk. Numbers are siunitx's (version 3), with units
 Computer Modern at 8 pt, which is wider than most other fonts.
 """
 
-from __future__ import annotations
-
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence

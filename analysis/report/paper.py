@@ -7,8 +7,6 @@ In: rows. Out: the folder; harness/files/outputs.py decides which of its files m
 recordings beyond those that a table shows stay in the sweep's folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

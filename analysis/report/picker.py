@@ -5,8 +5,6 @@ several kinds (measured, predicted, imported), the kind is an axis too. Values a
 them into their traces (`meta.settings`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ In: rows alone. Out: a `Summary` and its text, at the largest length (or batch) 
 unknown. Curves and intervals are in the report and `vramsweep fit`; answers of presets are in analysis/answers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

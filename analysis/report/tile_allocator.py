@@ -3,8 +3,6 @@
 Measured pairs come first, then imported ones. Predicted pairs answer only if no GPU ran a pair.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 In: a table. Out: files; harness/files/outputs.py decides which files of a folder may be replaced or deleted.
 """
 
-from __future__ import annotations
-
 import shlex
 import textwrap
 from collections.abc import Callable, Collection, Sequence

@@ -5,8 +5,6 @@ below the one before. A segment goes to the lowest address in a chunk where it f
 none, it begins a new chunk. The memory that libraries and the driver take for themselves in between is not modelled.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 from vramsweep.harness.allocator.config import MIB

@@ -4,8 +4,6 @@ Hydra calls a `HydraTask`, either once with all configurations (through hydra_pl
 All at once are only collected. Batches come from a sweeper that looks at results; the sweep's session answers them.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shlex

@@ -3,8 +3,6 @@
 It imports nothing heavy, so that a mistyped name is refused before anything heavy is imported.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Values in Hydra's grammar for overrides: writing a value, and splitting values at their commas."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise

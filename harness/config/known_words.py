@@ -3,8 +3,6 @@
 It imports nothing heavy, so that a mistyped word is refused before anything heavy is imported.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

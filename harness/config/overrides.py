@@ -4,8 +4,6 @@ In: words as typed. Out: words with today's names. Words that Hydra would take o
 errors become messages that say what is allowed.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

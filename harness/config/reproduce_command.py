@@ -3,8 +3,6 @@
 The command leaves out what conf/ says already, so it is short. It gives the same trial with the conf/ next to it.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Hydra's configurations turned into plain values, and the resolvers that conf/ refers to."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ it with more indent, is the setting's meaning. The first lines of a file describ
 the settings of conf/config.yaml begins a section. Techniques and GPUs are described in their own tables.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import textwrap

@@ -4,8 +4,6 @@ Examples: --seq-len 512, batch_size=8, gpu=H100-80GB, model=Qwen/Qwen3-8B, seq_l
 refused before Hydra, or anything else that is heavy, is imported.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import re

@@ -4,8 +4,6 @@ Reading a pipe would wait, and a device has no end. A link is followed only if `
 file. This module is not for files that the user names for other purposes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

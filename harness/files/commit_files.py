@@ -1,7 +1,5 @@
 """The files of a commit of the user's git repository, in a folder of their own."""
 
-from __future__ import annotations
-
 import io
 import subprocess
 import tarfile

@@ -4,8 +4,6 @@ A name never leads out of the folder that it is made in. Not checked are folders
 --out), and links in them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vramsweep.harness.messages.terminal import escape_text

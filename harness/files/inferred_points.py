@@ -5,8 +5,6 @@ measured point that differs only in length and batch). Each known column has its
 a 95 % interval, bytes) and `_basis`: prediction+residual or curve.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Collection, Iterable, Mapping

@@ -1,7 +1,5 @@
 """The check that a verb's source of rows exists, made before the import of what reads rows, which takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -6,8 +6,6 @@ files on the list that are unchanged are replaced or deleted. They must also be 
 protection against others who write into the folder at the same time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools

@@ -4,8 +4,6 @@ Python's own reader takes any whole number, even one that fits neither a float n
 its stack ends, and a copy of the same value then overruns the stack.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -6,8 +6,6 @@ environment has it under such a name. Other secrets are not found. What a worker
 own files) is not searched. Every search takes time in proportion to the text.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping

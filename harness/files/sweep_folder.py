@@ -4,8 +4,6 @@ Its own files are journals, plans, logs, recordings and traces. Known limit: a s
 `trials` and has no report yet is taken for such a folder of own files.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

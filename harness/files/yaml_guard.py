@@ -4,8 +4,6 @@ OmegaConf copies what an alias stands for, so a file of a few lines can need mor
 objects are not checked, because Hydra's loader knows none (see `yaml_problem`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import yaml

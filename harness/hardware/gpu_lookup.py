@@ -8,8 +8,6 @@ sparsity, and of tensor cores with fp32 accumulation. Memory has two figures: th
 which is less.
 """
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import dataclass, replace

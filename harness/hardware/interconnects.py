@@ -13,8 +13,6 @@ Not covered: reductions within NVSwitch (NVLS), which can halve an all-reduce; s
 shared by several GPUs; host memory (offload).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable

@@ -7,8 +7,6 @@ Real kernels reach neither peak, so a real step is usually slower.
 runners/trace/operator_cost.py finds a step's kernels; analysis/compare/calibrate.py finds efficiencies.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ from reference runs. The file names its sources, and how far off the factors wer
 The result is an estimate: it never enters a measured column.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ on several GPUs is itself to blame until it works somewhere; its failures count 
 rests and the breaker decides (trial_loop.py). GPUs of another model than the first are ignored; trials seldom get them.
 """
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -13,8 +13,6 @@ trials of this sweep. Otherwise we wait for it, then report which processes hold
 Memory in use before the sweep began is the flag high_baseline's (harness/rows/quality_flags.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import tempfile

@@ -3,8 +3,6 @@
 runners/predict/replay_trace.py predicts the memory of the tensors, and runners/measure/counters.py measures it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Look-up of a model's config.json: in a folder, in the hub's cache, or by a request to the hub."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -3,8 +3,6 @@
 A reading that this machine does not give is None. runners/measure/step_meter.py reads what torch sees.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

@@ -6,8 +6,6 @@ section and examples, and makes the whole help text.
 Hydra reads the settings, GROUP=OPTION and KEY=VALUE (overrides.py, settings_reference.py).
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Sequence

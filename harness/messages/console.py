@@ -1,7 +1,5 @@
 """Rich's console for text from outside: markup off, and nothing that a terminal would act on (terminal.py)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterable, Sequence
 from typing import IO, Any

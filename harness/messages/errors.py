@@ -1,7 +1,5 @@
 """The one exception that means "the user can fix this": its text is printed alone, without a traceback."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vramsweep.harness.messages.terminal import escape_text

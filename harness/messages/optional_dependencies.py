@@ -3,8 +3,6 @@
 Packages of single techniques are not listed: the techniques say what they need (spec/techniques/schema.py).
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers to a mistyped command line: what was wrong, what is allowed, what to type. Text from data."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence

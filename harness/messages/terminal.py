@@ -10,8 +10,6 @@ that for an error of a file of its own. A sweep ends so too: finished rows are k
 Not escaped: log files, which hold what a worker wrote, as it wrote it; line ends, which a name may hold too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

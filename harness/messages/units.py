@@ -7,8 +7,6 @@ bare number everywhere, in any currency, the same for all.
 PyTorch reads the sizes in PYTORCH_CUDA_ALLOC_CONF (allocator/config.py).
 """
 
-from __future__ import annotations
-
 import math
 import re
 

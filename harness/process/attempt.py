@@ -16,8 +16,6 @@ the lock while it starts and notes a process. Otherwise another thread might tak
 only.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

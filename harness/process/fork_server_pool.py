@@ -4,8 +4,6 @@ Concurrent attempts share them. A fork server that is lost, or has to make room 
 with the last attempt that has a worker of it.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

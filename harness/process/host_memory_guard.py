@@ -6,8 +6,6 @@ cores. A faster one meets the kernel's killer, which takes a worker before the l
 Not covered: the device's memory (gpu_occupancy.py), swap.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

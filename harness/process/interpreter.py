@@ -1,7 +1,5 @@
 """Command lines of our own processes, and the Python that a user's command runs in, which may be another than ours."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil

@@ -6,8 +6,6 @@ waits for the launcher's end and kills all that carry its mark. If the guard is 
 folder does so. Not covered: a process that has cleared its environment and left its session, once the launcher is dead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

@@ -4,8 +4,6 @@
 is the copy that this file belongs to, installed or not. Its parent folder is searched last, for hydra_plugins.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import runpy

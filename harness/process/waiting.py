@@ -4,8 +4,6 @@ A log belongs to the process that appends to it. We only keep it small and read 
 floods its output would fill the disk by the morning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

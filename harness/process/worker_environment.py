@@ -5,8 +5,6 @@ measurement. Neither is passed on. Of the others, a row records those that can c
 by its variable's name or its form, is passed on, because a hub needs its token, but never recorded.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Names of the files by which a worker and its parent communicate, and of records in them."""
 
-from __future__ import annotations
-
 SPEC, RESULT, STEPS, RECORDING = "spec.json", "result.json", "steps.jsonl", "recording.pickle"
 LOGS = ("stdout.log", "stderr.log")
 PREDICTIONS = "predictions-*.jsonl"  # of an attempt that predicts many trials: one line per answer

@@ -4,8 +4,6 @@ A run is predicted (a trace's storages, runners/predict/explanation.py), recorde
 only). All sizes are in bytes. A difference is B minus A.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest

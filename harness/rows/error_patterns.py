@@ -4,8 +4,6 @@ The texts come from CUDA's runtime and driver (cudaGetErrorString, cuGetErrorNam
 Others come from torch, NCCL, triton and bitsandbytes.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass

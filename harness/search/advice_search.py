@@ -3,8 +3,6 @@
 In: single changes, and a function that predicts combinations of them. Out: `Advice`.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import defaultdict

@@ -13,8 +13,6 @@ Fitting is not always monotonic (fragmentation, alignment). A search then ends a
 between which values trials contradict it. `Bisection` names values; its caller runs their trials.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

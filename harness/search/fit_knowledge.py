@@ -4,8 +4,6 @@ Kernels pad lengths that `PADDED_TO` does not divide. So a length that it divide
 it does not divide. Apart from that, more tokens of either axis never need less.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ that is not known without tracing is taken from the neighbours. Then the margin 
 a straight line between its neighbours. A point without an answer is neither tried again nor estimated.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A new change is an entry in memory_savings.json. A prediction tells whether one 
 of settings and techniques tell which of them a trial can have (spec/trial.py).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ fit, no larger value fits. Out: a value that fits, of which the next on the grid
 runners/worker/largest_server.py searches every single length, whose need jumps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -3,8 +3,6 @@
 Points are whole numbers: values along an axis, or positions in a list.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 

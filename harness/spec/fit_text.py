@@ -1,7 +1,5 @@
 """Sentences on whether a trial fits, used by every verb that answers it. Pure text from sizes in bytes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES, SHORTFALL, reported_bytes

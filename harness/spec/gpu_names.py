@@ -1,7 +1,5 @@
 """GPU names as people type them: the listed GPU that is meant, or what to type instead. Text from the table of GPUs."""
 
-from __future__ import annotations
-
 import re
 
 from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu

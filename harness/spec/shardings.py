@@ -3,8 +3,6 @@
 A new sharding is an entry in shardings.json and a module; the tuples below the table follow from it.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

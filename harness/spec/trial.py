@@ -6,8 +6,6 @@ and whether an attempt runs cold or warm belong to the sweep (run_trials.py); th
 do not enter it.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A trial's id: a hash of what changes the measurement. Names and settings left at their defaults do not enter it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

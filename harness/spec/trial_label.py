@@ -1,7 +1,5 @@
 """A trial as short text, for lines of progress and tables."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vramsweep.harness.spec import command_template, length_distribution, trial_rules

@@ -1,7 +1,5 @@
 """The parser of plain values to a valid Trial: types, canonical texts, fingerprints of files, rules of all tables."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import re

@@ -1,7 +1,5 @@
 """Rules against settings that contradict each other; each says why a trial cannot run, and what to change."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

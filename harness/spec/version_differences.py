@@ -7,8 +7,6 @@ transformers are tensors of a model that its code made, kept or copied. Behaviou
 as that of the installed version.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

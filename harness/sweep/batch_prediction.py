@@ -5,8 +5,6 @@ Each line is a trial's: {"trial_id": id, "result": as a result file holds it, "r
 seconds or null}. A trial that stays unanswered gets an attempt of its own (trial_loop.py).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import sys

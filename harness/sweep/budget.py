@@ -5,8 +5,6 @@ this command; the time of earlier commands of the sweep is not counted. Not cove
 and that trials of several slots run at once.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from bisect import bisect_left, insort

@@ -4,8 +4,6 @@ A trial's settings of one part (its model, its allocator, ...) are called by tha
 apart.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ needs no more than it. The GPU may have been fragmented by chance, or shared. Th
 names the trial that it depends on. Pure.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 

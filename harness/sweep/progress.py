@@ -5,8 +5,6 @@ by what varies in their sweep (labels.py). Not covered: progress as another proc
 (harness/verbs/status.py), the text at the end (analysis/report/summary.py).
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections import Counter

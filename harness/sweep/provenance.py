@@ -3,8 +3,6 @@
 `system_of` in rows/schema.py decides which of these make two rows comparable.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 

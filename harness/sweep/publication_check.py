@@ -7,8 +7,6 @@ row got when it was made count as well. docs/how_measurement_works.md has the th
 Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right (validate.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ It is made from rows alone, so that predictions (harness/verbs/predict.py) and r
 one table. – means unknown.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

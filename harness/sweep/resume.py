@@ -1,7 +1,5 @@
 """The finished trials of a sweep's folder, the remaining ones, and the orphans that a killed sweep has left."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """The row of an attempt: what the parent knows before it, what the attempt left, and its outcome."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 This process, the parent of all workers, is the only writer of the journal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -7,8 +7,6 @@ rests, and a trial that has failed on one GPU waits for another (gpu_health.py).
 Of GPUs that differ, only those of the first one's name are resources, unless a trial needs all of them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

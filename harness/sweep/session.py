@@ -1,7 +1,5 @@
 """One command's sweep: the trials, folder, launcher and rows that all its batches share."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

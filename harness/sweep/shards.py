@@ -6,8 +6,6 @@ depends on what can run there. So a package that one node lacks moves no trials 
 the whole, and no axis is one shard's alone. Pure, except for `refuse_other_division`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -6,8 +6,6 @@ what counts as finished, are decided where the trials run. A job that must end (
 flushes its journal, ends its workers and goes back into the queue.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """The progress of a sweep, from its folder alone: readable while it runs, by anyone, without a lock."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Each attempt of a trial runs in a slot, from its settings to its row.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Every figure is a prediction of its own, a row of the sweep results/MODEL-RUNNER
 harness/questions/advice.py chooses what is predicted and which combination is best.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shlex

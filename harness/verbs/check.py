@@ -1,7 +1,5 @@
 """`check`: the claims of results folders that may be published, on one screen."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from collections.abc import Sequence

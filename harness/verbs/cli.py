@@ -1,7 +1,5 @@
 """Dispatch to the verbs that run something, each a module with `main`. The entry point is vramsweep/__main__.py."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Sequence
 from types import ModuleType

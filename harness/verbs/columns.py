@@ -1,7 +1,5 @@
 """`columns`: the columns of a row, its outcomes and flags, runners and shardings."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

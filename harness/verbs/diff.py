@@ -3,8 +3,6 @@
 trace_diff.py compares the runs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

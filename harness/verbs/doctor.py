@@ -3,8 +3,6 @@
 It lists environment variables that would falsify results. It reads what machine.py reads; it starts nothing on a GPU.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

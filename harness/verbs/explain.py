@@ -3,8 +3,6 @@
 runners/predict/explanation.py finds the parts; timeline.py shows every event of a step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import shlex

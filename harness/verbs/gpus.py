@@ -1,7 +1,5 @@
 """`gpus`: the table of GPUs that device.gpu can name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -3,8 +3,6 @@
 typed_words.py reads the settings, overrides.py Hydra's options.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

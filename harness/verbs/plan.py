@@ -1,7 +1,5 @@
 """`plan`: the trials that a sweep would run, those that cannot run and why, the memory needed, the time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vramsweep.harness.sweep.session import refuse_invalid

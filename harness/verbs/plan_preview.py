@@ -2,8 +2,6 @@
 predicted to fit the GPU, and the expected time.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

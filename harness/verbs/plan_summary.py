@@ -2,8 +2,6 @@
 cannot run with their reasons. Pure; plan_preview.py has the expected times.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ All else is as in other sweeps: words (run_words.py), rows and folder (run_trial
 (batch_prediction.py).
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

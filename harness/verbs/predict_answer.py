@@ -3,8 +3,6 @@
 predict.py makes the rows, harness/sweep/result_table.py the table.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ All else is as in other sweeps: words (run_words.py), rows and folder (run_trial
 placeholders; runners/scripts/launch_command.py runs the command, and runners/scripts/observer.py watches it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -3,8 +3,6 @@
 Words become configurations (harness/config/compose.py), and these become trials and rows (harness/sweep/session.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -4,8 +4,6 @@
 journal. sweep_status.py defines the counts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

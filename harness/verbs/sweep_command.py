@@ -1,7 +1,5 @@
 """`vramsweep sweep`: every combination of the settings' values, run as trials (run_words.py)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vramsweep.harness.verbs import run_words

@@ -1,7 +1,5 @@
 """`techniques`: the values of each setting that trades memory, time or exactness."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

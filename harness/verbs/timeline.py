@@ -3,8 +3,6 @@
 A process of the analysis draws the figure. kept_timelines.py finds the timelines. A snapshot has every event instead.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

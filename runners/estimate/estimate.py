@@ -1,7 +1,5 @@
 """The public function `vramsweep.estimate`, and what it returns."""
 
-from __future__ import annotations
-
 import html
 import json
 import tempfile

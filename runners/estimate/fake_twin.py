@@ -5,8 +5,6 @@ it is used. Functions are copied if they hold modules, tensors or lists, so that
 cannot be copied (a lock, a file, a stream) is shared.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import types

@@ -3,8 +3,6 @@
 Other threads of the process must not use torch meanwhile, because operators are replaced (runners/trace).
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -3,8 +3,6 @@
 In: a `Request`. Out: a trace, a trial that stands for it, and sentences on what the trace does not cover.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import tempfile

@@ -3,8 +3,6 @@
 In: a trace, settings of the allocator, a limit. Out: an `Explanation`. All sizes are in bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any

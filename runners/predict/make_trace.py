@@ -3,8 +3,6 @@
 In: a trial and a GPU. Out: the trace, and the row's columns about what was built.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from functools import partial

@@ -5,8 +5,6 @@ Fake tensors have no values, so the samples on the host answer. A trial's batche
 its samples is, packed if any holds several documents.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

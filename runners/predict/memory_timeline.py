@@ -3,8 +3,6 @@
 In: a trace, settings of the allocator, a limit. Out: the data of a figure, from a replay. All sizes are in bytes.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterator, Sequence

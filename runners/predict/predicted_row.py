@@ -3,8 +3,6 @@
 In: a trial, its trace, columns about what was built. Out: the row's columns, and the error that ended the run.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

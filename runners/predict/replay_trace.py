@@ -4,8 +4,6 @@
 allocator; this module only splits the replay into phases and finds what the peak was made of.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ and for the user (user_cache.py), under a hash of what it does depend on. The cu
 when it is read. A file is JSON, with its CRC-32 as the last line; a trace whose file is not as written is made anew.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -6,8 +6,6 @@ that a row records. Callers decide of which trials anything is kept, what a file
 (trace_cache.py, symbolic_candidate.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

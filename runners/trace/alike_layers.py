@@ -10,8 +10,6 @@ part for every parameter may be larger there: the stack of all gradients' norms,
 parameters. runners/predict/make_trace.py decides which trials have such layers, and traces them.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence, Set

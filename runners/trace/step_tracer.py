@@ -7,8 +7,6 @@ element (`torch.tensor(0.0)`, the optimizer's step counters) are computed for re
 "copied to the GPU", in the first operator that gets them. cuda_emulation.py makes torch choose operators as on CUDA.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -11,8 +11,6 @@ line of the forward operator that made the node, found by sequence numbers too: 
 operator is dispatched. Lines of a runner's own loop are "".
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import sysconfig

@@ -4,8 +4,6 @@ Nothing here imports torch, so that a stored trace is read, replayed and explain
 traces; runners/predict/replay_trace.py replays them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """A small MLP whose gradients come about in several ways, none of them `loss.backward()`; and one with an operator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Targets of several ranks, which divide their model themselves: DistributedDataParallel, FSDP, or not at all."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 locale of cp1252, where reading or writing a text without saying its encoding is an error. Libraries are imported first:
 theirs is their own way to be elsewhere."""
 
-from __future__ import annotations
-
 import codecs
 import importlib
 import os

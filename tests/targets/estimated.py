@@ -1,7 +1,5 @@
 """Models, batches and losses that `vramsweep.estimate` and `runner=custom runner.options.name=NAME` both run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

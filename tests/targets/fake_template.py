@@ -1,8 +1,6 @@
 """A template that speaks the protocol (harness/process/fork_server.py); `mode` is how the first one started
 misbehaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Targets of the custom runner that misbehave, each in one way; and one that behaves."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Targets whose steps depend on the length of their batches in ways of their own."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Custom targets that name the device "cuda": one as docs/own_script.md writes it, others that cannot be predicted."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ rest is ours.
 Of first attempts one in fifty is killed and one in a hundred hangs, where $DISTURBED is set.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

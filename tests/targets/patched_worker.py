@@ -8,8 +8,6 @@ the measured steps; a line in the file `order` for each rank that is there, and 
 cannot fork ranks itself: its process has run tensor operations.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The trainings of tests/scripts as custom targets, to be measured by our own runner."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Targets whose traces go wrong, each in one way; and one that behaves."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

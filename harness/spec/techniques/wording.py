@@ -1,7 +1,5 @@
 """The techniques as sentences and plain values, for the documentation, the terminal and programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from vramsweep.harness.spec.runner_table import technique_runners

@@ -3,8 +3,6 @@
 The recordings and rows are the GPU's own; nothing here was fitted to them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

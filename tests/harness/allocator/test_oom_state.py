@@ -1,7 +1,5 @@
 """Who has the memory when a request fails: recordings, counted here once more, and one made by hand."""
 
-from __future__ import annotations
-
 import pickle
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Out-of-memory errors of public logs, against numbers read from them by hand (GiB)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`diff`: which line requests the memory that is new, and how much, against counts by hand and published numbers."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import subprocess

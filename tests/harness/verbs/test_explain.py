@@ -1,7 +1,5 @@
 """`explain`: what is said of an explanation, its sums, and of mistakes."""
 
-from __future__ import annotations
-
 import json
 import re
 from io import StringIO

@@ -1,7 +1,5 @@
 """`vramsweep predict`: its ranges, its mistakes, and what it shows; planning thousands of trials."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The fixture `predicted`, used as somebody's own test would."""
 
-from __future__ import annotations
-
 import pytest
 from conftest import refusal
 

@@ -1,7 +1,5 @@
 """`why` of rows, and what it predicts only if the settings are the user's or ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

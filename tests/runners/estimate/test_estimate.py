@@ -1,7 +1,5 @@
 """`vramsweep.estimate` is byte-identical to runner=custom, and says in words what it takes models as."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

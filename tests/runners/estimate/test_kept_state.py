@@ -1,7 +1,5 @@
 """Everything that a process has of torch is as it was before `estimate`, also after an error, and training goes on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

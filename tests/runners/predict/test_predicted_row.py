@@ -1,7 +1,5 @@
 """device=simulated end to end, and against what others measured."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A trace of few layers that is lengthened is the trace of all; what is not alike is refused, and traced whole."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import fields, replace
 from itertools import pairwise

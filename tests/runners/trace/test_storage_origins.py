@@ -1,7 +1,5 @@
 """Every storage of a trace names the module and the operator that asked for it, and no trace changes for it."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from pathlib import Path
