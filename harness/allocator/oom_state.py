@@ -138,7 +138,7 @@ def choose_device(
     if chosen is None:
         known = ", ".join(str(one.device) for one in found) or "none"
         raise RecordingError(f"{name} has no {'' if device is None else f'device {device} among its '}devices: {known}")
-    why = "its request failed first" if failed else "it has most memory allocated"
+    why = f"its request failed{' first' * (len(failed) > 1)}" if failed else "it has most memory allocated"
     others = [f"{one.device}{' (a request failed)' * (one.device in failed)}" for one in found if one is not chosen]
     return chosen, why if device is None else "--device names it", others
 
