@@ -12,6 +12,8 @@ proportional to the value). The choice of a kind, curves, intervals and the effe
 memory) all follow from it. Nothing here knows bytes or rows.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
