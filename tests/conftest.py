@@ -132,6 +132,11 @@ def literal_cases(name: str) -> list[tuple[Any, ...]]:
     return [tuple(ast.literal_eval(cell) for cell in line if not cell.startswith("#")) for line in cases(name)]
 
 
+def source(name: str) -> str:
+    """Return the text of a program or file that a test gives to a process: tests/data/children/NAME."""
+    return (ROOT / "tests" / "data" / "children" / name).read_text()
+
+
 def parametrized(name: str, **more: Any) -> pytest.MarkDecorator:
     """Parametrize a test with the literal cases of tests/data/tables/NAME.tsv, whose headings name arguments."""
     names = [one for one in _lines(name)[0] if not one.startswith("#")]

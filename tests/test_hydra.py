@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS, Cli, parametrized, tiny
+from conftest import ROOT, TARGETS, Cli, parametrized, source, tiny
 from hydra.core.plugins import Plugins
 
 from vramsweep import __main__ as front_door
@@ -27,33 +27,7 @@ from vramsweep.harness.verbs import run_words
 
 # A stand-in for Optuna's sweeper (hydra-optuna-sweeper 1.3.0 with optuna 5.0.0): batches of its own choosing, the value
 # taken with float(), a trial told failed if that raises, and a study that ends with an error when it is told NaN.
-SWEEPER = """
-import json, math
-from pathlib import Path
-from hydra.core.plugins import Plugins
-from hydra.plugins.sweeper import Sweeper
-
-class Sweep(Sweeper):
-    def __init__(self, batches): self.batches = batches
-    def setup(self, *, hydra_context, task_function, config):
-        self.config = config
-        self.launcher = Plugins.instance().instantiate_launcher(
-            hydra_context=hydra_context, task_function=task_function, config=config)
-    def sweep(self, arguments):
-        told, index = [], 0
-        for batch in self.batches:
-            returns = self.launcher.launch([[*arguments, *words] for words in batch], initial_job_idx=index)
-            index += len(returns)
-            for one in returns:
-                try:
-                    value = float(one.return_value)
-                except (ValueError, TypeError):
-                    told.append(None)
-                    continue
-                assert not math.isnan(value), "Values were told. Values cannot be specified when state is FAIL"
-                told.append(value)
-        Path(self.config.results, "told.json").write_text(json.dumps(told))
-"""
+SWEEPER = source("sweeper_of_optuna.txt")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 import reference_runs
 import validate
 import validation
-from conftest import ROOT, TARGETS, Cli, cases, refusal
+from conftest import ROOT, TARGETS, Cli, cases, refusal, source
 from published_readings import Reading
 from reference_runs import OtherTools, ReadingRequest
 
@@ -38,28 +38,7 @@ def file(tmp_path: Path, text: str) -> Path:
 
 
 def test_a_run_with_all_that_it_may_say(tmp_path: Path) -> None:
-    text = """
-source: someone/project a.csv@0123
-title: project
-grade: B
-versions: {transformers: '4.40.0'}
-context: 1.5 GiB
-overrides: [model=gpt2, "+versions.deepspeed=0.14.2", micro_batch=1]
-runs:
-  - name: one
-    grade: A
-    versions: {torch: 2.10, numpy: 2}
-    overrides: [micro_batch=4, "runner.target={here}/a.py:build"]
-    measured:
-      - {quantity: allocated, value: 2, unit: MiB}
-      - {quantity: reserved, phase: forward, value: 24.81, unit: percent, of: 95.0396 GiB, note: read off}
-      - {quantity: step, value: 250, unit: ms}
-      - {quantity: tokens/s, value: 3.5e3, unit: per card}
-      - {quantity: outcome, value: oom}
-    note: why
-    cannot: not today
-  - {name: two, measured: [{quantity: device, value: 1, unit: GB}]}
-"""
+    text = source("published_run.yaml")
     (one, two), mistakes = published_readings.read(file(tmp_path, text))
     assert not mistakes
     assert (one.title, one.source, one.name, one.grade, one.note, one.cannot) == (
@@ -186,25 +165,7 @@ def test_what_moves_with_batch_and_length() -> None:
 
 @pytest.mark.slow
 def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None:
-    text = """  - name: tiny
-    measured:
-      - {quantity: allocated, value: 1, unit: MiB}
-      - {quantity: tokens/s, value: 32, unit: all}
-      - {quantity: device, value: 800, unit: MiB}
-      - {quantity: reserved, value: 100, unit: MiB}
-  - name: like 4.40
-    overrides: [padding=0.5]
-    versions: {transformers: 4.40.0, numpy: '1.0'}
-    measured: [{quantity: allocated, value: 1, unit: MiB}]
-  - {name: no model, overrides: [model=nothing], measured: [{quantity: outcome, value: ok}]}
-  - {name: two trials, overrides: ["seq_len=8,16"], measured: [{quantity: outcome, value: ok}]}
-  - {name: measured, overrides: [device=cpu], measured: [{quantity: outcome, value: ok}]}
-  - {name: compiled, overrides: [compile=default], measured: [{quantity: outcome, value: ok}]}
-  - {name: theirs, cannot: closed source, measured: [{quantity: outcome, value: ok}]}
-  - name: too much
-    overrides: [model=gpt2, seq_len=1024, micro_batch=64, device.gpu=t4-16gb]
-    measured: [{quantity: outcome, value: oom}]
-"""
+    text = source("published_runs_of_all_kinds.yaml")
     command = [file(tmp_path, HEAD + text), f"results={tmp_path}", "--json", "timeout_s=300"]
     told = cli.run(*command, status=1)
     record = json.loads(told.out)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from conftest import ROOT, cases, on_terminal, tiny
+from conftest import ROOT, cases, on_terminal, source, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table as RichTable
@@ -151,24 +151,7 @@ def test_what_python_says_of_an_error_that_nobody_caught_is_shown_too(tmp_path: 
     assert shown_to_act(done.stderr) == []
 
 
-LIVE = """
-import json, sys
-from vramsweep.harness.messages import terminal
-from vramsweep.harness.sweep import plan
-from vramsweep.harness.sweep.progress import choose_progress
-evil, values = json.loads(sys.argv[1])
-with terminal.escaped():
-    [[item]] = plan.expand_trials([values], 1)
-    progress = choose_progress(2, [item])
-    progress.began(evil)
-    print(evil)
-    print(evil, file=sys.stderr)
-    progress.starts(item)
-    progress.show({"outcome": "crash", "reason": evil}, item)
-    progress.note(evil)
-    progress.close()
-    print(evil)
-"""
+LIVE = source("evil_live_region.txt")
 
 
 def test_a_live_region_prints_what_others_say_as_text() -> None:

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import source
 
 from vramsweep.harness.process.signals import Deadline, Finished, Interrupts, ignore_hangup
 
@@ -100,27 +101,7 @@ def test_what_is_ignored_stays_ignored(number: int, tmp_path: Path) -> None:
         signal.signal(number, before)
 
 
-GONE = """
-import fcntl, os, signal, sys, termios, time
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
-from pathlib import Path; from vramsweep.harness.process.signals import Deadline, Finished, Interrupts
-fcntl.ioctl(1, termios.TIOCSCTTY, 0)
-interrupts = Interrupts(Path(sys.argv[1]) / "log")
-try:
-    with interrupts.heard(), interrupts.finishing():
-        print("ready", flush=True)
-        for _ in range(500):
-            time.sleep(0.02)
-            print("still here", file=sys.stderr, flush=True)
-            if interrupts.asked:
-                os.kill(os.getpid(), 1)
-                break
-        (Path(sys.argv[1]) / "row").touch()
-except Finished:
-    os.kill(os.getpid(), 1)
-    print("said to nobody", flush=True)
-    sys.exit(interrupts.status)
-"""
+GONE = source("terminal_that_goes.txt")
 
 
 def test_a_terminal_that_goes_is_asked_once_however_often_it_is_said(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ import signal
 from typing import Any
 
 import pytest
-from conftest import on_terminal, tiny
+from conftest import on_terminal, source, tiny
 
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.rows.schema import Row, complete_row
@@ -168,27 +168,7 @@ def test_a_file_is_no_terminal_whatever_colours_are_wanted(monkeypatch: pytest.M
     assert isinstance(progress.choose_progress(3), Lines)
 
 
-SWEEP = """
-import os, sys, time
-from vramsweep.harness.messages import terminal
-from vramsweep.harness.sweep import plan
-from vramsweep.harness.sweep.progress import choose_progress
-sys.path.insert(0, "tests")
-from conftest import tiny
-items = [item for of_one in plan.expand_trials([tiny(seq_len=n) for n in (8, 16)], 1) for item in of_one]
-with terminal.escaped():
-    region = choose_progress(2, items)
-    region.began("2 trials")
-    region.starts(items[0])
-    region.show({"outcome": "crash", "reason": "killed by signal 9"}, items[0])
-    region.starts(items[1])
-    time.sleep(1.2)
-    if sys.argv[1] == "killed":
-        os.kill(os.getpid(), 9)
-    region.show({"outcome": "ok"}, items[1])
-    region.close()
-    print("the report")
-"""
+SWEEP = source("sweep_with_a_region.txt")
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, parametrized, tiny
+from conftest import TARGETS, parametrized, source, tiny
 
 from vramsweep.harness.process import attempt, worker_files
 from vramsweep.harness.rows import outcome
@@ -61,22 +61,7 @@ def test_a_rank_is_told_what_torchrun_tells_it(tmp_path: Path) -> None:
             assert (name, real[name]) == (name, ours[name])
 
 
-MISSED = """
-import os, signal, time
-from vramsweep.runners.rank import rank_launcher
-def main(rank):
-    agent_itself = os.getppid()
-    if rank == 1:
-        os.kill(agent_itself, signal.SIGSTOP)  # it will find that both have ended
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    if os.fork() == 0:
-        time.sleep(0.5)
-        os.kill(agent_itself, signal.SIGCONT)
-        os._exit(0)
-    return 1  # as one whose collective failed
-print(rank_launcher.ranks(2, main))
-"""
+MISSED = source("rank_that_is_killed.txt")
 
 
 def test_the_rank_that_was_killed_is_to_blame_not_the_one_that_missed_it() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import BIN, PYTHON, SCRIPTS, command
-from conftest import TARGETS, Run, cases, tiny
+from conftest import TARGETS, Run, cases, source, tiny
 from targets import scripted
 
 from vramsweep.analysis.data import parts
@@ -189,37 +189,7 @@ def test_the_script_notices_nothing(run_sweep: Run, here: Path, monkeypatch: pyt
     assert {path.name for path in here.iterdir()} - before == {"t"}
 
 
-SHAPES = """
-import sys
-import venv
-import torch
-kind = sys.argv[1]
-w = torch.zeros(32, 32, requires_grad=True)
-net = torch.nn.Linear(32, 32)
-if kind == "compiled":
-    net = torch.compile(net, backend="eager")
-if kind == "in_place":
-    net.compile(backend="eager")
-tensors = [w] if kind == "functional" else list(net.parameters())
-optimizer = torch.optim.SGD(tensors, lr=0.1)
-scaler = torch.amp.GradScaler("cpu", enabled=kind == "scaled", init_scale=2.0**127)
-if kind == "fork":
-    import os
-    if os.fork():
-        os.wait()
-        os._exit(0)
-for step in range(30):
-    x = torch.randn(4, 32) * (1e6 if kind == "scaled" else 1)
-    loss = (x @ w).sum() if kind == "functional" else net(x).sum()
-    scaler.scale(loss).backward()
-    if kind == "groups":  # as DeepSpeed's third stage
-        optimizer.step()
-    scaler.step(optimizer)
-    scaler.update()
-    optimizer.zero_grad()
-    with torch.no_grad():
-        net(x)
-"""
+SHAPES = source("shapes_of_tensors.txt")
 
 
 @pytest.mark.parametrize("kind", ["plain", "functional", "compiled", "in_place", "scaled", "groups", "fork"])

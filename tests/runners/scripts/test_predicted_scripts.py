@@ -10,7 +10,7 @@ from typing import Any
 import commands
 import pytest
 import torch
-from conftest import Run, parametrized
+from conftest import Run, parametrized, source
 from torch import nn
 from traces import signed as requests
 
@@ -172,29 +172,7 @@ def test_tensors_have_an_address_where_they_share_memory(traced: Traced) -> None
     traced(after=after)
 
 
-SAVES = """
-import sys
-import torch
-from accelerate import Accelerator
-from transformers import Qwen2Config, Qwen2ForCausalLM
-
-accelerator = Accelerator()
-config = Qwen2Config(
-    vocab_size=512, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, tie_word_embeddings=True,
-)
-model = Qwen2ForCausalLM(config)
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-for step in range(9):
-    ids = torch.randint(0, 512, (2, 32), device=accelerator.device)
-    accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-    if sys.argv[1] == "save":
-        accelerator.save_state(sys.argv[2] + "/state")
-        accelerator.save_model(model, sys.argv[2] + "/weights")
-        model.save_pretrained(sys.argv[2] + "/model")
-"""
+SAVES = source("script_that_saves.txt")
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Cli, Run, parametrized, tiny
+from conftest import ROOT, TARGETS, Cli, Run, parametrized, source, tiny
 
 import vramsweep
 from vramsweep.harness.messages.errors import UserError
@@ -18,35 +18,7 @@ from vramsweep.harness.rows.journal import read
 from vramsweep.harness.rows.schema import Row
 from vramsweep.runners.scripts.trainer_callback import precision
 
-PLAIN = """
-import torch, vramsweep
-from small_qwen import small_qwen
-torch.manual_seed(0)
-def patched():
-    hooks = len(torch.nn.modules.module._global_forward_pre_hooks)
-    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    ways = [getattr(torch.autograd, name) for name in ("backward", "grad", "_engine_run_backward")]
-    more = torch.compile, torch.amp.GradScaler.step, torch.save, torch.distributed.destroy_process_group, hooks
-    return ways, torch.UntypedStorage.resize_, modes, more
-
-before = patched()
-def train():
-    model = small_qwen().train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    for step in range(STEPS):
-        ids = torch.randint(0, 512, (3, 48))
-        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        FAULT
-try:
-    with vramsweep.watch("mine", seq_len=48, micro_batch=3, precision="fp32", note="first try") as seen:
-        train()
-finally:
-    assert patched() == before
-print(seen.row["outcome"] if seen.row else None)
-"""
+PLAIN = source("plain_training.txt")
 
 
 def trained(folder: Path, text: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, TARGETS, parametrized, tiny
+from conftest import ROOT, TARGETS, parametrized, source, tiny
 from traces import A100, SIMULATED, trace_tiny
 
 from vramsweep.harness.process.worker_files import PREDICTIONS, PROGRESS
@@ -109,23 +109,7 @@ def run(folder: Path, *values: dict[str, Any], timeout_s: float = 120) -> dict[s
     return answers(folder)
 
 
-OPENMP = """
-import sys
-import torch
-from pathlib import Path
-sys.path[:0] = sys.argv[1:4]
-from test_batch_server import parsed
-from vramsweep.runners.symbolic import trace_workers
-torch.set_num_threads(2)
-torch.ones(1 << 22).to(torch.int32)  # as samples are made: this process has another thread now
-chosen = parsed(seq_len=2048, micro_batch=64, padding=0.5)
-torch.set_num_threads(1)  # as worker.main does before it forks
-folder = Path(sys.argv[4]) / "attempts" / "shared" / "1"
-folder.mkdir(parents=True)
-coordinator = trace_workers.Tracer(folder, 60)
-coordinator.trace([chosen])
-print(coordinator.found(chosen) is not None)
-"""
+OPENMP = source("threads_before_a_fork.txt")
 
 
 def test_what_forks_to_trace_has_one_thread(tmp_path: Path) -> None:
