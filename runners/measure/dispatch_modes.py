@@ -17,6 +17,7 @@ import torch.utils._python_dispatch as python_dispatch
 from torch import overrides
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -46,9 +47,9 @@ def sharded(types: Iterable[type]) -> bool:
 
 def _on_host(tensor: torch.Tensor) -> bool:
     """Check whether a tensor holds host memory. A wrapper only claims a size, because the tensors it wraps hold the
-    memory. A fake tensor, such as the compiler keeps, has none."""
-    hollow = isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
-    return tensor.device.type == "cpu" and tensor.layout is torch.strided and not hollow
+    memory. A fake tensor, such as the compiler keeps, has none, and a lazy module's parameter has no shape yet."""
+    hollow = is_lazy(tensor) or isinstance(tensor, FakeTensor) or is_traceable_wrapper_subclass(tensor)
+    return not hollow and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 # Storages that only C++ code holds (a reducer's buckets). The garbage collector finds no tensor for them, so the code
