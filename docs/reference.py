@@ -52,7 +52,7 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 # The page that explains how to use a command; a command without one needs only its line and its --help.
 GUIDES = {
     "sweep": "start", "run": "own_script", "status": "start", "predict": "will_it_fit", "advise": "explain",
-    "explain": "explain", "timeline": "explain", "replay": "allocator_settings",
+    "explain": "explain", "timeline": "explain", "replay": "allocator_settings", "why": "ran_out", "diff": "explain",
     "report": "start", "fit": "fits", "frontier": "will_it_fit", "compare": "publish", "check": "publish",
     "calibrate": "how_prediction_works", "paper": "publish", "export": "import_results", "gpus": "gpus",
     "techniques": "techniques", "columns": "columns",

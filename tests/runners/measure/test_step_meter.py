@@ -38,7 +38,7 @@ def test_a_rank_that_comes_late_to_the_measured_steps_is_a_note(monkeypatch: pyt
 
 
 def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
-    held = torch.zeros(1000)
+    held, lazy = torch.zeros(1000), torch.nn.LazyLinear(4)  # whose weight has no storage yet
     with LiveBytes() as live:
         start = live.live
         assert start >= 4000
@@ -53,7 +53,7 @@ def test_live_bytes_counts_each_storage_once_and_frees_it() -> None:
         assert live.live == start
         assert live.take() - start == 2 << 20
         assert live.take() == start
-    assert held.numel() == 1000
+    assert held.numel() == 1000 and torch.nn.parameter.is_lazy(lazy.weight)
 
 
 def test_live_bytes_sees_gradients_that_only_the_parameter_holds() -> None:
