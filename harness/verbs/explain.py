@@ -169,24 +169,24 @@ def _holders(answer: Mapping[str, Any], unit: str) -> Table:
     peak = answer["peak"]
     title = f"The largest tensors at the peak, {_locate(peak)}; equal layers are merged"
     numbers = (unit, "share", "tensors")
-    table = make_table((*numbers, "part", "requested by", "line"), title=title, numbers=numbers)
+    table = make_table((*numbers, "part", "requested by"), title=title, numbers=numbers)
     for one in answer["largest"]:
         held, count = one["held"], one["count"]
         size = held["bytes"] * count
         each = f"{count} x {format_size(held['bytes'])}" if count > 1 else ""
-        own = (held["step"], held["phase"]) == (peak["step"], peak["phase"])
-        made = "" if own else f"  [dim]{'loading' if held['step'] is None else held['phase']}[/]"
+        loaded, own = held["step"] is None, (held["step"], held["phase"]) == (peak["step"], peak["phase"])
+        phase = "" if own else "loading" if loaded else held["phase"]
+        made = phase if loaded or not held["line"] else escape(held["line"])  # a line says more than "forward"
         table.add_row(
             format_in(unit, size),
             f"{size / peak['allocated']:.0%}",
             each,
             held["category"].replace("_", " "),
-            f"{escape(held['module'])} {escape(held['operator'])}".strip() + made,
-            escape(held["line"]),
+            f"{escape(held['module'])} {escape(held['operator'])}".strip() + (made and f"  [dim]{made}[/]"),
         )
     if answer["rest_count"]:
         share, count = f"{answer['rest'] / peak['allocated']:.0%}", f"{answer['rest_count']:,}"
-        table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", "", style="dim")
+        table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", style="dim")
     return table
 
 
