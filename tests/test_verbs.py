@@ -14,7 +14,7 @@ from conftest import ROOT, Cli, parametrized, refusal
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
-from vramsweep.harness.config import overrides, settings_reference
+from vramsweep.harness.config import compose, overrides, settings_reference
 from vramsweep.harness.machine import machine
 from vramsweep.harness.messages import argument_parser, units
 from vramsweep.harness.messages.errors import UserError
@@ -90,6 +90,7 @@ def test_what_is_documented_exists_and_what_exists_is_documented() -> None:
 
 def test_help_on_settings_has_every_setting_option_and_preset(cli: Cli) -> None:
     page = cli.run("sweep", "--help-all").out
+    assert compose.DEVICE  # its resolver is what the default device is found with
     told = settings_reference.defaults()
     assert {key for key in (*SETTINGS, *Trial.model_fields) if key not in INTERNAL} <= {
         *told, *(group.name for group in settings_reference.groups()),

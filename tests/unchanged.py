@@ -124,7 +124,7 @@ def reaches_analysis(path: Path) -> bool:
 
 
 def reaches_benchmarks(path: Path) -> bool:
-    """Return whether a file of tests or its helpers name or import benchmarks/; the product reads it only on request."""
+    """Return whether a file of tests or its helpers name or import benchmarks/; the product reads it only if asked."""
     modules = {file.stem for file in (ROOT / "benchmarks").glob("*.py")}
     return any("benchmarks" in file.read_text() or modules & _imported(file) for file in find_helpers(path))
 
