@@ -130,6 +130,11 @@ class QuantState:
     state2: QuantState | None = None
     quant_type: str = "nf4"
 
+    @property
+    def nested(self) -> bool:
+        """Return whether `absmax` is quantised itself, as bitsandbytes' functions ask."""
+        return self.state2 is not None
+
 
 def pack(weight: torch.Tensor, dynamic: torch.Tensor | None) -> tuple[nn.Parameter, QuantState]:
     """Return the packed weight, uint8 of (elements / 2, 1), and its statistics, which the map `dynamic` quantises.
