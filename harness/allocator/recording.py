@@ -25,6 +25,7 @@ _STATES = {
 }
 _MAX_NUMBER = 1 << 64
 _MAX_SIZE = 1 << 47  # what a process can address
+SIMULATED = "vramsweep wrote this file: it is predicted or replayed, not measured."
 HOW_TO_RECORD = "call torch.cuda.memory._record_memory_history() before the steps to record and _dump_snapshot() after"
 
 

@@ -72,7 +72,8 @@ def read_recording(name: str) -> Run:
         storages.append({"category": "blocks", "module": ""} | maker | sizes)
     parts = {"blocks": row.holders.allocated - row.holders.rounding, "rounding": row.holders.rounding}
     peak = {"allocated": row.holders.allocated, "parts": parts, "storages": storages}
-    return Run(name, "recorded", f"after event {row.holders.event}", row.peak_reserved, peak, {})
+    kind = "predicted or replayed" if recording.simulated else "recorded"
+    return Run(name, kind, f"after event {row.holders.event}", row.peak_reserved, peak, {})
 
 
 def find_run(name: str, shared: Sequence[str], stack: contextlib.ExitStack) -> Callable[[], Run]:
@@ -192,6 +193,6 @@ def parser() -> Parser:
     parser = Parser(prog="vramsweep diff", usage="%(prog)s [OPTION ...] A B [KEY=VALUE ...]", description=_ABOUT)
     parser.add_argument("a", metavar="A", help="settings in quotes, a row, a recording or a commit's target")
     parser.add_argument("b", metavar="B", help="what to compare with A")
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of both")
+    parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of both")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes: all changes, of every phase too")
     return parser

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from vramsweep.harness.allocator.peak_blocks import Holders
-from vramsweep.harness.allocator.recording import HOW_TO_RECORD
+from vramsweep.harness.allocator.recording import HOW_TO_RECORD, SIMULATED
 from vramsweep.harness.allocator.replay import WhatIf, what_if
 from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.settings_grid import grid, rank, saving
@@ -118,7 +118,7 @@ def _holders(peak: Holders, of: str) -> Table:
 
 def _warnings(result: WhatIf) -> list[str]:
     match = result.rows[0].match
-    notes = ["vramsweep wrote this file: it is predicted or replayed, not measured."] * result.simulated
+    notes = [SIMULATED] * result.simulated
     notes += ['"rebuilt": the replay allocates what was live at the start; compare these rows only with each other.']
     if result.history == "part":
         notes.append(f"Peaks cover only {result.events} events: recording began late, or max_entries dropped some.")

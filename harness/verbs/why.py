@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from vramsweep.harness.allocator import oom_state, safe_unpickle
 from vramsweep.harness.allocator.oom_state import BACKWARD, FORWARD, OPTIMIZER, PARAMETERS, STATES, UNKNOWN, OomState
+from vramsweep.harness.allocator.recording import SIMULATED
 from vramsweep.harness.files import bounded_reads
 from vramsweep.harness.hardware.gpu_lookup import find_gpu, gpus_with_enough
 from vramsweep.harness.messages.activity import Activity
@@ -79,7 +80,9 @@ def main(argv: Sequence[str]) -> int:
     if not record["found"]:
         settings = []
     elif settings:  # evidence first, because predictions take minutes; they replace what is to change
-        lines = lines[:-1][: MOST - PREDICTED]
+        lines, most = lines[:-1], MOST - PREDICTED
+        last = lines[-4:] if record["kind"] == "snapshot" and len(lines) > most else []  # the cause comes last there
+        lines = [*lines[: most - len(last)], *last]
     else:
         lines.append(f"predictions of each change: {_advise(record.get('settings') or UNNAMED)}")
     console = Console()
@@ -97,9 +100,12 @@ def main(argv: Sequence[str]) -> int:
 def explain_snapshot(path: Path, device: int | None) -> Found:
     """Return what is known of a snapshot's failed request, else of its peak. Raises UserError."""
     with Activity("reading the snapshot") as activity:
-        state = oom_state.find_state(safe_unpickle.load(path), path.name, device, activity.update)
-    record = {"kind": "snapshot", "file": path.name, "found": state.request is not None}
-    return record | asdict(state), list(_of_state(state, path.name))
+        snapshot = safe_unpickle.load(path)
+        state = oom_state.find_state(snapshot, path.name, device, activity.update)
+    simulated = "vramsweep" in snapshot  # snapshot.py marks what it writes
+    record = {"kind": "snapshot", "file": path.name, "found": state.request is not None, "simulated": simulated}
+    first, *lines = _of_state(state, path.name)
+    return record | asdict(state), [first, *[SIMULATED] * simulated, *lines]
 
 
 def _of_state(state: OomState, name: str) -> Iterator[str]:
@@ -148,9 +154,10 @@ def explain_logs(paths: Sequence[Path], device: int | None) -> Found:
     record["files"] = [str(path) for path in files[:MOST_FILES]]
     if not reports:
         text = f"{files[0].name if len(files) == 1 else f'{len(files)} files'}: no out-of-memory error"
-        seems = [f"it is text with {sum(log.lines for log in logs):,} lines"]
+        kind = "binary data" if any("\0" in log.last for log in logs) else "text"
+        seems = [f"it is {kind} with {sum(log.lines for log in logs):,} lines"]
         seems += [f"it reports {log.fault}" for log in logs if log.fault][:1]
-        seems += [f"its last line: {_short(log.last)}" for log in logs if log.last][:1]
+        seems += [f"its last line: {_short(log.last)}" for log in logs if log.last and "\0" not in log.last][:1]
         return record, [f"{text}; {'; '.join(seems)}"]
     gpu = [one for one in reports if one.kind == "gpu"] or reports
     first, known = first_report(gpu)
@@ -238,7 +245,7 @@ def explain_row(place: Path, ids: Sequence[str]) -> Found:
     where = "host" if row["outcome"] == "host_oom" else "GPU"
     how = "predicted" if row["device"] == "simulated" else "measured"
     lines = [
-        f"{place}: trial {row['trial_id']} ran out of {where} memory, {how}; out of memory in all: {len(full)} trials",
+        f"{place}: trial {row['trial_id']} ran out of {where} memory, {how}; {len(full)} of {len(rows)} trials did",
         f"cause: {_short(str(row['reason']))} (in {_short(row['phase'] or 'an unknown phase')})",
     ]
     request, allocated, reserved = (row[f"oom_{name}_bytes"] for name in ("request", "allocated", "reserved"))
@@ -291,6 +298,8 @@ def predict_changes(settings: Sequence[str]) -> Found:
         name = " ".join(remedy.words for remedy in one.remedies) or "unchanged"
         fits = ("fits" if one.fits(found.limit) else "too much") + ", recommended" * (one is found.recommended)
         lines += _table({f"reserved: {name} ({fits})": one.need})
+    if found.base.need is not None and found.base.fits(found.limit):
+        lines.append("but it ran out: are these the settings of that run, and did others use its GPU?")
     if found.base.need is None:
         lines.append(f"no prediction: {_short(str(found.base.reason))}")
     said = [word for word in settings if word.partition("=")[0] != "device"]

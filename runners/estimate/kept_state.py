@@ -5,6 +5,7 @@ Other threads of the process must not use torch meanwhile, because operators are
 
 import contextlib
 import itertools
+import logging
 import os
 import random
 import sys
@@ -31,6 +32,9 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
 
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of a user's mistake, which we raise
+
+
 @contextlib.contextmanager
 def kept_state(groups: bool) -> Iterator[None]:
     """Enter with torch's modes and global hooks off and gradients on; leave all as it was, also after an error.
@@ -40,6 +44,7 @@ def kept_state(groups: bool) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(mock.patch.dict(os.environ))
+        stack.enter_context(mock.patch.object(_LOG, "disabled", True))
         for read, restore in _settings():
             stack.callback(restore, read())
         if groups:
