@@ -30,8 +30,6 @@ SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (random.getstate, random.setstate),
 )
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")
-
-
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")  # prints the traceback of a user's mistake, which we raise
 
 

@@ -12,6 +12,7 @@ from vramsweep.harness.allocator import peak_blocks, recording, snapshot
 from vramsweep.harness.allocator.config import from_settings, parse, to_settings
 from vramsweep.harness.allocator.initial_state import undo
 from vramsweep.harness.allocator.replay import replay_as_recorded, what_if
+from vramsweep.harness.verbs import why
 from vramsweep.runners.predict import memory_timeline
 from vramsweep.runners.predict.replay_trace import replay
 
@@ -69,6 +70,8 @@ def test_a_predicted_step_is_written_with_its_modules(settings, tmp_path):
     snapshot.write_snapshot(tmp_path / "out.pickle", found, origins.__getitem__, "predicted, not measured")
     predicted = replay(trace, config, None)
     check_snapshot(tmp_path / "out.pickle", predicted.peak["reserved"])
+    record, lines = why.explain_snapshot(tmp_path / "out.pickle", None)
+    assert record["simulated"] and "not measured" in lines[1]
     held, most, at_most = Counter(), 0, {}
     for event in pickle.loads((tmp_path / "out.pickle").read_bytes())["device_traces"][0]:
         held[event["category"]] += event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0)

@@ -87,6 +87,8 @@ def test_a_text_without_an_error_is_described(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "ok.log").write_text("step 1\nRuntimeError: CUDA error: device-side assert triggered\n\x1b[2Jdone\n")
     said = cli.run("why", tmp_path / "ok.log", status=1).out
     assert "no out-of-memory error; it is text with 3 lines" in said and "\x1b" not in said
+    (tmp_path / "program.log").write_bytes(b"\x7fELF\0\0")
+    assert cli.run("why", tmp_path / "program.log", status=1).out.endswith("it is binary data with 1 lines\n")
     assert "cannot be read" in cli.refuse("why", tmp_path / "none.log")
     (tmp_path / "empty").mkdir()
     assert "neither a journal nor a log" in cli.refuse("why", tmp_path / "empty")
