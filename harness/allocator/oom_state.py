@@ -104,10 +104,12 @@ def find_state(
     around = _around(changes, times[min(event, len(events) - 1)] if times else None)
     category = categorize(frames, around)
     only_states = category != OPTIMIZER and bool(changes or any(read_frames(frames)))  # what past steps left
+    predicted = snapshot["device_traces"][recording.device] if recording.simulated else []  # with categories
     sums: tuple[Counter[str], ...] = (Counter(), Counter(), Counter(), Counter())
     for addr, (size, made, stack) in live_blocks(recording, start, event).items():
         within = _around(changes, times[made] if times and made is not None else None)
-        kind = categorize(stack, within)
+        named = predicted[made].get("category") if predicted and made is not None else None
+        kind = named.replace("_", " ") if isinstance(named, str) else categorize(stack, within)
         kind = STATES if kind == OPTIMIZER and only_states else kind
         keys = (kind, f"{kind}, {innermost_frame(stack) or NO_LINE}", find_module(stack), within or "none")
         for counts, key in zip(sums, keys, strict=True):

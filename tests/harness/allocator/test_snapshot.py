@@ -72,6 +72,7 @@ def test_a_predicted_step_is_written_with_its_modules(settings, tmp_path):
     check_snapshot(tmp_path / "out.pickle", predicted.peak["reserved"])
     record, lines = why.explain_snapshot(tmp_path / "out.pickle", None)
     assert record["simulated"] and "not measured" in lines[1]
+    assert abs(record["categories"]["parameters"] - predicted.breakdown["parameters"]) < 1 * MIB  # rounded blocks
     held, most, at_most = Counter(), 0, {}
     for event in pickle.loads((tmp_path / "out.pickle").read_bytes())["device_traces"][0]:
         held[event["category"]] += event["size"] * {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
