@@ -41,9 +41,9 @@ NAMED = ("model", "runner", "seq_len", "micro_batch", "precision", "sharding", "
 LOGS = (".log", ".txt", ".out", ".err", ".json")
 CHANGES = {
     FORWARD: "smaller micro_batch or seq_len, checkpointing=full",
-    BACKWARD: "smaller micro_batch or seq_len, sharding=fsdp2",
-    STATES: "optimizer=adamw_bnb_8bit, sharding=fsdp2, adapter=lora",
-    PARAMETERS: "adapter=lora quantization=nf4, sharding=fsdp2, a smaller model",
+    BACKWARD: "smaller micro_batch or seq_len, sharding=fsdp2 on more GPUs",
+    STATES: "optimizer=adamw_bnb_8bit, sharding=fsdp2 on more GPUs, adapter=lora",
+    PARAMETERS: "adapter=lora quantization=nf4, sharding=fsdp2 on more GPUs, a smaller model",
     "RAM": "fewer DataLoader workers, less offload to the CPU, one process at a time that loads weights; more RAM",
 }
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
@@ -76,9 +76,12 @@ def main(argv: Sequence[str]) -> int:
             record, lines = explain_logs([Path(one) for one in files], options.device)
     except OSError as error:
         raise UserError(f"{error.filename or place} cannot be read: {bounded_reads.error_reason(error)}") from None
+    record["answer"] = [*lines]
     settings = settings or record.get("settings", []) * record.get("ours", False)
     if not record["found"]:
         settings = []
+    elif lines[-1].endswith(CHANGES["RAM"]):
+        settings, lines = [], [*lines, "predictions are of GPU memory, so there are none of this error"]
     elif settings:  # evidence first, because predictions take minutes; they replace what is to change
         lines, most = lines[:-1], MOST - PREDICTED
         last = lines[-4:] if record["kind"] == "snapshot" and len(lines) > most else []  # the cause comes last there
@@ -141,7 +144,7 @@ def _of_state(state: OomState, name: str) -> Iterator[str]:
         yield f"other settings, replayed within {limit}: {'; '.join(works[:3]) or 'none'} of {len(served) - 1} fit"
     yield _least(RESERVED, state.needed)
     levers = [f"PYTORCH_CUDA_ALLOC_CONF={text}" for text in works[:1]] + [change] * (change != EXPANDABLE)
-    yield f"to change: {'; '.join(filter(None, [*levers, CHANGES[next(iter(state.categories), UNKNOWN)]]))}"
+    yield f"to change: {'; '.join(filter(None, [*levers, _change(next(iter(state.categories), UNKNOWN))]))}"
 
 
 def explain_logs(paths: Sequence[Path], device: int | None) -> Found:
@@ -158,7 +161,7 @@ def explain_logs(paths: Sequence[Path], device: int | None) -> Found:
         seems = [f"it is {kind} with {sum(log.lines for log in logs):,} lines"]
         seems += [f"it reports {log.fault}" for log in logs if log.fault][:1]
         seems += [f"its last line: {_short(log.last)}" for log in logs if log.last and "\0" not in log.last][:1]
-        return record, [f"{text}; {'; '.join(seems)}"]
+        return record, [f"{text}{'' if device is None else f' of device {device}'}; {'; '.join(seems)}"]
     gpu = [one for one in reports if one.kind == "gpu"] or reports
     first, known = first_report(gpu)
     count = len(reports) + sum(log.more for log in logs)
@@ -179,20 +182,23 @@ def _of_report(one: OomReport, several: str, rest: Sequence[OomReport]) -> Itera
     if one.model:
         yield f"library: {_short(one.model)}"
     yield from _table(accounts(one))
-    levers = []
+    levers, own = [], False
     if one.kind == "gpu" and {"request", "unused", "free"} <= sizes.keys():
-        own = sizes["free"] >= sizes["request"] or sizes.get("limit", 1 << 63) < sizes.get("total", 0)
-        cause, change = judge(sizes["request"], sizes["unused"], sizes["free"], own)
+        request, free, limit = sizes["request"], sizes["free"], sizes.get("limit")
+        own = free >= request or (limit is not None and sizes.get("reserved", 0) + request > limit)
+        rounded = sum(sizes.get(name, 0) > 1 << 30 for name in ("request", "allocated", "reserved", "free"))
+        cause, change = judge(request, sizes["unused"], free, own, rounded * (1 << 30) // 200)  # 0.005 GiB each
         yield cause
-        levers += [change] * bool(change)
-    if (outside := sizes.get("outside", 0)) > MUCH:
+        levers += [change] * bool(change and (not own or limit))  # torch's message names a fraction that is set
+    if (outside := sizes.get("outside", 0)) > MUCH and not own:
         levers += [f"find who has {format_size(outside)} outside PyTorch's allocator (nvidia-smi)"]
-    if one.kind == "gpu" and {"request", "allocated"} <= sizes.keys() and "HIP" not in one.text:
+    if one.kind == "gpu" and {"request", "allocated"} <= sizes.keys() and not {"HIP", "XPU"} & {*one.text.split()}:
         yield _least(ALLOCATED, sizes["allocated"] + sizes["request"])
     texts = {"request": " asked for {}", "allocated": ", {} allocated"}
     for other in rest[:RANKS]:
         said = [text.format(format_size(other.sizes[name])) for name, text in texts.items() if name in other.sizes]
-        yield f"also {_rank(other) or f'{_short(other.file)}:{other.line}'}:{''.join(said)}"
+        place = f"{_short(other.file)}:{other.line}" if other.file != one.file or not _rank(other) else ""
+        yield f"also {', '.join(filter(None, [place, _rank(other)]))}:{''.join(said)}"
     if len(rest) > RANKS:
         yield f"and {len(rest) - RANKS} more errors"
     yield f"to change: {'; '.join([*levers, CHANGES[kind]])}"
@@ -219,12 +225,14 @@ def accounts(one: OomReport) -> dict[str, int | None]:
     return table | {"limit of this process (memory fraction)": sizes.get("limit")}
 
 
-def judge(request: int, unused: int, free: int, own_limit: bool) -> tuple[str, str]:
-    """Return a sentence on fragmentation, and the change that helps against the cause ("" if none is known)."""
+def judge(request: int, unused: int, free: int, own_limit: bool, rounded: int = 0) -> tuple[str, str]:
+    """Return a sentence on fragmentation, and what helps ("" if unknown). The sizes may be off by `rounded` bytes."""
     both = f"unused and free memory are {format_size(unused + free)} together"
     if own_limit:
         cause = f"{format_size(free)} of the GPU are free, so a limit of the process refused, or the driver"
         return f"fragmentation: unknown; {cause}", "a higher memory fraction (set_per_process_memory_fraction)"
+    if abs(unused + free - request) < rounded:
+        return f"fragmentation may be the cause: {both}, about the request; the message rounds its sizes", EXPANDABLE
     if unused + free >= request:
         return f"fragmentation alone is the cause: {both}, enough for the request, but not in one piece", EXPANDABLE
     return f"fragmentation is not the cause: {both}, less than the request", ""
@@ -262,9 +270,7 @@ def explain_row(place: Path, ids: Sequence[str]) -> Found:
         lines.append(_least("predicted without a limit: {} reserved", need))
     elif request and allocated:
         lines.append(_least(ALLOCATED, request + allocated))
-    kind = next(iter(parts), "?")[:6]
-    change = next((text for name, text in CHANGES.items() if kind in name), CHANGES[UNKNOWN])
-    return record, [*lines, f"to change: {CHANGES['RAM'] if where == 'host' else change}"]
+    return record, [*lines, f"to change: {CHANGES['RAM'] if where == 'host' else _change(next(iter(parts), UNKNOWN))}"]
 
 
 def settings_of_row(row: Row) -> tuple[list[str], bool]:
@@ -304,6 +310,10 @@ def predict_changes(settings: Sequence[str]) -> Found:
         lines.append(f"no prediction: {_short(str(found.base.reason))}")
     said = [word for word in settings if word.partition("=")[0] != "device"]
     return advise.record(asked, found, None, []), [*lines, f"more: {_advise(said)}"]
+
+
+def _change(kind: str) -> str:  # by our name of a kind, or by a prediction's
+    return next((text for name, text in CHANGES.items() if kind[:6] in name), CHANGES[UNKNOWN])
 
 
 def _advise(words: Sequence[str]) -> str:

@@ -102,3 +102,24 @@ def test_an_error_counts_once_and_no_more_of_a_log_is_kept_than_is_needed() -> N
     lines = (f"step {number}" if number % 7 else NEW.format(number + 1, 0) for number in range(7000))
     log = oom_text.find_reports(lines, "x")
     assert (len(log.reports), log.more, log.lines) == (oom_text.MOST, 1000 - oom_text.MOST, 7000)
+
+
+def test_a_verdict_is_no_more_certain_than_the_message(tmp_path: Path, cli: Cli) -> None:
+    path, old = tmp_path / "x.log", "CUDA out of memory. Tried to allocate {} (GPU 0; 10.76 GiB total capacity; 9.71"
+    old += " GiB already allocated; {} free; {}9.75 GiB reserved in total by PyTorch)"  # 41 MiB unused, +- 10
+    for request, free, allowed, cause, fraction in (
+        ("50.00 MiB", "12.56 MiB", "", "may be the cause", False),
+        ("20.00 MiB", "12.56 MiB", "", "alone is the cause", False),
+        ("70.00 MiB", "12.56 MiB", "", "is not the cause", False),
+        ("2.00 MiB", "12.56 MiB", "", "a limit of the process refused, or the driver", False),
+        ("20.00 MiB", "12.56 MiB", "9.76 GiB allowed; ", "a limit of the process refused", True),
+        ("20.00 MiB", "12.56 MiB", "10.00 GiB allowed; ", "alone is the cause", False),
+    ):
+        path.write_text(old.format(request, free, allowed))
+        answer = cli.json("why", path)["answer"]
+        assert any(cause in line for line in answer) and any(line.startswith("least memory") for line in answer)
+        assert answer[-1].startswith("to change") and ("memory fraction" in answer[-1]) == fraction
+    path.write_text("epoch 1\nKilled\n")
+    assert cli.run("why", path, "model=gpt2").out.endswith(
+        "predictions are of GPU memory, so there are none of this error\n"
+    )
