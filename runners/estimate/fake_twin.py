@@ -24,10 +24,10 @@ STATE = (nn.Module, torch.Tensor, torch.optim.Optimizer, list, dict, set)  # wha
 COMPILED = "OptimizedModule"
 
 
-def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple[nn.Module, Any]:
-    """Return twins of the model and the optimizer (or None), with tensors by `empty`, the model's own in their order.
+def copy_without_values(model: nn.Module, optimizer: Any, loss: Any, empty: Empty) -> tuple[nn.Module, Any, Any]:
+    """Return twins of the model, the optimizer and the loss, with tensors by `empty`, the model's own in their order.
 
-    The optimizer's twin has no state yet.
+    The optimizer's twin has no state yet. The last two may be None.
     """
     memo: Memo = {}
     unfinished: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -47,7 +47,7 @@ def copy_without_values(model: nn.Module, optimizer: Any, empty: Empty) -> tuple
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:
                     copy_tensor(tensor, memo)
-        found: tuple[nn.Module, Any] = copy.deepcopy((model, optimizer), memo)
+        found = *copy.deepcopy((model, optimizer), memo), _copied(loss, memo)
         while unfinished:
             _finish(*unfinished.pop(), memo)
     return found
@@ -122,14 +122,17 @@ def copy_object(one: Any, memo: Memo) -> Any:
 
 def copy_function(function: types.FunctionType, memo: Memo) -> types.FunctionType:
     """Return the function, or one that holds twins if it holds what a step may change."""
-    cells = function.__closure__ or ()
-    if not any(isinstance(_content(cell), STATE) for cell in cells):
+    cells, outside = function.__closure__ or (), function.__globals__
+    used = [name for name in function.__code__.co_names if isinstance(outside.get(name), STATE[:3])]
+    if not used and not any(isinstance(_content(cell), STATE) for cell in cells):
         return function
+    outside = dict(outside) if used else outside
     fresh = tuple(types.CellType() for _ in cells)
-    twin = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, fresh)
+    twin = types.FunctionType(function.__code__, outside, function.__name__, function.__defaults__, fresh)
     memo[id(function)] = twin
     twin.__kwdefaults__ = function.__kwdefaults__
     vars(twin).update(vars(function))
+    outside.update({name: _copied(outside[name], memo) for name in used})
     for cell, old in zip(fresh, cells, strict=True):
         with contextlib.suppress(ValueError):  # it is empty
             cell.cell_contents = _copied(old.cell_contents, memo)

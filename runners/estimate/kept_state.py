@@ -21,12 +21,29 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from vramsweep.runners.measure.patches import patched
 
+
+def _read_precision() -> tuple[str | None, Any]:
+    """Return the precision of fp32 products, overall (None if backends have their own) and CUDA's own."""
+    own = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since torch 2.9
+    try:
+        return torch.get_float32_matmul_precision(), own
+    except RuntimeError:  # it refuses to answer for backends of different precision
+        return None, own
+
+
+def _restore_precision(found: tuple[str | None, Any]) -> None:
+    if found[0] is not None and _read_precision() != found:  # it sets those of backends, too
+        torch.set_float32_matmul_precision(found[0])
+    if found[1] is not None:
+        torch.backends.cuda.matmul.fp32_precision = found[1]
+
+
 # Functions that read and restore a setting of torch.
 SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.random.get_rng_state, torch.random.set_rng_state),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),  # has warn_only, too
+    (_read_precision, _restore_precision),
     (random.getstate, random.setstate),
 )
 _TABLES = ("_pg_map", "_pg_names", "_pg_group_ranks", "_pg_backend_config", "_pg_to_tag", "_tags_to_pg")

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -238,7 +238,7 @@ class _Loop:
         asked = self.request
         weights, lower = PRECISIONS[asked.precision]
         lower = None if trial.sharding in FSDP else lower  # FSDP casts itself
-        net, optimizer = self._made(trial, device, weights)
+        net, optimizer, criterion = self._made(trial, device, weights)
         if not net.training:
             net.train()
         if asked.checkpointing:
@@ -261,10 +261,12 @@ class _Loop:
 
         def lose(batch: Any) -> torch.Tensor:
             with torch.autocast("cuda", lower) if lower else contextlib.nullcontext():
-                return self._loss(call(wrapped, parameters, batch, asked.loss is not None), batch)
+                return self._loss(criterion, call(wrapped, parameters, batch, asked.loss is not None), batch)
 
         def step(batch: Any) -> torch.Tensor:
             loss = lose(batch)
+            if not loss.requires_grad:
+                raise UserError("loss: no weight that is trained leads to it; check requires_grad, or a detach()")
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
@@ -277,12 +279,16 @@ class _Loop:
 
         return wrapped, optimizer, step, batches
 
-    def _made(self, trial: Trial, device: torch.device, weights: torch.dtype | None) -> tuple[Any, Any]:
-        """Return the model and its optimizer, None if it is still to make: twins, or what the user's function makes."""
+    def _made(self, trial: Trial, device: torch.device, weights: torch.dtype | None) -> tuple[Any, Any, Any]:
+        """Return the model, its optimizer (None: still to make) and its loss: twins, or what the function makes."""
         asked, sharding = self.request, trial.sharding
         given = asked.optimizer if isinstance(asked.optimizer, torch.optim.Optimizer) else None
         if sharding in FSDP and given is not None:
             raise UserError("optimizer: FSDP replaces the parameters; give a class or a function of parameters")
+        apart = sharding in FSDP or not isinstance(asked.model, nn.Module)  # the loss has no weight of the model then
+        loss = asked.loss
+        if apart:
+            loss = copy_without_values(nn.Module(), None, loss, lambda one: empty_like(one, None, "cpu"))[2]
         place = fake_placement.on_host() if sharding == "fsdp1" else contextlib.nullcontext()
         if not isinstance(asked.model, nn.Module):
             weightless = fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext()
@@ -292,7 +298,7 @@ class _Loop:
             self.notes += notes
             if not isinstance(net, nn.Module):
                 raise UserError(f"model: the function must return a torch.nn.Module, not a {type(net).__name__}")
-            return (net if weights is None else net.to(weights)), None
+            return (net if weights is None else net.to(weights)), None, loss
 
         def empty(tensor: torch.Tensor) -> torch.Tensor:
             if sharding == "fsdp2" and isinstance(tensor, nn.Parameter):
@@ -301,11 +307,16 @@ class _Loop:
             return empty_like(tensor, weights, "meta" if sharding == "fsdp1" else "cpu")
 
         with place:
-            return copy_without_values(asked.model, given, empty)
+            net, optimizer, twin = copy_without_values(asked.model, given, None if apart else loss, empty)
+        return net, optimizer, loss if apart else twin
 
-    def _loss(self, output: Any, batch: Any) -> torch.Tensor:
-        if self.request.loss is not None:
-            return self.request.loss(output, batch)
+    def _loss(self, criterion: Any, output: Any, batch: Any) -> torch.Tensor:
+        if isinstance(criterion, nn.modules.loss._Loss) and not isinstance(batch, torch.Tensor):
+            raise UserError(
+                "loss: it is called with (output, batch); give lambda output, batch: loss(output, batch[1])"
+            )
+        if criterion is not None:
+            return cast(torch.Tensor, criterion(output, batch))
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if loss is None and isinstance(output, torch.Tensor):
             if output.dim():
