@@ -22,20 +22,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from vramsweep.runners.measure.patches import patched
 
 
-def _read_precision() -> tuple[str | None, Any]:
-    """Return the precision of fp32 products, overall (None if backends have their own) and CUDA's own."""
-    own = getattr(torch.backends.cuda.matmul, "fp32_precision", None)  # since torch 2.9
+def _read_precision() -> str | None:
     try:
-        return torch.get_float32_matmul_precision(), own
-    except RuntimeError:  # it refuses to answer for backends of different precision
-        return None, own
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # backends have precisions of their own, of which it knows none
+        return None
 
 
-def _restore_precision(found: tuple[str | None, Any]) -> None:
-    if found[0] is not None and _read_precision() != found:  # it sets those of backends, too
-        torch.set_float32_matmul_precision(found[0])
-    if found[1] is not None:
-        torch.backends.cuda.matmul.fp32_precision = found[1]
+def _restore_precision(found: str | None) -> None:
+    if found not in (None, _read_precision()):  # because it sets those of all backends
+        torch.set_float32_matmul_precision(found)
 
 
 # Functions that read and restore a setting of torch.

@@ -285,36 +285,33 @@ class _Loop:
         given = asked.optimizer if isinstance(asked.optimizer, torch.optim.Optimizer) else None
         if sharding in FSDP and given is not None:
             raise UserError("optimizer: FSDP replaces the parameters; give a class or a function of parameters")
-        apart = sharding in FSDP or not isinstance(asked.model, nn.Module)  # the loss has no weight of the model then
-        loss = asked.loss
-        if apart:
-            loss = copy_without_values(nn.Module(), None, loss, lambda one: empty_like(one, None, "cpu"))[2]
-        place = fake_placement.on_host() if sharding == "fsdp1" else contextlib.nullcontext()
-        if not isinstance(asked.model, nn.Module):
-            weightless = fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext()
-            with place, interface.host(trial) if sharding == "fsdp1" else device, weightless:
-                net = asked.model()
-            net, _, notes = unwrap(net)
-            self.notes += notes
-            if not isinstance(net, nn.Module):
-                raise UserError(f"model: the function must return a torch.nn.Module, not a {type(net).__name__}")
-            return (net if weights is None else net.to(weights)), None, loss
+        held = asked.model if isinstance(asked.model, nn.Module) else nn.Module()
+        own = {id(one) for one in (*held.parameters(), *held.buffers())}
 
         def empty(tensor: torch.Tensor) -> torch.Tensor:
+            if id(tensor) not in own:  # of the loss, for example
+                return empty_like(tensor, None, "cpu")
             if sharding == "fsdp2" and isinstance(tensor, nn.Parameter):
                 with fake_placement.without_memory():
                     return empty_like(tensor, weights, "meta")
             return empty_like(tensor, weights, "meta" if sharding == "fsdp1" else "cpu")
 
-        with place:
-            net, optimizer, twin = copy_without_values(asked.model, given, None if apart else loss, empty)
-        return net, optimizer, loss if apart else twin
+        with fake_placement.on_host() if sharding == "fsdp1" else contextlib.nullcontext():
+            net, optimizer, loss = copy_without_values(held, given, asked.loss, empty)
+            if held is asked.model:
+                return net, optimizer, loss
+            weightless = fake_placement.weightless() if sharding == "fsdp2" else contextlib.nullcontext()
+            with interface.host(trial) if sharding == "fsdp1" else device, weightless:
+                net = asked.model()
+        net, _, notes = unwrap(net)
+        self.notes += notes
+        if not isinstance(net, nn.Module):
+            raise UserError(f"model: the function must return a torch.nn.Module, not a {type(net).__name__}")
+        return (net if weights is None else net.to(weights)), None, loss
 
     def _loss(self, criterion: Any, output: Any, batch: Any) -> torch.Tensor:
         if isinstance(criterion, nn.modules.loss._Loss) and not isinstance(batch, torch.Tensor):
-            raise UserError(
-                "loss: it is called with (output, batch); give lambda output, batch: loss(output, batch[1])"
-            )
+            raise UserError("loss: it gets (output, batch); give lambda output, batch: loss(output, batch[1])")
         if criterion is not None:
             return cast(torch.Tensor, criterion(output, batch))
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)

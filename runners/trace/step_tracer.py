@@ -162,10 +162,10 @@ class Tracer(TorchDispatchMode):
             self._track(tensor, tensors)
         self._inputs = []  # or they would live until the next operator
         if func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
-            kinds = {str(one.dtype).removeprefix("torch.") for one in tensors}
+            kinds = {one.dtype for one in tensors}
             if len(kinds) > 1 or not (tensors[0].is_floating_point() or tensors[0].is_complex()):
                 raise RuntimeError(
-                    f"{func.__name__} needs matrices of one floating dtype, not {', '.join(sorted(kinds))}"
+                    f"{func.__name__} needs matrices of one floating dtype, not {sorted(map(str, kinds))}"
                 )
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))

@@ -181,6 +181,26 @@ def test_a_process_group_of_the_user_still_works(monkeypatch: pytest.MonkeyPatch
     wrapped(torch.ones(4, 8)).sum().backward()
 
 
+CRITERION = nn.Bilinear(16, 16, 1)  # a loss with weights of its own, as a notebook's global
+
+
+def test_the_weights_of_a_loss_and_settings_of_backends_stay() -> None:
+    net, inner = nn.Linear(16, 16), CRITERION
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # torch then refuses to tell the precision of all
+    try:
+        for lost in (lambda out, x: CRITERION(out, x).mean(), lambda out, x: inner(out, x).mean()):
+            optimizer = torch.optim.SGD([*net.parameters(), *inner.parameters()])
+            found = vramsweep.estimate(net, torch.zeros(8, 16), optimizer, lost)
+            assert found.parts["parameters"] == (16 * 16 + 16 + 16 * 16 + 1) * 4
+            assert all(one.grad is None for one in inner.parameters())
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cuda.matmul.fp32_precision = "none"
+
+
 def test_weights_are_not_copied() -> None:
     net = nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(6)))  # 384 MiB
     vramsweep.estimate(nn.Linear(8, 8), torch.zeros(2, 8))
