@@ -106,9 +106,8 @@ class Estimate:
     def largest(self, dimension: str) -> int | None:
         """Return the largest size of a dimension of the batch that fits, within 3 %; None if no size fits.
 
-        `dimension` is "batch", the first of every tensor; "seq_len", the second, of token ids; or the name of a
-        dimension of a named tensor. Each try traces again, about six in all. Raises UserError if the dimension cannot
-        be told, or a try cannot be traced.
+        `dimension` is "batch", the first of every tensor, or "seq_len", the second, of token ids. Each try traces
+        again, about six in all. Raises UserError if the dimension cannot be told, or a try cannot be traced.
         """
         start, places = _find_dimension(self._request, dimension)
         longest = getattr(getattr(self._request.model, "config", None), "max_position_embeddings", None) or LONGEST
@@ -207,7 +206,7 @@ def estimate(
     step and zero_grad. The output is freed once the loss exists; a loop that keeps it needs its bytes more.
 
     `model` is a module, on any device, or a function that makes one. `batch` is a tensor, a dict (given by name), a
-    tuple (in order), or such with (shape, dtype) in place of tensors. `optimizer` is an instance, a class or a function
+    tuple or list (in order), or such with (shape, dtype) for tensors. `optimizer` is an instance, a class or a function
     of parameters; default: AdamW. `loss` is a function of (output, batch); default: the output's `loss`, or its mean.
     With `loss`, a tuple's first elements go to the model, as many as its forward requires; of a dict, the names that it
     has. `precision` is as in a trial: fp32, tf32, bf16 and fp16 (autocast, fp32 weights), bf16_pure; default: as the
@@ -296,7 +295,7 @@ def _find_dimension(request: Request, name: str) -> tuple[int, Places]:
             return length, lambda one: [i for i, size in enumerate(one.shape) if i and size == length]
         why = "no tensor of whole numbers has two dimensions, or several differ"
     else:
-        why = "the batch does not name it"
+        why = "there is no such dimension"
     raise UserError(f'largest("{name}"): {why}; "batch" is the first dimension of all tensors, "seq_len" the second')
 
 

@@ -164,9 +164,7 @@ class Tracer(TorchDispatchMode):
         if func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
             kinds = {one.dtype for one in tensors}
             if len(kinds) > 1 or not (tensors[0].is_floating_point() or tensors[0].is_complex()):
-                raise RuntimeError(
-                    f"{func.__name__} needs matrices of one floating dtype, not {sorted(map(str, kinds))}"
-                )
+                raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
         on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])

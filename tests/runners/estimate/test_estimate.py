@@ -176,7 +176,7 @@ NET = nn.Linear(4, 4)
         ("none of the model's", {"optimizer": torch.optim.SGD(nn.Linear(4, 4).parameters())}),
         ("an instance, a class", {"optimizer": 3}), ("without a loss", {"model": nn.LSTM(4, 4)}),
         ("raised RuntimeError", {"batch": torch.zeros(2, 5)}), ("run the model once", {"model": nn.LazyLinear(4)}),
-        ("one floating dtype", {"batch": torch.zeros(2, 4, dtype=torch.long)}), ("(output, batch)", {
+        ("of one floating dtype", {"batch": torch.zeros(2, 4, dtype=torch.long)}), ("(output, batch)", {
             "loss": nn.CrossEntropyLoss(), "batch": (torch.zeros(2, 4), torch.zeros(2, dtype=torch.long))}),
         ("no weight that is trained", {"model": nn.Linear(4, 4).requires_grad_(False)}),
         ("list of blocks", {"sharding": "fsdp2", "world_size": 2}),

@@ -197,7 +197,7 @@ def test_the_weights_of_a_loss_and_settings_of_backends_stay() -> None:
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.set_deterministic_debug_mode(0)
         torch.backends.cuda.matmul.fp32_precision = "none"
 
 
