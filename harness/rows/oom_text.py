@@ -3,8 +3,6 @@
 allocator/oom_message.py reads the message itself.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import deque

@@ -4,8 +4,6 @@ allocator/oom_state.py reads snapshots, rows/oom_text.py reads logs; advise.py p
 known.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence

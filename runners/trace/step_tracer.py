@@ -162,8 +162,8 @@ class Tracer(TorchDispatchMode):
             self._track(tensor, tensors)
         self._inputs = []  # or they would live until the next operator
         if func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
-            kinds = {one.dtype for one in tensors}
-            if len(kinds) > 1 or not (tensors[0].is_floating_point() or tensors[0].is_complex()):
+            kinds = {one.dtype for one in tensors if func is not torch.ops.aten.addr.default}  # cuBLAS runs no such one
+            if len(kinds) > 1 or not all(kind.is_floating_point or kind.is_complex for kind in kinds):
                 raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
