@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_intermixed_args(argv)
     words = [word for word in arguments.words if "=" in word]
     if not (files := [Path(word) for word in arguments.words if "=" not in word]):
-        raise UserError("validate needs files of published runs, such as benchmarks/published/*.yaml")
+        raise UserError("name files of published runs, such as benchmarks/published/*.yaml")
     runs, mistakes = reference_runs.read(files)
     estimates = OtherTools.beside(files)
     with contextlib.redirect_stdout(sys.stderr if arguments.json else sys.stdout):

@@ -4,7 +4,8 @@ A claim is about memory or about speed. A finding forbids one, both, or none; th
 numbers. Flags are computed anew from the rows' own columns, so that rows older than a flag have it too. Flags that a
 row got when it was made count as well. docs/how_measurement_works.md has the thresholds and their sources.
 
-Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right (validate.py).
+Not covered: whether what is claimed follows from the rows (analysis/), whether predictions are right
+(benchmarks/validate.py).
 """
 
 from collections.abc import Callable, Iterable, Sequence
