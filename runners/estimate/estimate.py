@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from vramsweep.harness.allocator import config as allocator_config
-from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.allocator.settings_grid import grid
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.messages.errors import UserError
@@ -95,7 +94,7 @@ class Estimate:
             name: getattr(trial, name) for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")
         }
         about |= {"model": trial.model.name, "runner": "estimate", "allocator": trial.allocator.name}
-        found = timeline(self._trace, _config(self._request), self.limit)
+        found = timeline(self._trace, allocator_config.parse(self._request.allocator), self.limit)
         assert found is not None  # because something is traced
         record = {"trial_id": "estimate", "about": about | {"gpu": trial.device.gpu}, "timeline": asdict(found)}
         with tempfile.TemporaryDirectory() as folder:
@@ -159,7 +158,7 @@ class Estimate:
             yield _change(name, found)
 
     def _larger_gpus(self) -> Iterator[Change]:
-        share = _config(self._request).per_process_memory_fraction
+        share = allocator_config.parse(self._request.allocator).per_process_memory_fraction
         least = self._request.trial().device.card.capability
         enough = gpu_lookup.gpus_with_enough(int(self.peak_reserved / share) + 1, 0.0, least)
         for gpu in () if self.fits else enough[:MOST_GPUS]:
@@ -253,7 +252,9 @@ def _estimate(request: Request) -> Estimate:
 def _result(request: Request, trace: Trace, notes: tuple[str, ...]) -> Estimate:
     trial = request.trial()
     limit = trial.memory_limit()
-    found = explaining.explanation(trace, _config(request), gpu_lookup.memory_limit(trial.device.card))
+    found = explaining.explanation(
+        trace, allocator_config.parse(request.allocator), gpu_lookup.memory_limit(trial.device.card)
+    )
     assert found is not None  # because something is traced
     return Estimate(
         fits=found.refused is None,
@@ -267,10 +268,6 @@ def _result(request: Request, trace: Trace, notes: tuple[str, ...]) -> Estimate:
         _request=request,
         _trace=trace,
     )
-
-
-def _config(request: Request) -> AllocatorConfig:
-    return allocator_config.parse(request.allocator)
 
 
 def _change(name: str, found: Estimate) -> Change:
