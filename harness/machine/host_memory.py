@@ -7,12 +7,14 @@ import contextlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
 from vramsweep.harness.spec import runner_table
-from vramsweep.harness.spec.trial import Trial
+
+if TYPE_CHECKING:  # a user's own script may be measured without pydantic installed (observer.py)
+    from vramsweep.harness.spec.trial import Trial
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -21,21 +23,20 @@ MIB = 1 << 20
 LOADER_WORKER = 16 * MIB
 
 
-def ranks(trial: Trial) -> int:
+def ranks(trial: "Trial") -> int:
     """Return the number of ranks on the fullest node."""
     return min(trial.world_size, trial.device.gpus_per_node) if trial.device.name == "simulated" else trial.world_size
 
 
-def loader_workers(trial: Trial) -> int:
+def loader_workers(trial: "Trial") -> int:
     """Return the number of processes that load data for each rank."""
     option = runner_table.runner(trial.runner.name).loader_workers
     return int(trial.runner.options.get(option) or 0) if option else 0
 
 
-def limit(trial: Trial) -> int | None:
+def limit(trial: "Trial") -> int | None:
     """Return the simulated node's memory in bytes; None if unknown."""
-    given = trial.device.node_memory_gib
-    return None if given is None else int(given * GIB)
+    return None if trial.device.node_memory_gib is None else int(trial.device.node_memory_gib * GIB)
 
 
 class Room(NamedTuple):
