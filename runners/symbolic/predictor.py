@@ -38,20 +38,12 @@ def trace_family(family: Mapping[str, Trial], tracer: Tracer) -> Predictor:
     points = sorted({point(trial) for trial in family.values()})
     found = curve(anyone, points, tracer)
     found.trace([at(anyone, where) for where in points])
-    at_hand: dict[tuple[Point, str | None], Any] = {}  # the last trace: trials of one point and GPU follow each other
-
-    def predict(trial: Trial) -> predicted_row.Predicted | None:
-        where = point(trial), trial.device.gpu
-        if where not in at_hand:
-            at_hand.clear()
-            at_hand[where] = found.at(trial)
-        return None if at_hand[where] is None else predicted_row.predict(trial, *at_hand[where])
 
     @cache
     def refused(where: Point) -> dict[str, Any] | None:  # cached, because one point may have many trials
         return tracer.refused(at(anyone, where))
 
-    return Predictor(predict, lambda trial: refused(point(trial)), AT_A_TIME)
+    return Predictor(found.predict, lambda trial: refused(point(trial)), AT_A_TIME)
 
 
 def _trace_varying(trials: Sequence[Trial], tracer: Tracer) -> Predictor:

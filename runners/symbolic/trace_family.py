@@ -6,7 +6,7 @@ that nothing covers are traced one by one. A row names which it was (`trace_basi
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,14 @@ class Curve:
     symbolic: tuple[SymbolicTrace, ...]
     cover: piecewise_templates.Cover
     tracer: Tracer
+    at_hand: dict[tuple[Point, str | None], Any] = field(default_factory=dict)  # the last trace
+
+    def predict(self, trial: Trial) -> predicted_row.Predicted | None:
+        """Predict a trial; return None if it could not be traced. Trials of one point and GPU follow each other."""
+        if (where := (point(trial), trial.device.gpu)) not in self.at_hand:
+            self.at_hand.clear()
+            self.at_hand[where] = self.at(trial)
+        return None if self.at_hand[where] is None else predicted_row.predict(trial, *self.at_hand[where])
 
     def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         """Return the trial's trace on its GPU, the details and the basis; None if it could not be traced."""
