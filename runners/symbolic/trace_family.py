@@ -29,10 +29,10 @@ class Curve:
     symbolic: tuple[SymbolicTrace, ...]
     cover: piecewise_templates.Cover
     tracer: Tracer
-    at_hand: dict[tuple[Point, str | None], Any] = field(default_factory=dict)  # the last trace
+    at_hand: dict[tuple[Point, str | None], Any] = field(default_factory=dict, compare=False)  # the last trace
 
     def predict(self, trial: Trial) -> predicted_row.Predicted | None:
-        """Predict a trial; return None if it could not be traced. Trials of one point and GPU follow each other."""
+        """Predict a trial; return None if it could not be traced. Only the last trace is kept for the next trial."""
         if (where := (point(trial), trial.device.gpu)) not in self.at_hand:
             self.at_hand.clear()
             self.at_hand[where] = self.at(trial)
