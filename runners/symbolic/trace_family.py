@@ -29,7 +29,7 @@ class Curve:
     symbolic: tuple[SymbolicTrace, ...]
     cover: piecewise_templates.Cover
     tracer: Tracer
-    at_hand: dict[tuple[Point, str | None], Any] = field(default_factory=dict, compare=False)  # the last trace
+    at_hand: dict[tuple[Point, str | None], Any] = field(default_factory=dict, compare=False, repr=False)  # last trace
 
     def predict(self, trial: Trial) -> predicted_row.Predicted | None:
         """Predict a trial; return None if it could not be traced. Only the last trace is kept for the next trial."""
