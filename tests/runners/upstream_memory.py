@@ -1,7 +1,7 @@
 """Bytes that small models of transformers hold in a step on the CPU, by whichever version is installed.
 
-`python tests/runners/upstream_memory.py` prints a line of JSON for that version; tests/data/upstream_memory.jsonl holds
-those of several, which known differences are tested against (test_upstream_memory.py). An earlier version beside the
+`python tests/runners/upstream_memory.py [MODEL ...]` prints a line of JSON for that version. Those of several are in
+tests/data/upstream_memory.jsonl, for test_upstream_memory.py of known differences. An earlier version beside the
 installed torch: `pip install --no-deps --target DIR transformers==4.48.1 tokenizers==0.21.0 huggingface_hub==0.27.1`
 and `pip install --target DIR requests`, then PYTHONPATH=DIR.
 """
@@ -25,6 +25,7 @@ GPT2 = {
     "vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.0,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
+ENCODER = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": SHARED,
     "qwen2": SHARED,
@@ -34,7 +35,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "phi3": SHARED,
     "gpt2": GPT2,
     "gpt_bigcode": GPT2,
-}
+    "t5": SMALL | {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0,
+                   "decoder_start_token_id": 0},
+    "bert": ENCODER,
+    "roberta": ENCODER | {"max_position_embeddings": 258},
+    "electra": ENCODER | {"embedding_size": 64},
+    "distilbert": {"vocab_size": 512, "dim": 64, "hidden_dim": 160, "n_layers": 3, "n_heads": 4, "dropout": 0.0,
+                   "attention_dropout": 0.0, "max_position_embeddings": 256, "pad_token_id": 0},
+}  # fmt: skip
+CLASSES = {"t5": "AutoModelForSeq2SeqLM"} | dict.fromkeys(
+    ("bert", "roberta", "electra", "distilbert"), "AutoModelForMaskedLM"
+)
 CASES: dict[str, dict[str, bool]] = {
     "plain": {},
     "padding": {"padding": True},
@@ -77,11 +88,12 @@ def held(
     model: str, *, padding: bool = False, eager: bool = False, cache: bool = False, checkpoints: bool = False
 ) -> list[int]:
     """Bytes at most in the forward pass, when it has ended, and at most in the step."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model, **CONFIGS[model] | {"use_cache": cache})
-    net = AutoModelForCausalLM.from_config(config, **({"attn_implementation": "eager"} if eager else {}))
+    config = transformers.AutoConfig.for_model(model, **CONFIGS[model] | {"use_cache": cache})
+    kind = getattr(transformers, CLASSES.get(model, "AutoModelForCausalLM"))
+    net = kind.from_config(config, **({"attn_implementation": "eager"} if eager else {}))
     net.to(torch.bfloat16).train()
     if checkpoints:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
@@ -101,7 +113,7 @@ def held(
     return [forward, after, storages.most]
 
 
-def every() -> dict[str, dict[str, list[int] | None]]:
+def every(models: Iterable[str] = CONFIGS) -> dict[str, dict[str, list[int] | None]]:
     """By model and case; None where this version has no such model or cannot do it, and why on standard error."""
 
     def tried(model: str, name: str) -> list[int] | None:
@@ -111,10 +123,18 @@ def every() -> dict[str, dict[str, list[int] | None]]:
             print(f"{model}, {name}: {error!r}", file=sys.stderr)
             return None
 
-    return {model: {name: tried(model, name) for name in CASES} for model in CONFIGS}
+    return {model: {name: tried(model, name) for name in CASES} for model in models}
 
 
 if __name__ == "__main__":
     import transformers
 
-    print(json.dumps({"transformers": transformers.__version__, "torch": torch.__version__, "held": every()}))
+    print(
+        json.dumps(
+            {
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+                "held": every(sys.argv[1:] or CONFIGS),
+            }
+        )
+    )

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, masking_utils
+from packaging.version import Version
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaModel
+from transformers.models.t5 import modeling_t5
+from transformers.models.t5.modeling_t5 import T5Attention
 
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.version_differences import find_differences, model_type
@@ -20,7 +23,8 @@ from vramsweep.runners.measure.patches import Replacement
 def additive(trial: Trial) -> Iterator[Replacement]:
     """Make the causal mask additive: it is added to the scores, and does not name what is let through."""
     module = _code(trial)
-    for maker in ("create_causal_mask", "create_sliding_window_causal_mask"):  # the second: models with a window
+    # the second is of models with a window, the third of encoders
+    for maker in ("create_causal_mask", "create_sliding_window_causal_mask", "create_bidirectional_mask"):
         if hasattr(module, maker):
             yield module, maker, _added(getattr(module, maker))
 
@@ -133,14 +137,47 @@ def without_padding(trial: Trial) -> Iterator[Replacement]:
 
 def made_scores(trial: Trial) -> Iterator[Replacement]:
     """Make the model compute its scores, because its earlier code has no other attention."""
-    original = AutoModelForCausalLM.from_config
+    original = PreTrainedModel._check_and_adjust_attn_implementation
 
-    def from_config(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs | {"attn_implementation": "eager"})
+    def adjusted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return "eager" if self.config.model_type == model_type(trial) else original(self, *args, **kwargs)
 
-    yield AutoModelForCausalLM, "from_config", from_config
+    yield PreTrainedModel, "_check_and_adjust_attn_implementation", adjusted
     if any(one.name == "gpt2_mask_buffers" for one in find_differences(trial)):  # else the installed one does it itself
         yield from masked_scores(trial)
+
+
+def t5_scores(trial: Trial) -> Iterator[Replacement]:
+    """Make T5 add its mask to the bias of the positions, which all layers share and which so becomes as large as the
+    batch, and compute the weights in fp32."""
+    original = T5Attention.forward
+    always = Version(trial.versions["transformers"]) < Version("5.0")  # there was a mask without padding, too
+
+    def forward(self: Any, hidden_states: Any, mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("position_bias") is None:
+            keys = kwargs.get("key_value_states")
+            rows, columns = hidden_states.shape[1], (hidden_states if keys is None else keys).shape[1]
+            if self.has_relative_attention_bias:
+                bias = self.compute_bias(rows, columns, device=hidden_states.device)
+            else:
+                bias = hidden_states.new_zeros(1, self.n_heads, rows, columns)
+                bias.requires_grad_(self.gradient_checkpointing and self.training)
+            if mask is None and always:
+                mask = hidden_states.new_zeros(hidden_states.shape[0], 1, 1, columns)
+            kwargs["position_bias"] = bias if mask is None else bias + mask
+        return original(self, hidden_states, None, *args, **kwargs)
+
+    def attend(
+        module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, position_bias: Any, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = torch.matmul(query, key.transpose(3, 2))
+        scores += position_bias
+        weights = F.dropout(scores.float().softmax(dim=-1).type_as(scores), p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    yield from made_scores(trial)
+    yield T5Attention, "forward", forward
+    yield modeling_t5, "eager_attention_forward", attend
 
 
 def masked_scores(trial: Trial) -> Iterator[Replacement]:
