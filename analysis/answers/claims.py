@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,6 @@ def reasons(frame: pd.DataFrame, most: int = 3) -> str:
 
 
 GB = 1e9  # as guides count
-_FUSED = ("sdpa", "sdpa_flash", "sdpa_efficient", "sdpa_cudnn", "flash_attention_2")
 _ADAM = ("default", "adamw_torch", "adamw_torch_fused", "adamw_torch_foreach", "adamw_torch_loop")
 _PEAK = "peak_allocated_bytes"
 _FORWARD = "forward_peak_allocated_bytes"  # holds weights, optimizer state and activations, no gradients
@@ -136,22 +136,34 @@ Numbers = Iterator[tuple[pd.DataFrame, str, float]]  # the rows that are compare
 class Claim:
     """A statement, its source, the rows that test it, and what decides.
 
-    `numbers` compares the rows that `about` chooses. The claim holds if the number, shown as `shown`, is within `low`
-    and `high`, for the reason `why`. It has to hold in all comparisons. With `own` it says that something can be done,
-    so one comparison suffices. It is then refuted only if the source's own configuration, the rows of `own`, was tried.
+    `numbers` compares the rows that `about` chooses: by column, values `among` which they are, values that they are
+    `without`, and bounds that they lie `between`. The claim holds if the number, shown as `shown`, is within `low` and
+    `high`, for the reason `why`. It has to hold in all comparisons. With `own` it says that something can be done, so
+    one comparison suffices. It is then refuted only if the source's own configuration, the rows of `own`, was tried.
     """
 
     name: str
     statement: str
     source: str
     compared: str
-    about: Callable[[pd.DataFrame], pd.Series[bool]]
     numbers: Callable[[Rows], Numbers]
     shown: str
     why: str
     low: float = -math.inf
     high: float = math.inf
-    own: Callable[[pd.DataFrame], pd.Series[bool]] | None = None
+    among: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    without: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    between: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    own: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    def about(self, frame: pd.DataFrame) -> pd.Series[bool]:
+        """Mark the rows that test the claim; the column `gpu_bytes` stands for the memory of a row's GPU."""
+        chosen = _among(frame, self.among)
+        for name, values in self.without.items():
+            chosen &= ~is_(frame, name, *values)
+        for name, (low, high) in self.between.items():
+            chosen &= (_room(frame) if name == "gpu_bytes" else frame[name]).between(low, high).fillna(False)
+        return chosen
 
     def holds(self, number: float) -> bool:
         """Check whether the claim holds at this number."""
@@ -218,7 +230,7 @@ def _card(claim: Claim, kinds: Sequence[Rows]) -> Card:
             verdict = "confirmed" if (any(held) if claim.own else all(held)) else "refuted"
             if claim.own and any(held):
                 found.reverse()
-            elif claim.own and not list(claim.numbers(chosen.where(claim.own(chosen.frame)))):
+            elif claim.own and not list(claim.numbers(chosen.where(_among(chosen.frame, claim.own)))):
                 verdict = "not confirmed"
             basis = Rows(pd.concat([same for same, _, _ in compared]), chosen.measured).basis
             marked = verdict if rows.measured else f"{verdict} (predicted)"
@@ -240,20 +252,14 @@ def _bounds(claim: Claim) -> str:
     return f"at least {low}" if math.isinf(claim.high) else f"{low} to {high}"
 
 
-def _any(frame: pd.DataFrame) -> pd.Series[bool]:
-    return pd.Series(True, index=frame.index)
+def _among(frame: pd.DataFrame, values: Mapping[str, Sequence[Any]]) -> pd.Series[bool]:
+    """Mark the rows that have one of the values in each of these columns."""
+    return pd.Series(np.all([is_(frame, name, *some) for name, some in values.items()], axis=0), index=frame.index)
 
 
-def _alone(frame: pd.DataFrame) -> pd.Series[bool]:
-    """Select rows of a single GPU without sharding."""
-    return is_(frame, "sharding", "none") & is_(frame, "world_size", 1)
-
-
-def _ratios(
-    rows: Rows, axis: str, one: str, other: Sequence[str], shown: Callable[[float], float], *columns: str
-) -> Numbers:
+def _ratios(rows: Rows, axis: str, one: str, other: Sequence[str], shown: str, columns: Sequence[str] = ()) -> Numbers:
     """Yield the ratio at two of an axis's values, all else equal, of the first of these columns that both have; without
-    `columns`, of a step's time."""
+    `columns`, of a step's time. It is `shown` as one of `_RATIOS`."""
     columns = columns or rows.seconds
     for same in group_alike(rows.ok(), axis):
         where = label(same.iloc[0], axis)
@@ -261,7 +267,7 @@ def _ratios(
         for b in (value for value in other if one in values and value in values):
             if (column := shared(values[one], values[b], columns)) is not None:
                 ratio = float(values[b][column]) / float(values[one][column])
-                yield same, f"{where}, {b}" if len(other) > 1 else where, shown(ratio)
+                yield same, f"{where}, {b}" if len(other) > 1 else where, _RATIOS[shown](ratio)
 
 
 def _saved(rows: Rows) -> Numbers:
@@ -276,10 +282,6 @@ def _saved(rows: Rows) -> Numbers:
             where = label(same.iloc[0], "micro_batch", "checkpointing")
             saved = 100 * float(1 - growth["full"] / growth["none"])
             yield same, f"{where}, batch {table.index[0]} to {table.index[-1]}", saved
-
-
-def _change(ratio: float) -> float:
-    return 100 * (ratio - 1)
 
 
 def _a_parameter(rows: Rows, axis: str, column: str) -> Iterator[tuple[pd.DataFrame, str, pd.Series[float]]]:
@@ -374,58 +376,14 @@ def _room(frame: pd.DataFrame) -> pd.Series[Any]:
     return known.fillna(frame["gpu_name"].map(sizes).astype("Float64"))
 
 
-def _seven_billion(frame: pd.DataFrame, low: float = 6.5e9, high: float = 7.5e9) -> pd.Series[bool]:
-    return frame["parameters"].between(low, high).fillna(False)
-
-
-def _lora(frame: pd.DataFrame) -> pd.Series[bool]:
-    short = frame["seq_len"].le(1024).fillna(False) & is_(frame, "micro_batch", 1)
-    return short & _alone(frame) & is_(frame, "adapter", "lora") & is_(frame, "lora_r", 16) & _seven_billion(frame)
-
-
-def _paper(frame: pd.DataFrame) -> pd.Series[bool]:
-    return is_(frame, "quantization", "nf4_double") & is_(frame, "checkpointing", "full")
-
-
-def _on_eight(frame: pd.DataFrame) -> pd.Series[bool]:
-    card = _room(frame).between(75 * GB, 86 * GB).fillna(False)
-    whole = _seven_billion(frame, 6.5e10, 7.5e10) & is_(frame, "adapter", "none")
-    return whole & frame["world_size"].eq(8).fillna(False) & card
-
-
-# For each claim of claims.json: the rows that it is about, what is compared, and the source's own configuration.
-_HOW: dict[str, tuple[Any, ...]] = {
-    "checkpointing-saves": (_any, _saved),
-    "checkpointing-costs": (_any, lambda rows: _ratios(rows, "checkpointing", "none", ["full"], _change)),
-    "flash-attention": (
-        lambda f: f["seq_len"].ge(2048).fillna(False),
-        lambda rows: _ratios(rows, "attention", "eager", _FUSED, lambda ratio: 1 / ratio, _PEAK),
-    ),
-    "adam-8bit": (lambda f: _alone(f) & ~is_(f, "precision", "bf16_pure"), _eight_bit),
-    "autocast-weights": (
-        lambda f: ~f["sharding"].str.startswith("zero").fillna(False).astype(bool) & is_(f, "quantization", "none"),
-        lambda rows: _ratios(
-            rows, "precision", "fp32", ["bf16"], lambda ratio: 100 * ratio, "load_peak_allocated_bytes"
-        ),
-    ),
-    "linear-in-batch": (_any, _off_the_line),
-    "eager-quadratic": (lambda f: is_(f, "attention", "eager"), _quadratic),
-    "sdpa-linear": (lambda f: is_(f, "attention", *_FUSED), _quadratic),
-    "lora-7b": (
-        lambda f: _lora(f) & is_(f, "quantization", "none") & is_(f, "precision", "bf16_pure", "bf16_master"),
-        _optimizer_step_gb,
-    ),
-    "qlora-7b": (lambda f: _lora(f) & is_(f, "quantization", "nf4", "nf4_double"), _reserved, _paper),
-    "accumulation": (_alone, _accumulated),
-    "70b-on-8": (_on_eight, _of_the_card, lambda f: is_(f, "sharding", "fsdp1", "fsdp2")),
-    "expandable-segments": (
-        _any,
-        lambda rows: _ratios(rows, "allocator", "default", ["expandable"], _change, "peak_reserved_bytes"),
-    ),
-}
-
-
-_WORDS = json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))
+# What claims.json names: how a `ratio` is shown, and the functions of `numbers`; an entry has one or the other.
+_RATIOS: dict[str, Callable[[float], float]] = {
+    "change": lambda ratio: 100 * (ratio - 1), "times_less": lambda ratio: 1 / ratio, "percent": lambda r: 100 * r,
+}  # fmt: skip
+_NUMBERS = (_saved, _eight_bit, _accumulated, _off_the_line, _quadratic, _optimizer_step_gb, _reserved, _of_the_card)
+_BY_NAME = {one.__name__.removeprefix("_"): one for one in _NUMBERS}
+_WORDS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("claims.json").read_text("utf-8"))
 CLAIMS = tuple(
-    Claim(**one, **dict(zip(("about", "numbers", "own"), _HOW[one["name"]], strict=False))) for one in _WORDS
+    Claim(numbers=partial(_ratios, **one.pop("ratio")) if "ratio" in one else _BY_NAME[one.pop("numbers")], **one)
+    for one in _WORDS
 )
