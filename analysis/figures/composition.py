@@ -20,21 +20,11 @@ from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, all_limits, card_limit
 from vramsweep.analysis.figures.phases import highest
 from vramsweep.analysis.figures.plots import INK, LENGTH, Figure, escape, new_plot, sentence
-from vramsweep.analysis.figures.style import GREY, Look, View, names
+from vramsweep.analysis.figures.style import GREY, LOOKS, Look, View, names
 from vramsweep.harness.messages.units import format_size
 
 # From the bottom up, the familiar ones first. Okabe and Ito's colours; olive and grey for what no code of a user asks.
-PARTS = {
-    "parameters": "#0072B2",
-    "gradients": "#E69F00",
-    "optimizer_state": "#009E73",
-    "activations": "#D55E00",
-    "buffers": "#F0E442",
-    "communication": "#CC79A7",
-    "temporaries": "#56B4E9",
-    "workspaces": "#999933",
-    "rounding": "#BBBBBB",
-}
+PARTS = LOOKS["parts"]
 OF_PEAK = {part: f"peak_{part}_bytes" for part in PARTS}
 BEYOND = "reserved, unused"
 PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes")

@@ -4,6 +4,7 @@ the peak of each part next to that of the steps.
 In: rows. It does not show what the memory is for, as composition.py does.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,14 @@ from vramsweep.analysis.data.parts import called
 from vramsweep.analysis.figures import plots
 from vramsweep.analysis.figures.gpus import add_card_limit, card_limit
 from vramsweep.analysis.figures.plots import ABOVE, LENGTH, End, Figure, escape, finish, new_plot, sentence, short
-from vramsweep.analysis.figures.style import COLOURS, GREY, MOST, Look, View, having
+from vramsweep.analysis.figures.style import COLOURS, GREY, LOOKS, MOST, Look, View, having
 from vramsweep.analysis.model.phases import PHASES
 from vramsweep.harness.rows.schema import PARTS
 
 NAME = "memory_by_phase"
 COLUMNS = tuple(f"{phase}_peak_allocated_bytes" for phase in PHASES)
 # Hues of their own, lighter and darker, because the colours of configurations and of parts mean something else.
-LOOKS = {
-    "load": Look("#8c8c8c", "circle", "dot"),
-    "forward": Look("#6a51a3", "square", "dash"),
-    "backward": Look("#a63603", "diamond", "solid"),
-    "optimizer": Look("#006d5b", "triangle-up", "dashdot"),
-}
-HATCH = {"shape": "\\", "fgcolor": GREY, "bgcolor": "rgba(0,0,0,0)", "size": 6, "solidity": 0.3}
+PHASE_LOOKS = {phase: Look(*look) for phase, look in LOOKS["phases"].items()}
 
 
 def highest(rows: pd.DataFrame) -> list[str]:
@@ -58,8 +53,8 @@ def phases(view: View) -> list[Figure]:
             continue
         at = at[plots.thin(x[at], y[at])]
         name = column.removesuffix("_peak_allocated_bytes")
-        if name in LOOKS:
-            own = Look(LOOKS[name].colour, LOOKS[name].symbol, LOOKS[name].dash, look.settings)
+        if name in PHASE_LOOKS:
+            own = replace(PHASE_LOOKS[name], settings=look.settings)
             plots.add_line(plot, x[at], y[at], own, name)
         else:
             reserved = column == "peak_reserved_bytes"
@@ -67,7 +62,8 @@ def phases(view: View) -> list[Figure]:
             own = Look(GREY, settings=look.settings)
             plot.add_scatter(
                 x=x[at], y=y[at], name=name, mode="lines", fill="tonexty" if reserved else "tozeroy",
-                fillcolor="rgba(127,127,127,0.22)" if not reserved else None, fillpattern=HATCH if reserved else None,
+                fillcolor="rgba(127,127,127,0.22)" if not reserved else None,
+                fillpattern=LOOKS["hatch"] if reserved else None,
                 line={"color": GREY, "width": 1}, hovertemplate="%{x:,}: %{y:,.4~g}<extra>" + name + "</extra>",
                 **own.trace,
             )  # fmt: skip
@@ -88,15 +84,11 @@ def phases(view: View) -> list[Figure]:
     return [Figure(NAME, "Peak memory by phase", caption, plot, rows)]
 
 
-JOBS = MOST
-_PATTERNS = {"load": ".", "resume": "\\", "first_step": "-", "steps": "", "evaluation": "/", "save": "x"}
-
-
 def of_jobs(view: View) -> list[Figure]:
     """Draw each part's peak as a bar, grouped by job, for the jobs that most exceed their steps; frame the steps."""
     if not (jobs := view.jobs):
         return []
-    shown = jobs[:JOBS]
+    shown = jobs[:MOST]
     bases = sorted({job.base for job in shown})
     unit, called_ = plots.axis_unit(max(max(job.peaks.values()) for job in shown))
     plot = new_plot("whole job", f"peak {' or '.join(bases)} ({called_})")
@@ -107,7 +99,7 @@ def of_jobs(view: View) -> list[Figure]:
         line = {"color": "#000", "width": 2 * (part == "steps")}
         plot.add_bar(
             x=x, y=[job.peaks[part] / unit if part in job.peaks else float("nan") for job in shown], name=called(part),
-            marker={"color": colour, "pattern": {"shape": _PATTERNS[part]}, "line": line},
+            marker={"color": colour, "pattern": {"shape": LOOKS["patterns"][part]}, "line": line},
             hovertemplate="%{x}: %{y:,.4~g}<extra>" + called(part) + "</extra>",
         )  # fmt: skip
     plot.update_layout(barmode="group", showlegend=True, legend=ABOVE, bargap=0.2)

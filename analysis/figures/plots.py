@@ -14,7 +14,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from vramsweep.analysis.data.metrics import GIB, MIB
-from vramsweep.analysis.figures.style import COLOURS, GREY, MARKERS, MOST, Look
+from vramsweep.analysis.figures.style import COLOURS, GREY, LOOKS, MARKERS, MOST, Look
 from vramsweep.analysis.model.curves import Array
 from vramsweep.harness.messages.terminal import escape_text
 
@@ -162,25 +162,13 @@ def sentence(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
 
-AXIS = {"showline": True, "linecolor": GREY, "gridcolor": "rgba(127,127,127,0.25)", "zeroline": False,
-        "ticks": "outside", "tickcolor": GREY, "automargin": True}  # fmt: skip
-ABOVE = {"yref": "paper", "y": 1.02, "yanchor": "bottom"}  # a legend over the plot
-BELOW = {"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0, "tracegroupgap": 0}
+AXIS, ABOVE = LOOKS["axis"], LOOKS["above"]  # the latter is a legend over the plot
 
 
 def new_plot(x_title: str, y_title: str) -> go.Figure:
-    layout = {
-        "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 13, "color": INK},
-        "paper_bgcolor": "rgba(0,0,0,0)",
-        "plot_bgcolor": "rgba(0,0,0,0)",
-        "margin": {"l": 64, "r": 16, "t": 16, "b": 52},
-        "xaxis": {**AXIS, "title": {"text": x_title}, "tickformat": ",~d"},
-        "yaxis": {**AXIS, "title": {"text": y_title}, "tickformat": ",~g"},
-        "showlegend": False,
-        "legend": BELOW,
-        "hovermode": "closest",
-    }
-    return go.Figure(layout=layout)
+    x = {**AXIS, "title": {"text": x_title}, "tickformat": ",~d"}
+    y = {**AXIS, "title": {"text": y_title}, "tickformat": ",~g"}
+    return go.Figure(layout={**LOOKS["layout"], "xaxis": x, "yaxis": y})
 
 
 def new_panels(x_title: str, panels: Mapping[str, tuple[float, float]], **layout: Any) -> Any:

@@ -6,8 +6,10 @@ A colour stands for one configuration in every figure of a report, predicted or 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -26,6 +28,8 @@ DASHES = ("solid", "dashdot", "longdash")
 GREY = "#7f7f7f"
 ON_CARD = ("simulated_gpu", "gpu_name", "trial.device.gpu")  # settings that name the GPU
 MOST = 6  # most configurations in one figure
+# What is drawn in which colour and pattern, and the layout of an empty plot.
+LOOKS: dict[str, Any] = json.loads(Path(__file__).with_name("looks.json").read_text("utf-8"))
 # Columns in which rows of one configuration are equal, whoever measured or predicted them.
 _SHARED = (*COMPARED, "micro_batch", "allocator_conf", "data", "protocol")
 

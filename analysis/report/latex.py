@@ -6,12 +6,14 @@ a note says so. Nothing is shrunk. Numbers are siunitx's (version 3), with units
 Computer Modern at 8 pt, which is wider than most other fonts.
 """
 
+import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -25,18 +27,9 @@ class Tex(str):
     """Text that is LaTeX already."""
 
 
-_COMMANDS = {  # [ and * too, because the \\ of the line before would take them
-    "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_", "{": r"\{", "}": r"\}",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}",
-    "|": r"\textbar{}", "[": "{[}", "]": "{]}", "*": "{*}", "`": r"\textasciigrave{}", '"': "''",
-    "²": r"\textsuperscript{2}", "³": r"\textsuperscript{3}", "·": r"\ensuremath{\cdot}", "°": r"\ensuremath{^{\circ}}",
-    "µ": r"\ensuremath{\mu}", "–": "--", "—": "---", "−": r"\ensuremath{-}",
-    "×": r"\ensuremath{\times}", "±": r"\ensuremath{\pm}",
-    "≤": r"\ensuremath{\leq}", "≥": r"\ensuremath{\geq}", "→": r"\ensuremath{\rightarrow}", "…": r"\dots{}",
-    "’": "'", "\u00a0": r"~", "ß": r"\ss{}", "ø": r"\o{}", "Ø": r"\O{}", "æ": r"\ae{}", "Æ": r"\AE{}",
-}  # fmt: skip
-_ACCENTS = {"\u0300": "`", "\u0301": "'", "\u0302": "^", "\u0303": "~", "\u0308": '"', "\u030a": "r", "\u0327": "c",
-            "\u030c": "v"}  # fmt: skip
+# Of signs; [ and * too, because the \\ of the line before would take them.
+_WORDS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("latex.json").read_text("utf-8"))
+_COMMANDS, _ACCENTS, UNITS = _WORDS["commands"], _WORDS["accents"], _WORDS["units"]
 _LIGATURES = re.compile(r"(?<=-)(?=-)|(?<=')(?=')|(?<=,)(?=,)|(?<=[?!])(?=`)")
 _LINE_ENDS = re.compile(r"[\n\r\t]+")
 _BREAKS = re.compile(r"(?<=[A-Za-z0-9)\]])([_/=:@+-]|[.,](?!\d))(?=[A-Za-z0-9(\[])")
@@ -124,8 +117,6 @@ def width(text: str) -> float:
 
 
 # --- columns ---
-UNITS = {"GiB": r"\gibi\byte", "MiB": r"\mebi\byte", "KiB": r"\kibi\byte", "B": r"\byte", "s": r"\second",
-         "ms": r"\milli\second", "%": r"\percent"}  # fmt: skip
 NONE = ("–", "")
 BEYOND = "°"  # after a number: beyond what was measured
 _NUMBER = r"[+−-]?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?"
