@@ -16,17 +16,10 @@ from typing import Any
 from vramsweep.harness.messages.argument_parser import WIDTH, Parser
 
 HARNESS, ANALYSIS, FRONT = "harness.verbs", "analysis", "front"  # where a verb's code is
-SWEEP, PREDICT, LOOK, ABOUT = "Sweep and watch", "Predict, without the GPU", "Look at rows", "About"
 NO_CACHE = "--no-cache"
-SECTIONS = (SWEEP, PREDICT, LOOK, ABOUT)
-STATUSES = {
-    0: "done",
-    1: "the answer is no (the command's help says which question); or a bug in vramsweep, with a traceback",
-    2: "an error: bad arguments, unreadable file, unsuitable machine, full disk; or stopped by `breaker`",
-    129: "the terminal was closed (SIGHUP); the running trial was finished first",
-    130: "interrupted",
-    141: "the reader of the output closed it, as `| head` does",
-}
+_FRONT: dict[str, Any] = json.loads(Path(__file__).with_name("front.json").read_text("utf-8"))
+SECTIONS: list[str] = _FRONT["sections"]
+STATUSES = {int(number): meaning for number, meaning in _FRONT["statuses"].items()}
 
 
 @dataclass(frozen=True)
@@ -92,11 +85,6 @@ _WORDS: list[dict[str, Any]] = json.loads(Path(__file__).with_name("verbs.json")
 VERBS = tuple(Verb(**one | {"uses": tuple(one["uses"])}) for one in _WORDS)
 BY_NAME = {verb.name: verb for verb in VERBS}
 ALIASES = {"cards": "gpus"}  # earlier names
-START = (
-    "  vramsweep predict model=llama3-8b sharding=fsdp2 world_size=8 seq_len=4096  # fits on 8 GPUs?",
-    "  vramsweep explain model=gpt2 seq_len=512                                    # what takes memory?",
-    "  vramsweep sweep model=gpt2 seq_len=256,512,1024   # measures; without a GPU predicts an H100",
-)
 INTERNAL = ("draw",)  # of the analysis, started by timeline and replay; in no help, and may change
 
 
@@ -109,7 +97,7 @@ def overview() -> str:
     statuses = [_filled(f"  {number:<4}", meaning) for number, meaning in STATUSES.items()]
     parts.append("\n".join(["Exit status", *statuses]))
     parts.append("vramsweep COMMAND --help has more, --help-all has all settings; --version prints the version")
-    parts.append("\n".join(["Start here", *START]))
+    parts.append("\n".join(["Start here", *_FRONT["start"]]))
     return "\n\n".join(parts) + "\n"
 
 

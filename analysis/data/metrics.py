@@ -3,8 +3,10 @@
 Fits use the column's own unit (bytes, seconds); `scale` turns it into the unit that people read.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,16 +49,8 @@ class Metric:
 
 # The allocator rounds every block up to 512 bytes and requests at least 2 MiB from the driver. Blocks that
 # several streams used become free late. NVML counts pages of 2 MiB.
-METRICS: dict[str, Metric] = {
-    metric.column: metric
-    for metric in (
-        Metric("peak_allocated_bytes", "peak allocated", "MiB", MIB, 512),
-        Metric("peak_active_bytes", "peak active", "MiB", MIB, 512, above="peak_allocated_bytes"),
-        Metric("peak_reserved_bytes", "peak reserved", "MiB", MIB, 2 * MIB, limited=True, above="peak_allocated_bytes"),
-        Metric("device_used_bytes", "device used", "MiB", MIB, 2 * MIB, limited=True, above="peak_allocated_bytes"),
-        Metric("step_median_s", "step time", "s", 1.0, 1e-6, memory=False),
-    )
-}
+_LINES: list[dict[str, Any]] = json.loads(Path(__file__).with_name("metrics.json").read_text("utf-8"))
+METRICS = {one["column"]: Metric(**one) for one in _LINES}
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ from vramsweep.analysis.figures.plots import GREY, LENGTH, End, Figure, finish, 
 from vramsweep.analysis.figures.style import Look, View, names, shared
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.alignment import Unaligned
-from vramsweep.analysis.model.curves import PLAIN, Array
+from vramsweep.analysis.model.curves import BASES, PLAIN, Array
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, UNITS
-from vramsweep.analysis.model.predictors import BASES
 
 CONFIGURATIONS = 6  # of which the page's reader can choose; all but the first few are hidden until then
 TOGETHER = 3

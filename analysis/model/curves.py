@@ -4,9 +4,11 @@ A peak of memory is the largest of several moments. Each is a level, a line, or 
 scores. estimate.py finds them.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,14 +16,9 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[np.float64]]
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-NAMES = {
-    "linear": "straight line",
-    "quadratic": "quadratic",
-    "hinge": "hinge (two lines)",
-    "plateau": "level, then quadratic",
-    "hinge2": "hinge (three lines)",
-    "step": "two lines apart",
-}
+_TABLES: dict[str, Any] = json.loads(Path(__file__).with_name("kinds.json").read_text("utf-8"))
+NAMES: dict[str, str] = _TABLES["names"]
+BASES: dict[str, str] = _TABLES["bases"]  # what values between and beyond the points are based on
 PLAIN = ("linear", "quadratic")  # always shown
 FEWEST = 3  # different x, below which nothing is fitted
 
@@ -45,19 +42,15 @@ class Kind:
     share: float = 0.0
 
 
+def read_kinds(table: str) -> tuple[Kind, ...]:
+    """Return the kinds of a table of kinds.json."""
+    made = ({"rising": (), **one, "pieces": tuple(map(tuple, one["pieces"]))} for one in _TABLES[table])
+    return tuple(Kind(**one | {"rising": tuple(one["rising"])}) for one in made)
+
+
 # Prior odds: where lengths span both, a peak is a level (weights and gradients), then a line (activations). A line
 # alone is one side of it. The likelihood itself counts against needless pieces.
-KINDS = (
-    Kind("linear", ((0,),), 0.05),
-    Kind("linear", ((0, 1),), 0.2),
-    Kind("quadratic", ((0, 1, 2),), 0.05),
-    Kind("hinge", ((0,), (0, 1)), 0.3),
-    Kind("hinge", ((0, 1), (0, 1)), 0.15),
-    Kind("plateau", ((0,), (0, 1, 2)), 0.06, rising=(2,)),
-    Kind("hinge2", ((0,), (0, 1), (0, 1)), 0.045),
-    Kind("hinge2", ((0, 1), (0, 1), (0, 1)), 0.045),
-)
-STEP = Kind("step", ((0, 1), (0, 1)), 0.015, joined=False, share=0.1)
+KINDS, STEP = read_kinds("peak"), read_kinds("limited")
 
 
 def powers(x: Array) -> Array:

@@ -8,11 +8,11 @@ import pandas as pd
 
 from vramsweep.analysis.data.metrics import MIB, Metric
 from vramsweep.analysis.model.alignment import Unaligned
-from vramsweep.analysis.model.curves import PLAIN, Curve
+from vramsweep.analysis.model.curves import BASES, PLAIN, Curve
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.model.observations import AXES, NOUNS, UNITS, members
 from vramsweep.analysis.model.pointwise_fit import Candidate
-from vramsweep.analysis.model.predictors import BASES, Residual
+from vramsweep.analysis.model.predictors import Residual
 from vramsweep.harness.messages.units import format_size
 from vramsweep.harness.search.fit_knowledge import PADDED_TO
 

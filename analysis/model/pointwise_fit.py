@@ -190,7 +190,7 @@ def estimate_classes(
     nothing and count once; each observation counts as `share` of one."""
     found = {}
     bounds = members(points.bound_x, modulus)
-    kinds = (*KINDS, STEP) if metric.limited else KINDS
+    kinds = KINDS + STEP if metric.limited else KINDS
     for key, at in members(points.x, modulus).items():
         x, y = points.x[at], points.y[at]
         if metric.memory:

@@ -27,11 +27,6 @@ from vramsweep.analysis.model.residual_model import Bounded, Excess, Largest, Pr
 from vramsweep.analysis.model.times import OfParts, parts
 
 MOST_ROWS = 400  # of a whole, enough for its phases because they are exact
-BASES = {
-    "prediction": "on predicted rows of the same settings, and the measured difference from them",
-    "phases": "on the peak of each phase, over batch and length together",
-    "points": "on these points alone",
-}
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,11 @@ from typing import Protocol
 
 import numpy as np
 
-from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.curves import Array, Kind, read_kinds
 from vramsweep.analysis.model.estimate import DRAWS, FEWEST_DRAWS, SEED, SIZES, Data, Posterior, estimate
 
 # Features: 1, tokens, the base.
-OVERHEAD = (
-    Kind("constant", ((0,),), 0.3),
-    Kind("share", ((0, 2),), 0.3),
-    Kind("line", ((0, 1),), 0.2),
-    Kind("hinge", ((0,), (0, 1)), 0.1),
-    Kind("step", ((0,), (0,)), 0.05, joined=False, share=0.1),
-    Kind("step", ((0, 1), (0, 1)), 0.05, joined=False, share=0.1),
-)
-RESIDUAL = (Kind("constant", ((0,),), 0.05), Kind("line", ((0, 1),), 0.15), Kind("share", ((0, 2),), 0.8))
+OVERHEAD, RESIDUAL = read_kinds("overhead"), read_kinds("residual")
 SHAPE = 0.02  # share of `unseen`: how far a prediction's shape may be off there, one standard deviation
 SMALL = 0.03  # share of the base: expected size of a residual's line or share, one standard deviation
 

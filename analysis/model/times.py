@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 from numpy.polynomial import Polynomial
 
-from vramsweep.analysis.model.curves import Array, Kind
+from vramsweep.analysis.model.curves import Array, read_kinds
 from vramsweep.analysis.model.estimate import SEED, Data, Posterior, estimate
 
 PARTS = (("estimated_compute_s", "estimated_attention_s"), ("estimated_memory_s",), ("estimated_launch_s",))
 CLOCK = 1e-3  # share of a time: no step repeats more closely
-KINDS = (Kind("one factor", ((3,),), 0.5), Kind("parts", ((0, 1, 2),), 0.5, rising=(0, 1, 2)))
+KINDS = read_kinds("time")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from vramsweep.analysis.data.pairing import Beside
 from vramsweep.analysis.model.fit import Fit, fit_table
 from vramsweep.analysis.model.memory_frontier import Limit, frontier
 from vramsweep.analysis.report import tiles
-from vramsweep.analysis.report.findings import values
+from vramsweep.analysis.report.findings import WORDS, values
 from vramsweep.analysis.report.tile_allocator import allocator
 from vramsweep.analysis.report.tiles import IMPORTED, MEASURED, PREDICTED, Head, Tile, dominates, join
 from vramsweep.harness.hardware.gpu_lookup import find_gpu
@@ -24,10 +24,6 @@ from vramsweep.harness.sweep import publication_check as check
 
 CARDS = 2  # GPUs that the question names; more are counted there, and named among what varied
 JUDGED = 50_000  # most rows of a folder that are read again for the verdict
-_CALLED = {
-    "trial.device.gpu": "GPU", "gpu_name": "GPU", "cpu_name": "processor", "micro_batch": "batch",
-    "seq_len": "length", "allocator_conf": "allocator options",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def counts(table: Table) -> dict[str, int]:
 def axis_name(key: str) -> str:
     """Return a reader's name for a setting that distinguishes groups."""
     plain = key.removeprefix("trial.").removeprefix("runner.options.")
-    return _CALLED.get(key) or plain.replace("_", " ").replace(".", " ")
+    return WORDS["settings"].get(key) or plain.replace("_", " ").replace(".", " ")
 
 
 def describe_question(table: Table, found: Sequence[Group]) -> tuple[str, str]:

@@ -5,6 +5,7 @@ In: rows and fits. Out: sentences, all computed from them. Nothing here draws or
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -30,10 +31,8 @@ from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
 COMMAND = "command"  # a key of `swept_axes`, whose value is shown as code
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
-_MACHINE = (
-    "gpu_name", "gpu_uuid", "driver_version", "cuda_version", "torch_version", "transformers_version",
-    "deepspeed_version", "python_version", "cpu_name", "cpu_threads", "host", "git_commit",
-)  # fmt: skip
+# Lists of columns, and names of settings and numbers as readers know them.
+WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
 
 
 def coverage(table: Table) -> dict[str, int]:
@@ -58,19 +57,19 @@ def name_source(table: Table) -> str:
 
 def machine(table: Table) -> dict[str, str]:
     """Return what is known of machine and versions: the different values of each column."""
-    return {name: text for name in _MACHINE if (text := values(table.frame, name))}
+    return {name: text for name in WORDS["machine"] if (text := values(table.frame, name))}
 
 
 def swept_axes(table: Table) -> dict[str, str]:
     """Return what was asked for: the axes and their values."""
-    names = [c.name for c in BY_NAME.values() if c.group == "axes" and c.type not in (dict, list)]
-    left_out = (
-        "parameters", "trainable_parameters", "foreign", "allocator_conf_effective", "attention_effective",
-        "optimizer_effective", "repeat",
-    )  # fmt: skip
     idle = {axis.name for axis in AXES} - _in_use(table.frame)
-    found = {name: text for name in names if name not in (*left_out, *idle) and (text := values(table.frame, name))}
+    names = [name for name in _axes() if name not in (*WORDS["not_asked"], *idle)]
+    found = {name: text for name in names if (text := values(table.frame, name))}
     return _script(table) | found
+
+
+def _axes() -> list[str]:
+    return [column.name for column in BY_NAME.values() if column.group == "axes" and column.type not in (dict, list)]
 
 
 def _script(table: Table, most: int = 3) -> dict[str, str]:
@@ -236,13 +235,12 @@ def methods(table: Table, fits: Sequence[Fit]) -> str:
     frame = table.frame
     own = frame[frame["device"].ne("simulated").fillna(True)]
     techniques = {axis.name: frame[_in_effect(frame, axis)] for axis in AXES if axis.default is not None}
-    axes = [column.name for column in BY_NAME.values() if column.group == "axes" and column.type not in (dict, list)]
     ran = own[own["outcome"].eq("ok").fillna(False)]
     text = latex.markdown(
         "methods.txt.j2", all=partial(values, frame), own=partial(values, own), varying=varying(frame).any(),
         used=[f"{name} {values(mine, name)} ({_rows(len(mine))})" for name, mine in techniques.items() if len(mine)],
         timed=frame["foreign"].isna().all(), counted=(frame["memory_source"] == "cuda_allocator").any(),
-        repeated=sorted(set(ran.groupby([n for n in axes if n not in ("repeat", "seed")], dropna=False).size())),
+        repeated=sorted(set(ran.groupby([n for n in _axes() if n not in ("repeat", "seed")], dropna=False).size())),
         predicted=frame["device"].eq("simulated").any(), unproven=unproven(frame), bases={fit.basis for fit in fits},
     )  # fmt: skip
     return " ".join(text.split())

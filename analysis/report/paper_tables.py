@@ -25,7 +25,7 @@ from vramsweep.analysis.model.fit_wording import number as format_number
 from vramsweep.analysis.model.memory_frontier import FEW, Limit
 from vramsweep.analysis.report import findings
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
-from vramsweep.analysis.report.findings import unproven, values
+from vramsweep.analysis.report.findings import WORDS, unproven, values
 from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug, split_unit
 from vramsweep.harness.rows import repeats
 from vramsweep.version import __version__
@@ -33,17 +33,7 @@ from vramsweep.version import __version__
 CARDS = (16, 24, 40, 48, 80, 96, 141, 180)  # GiB: sizes of GPUs, of which a paper shows up to SIZES
 SIZES = 5
 OWN = ("settings", "frontier", "fits")  # tables of the report that others replace here
-SAID = {
-    "ran": "longest run",
-    "fits": "longest predicted to fit",
-    "safe": "safe length of a new run",
-    "curve": "maximum by the curve",
-    "too long": "shortest that is too long",
-}
-BRACKETS = {"(": "In brackets: half of the 95 % interval of {}, in units of the last digit.",
-            "[": "In square brackets: the 95 % interval of {}, if half of it is at least the value."}  # fmt: skip
-_NAMED = (("model", "model"), ("torch_version", "PyTorch"), ("transformers_version", "Transformers"),
-          ("deepspeed_version", "DeepSpeed"))  # fmt: skip
+_SAID: dict[str, str] = WORDS["numbers"]
 MOST_SAID = 3  # most sentences about a table
 _VALUE = re.compile(r"[+-]?\d+(?:\.\d+)?")  # a number at the beginning of a cell
 MOST_DIGITS = 6  # of MiB: a millionth is a byte
@@ -103,7 +93,7 @@ def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: S
             whose = f" (the largest: {columns[0].cells[max(known)[2]].split(' [')[0]})" if several else ""
             beyond = " (partly extrapolated)" if any(BEYOND in cell for _, cell in cells) else ""
             said.append(
-                f"{SAID.get(column.head, column.head)} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond
+                f"{_SAID.get(column.head, column.head)} {' to '.join(ends)} {column.unit}".rstrip() + whose + beyond
             )
     return "; ".join(said)
 
@@ -125,7 +115,7 @@ def context(world: str, rows: Rows) -> str:
         return f"Imported from {values(frame, 'foreign', 3)} by vramsweep {__version__}."
     devices = (values(frame, name, 3) for name in ("gpu_name", "simulated_gpu", "cpu_name"))
     device = next(filter(None, devices), "an unknown machine")
-    named = [f"{name} {text}" for column, name in _NAMED if (text := values(frame, column, 3))]
+    named = [f"{name} {text}" for column, name in WORDS["software"].items() if (text := values(frame, column, 3))]
     versions = "; ".join([*named, f"vramsweep {__version__}"])
     if world == PREDICTED:
         doubt = f"; unproven: {names}" if (names := unproven(frame)) else ""
@@ -179,7 +169,7 @@ def _speed(found: pd.Series[float]) -> str:
 
 def _brackets(cells: Sequence[str], what: str) -> list[str]:
     """Return the notes that explain the brackets in these cells; `what` is what they are an interval of."""
-    return [note.format(what) for sign, note in BRACKETS.items() if any(sign in cell for cell in cells)]
+    return [note.format(what) for sign, note in WORDS["brackets"].items() if any(sign in cell for cell in cells)]
 
 
 def _unit(sizes: Iterable[float | None]) -> Unit:
@@ -234,13 +224,7 @@ def _models_of(mine: Sequence[Fit]) -> Table | None:
             _in(unit, at), _slope(slope / MIB, bounds), _digits(bend) if bend else "–",
             *(quality if new_model else ("",) * 4),
         ))  # fmt: skip
-    notes = [
-        "A model is the maximum of its pieces, one on each line, from the given length on: intercept + slope × length "
-        "+ curvature × length². The slope is per position, which is one token of every sample in the micro-batch. "
-        "–: not distinguishable from 0. RMS, worst: residuals of the points. Probability: of the model among all "
-        "fitted kinds."
-    ]
-    notes += _brackets([line[3] for line in lines], "the slope")
+    notes = [WORDS["models"], *_brackets([line[3] for line in lines], "the slope")]
     table = _table(
         "", "",
         ("model", "from (tokens)", f"intercept ({unit.name})", "slope (MiB/position)", "curvature (bytes/position²)",

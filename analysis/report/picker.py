@@ -17,10 +17,11 @@ from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.figures.style import settings as settings_of
 from vramsweep.analysis.report.answer import axis_name
+from vramsweep.analysis.report.findings import WORDS
 from vramsweep.harness.rows.quality_flags import BY_NAME
 
 KIND = "rows"
-_WORDS = {"None": "unknown", "True": "yes", "False": "no", "": "none"}
+_WORDS: dict[str, str] = WORDS["values"]
 MOST = 200  # most values of an axis; nobody looks through more
 
 
