@@ -291,9 +291,8 @@ def _frontier(arguments: argparse.Namespace) -> None:
     from vramsweep.analysis.model import memory_frontier
 
     table = _open(arguments)
-    limits = memory_frontier.frontier(
-        table, arguments.gib or list(memory_frontier.SIZES), "micro_batch" if arguments.batch else "seq_len"
-    )
+    axis = "micro_batch" if arguments.batch else "seq_len"
+    limits = memory_frontier.frontier(table, arguments.gib or memory_frontier.SIZES, axis)
     if not limits and varying(table.frame).all():
         raise UserError(
             "lengths vary in every row (data=lengths:...) and seq_len only cuts samples; see vramsweep report"

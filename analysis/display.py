@@ -276,7 +276,7 @@ def _summary(rows: pd.DataFrame) -> tuple[str, pd.DataFrame]:
     shown_axes = [n for n in axes if n in ("seq_len", "micro_batch") or rows[n].nunique(dropna=False) > 1]
     table = {name: rows[name].map(_text, na_action=None) for name in (*shown_axes, "outcome")}
     for column, name in (("peak_allocated_bytes", "allocated (GiB)"), ("peak_reserved_bytes", "reserved (GiB)")):
-        table[name] = rows[column].map(_gib, na_action=None)
+        table[name] = rows[column].map(lambda v: UNKNOWN if pd.isna(v) else format_gib(v), na_action=None)
     table["tokens/s"] = rows["tokens_per_s"].map(lambda v: UNKNOWN if pd.isna(v) else f"{v:,.0f}", na_action=None)
     flags = [[] if v is None or v is pd.NA else list(v) for v in rows["flags"].to_numpy(object)]
     if any(flags):
@@ -288,10 +288,6 @@ def _text(value: Any) -> str:
     if pd.isna(value):
         return UNKNOWN
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def _gib(value: Any) -> str:
-    return UNKNOWN if pd.isna(value) else format_gib(value)
 
 
 def titled(figure: Figure) -> Any:

@@ -24,22 +24,9 @@ if TYPE_CHECKING:
     from vramsweep.runners.scripts.watch import Watch as watch
 
 __all__ = [
-    "TrainerCallback",
-    "Trial",
-    "UserError",
-    "__version__",
-    "compare",
-    "estimate",
-    "figure",
-    "fit",
-    "frontier",
-    "gib",
-    "load",
-    "predict",
-    "report",
-    "units",
-    "watch",
-]
+    "TrainerCallback", "Trial", "UserError", "__version__", "compare", "estimate", "figure", "fit", "frontier", "gib",
+    "load", "predict", "report", "units", "watch",
+]  # fmt: skip
 
 _FROM = {  # the others are in the notebook's module
     "estimate": "vramsweep.runners.estimate.estimate",

@@ -26,6 +26,8 @@ CLEAR = 3.0  # standard errors by which the mean of a side differs from 0
 DRAWS, SEED = 400, 20_240_917
 SHORT = 0.1  # share of the axis's values: a step that is taken back within it is a dip or a bump
 
+Settings = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Level:
@@ -33,7 +35,7 @@ class Level:
     and `after` are medians; eight tenths of the pairs above `at` lie from `after_low` to `after_high`."""
 
     quantity: str
-    settings: Mapping[str, Any]
+    settings: Settings
     at: float
     low: float
     high: float
@@ -49,16 +51,14 @@ class Place:
     """The difference steps by `size` at `start`, and back at `stop` if any; `unit`: "bytes", or "ratio" for ln(B/A)."""
 
     quantity: str
-    settings: Mapping[str, Any]
+    settings: Settings
     start: float
     stop: float | None
     size: float
     unit: str
 
 
-def find_level(
-    quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, errors: Array, least: float
-) -> Level | None:
+def find_level(quantity: str, settings: Settings, x: Array, logs: Array, errors: Array, least: float) -> Level | None:
     """Return the one position where ln(B/A), (n,) at x (n,), changes its level most; None if unclear or less than
     `least`.
 
@@ -88,7 +88,7 @@ def find_level(
     return found if abs(found.after - found.before) >= least else None
 
 
-def find_crossing(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, least: float) -> Level | None:
+def find_crossing(quantity: str, settings: Settings, x: Array, logs: Array, least: float) -> Level | None:
     """Return the one position from which on ln(B/A), (n,) at x (n,), has the other sign, however it gets there. None if
     a side is not clear, the sides are less than `least` apart, or there are fewer than `FEWEST_SINGLE` values.
 
@@ -120,7 +120,7 @@ def _split(y: Array) -> int:
     return int(np.argmax(np.abs(2 * sums - sums[-1]))) + 1
 
 
-def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array, differ: Any) -> Level | None:
+def find_turn(quantity: str, settings: Settings, x: Array, logs: Array, differ: Any) -> Level | None:
     """Return the position where a difference that repeats exactly begins, or ends, to exceed the tolerance (`differ`,
     (n,)). None unless that happens once, with two values or more on each side."""
     order = np.argsort(x, kind="stable")
@@ -133,15 +133,13 @@ def find_turn(quantity: str, settings: Mapping[str, Any], x: Array, logs: Array,
     return replace(_level(quantity, settings, (high, low, high), logs[: at[0]], logs[at[0] :]), exact=True)
 
 
-def _level(
-    quantity: str, settings: Mapping[str, Any], place: tuple[float, float, float], before: Array, after: Array
-) -> Level:
+def _level(quantity: str, settings: Settings, place: tuple[float, float, float], before: Array, after: Array) -> Level:
     low, middle, high = (float(np.expm1(one)) for one in np.percentile(after, [10, 50, 90]))
     return Level(quantity, settings, *place, float(np.expm1(np.median(before))), middle, low, high)
 
 
 def find_places(
-    quantity: str, settings: Mapping[str, Any], x: Array, difference: Array, values: Array, unit: str
+    quantity: str, settings: Settings, x: Array, difference: Array, values: Array, unit: str
 ) -> list[Place]:
     """Return where a difference (n,) of `values` (n,) at x (n,) steps; one that is soon taken back is one `Place`."""
     order = np.argsort(x, kind="stable")

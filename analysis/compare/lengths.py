@@ -92,12 +92,8 @@ def runs(groups: Sequence[Group]) -> list[Runs]:
         if rows.empty:
             continue
         rows = rows[rows["seq_len"] == rows["seq_len"].max()]
-        rest = {
-            k: v
-            for group in alike
-            for k, v in group.settings.items()
-            if not k.removeprefix("trial.").startswith(_APART)
-        }
+        told = {key: value for group in alike for key, value in group.settings.items()}
+        rest = {key: value for key, value in told.items() if not key.removeprefix("trial.").startswith(_APART)}
         found.append(Runs(label(rest) if rest else "", int(rows["seq_len"].max()), _settings(rows), rows))
     return found
 
@@ -227,8 +223,7 @@ def _against(first: Setting, other: Setting) -> str:
     over = f" over {len(pairs)} seeds" if len(pairs) > 1 else ""
     text = f"compared with {first.name}, {other.name} reserves {'from ' * (len(ends) > 1)}{said}"
     text += f"{over} after {steps} steps ({sizes})"
-    waste = [(its.waste, mine.waste) for mine, its in pairs if its.waste is not None and mine.waste is not None]
-    if waste:
+    if waste := [(its.waste, mine.waste) for mine, its in pairs if its.waste is not None and mine.waste is not None]:
         its_, mine_ = ([pair[side] for pair in waste] for side in (0, 1))
         text += f"; {_range(its_, _share)} of its peak reserved was above its peak allocated,"
         text += f" against {_range(mine_, _share)} of {first.name}'s"

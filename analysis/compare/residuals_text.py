@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pandas as pd
@@ -10,9 +11,10 @@ from vramsweep.analysis.compare.residuals import OUTCOME, pair, summary
 from vramsweep.analysis.data.load import Table, is_
 from vramsweep.analysis.data.pairing import CARD, card
 from vramsweep.analysis.model.phases import PHASES
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_count, format_size
 
 HEADLINES = ("peak_allocated_bytes", "peak_reserved_bytes")
+_rows = partial(format_count, what="measured row")
 MOST = 60  # configurations in a table
 
 
@@ -94,9 +96,9 @@ def not_compared(table: Table) -> list[str]:
     said = []
     if len(unlisted):
         names = ", ".join(map(str, unlisted["gpu_name"].dropna().unique())) or "an unknown GPU"
-        said.append(f"{_rows(unlisted)} from {names} not compared, because `vramsweep gpus` does not list the GPU")
+        said.append(f"{_rows(len(unlisted))} from {names} not compared, because `vramsweep gpus` does not list the GPU")
     if len(missing):
-        said.append(f"{_rows(missing)} not compared, because no prediction has equal settings for the GPU")
+        said.append(f"{_rows(len(missing))} not compared, because no prediction has equal settings for the GPU")
     failed = frame.loc[simulated & ~frame["outcome"].isin(["ok", "oom"]), "reason"].fillna("unknown").value_counts()
     said += [f"{number:,} not predicted: {reason}" for reason, number in failed.head(4).items()]
     return said
@@ -156,13 +158,8 @@ def _difference(size: int) -> str:
     return text.replace("-", "−") if size < 0 else f"+{text}"
 
 
-def _rows(frame: pd.DataFrame) -> str:
-    return f"{len(frame):,} measured row{'s' * (len(frame) != 1)}"
-
-
 def _count(found: pd.DataFrame) -> str:
-    number = found["configuration"].nunique()
-    return f"{number:,} configuration{'s' * (number != 1)}"
+    return format_count(found["configuration"].nunique(), "configuration")
 
 
 def _some(values: pd.Series[Any], most: int = 4) -> str:

@@ -138,11 +138,8 @@ def memory_trends(metric: str, settings: Mapping[str, Any], sizes: Array, tolera
         return []
     x, a, b = sizes.T
     least = allowed(metric, float(np.median(a)), tolerance)
-    found = (
-        _trend(metric, "bytes", settings, x, b - a, least),
-        _trend(metric, "ratio", settings, x, b / a - 1, least / float(np.median(a))),
-    )
-    return [trend for trend in found if trend is not None]
+    ratio = _trend(metric, "ratio", settings, x, b / a - 1, least / float(np.median(a)))
+    return [one for one in (_trend(metric, "bytes", settings, x, b - a, least), ratio) if one is not None]
 
 
 def _trend(quantity: str, unit: str, settings: Mapping[str, Any], x: Array, y: Array, least: float) -> Trend | None:

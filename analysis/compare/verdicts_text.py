@@ -100,15 +100,12 @@ def _trend(trend: Trend, along: Along) -> str:
     places = [near.format(_describe_places(round(x), unit)) for x in (trend.start, trend.stop)]
     ends = (trend.at_start, trend.at_stop)
     if trend.unit == "log_ratio":
-        said = [
-            f"{format_difference.speed(float(np.expm1(end)))} {place}" for end, place in zip(ends, places, strict=True)
-        ]
-        return f"the change depends on {TITLES[str(along.axis)]}: from {said[0]} to {said[1]}"
+        first, last = (format_difference.speed(float(np.expm1(end))) for end in ends)
+        title = TITLES[str(along.axis)]
+        return f"the change depends on {title}: from {first} {places[0]} to {last} {places[1]}"
     shares = format_difference.format_alike(*along.ratios(trend))
-    said = [
-        f"{size} ({share}) {at}"
-        for size, share, at in zip(format_difference.in_bytes(*ends), shares, places, strict=True)
-    ]
+    each = zip(format_difference.in_bytes(*ends), shares, places, strict=True)
+    said = [f"{size} ({share}) {at}" for size, share, at in each]
     verb = "the difference rises" if trend.slope > 0 else "the difference falls"
     if ends[0] * ends[1] >= 0:
         verb = "the gap grows" if trend.slope * sum(ends) > 0 else "the gap shrinks"

@@ -17,6 +17,7 @@ import pandas as pd
 from vramsweep.analysis.data.load import Table, converted, from_frame
 from vramsweep.analysis.data.mapping import COUNTS, MEASURED, PER_RANK, FileMapping, Place, Source
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.units import format_count
 from vramsweep.harness.rows.schema import BY_NAME, Outcome
 
 OUT_OF_MEMORY = re.compile(r"(?<![a-z])oom(?![a-z])|out[ _-]*of[ _-]*memory", re.IGNORECASE)
@@ -121,7 +122,7 @@ def _of_source(columns: Sequence[pd.Series[Any]], source: Source, notes: list[st
         if source.kind is int:
             value = converted(value if source.scale == 1 else value.round(), int, name, notes)
         values.append(value)
-    notes += [f"{source.name}: {_count(count, what)} read as unknown" for what, count in counts.items() if count]
+    notes += [f"{source.name}: {format_count(count, what)} read as unknown" for what, count in counts.items() if count]
     return values
 
 
@@ -150,7 +151,7 @@ def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes:
     if (count := int(said.notna().sum())) > 0:
         example = str(said.dropna().iloc[0])[:40]
         notes.append(
-            f"{_count(count, 'line')} with {example!r} instead of a value: read as out of memory, values unknown"
+            f"{format_count(count, 'line')} with {example!r} instead of a value: read as out of memory, values unknown"
         )
     said = said.fillna(frame["outcome"].astype("string") if "outcome" in frame else said).str.strip()
     word = said.str.lower()
@@ -159,7 +160,7 @@ def _add_outcome(frame: pd.DataFrame, measured: Sequence[pd.Series[Any]], notes:
     outcome = outcome.mask(outcome.isna() & said.str.contains(OUT_OF_MEMORY, na=False).astype(bool), "oom")
     if len(strange := said[outcome.isna()].dropna()):
         notes.append(
-            f"outcome: {_count(len(strange), 'value')} such as {str(strange.iloc[0])[:40]!r} read as bad_result; "
+            f"outcome: {format_count(len(strange), 'value')} such as {str(strange.iloc[0])[:40]!r} read as bad_result; "
             f"known are {', '.join(Outcome)}"
         )
     frame["outcome"] = outcome.mask(outcome.isna() & said.notna(), "bad_result")
@@ -195,9 +196,8 @@ def _runs(frame: pd.DataFrame, peaks: dict[str, Floats], notes: list[str]) -> pd
         own = values[np.arange(len(made)), np.maximum(worst, 0)]
         made[name] = pd.Series(own, index=made.index, dtype="Float64").round().astype("Int64").mask(worst < 0)
         lists = [[None if np.isnan(v) else float(v) for v in of_run] for of_run in np.round(values)]
-        made[PER_RANK[name]] = pd.Series(
-            [of_run if any(v is not None for v in of_run) else None for of_run in lists], made.index, dtype=object
-        )
+        told = [None if set(of_run) == {None} else of_run for of_run in lists]
+        made[PER_RANK[name]] = pd.Series(told, made.index, dtype=object)
     repeat = keys.groupby(run).first().pipe(lambda of_run: of_run.groupby(of_run).cumcount())
     if "repeat" not in made:
         made["repeat"] = repeat
@@ -241,18 +241,18 @@ def _worst_rank(peaks: dict[str, Floats], runs: int) -> Ints:
 def _words_of_runs(frame: pd.DataFrame, made: pd.DataFrame, known: Bools, repeat: pd.Series[Any]) -> list[str]:
     """Return notes on how lines became runs."""
     notes = [
-        f"{_count(len(frame), 'line')} of {known.shape[1]} ranks make {_count(len(made), 'run')}. Lines of equal "
-        "settings are one run until a rank reports again; its memory is that of the rank with the largest peak "
+        f"{format_count(len(frame), 'line')} of {known.shape[1]} ranks make {format_count(len(made), 'run')}. Lines of "
+        "equal settings are one run until a rank reports again; its memory is that of the rank with the largest peak "
         "reserved (else allocated, else active), its speed that of the slowest"
     ]
     if again := int((repeat > 0).sum()):
-        notes.append(f"{_count(again, 'run')} with the settings of an earlier run, kept as repeats")
+        notes.append(f"{format_count(again, 'run')} with the settings of an earlier run, kept as repeats")
     lacking = ~known.all(axis=1) & ~made["outcome"].isin(_RAN_OUT).fillna(False).to_numpy(bool)
     if lacking.any():
         first = int(lacking.argmax())
         ranks = ", ".join(map(str, np.flatnonzero(~known[first])))
         notes.append(
-            f"{_count(int(lacking.sum()), 'run')} without some rank's memory (such as rank {ranks} "
+            f"{format_count(int(lacking.sum()), 'run')} without some rank's memory (such as rank {ranks} "
             f"of the run from line {made['line'].iloc[first]} on); the largest known rank counts as the worst"
         )
     return notes
@@ -278,7 +278,3 @@ def _add_throughput(frame: pd.DataFrame, notes: list[str]) -> None:
     if assumed := [name for name in _FACTORS if name not in frame]:
         given = " ".join(f"--set {name}=..." for name in assumed)
         notes.append(f"tokens/s assume 1 for {', '.join(assumed)}, which the file lacks; if that is wrong, add {given}")
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' * (number != 1)}"

@@ -117,10 +117,8 @@ def from_frame(frame: pd.DataFrame, source: str, warnings: list[str] | None = No
     typed, dropped = _one_per_trial(typed)
     notes += dropped
     if typed.empty:
-        raise UserError(
-            f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
-            + "".join(f"; {n}" for n in notes)
-        )
+        nothing = f"{source} holds no finished rows, so there is nothing to analyse; run its sweep first"
+        raise UserError("; ".join([nothing, *notes]))
     notes += [*systems(typed), *flagged(typed)]
     return Table(typed, source, tuple(notes))
 
@@ -284,9 +282,8 @@ def _typed(frame: pd.DataFrame) -> tuple[pd.DataFrame, list[str]]:
         columns[column.name] = given
     unknown = [n for n in frame.columns if n not in columns and n not in _NESTED and not n.startswith(EXTRA)]
     if unknown:
-        notes.append(
-            f"columns unknown to schema version {SCHEMA_VERSION}, left out: {', '.join(map(str, unknown[:8]))}"
-        )
+        names = ", ".join(map(str, unknown[:8]))
+        notes.append(f"columns unknown to schema version {SCHEMA_VERSION}, left out: {names}")
     columns |= {n: frame[n] for n in frame.columns if str(n).startswith(EXTRA)}
     typed = pd.DataFrame(columns, copy=False)
     if (drawn := varying(typed)).any() and typed.loc[drawn, "seed"].nunique() > 1:  # another seed draws other lengths

@@ -126,9 +126,8 @@ class FileMapping:
             said = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise UserError(f"columns per rank must have the same number of ranks, not {said}")
         if self.constants.get("world_size") is not None and self.constants["world_size"] < self.ranks:
-            raise UserError(
-                f"world_size is {self.constants['world_size']}, but columns of {self.ranks} ranks are named"
-            )
+            size = self.constants["world_size"]
+            raise UserError(f"world_size is {size}, but columns of {self.ranks} ranks are named")
 
     @property
     def ranks(self) -> int:
@@ -235,17 +234,9 @@ def _rule(name: str, rule: Mapping[str, Any], path: Path) -> Source:
     places: Any = rule.get("ranks") if per_rank else [rule.get("from")]
     scale, zero = rule.get("scale", 1.0), rule.get("zero_is_missing")
     allowed = {"ranks" if per_rank else "from", "scale", "zero_is_missing"}
-    fits = (
-        set(rule) <= allowed
-        and isinstance(places, list)
-        and len(places) > 0
-        and all(isinstance(place, str) or type(place) is int for place in places)
-        and type(scale) in (int, float)
-        and scale != 0
-        and math.isfinite(scale)
-        and (zero is None or isinstance(zero, bool))
-    )
-    if not fits:
+    listed = isinstance(places, list) and len(places) > 0 and all(type(place) in (str, int) for place in places)
+    scaled = type(scale) in (int, float) and scale != 0 and math.isfinite(scale)
+    if not (set(rule) <= allowed and listed and scaled and (zero is None or isinstance(zero, bool))):
         raise UserError(
             f"{path}: {name} cannot be {json.dumps(rule)}; allowed: a column's name or position, "
             '{"from": either, "scale": 1e6, "zero_is_missing": true}, {"ranks": [a column for each]}, {"value": 4}'

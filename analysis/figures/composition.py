@@ -103,9 +103,8 @@ def _stacked(
         if len(ran) else "",
         f"Crosses: out of memory, first at {int(out[axis].min()):,}." if len(out) else "",
     )  # fmt: skip
-    found = pd.concat(
-        [*data, ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)], ignore_index=True
-    )
+    data += [ran.assign(group="measured", shown=True), out.assign(group=first.label, shown=True)]
+    found = pd.concat(data, ignore_index=True)
     return Figure("composition", "Peak memory by component", caption, plot, found)
 
 

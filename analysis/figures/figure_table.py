@@ -46,9 +46,8 @@ def draw(worlds: Sequence[tuple[str, View]], beside: Beside | None = None) -> li
             return replace(drawn, source=source(pd.concat(rows) if len(rows) > 1 else rows[0]))
 
         for figure in composition(known, beside, measured):
-            ran = [
-                view for _, view in worlds if not view.predicted and _ids(figure) & set(view.table.frame["trial_id"])
-            ]
+            ids = _ids(figure)
+            ran = [view for _, view in worlds if not view.predicted and ids & set(view.table.frame["trial_id"])]
             main.append(shown(figure, known, *ran))
         others += [shown(figure, known) for build in builders for figure in build(known)]
     if not main:  # if no parts are known, the phases come first

@@ -75,9 +75,8 @@ def _figure(lines: pd.DataFrame, measured: pd.DataFrame, number: int) -> Figure:
         plots.add_points(plot, rows[axis].to_numpy(float), sizes, rows["trial_id"], look, f"{name}, measured")
         ends.append(End(float(x[-1]), float(y[-1]) / unit, name, look))
         reach += [float(np.nanmin(y)) / unit, float(np.nanmax(y)) / unit, *map(float, sizes)]
-        kept = known[["trial_id", *AXES]].assign(
-            column=column, inferred=y, low=low, high=high, basis=known.get(f"{column}_basis")
-        )
+        kept = known[["trial_id", *AXES]].assign(column=column, inferred=y, low=low, high=high)
+        kept["basis"] = known.get(f"{column}_basis")
         data += [kept, rows[["trial_id", *AXES]].assign(column=column, measured=rows[column].to_numpy(float))]
     plots.finish(plot, ends, reach)
     caption = plots.sentence(

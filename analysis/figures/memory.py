@@ -140,19 +140,9 @@ def _draw(plot: Any, fit: Fit, look: Look, name: str, unit: int, ends: list[End]
         ends.append(End(float(part[-1]), float(new.value[-1]) / unit, f"{name}, {kind}" if kind else name, look))
     plots.add_points(plot, x, y - fitted, ids, look, name, False, dashed, FAINT, yaxis="y2")
     plain = {one.model.kind: one.model.predict(points.x) for one in fit.shown if one.model.kind in PLAIN}
-    return pd.DataFrame(
-        {  # of all points; fewer are drawn
-            "group": fit.label,
-            "metric": fit.metric.column,
-            fit.axis: points.x,
-            "value": points.y,
-            "fitted": fit.value(points.x),
-            **plain,
-            "model": fit.chosen.model.name,
-            "rests_on": fit.basis,
-            "trial_id": points.ids,
-        }
-    )
+    found = {"group": fit.label, "metric": fit.metric.column, fit.axis: points.x, "value": points.y}
+    found |= {"fitted": fit.value(points.x), **plain, "model": fit.chosen.model.name}
+    return pd.DataFrame(found | {"rests_on": fit.basis, "trial_id": points.ids})  # all points; fewer are drawn
 
 
 def _misfits(plot: Any, group: Group, look: Look, limit: Any, unit: int) -> pd.DataFrame:

@@ -114,13 +114,5 @@ def _figure(view: View, runs: Runs, number: int) -> Figure:
 
 
 def _data(one: Held, steps: np.ndarray) -> pd.DataFrame:
-    return pd.DataFrame(
-        {
-            "allocator": one.allocator,
-            "seed": one.seed,
-            "step": steps,
-            "step_reserved_bytes": one.reserved,
-            "step_peak_allocated_bytes": one.allocated,
-            "trial_id": one.trial_id,
-        }
-    )
+    known = {"allocator": one.allocator, "seed": one.seed, "step": steps, "step_reserved_bytes": one.reserved}
+    return pd.DataFrame(known | {"step_peak_allocated_bytes": one.allocated, "trial_id": one.trial_id})

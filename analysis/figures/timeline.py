@@ -95,17 +95,12 @@ def holders(record: Mapping[str, Any]) -> pd.DataFrame:
     rows = []
     for one in peak["alike"]:
         own, count = one["held"], one["count"]
-        rows.append(
-            {
-                "GiB in all": format_gib(own["bytes"] * count),
-                "storages": f"{count:,} × {format_size(own['bytes'])}" if count > 1 else "1",
-                "category": of_part(own["category"]),
-                "module": own["module"] or "–",
-                "operator": own["operator"],
-                "line": own["line"],
-                "made in": own["phase"] if own["step"] is None else f"step {own['step'] + 1}, {own['phase']}",
-            }
-        )
+        line = {"GiB in all": format_gib(own["bytes"] * count)}
+        line["storages"] = f"{count:,} × {format_size(own['bytes'])}" if count > 1 else "1"
+        line |= {"category": of_part(own["category"]), "module": own["module"] or "–"}
+        line |= {"operator": own["operator"], "line": own["line"]}
+        line["made in"] = own["phase"] if own["step"] is None else f"step {own['step'] + 1}, {own['phase']}"
+        rows.append(line)
     shown = sum(one["held"]["bytes"] * one["count"] for one in peak["alike"])
     count = len(peak["largest"]) + peak["rest_count"] - sum(one["count"] for one in peak["alike"])
     rest = peak["allocated"] - peak["rounding"] - shown
@@ -164,10 +159,8 @@ def _caption(data: Mapping[str, Any], limited: bool) -> str:
     beyond = "" if limited or limit is None else f"The GPU's limit is {format_size(limit)}, above the figure."
     full = ""
     if failure is not None:
-        full = (
-            f"Memory runs out in {failure['phase']}, at a request of {format_size(failure['request'])} (×). The "
-            "figure continues without a limit."
-        )
+        full = f"Memory runs out in {failure['phase']}, at a request of {format_size(failure['request'])} (×)."
+        full += " The figure continues without a limit."
     top = peak["alike"][0]["held"] if peak["alike"] else None
     name = "" if top is None else " ".join(filter(None, (top["module"], top["operator"] and f"({top['operator']})")))
     largest = "" if top is None else f"Largest at the peak: {format_size(top['bytes'])} of {name}."

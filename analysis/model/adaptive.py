@@ -378,9 +378,8 @@ def _curve(grid: Grid, metric: Metric, at: Numbers, y: Array, bounds: tuple[Arra
     predictor = OfPoints(found.posteriors, found.modulus, candidates_of(points, found)[1].model)
     unsure = np.zeros(len(tokens))
     for mine in members(tokens, found.modulus).values():  # at some of them: it changes little between
-        asked = np.unique(
-            np.append(np.quantile(tokens[mine], np.linspace(0, 1, SPREADS), method="nearest"), tokens[at])
-        )
+        some = np.quantile(tokens[mine], np.linspace(0, 1, SPREADS), method="nearest")
+        asked = np.unique(np.append(some, tokens[at]))
         asked = asked[np.isin(asked, tokens[mine])]
         low, high = np.percentile(predictor.draws(asked)[0], [2.5, 97.5], axis=0)
         unsure[mine] = np.interp(tokens[mine], asked, (high - low) / 2 / CERTAIN)

@@ -256,22 +256,18 @@ def estimate(data: Data, kinds: Sequence[Kind], every: bool = False) -> Posterio
     found = [component for one in possible for component in one.components(top, random)]
     if not found:  # the best candidates contradict themselves
         found = [component for one in weighed for component in one.components(top, random)]
-    return _together(data, found)
+    logs = np.array([component.log for component in found])
+    total = float(_log_sum(logs))
+    probability: dict[str, float] = {}
+    for component, share in zip(found, np.exp(logs - total), strict=True):
+        probability[component.kind.name] = probability.get(component.kind.name, 0) + float(share)
+    return Posterior(data, tuple(found), probability, total)
 
 
 def _log_sum(logs: Array) -> Array:
     """Return the log of the sum of exponentials along the last axis; scipy takes ten times as long on a few."""
     most = logs.max(axis=-1, keepdims=True)
     return np.asarray(most[..., 0] + np.log(np.sum(np.exp(logs - most), axis=-1)))
-
-
-def _together(data: Data, components: Sequence[Component]) -> Posterior:
-    logs = np.array([c.log for c in components])
-    total = float(_log_sum(logs))
-    shares = np.exp(logs - total)
-    names = list(dict.fromkeys(c.kind.name for c in components))
-    probability = {n: float(sum(s for s, c in zip(shares, components, strict=True) if c.kind.name == n)) for n in names}
-    return Posterior(data, tuple(components), probability, total)
 
 
 def _run(
@@ -377,9 +373,8 @@ class _Weighed:
         if len(data.at_least) or not known_pieces or not _allowed(data, kind, [b[None] for b in best], witnesses)[0]:
             middle = _middle(mine)
             best = [d[middle] for d in mine]
-        return replace(
-            component, log=float(np.log(total / tries)), best=tuple(best), draws=tuple(mine), size=sizes[kept]
-        )
+        log = float(np.log(total / tries))
+        return replace(component, log=log, best=tuple(best), draws=tuple(mine), size=sizes[kept])
 
 
 def _ways_to_cut(

@@ -24,20 +24,13 @@ from vramsweep.analysis.data.groups import Group, groups
 from vramsweep.analysis.data.load import Table
 from vramsweep.analysis.data.metrics import METRICS, Metric
 from vramsweep.analysis.data.ranks import Spread, spread
+from vramsweep.analysis.model import pointwise_fit
 from vramsweep.analysis.model.alignment import Unaligned, as_round, classes
 from vramsweep.analysis.model.curves import FEWEST, PLAIN, Array, Curve
 from vramsweep.analysis.model.estimate import Posterior
 from vramsweep.analysis.model.observations import UNITS, Mask, Model, Points, along, observations
 from vramsweep.analysis.model.phases import PHASES
-from vramsweep.analysis.model.pointwise_fit import (
-    FEW,
-    Candidate,
-    OfPoints,
-    candidates_of,
-    estimate_apart,
-    estimate_points,
-    intervals_of,
-)
+from vramsweep.analysis.model.pointwise_fit import FEW, Candidate, OfPoints
 from vramsweep.analysis.model.predictors import Knows, Residual, Whole, Wholes, best_basis
 from vramsweep.analysis.model.residual_model import Predictor
 from vramsweep.analysis.model.steps import Jump, Wavering, jumps, wavering
@@ -140,7 +133,8 @@ class Fit:
     @cached_property
     def intervals(self) -> dict[bool, dict[str, tuple[float, float]]]:
         """95 % interval of each parameter, by curve of the chosen model and name, given the model's kind."""
-        return {key: intervals_of(self.posteriors[key], curve) for key, curve in self.chosen.model.curves.items()}
+        curves = self.chosen.model.curves.items()
+        return {key: pointwise_fit.intervals_of(self.posteriors[key], curve) for key, curve in curves}
 
     @property
     def ahead(self) -> Prediction:
@@ -264,8 +258,8 @@ def fit_table(
         of = "lengths" if axis == "seq_len" else f"values of {axis}"
         notes.append(f"{short} curve{'s' * (short != 1)} with fewer than {FEWEST} different {of} not fitted")
     if few:
-        one = "curve of step time" if few == 1 else "curves of step time"
-        notes.append(f"{few} {one} with fewer than {FEWEST_TIMES} different lengths not fitted")
+        of = f"curve{'s' * (few != 1)} of step time"
+        notes.append(f"{few} {of} with fewer than {FEWEST_TIMES} different lengths not fitted")
     if len(found) > limit:
         notes.append(f"{len(found):,} groups of equal settings; only the {limit} with most rows were fitted")
     return fits, notes
@@ -283,9 +277,9 @@ def fit_points(
     if len(np.unique(points.x)) < FEWEST:
         return None
     aligned = axis == "seq_len" and metric.memory  # in other cases the padding of kernels does not matter
-    apart = estimate_apart(points, metric) if aligned else None
-    found, few = apart or (estimate_points(points, metric), None)
-    candidates, chosen = candidates_of(points, found)
+    apart = pointwise_fit.estimate_apart(points, metric) if aligned else None
+    found, few = apart or (pointwise_fit.estimate_points(points, metric), None)
+    candidates, chosen = pointwise_fit.candidates_of(points, found)
     predictor: Predictor = few or OfPoints(found.posteriors, found.modulus, chosen.model)
     identified = all(p.identified for p in found.posteriors.values()) and (few is None or few.alike < 1 - LEVEL)
     odd = np.isin(points.ids, found.outliers)

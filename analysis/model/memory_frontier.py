@@ -117,9 +117,7 @@ def frontier(
                 continue
             known = (f for f in fits if f.group == group.id and f.metric.column == name and f.axis == axis)
             try:
-                fit = next(known, None) or fit_points(
-                    points, METRICS[name], group, axis=axis, knows=Knows(wholes.of(group))
-                )
+                fit = next(known, None) or fit_points(points, METRICS[name], group, axis, Knows(wholes.of(group)))
             except np.linalg.LinAlgError:  # numbers too far apart
                 fit = None
             for part in _parts(frame, axis, fit, group.positions if axis == "seq_len" else None):
@@ -141,9 +139,8 @@ def _parts(frame: pd.DataFrame, axis: str, fit: Fit | None, positions: int | Non
     at: Mask = members(along(frame, axis), modulus)[True]
     others = everywhere[members(everywhere, modulus)[False]]
     multiple = longest and longest // modulus * modulus
-    return [
-        _Part(frame, None, fit.predict(others), longest), _Part(frame[at], modulus, fit.predict(aligned), multiple)
-    ]  # fmt: skip
+    rest = _Part(frame, None, fit.predict(others), longest)
+    return [rest, _Part(frame[at], modulus, fit.predict(aligned), multiple)]
 
 
 def _crossing(x: Array, y: Array, limit: float) -> tuple[float | None, bool]:

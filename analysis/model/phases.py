@@ -121,10 +121,8 @@ def fit_phases(frame: pd.DataFrame) -> Phases | None:
 
 
 def _features(batch: Array, length: Array, forward: Array) -> Array:
-    one, tokens = np.ones_like(batch), batch * length
-    return np.column_stack(
-        [one, tokens, batch, length, tokens * length, length**2, forward, one, tokens, tokens * length]
-    )
+    moment = [np.ones_like(batch), batch * length, batch, length, batch * length * length, length**2]
+    return np.column_stack([*moment, forward, moment[0], moment[1], moment[4]])
 
 
 def _kinds(several: bool, scores: bool | None, backward: bool) -> tuple[Kind, ...]:

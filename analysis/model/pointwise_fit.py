@@ -269,9 +269,8 @@ def _quantum(x: Array, y: Array, resolution: float) -> float:
 def _autocorrelation(points: Points, found: Estimated) -> float:
     """Return the correlation of neighbouring residuals, the largest of the classes."""
     each = points.y - found.predict(points.x)
-    classes = [
-        left for at in members(points.x, found.modulus).values() if len(left := each[at]) >= 30 and left.std() > 0
-    ]
+    of_class = [each[at] for at in members(points.x, found.modulus).values()]
+    classes = [left for left in of_class if len(left) >= 30 and left.std() > 0]
     return min(max((float(np.corrcoef(left[1:], left[:-1])[0, 1]) for left in classes), default=0.0), 0.99)
 
 

@@ -18,7 +18,7 @@ from vramsweep.analysis.figures import overlay
 from vramsweep.analysis.figures.plots import Figure
 from vramsweep.analysis.report import answer, page, tiles
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_count, format_size
 
 MOST = 400  # most pairs on the page
 
@@ -37,10 +37,12 @@ def render(found: Comparison, along: Along, sides: tuple[Table, Table]) -> str:
         for one in verdicts_text.sentences(along, of):
             said.setdefault(one, f"{called[of].capitalize()}: {one}.")
     pairs = found.pairs[:MOST]
+    alone = f"; {found.only_a:,} combinations only in A, {found.only_b:,} only in B" if found.unpaired else ""
+    scope = f"Over {format_count(len(found.pairs), 'pair')} of equal settings{alone}."
     return page.page(
         "compare", [drawn] if drawn else [], title=f"{found.b} compared with {found.a}",
         question=f"What does {found.b} change compared with {found.a}?",
-        scope=_scope(found), answers=_answers(found, _basis(sides)), drawn=drawn, undrawn=undrawn,
+        scope=scope, answers=_answers(found, _basis(sides)), drawn=drawn, undrawn=undrawn,
         verdicts=_verdicts(found), said=list(said.values()), differs=_differs(found),
         cards=tuple(zip(names, map(answer.brief, sides), strict=True)),
         pairs=pd.DataFrame([_pair(one) for one in pairs]), more=len(found.pairs) - len(pairs), choices=page.NO_CHOICES,
@@ -56,11 +58,6 @@ def _in_page(drawn: Figure) -> Figure:
         paper_bgcolor="rgba(0,0,0,0)",
     )  # fmt: skip
     return replace(drawn, plot=plot)
-
-
-def _scope(found: Comparison) -> str:
-    alone = f"; {found.only_a:,} combinations only in A, {found.only_b:,} only in B" if found.unpaired else ""
-    return f"Over {len(found.pairs):,} pair{'s' * (len(found.pairs) != 1)} of equal settings{alone}."
 
 
 def _basis(sides: tuple[Table, Table]) -> str:

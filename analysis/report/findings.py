@@ -23,13 +23,14 @@ from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.report import latex
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import UserError
-from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.messages.units import format_count, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
 from vramsweep.harness.spec.runner_table import STARTING, USER_CODE
 from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
 COMMAND = "command"  # a key of `swept_axes`, whose value is shown as code
+_rows = partial(format_count, what="row")
 SPREAD = 0.02  # repeats of equal settings should agree in speed to about this; public data shows up to 5 %
 # Lists of columns, and names of settings and numbers as readers know them.
 WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("words.json").read_text("utf-8"))
@@ -219,10 +220,6 @@ def _spreads(groups: Sequence[Group]) -> list[str]:
     if cells and alone == cells:
         found.append("every point was measured once, so speed has no interval; measure with repeats=3")
     return found
-
-
-def _rows(n: int) -> str:
-    return f"{n:,} row{'s' * (n != 1)}"
 
 
 def unproven(frame: pd.DataFrame) -> str:

@@ -191,9 +191,8 @@ def row_data(table: Table, picker: Picker) -> dict[str, Any]:
         command = escape_text(reproduce(row, known.get(row["trial_id"])))
         commands.append([words.setdefault(word, len(words)) for word in command.split(" ")])
     ends = frame["outcome"].fillna("unknown").astype(str)
-    reasons = [
-        end if pd.isna(reason) else f"{end}: {reason}" for end, reason in zip(ends, frame["reason"], strict=True)
-    ]
+    both = zip(ends, frame["reason"], strict=True)
+    reasons = [end if pd.isna(reason) else f"{end}: {reason}" for end, reason in both]
     return {
         "trial": [escape_text(str(one)) for one in frame["trial_id"].fillna("–")],
         "group": [int(one) for one in picker.of_row[: len(frame)]],
@@ -205,18 +204,16 @@ def row_data(table: Table, picker: Picker) -> dict[str, Any]:
         "speed": _numbers(frame["tokens_per_s"], 2),
         "outcome": _coded(escape_text(text) for text in reasons),
         "kind": _coded(kinds(frame)),
-        "flagged": [[] if _missing(of_row) else [at[str(name)] for name in of_row] for of_row in frame["flags"]],
+        "flagged": [[at[str(name)] for name in _listed(of_row)] for of_row in frame["flags"]],
         "flags": [_flag(name) for name in names],
-        "unproven": _coded(
-            escape_text("" if _missing(of_row) else ", ".join(map(str, of_row))) for of_row in frame["unproven"]
-        ),
+        "unproven": _coded(escape_text(", ".join(map(str, _listed(of_row)))) for of_row in frame["unproven"]),
         "words": list(words),
         "command": commands,
     }  # fmt: skip
 
 
-def _missing(value: Any) -> bool:
-    return not isinstance(value, list | np.ndarray)
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list | np.ndarray) else ()
 
 
 def _numbers(column: pd.Series[Any], digits: int = 0) -> list[float | None]:

@@ -182,9 +182,8 @@ def _write_digests(folder: Path) -> None:
 OF_ROWS = {"torch": "torch_version", "transformers": "transformers_version", "deepspeed": "deepspeed_version"}
 SAID = ("python_version", *OF_ROWS.values(), "cuda_version", "driver_version", "vramsweep_version", "git_commit")
 ANALYSIS = (
-    *("numpy", "pandas", "pyarrow", "scipy", "plotly", "mini-racer", "vl-convert-python"),
-    *("jinja2", "rich", "packaging"),
-)
+    "numpy", "pandas", "pyarrow", "scipy", "plotly", "mini-racer", "vl-convert-python", "jinja2", "rich", "packaging",
+)  # fmt: skip
 _NAME, _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*"), re.compile(r"[A-Za-z0-9][A-Za-z0-9.+!_-]*")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from math import ceil, floor, log10
 
 import numpy as np
@@ -26,7 +27,8 @@ from vramsweep.analysis.model.memory_frontier import FEW, Limit
 from vramsweep.analysis.report import findings
 from vramsweep.analysis.report.content import PREDICTED, Content, split_worlds
 from vramsweep.analysis.report.findings import WORDS, unproven, values
-from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, number, slug, split_unit
+from vramsweep.analysis.report.latex import BEYOND, Column, Table, columns, markdown, number, slug, split_unit
+from vramsweep.harness.messages.units import format_count
 from vramsweep.harness.rows import repeats
 from vramsweep.version import __version__
 
@@ -76,10 +78,6 @@ def tables(content: Content) -> list[Table]:
     return made
 
 
-def _configurations(count: int) -> str:
-    return f"{count:,} configuration{'s' * (count != 1)}"
-
-
 def _ranges(columns: Sequence[Column], at: Iterable[int] | None = None, named: Sequence[str] = ()) -> str:
     """Return the least and the largest number of each column, over the lines `at` or over all. For columns whose heads
     are `named`, add the line that has the largest."""
@@ -110,21 +108,14 @@ def sentence(title: str, more: str) -> str:
 
 def context(world: str, rows: Rows) -> str:
     """Return what a caption says of its rows: on which device, with which versions, by which protocol."""
-    frame = rows.frame
-    if frame["foreign"].notna().any():
-        return f"Imported from {values(frame, 'foreign', 3)} by vramsweep {__version__}."
-    devices = (values(frame, name, 3) for name in ("gpu_name", "simulated_gpu", "cpu_name"))
-    device = next(filter(None, devices), "an unknown machine")
-    named = [f"{name} {text}" for column, name in WORDS["software"].items() if (text := values(frame, column, 3))]
-    versions = "; ".join([*named, f"vramsweep {__version__}"])
-    if world == PREDICTED:
-        doubt = f"; unproven: {names}" if (names := unproven(frame)) else ""
-        return f"Predicted, not measured, for {device} ({versions}){doubt}."
-    warm, steps = values(frame, "warmup_steps", 3), values(frame, "measured_steps", 3)
-    protocol = f", {steps} timed steps after {warm} of warm-up" if steps and warm else ""
-    resident = frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).any()
-    what = " Reserved memory is the process's resident set." if resident else ""
-    return f"Measured on {device} ({versions}){protocol}.{what}"
+    of = partial(values, rows.frame, most=3)
+    named = [f"{name} {text}" for column, name in WORDS["software"].items() if (text := of(column))]
+    return markdown(
+        "context.txt.j2", of=of, foreign=rows.frame["foreign"].notna().any(), predicted=world == PREDICTED,
+        device=next(filter(None, map(of, ("gpu_name", "simulated_gpu", "cpu_name"))), "an unknown machine"),
+        software="; ".join([*named, f"vramsweep {__version__}"]), version=__version__, unproven=unproven(rows.frame),
+        resident=rows.frame["memory_source"].eq("cpu_tensors_and_rss").fillna(False).any(),
+    )  # fmt: skip
 
 
 def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | None:
@@ -157,7 +148,7 @@ def _settings(found: Sequence[Group], about: str, predicted: bool) -> Table | No
     heads = ("setting", "longest (tokens)", "first out of memory (tokens)", *sizes, "speed (tokens/s)")
     table = _table("settings", sentence(title, about), heads, lines, notes)
     ranges = _ranges(table.columns, named=("peak reserved", "speed")) if table else ""
-    return table and replace(table, says=f"{title}, over {_configurations(len(lines))}: {ranges}.")
+    return table and replace(table, says=f"{title}, over {format_count(len(lines), 'configuration')}: {ranges}.")
 
 
 def _speed(found: pd.Series[float]) -> str:
@@ -305,9 +296,9 @@ def _of_limits(columns: Sequence[Column], sizes: Sequence[str]) -> str:
     ends = dict.fromkeys((min(sizes, key=float), max(sizes, key=float)))
     places = {size: [at for at, one in enumerate(sizes) if one == size] for size in ends}
     shown = [columns[0], *(column for column in columns[1:] if column.head != "GPU")]
-    said = (
-        f"On a GPU of {size} GiB, over {_configurations(len(at))}: {_ranges(shown, at)}." for size, at in places.items()
-    )
+    said = []
+    for size, at in places.items():
+        said.append(f"On a GPU of {size} GiB, over {format_count(len(at), 'configuration')}: {_ranges(shown, at)}.")
     return " ".join(said)
 
 

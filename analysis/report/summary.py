@@ -54,7 +54,13 @@ def summary(table: Table, beyond: str = "") -> Summary:
     axis = result_table.choose_axis(records(table.frame[["seq_len", "micro_batch"]]))
     found = groups(table, axis)
     frames = [group.take(*result_table.COLUMNS) for group in found[:LOOKED]]
-    lines = [_line(group, frame, axis) for group, frame in zip(found, frames, strict=False)]
+    lines = [
+        result_table.summarize_rows(
+            group.label, records(frame), axis, predicted=_predicted(group), resident=group.resident,
+            varies=group.varies, most=group.positions,
+        )
+        for group, frame in zip(found, frames, strict=False)
+    ]  # fmt: skip
     if len(lines) == 1 and lines[0].label == "all rows":
         known = (table.frame[name].iloc[0] for name in ("model", "runner", "precision"))
         lines = [replace(lines[0], label=" · ".join(str(one) for one in known if not pd.isna(one)) or lines[0].label)]
@@ -101,13 +107,6 @@ def _title(table: Table) -> str:
     if len(measured) and on:
         cards.insert(0, f"measured on {on}")
     return "\n".join([f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
-
-
-def _line(group: Group, frame: pd.DataFrame, axis: str) -> Line:
-    return result_table.summarize_rows(
-        group.label, records(frame), axis, predicted=_predicted(group), resident=group.resident, varies=group.varies,
-        most=group.positions,
-    )  # fmt: skip
 
 
 def _predicted(group: Group) -> bool:

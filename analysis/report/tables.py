@@ -22,6 +22,8 @@ from vramsweep.harness.messages.units import format_estimate, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import PARTS as OF_JOBS
 
+_AT_LONGEST = tuple((f"peak_{kind}_bytes", f"{kind} (GiB)", GIB, 2) for kind in ("allocated", "reserved"))
+_AT_LONGEST += (("tokens_per_s", "tokens/s", 1, 0),)
 BETWEEN = "95 % interval (tokens/s)"
 
 
@@ -37,11 +39,7 @@ def of_groups(groups: Sequence[Group]) -> pd.DataFrame:
         longest = done["seq_len"].max()
         at = done[done["seq_len"] == longest] if len(done) and not pd.isna(longest) else done.iloc[:0]
         line["longest (tokens)"] = f"{int(longest):,}" if len(at) else "–"
-        for column, name, scale, digits in (
-            ("peak_allocated_bytes", "allocated (GiB)", GIB, 2),
-            ("peak_reserved_bytes", "reserved (GiB)", GIB, 2),
-            ("tokens_per_s", "tokens/s", 1.0, 0),
-        ):
+        for column, name, scale, digits in _AT_LONGEST:
             value = at[column].median() if len(at) else np.nan
             line[name] = "–" if pd.isna(value) else f"{float(value) / scale:,.{digits}f}"
         line[BETWEEN] = _between(at["tokens_per_s"].dropna())

@@ -46,9 +46,8 @@ def _make_tile(question: str, base: str, found: Mapping[str, tuple[verdicts.Over
     what = METRICS[over.metric].label.removeprefix("peak ")
     more = sum(one.a is None and one.b is not None for _, one in pairs)
     fewer = sum(one.b is None and one.a is not None for _, one in pairs)
-    fit = [
-        f"{n:,} setting{'s fit' * (n != 1) or ' fits'} only with {who}" for n, who in ((more, name), (fewer, base)) if n
-    ]
+    sides = ((more, name), (fewer, base))
+    fit = [f"{n:,} setting{'s fit' * (n != 1) or ' fits'} only with {who}" for n, who in sides if n]
     if over.verdict == "EQUAL":
         return Tile(question, "Nothing", "", join(f"{', '.join(found)}: as much {what} as with {base}", *fit), kind)
     both = [(one.b - one.a, settings) for settings, one in pairs if one.a is not None and one.b is not None]

@@ -165,8 +165,10 @@ def _nothing(question: str, oom: pd.DataFrame) -> Tile:
         known = ((size, card) for size in SIZES if (card := gpu_lookup.lowest_limit_gpu(size)) is not None)
         enough = (f": a GPU with {size:g} GiB" for size, card in known if gpu_lookup.memory_limit(card) > need)
         would = f"the smallest needs {format_size(float(need))}{next(enough, '')}"
+    length = "the smallest" if pd.isna(small["seq_len"]) else f"{int(small['seq_len']):,} tokens"
+    batch = "" if pd.isna(small["micro_batch"]) else f" at batch {int(small['micro_batch'])}"
     both = "both" if len(oom) == 2 else f"all {len(oom):,}"
-    told = join(f"even {_at(small)} ran out of memory", f"{both} trials did" * (len(oom) > 1))
+    told = join(f"even {length}{batch} ran out of memory", f"{both} trials did" * (len(oom) > 1))
     return Tile(question, "Nothing fits", would, told, basis(small))
 
 
@@ -186,11 +188,6 @@ def _elsewhere(of: Head, groups: Sequence[Group]) -> list[str]:
         f"{f'only {longest:,}' if longest else 'nothing'} on {', '.join(cards)}"
         for longest, cards in sorted(found.items(), reverse=True)
     ]
-
-
-def _at(row: pd.Series[Any]) -> str:
-    length = "the smallest" if pd.isna(row["seq_len"]) else f"{int(row['seq_len']):,} tokens"
-    return length + ("" if pd.isna(row["micro_batch"]) else f" at batch {int(row['micro_batch'])}")
 
 
 def size_of_card(row: pd.Series[Any]) -> float | None:
@@ -271,9 +268,8 @@ def cost(of: Head | None, found: Sequence[Fit]) -> Tile:
     modulus, aligned = fit.chosen.model.modulus, next(iter(fit.chosen.model.curves))
     of_class = f"lengths {'' if aligned else 'not '}divisible by {modulus}" if modulus else ""
     value = f"{_fine(marginal / batch)} per token"
-    return Tile(
-        question, value, interval, join(base, where, of_class, grows, f"counted in {fit.metric.label}"), of.kind
-    )
+    told = join(base, where, of_class, grows, f"counted in {fit.metric.label}")
+    return Tile(question, value, interval, told, of.kind)
 
 
 def _fine(value: float) -> str:

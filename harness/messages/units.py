@@ -59,6 +59,11 @@ def gib(text: str, said: str | None = None) -> float:
     return parse_size(f"{text}GiB" if _bare(text) else text, said or text) / GIB
 
 
+def format_count(number: int, what: str) -> str:
+    """Return `1 row` or `1,234 rows`."""
+    return f"{number:,} {what}{'s' * (number != 1)}"
+
+
 def format_gib(size: float) -> str:
     """Return bytes as a number of GiB, for pairs of them."""
     return format_in("GiB", size)

@@ -141,11 +141,9 @@ class AdaptiveSweeper(BasicSweeper):
     def _write(
         self, folder: Path, planned: Sequence[Planned], groups: Sequence[Sequence[int]], searches: "Sequence[Search]"
     ) -> None:
-        lines = [
-            line
-            for of_one, search in zip(groups, searches, strict=True)
-            for line in inferences([planned[n] for n in of_one], search)
-        ]
+        lines: list[dict[str, Any]] = []
+        for of_one, search in zip(groups, searches, strict=True):
+            lines += inferences([planned[n] for n in of_one], search)
         inferred_points.write(folder, lines, {one.trial_id for one in planned})
 
 
@@ -245,10 +243,8 @@ def said(first: Planned, search: "Search", ended: bool = False) -> str:
     done = sum(one.measured and one.fits is not None for one in told)
     head = f"{first.trial.model.name} · {first.trial.runner.name} · {first.trial.allocator.name}"
     text = f"{head}: {done:,} of {total:,} points measured"
-    for count, what in (
-        (sum(one.fits is None for one in told), "failed"), (sum(not one.measured for one in told), "skipped")
-    ):  # fmt: skip
-        text += f", {count} {what}" if count else ""
+    failed, skipped = sum(one.fits is None for one in told), sum(not one.measured for one in told)
+    text += f", {failed} failed" * bool(failed) + f", {skipped} skipped" * bool(skipped)
     if done == total:
         return text
     worst = []
@@ -262,11 +258,6 @@ def said(first: Planned, search: "Search", ended: bool = False) -> str:
     checks += f", and {full} did not fit although inferred to fit" if full else ""
     if not search.inferred():
         return f"{text}; no row has measured memory, so nothing is inferred"
-    end = (
-        "the last check points agree"
-        if search.enough
-        else "the tolerance is not reached, because the budget ended the search"
-        if ended
-        else "the tolerance is not reached; hydra.sweeper.most= allows more points"
-    )
+    why = ", because the budget ended the search" if ended else "; hydra.sweeper.most= allows more points"
+    end = "the last check points agree" if search.enough else f"the tolerance is not reached{why}"
     return f"{text}, the others inferred (inferred.jsonl); {checks}; {end}"
