@@ -1,4 +1,4 @@
-"""Foreign files and export."""
+"""Foreign files and export; headers as people's scripts write them, read as our columns, in their units."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 import synthetic
 from conftest import ROOT, Cli, cases, parametrized, refusal
 
-from vramsweep.analysis.data.importers import open_rows
+from vramsweep.analysis.data.importers import open_rows, our_name
 from vramsweep.analysis.data.load import Table, load
 from vramsweep.analysis.data.metrics import METRICS
 from vramsweep.analysis.model.observations import observations
@@ -303,16 +303,10 @@ def test_what_is_less_than_nothing_was_not_measured(tmp_path: Path) -> None:
     assert table.frame["peak_active_bytes"].tolist() == [5 * MIB, 5 * MIB, pd.NA]
     assert table.frame["step_median_s"].tolist() == [pd.NA, 0.003, 0.004]
     assert table.frame["lora_alpha"].tolist() == [-1, 1, 1]  # of what is not measured nothing is known here
-    assert notes[:5] == [
-        "seq_len: 1 zero read as unknown",
-        "seq_len: 1 negative value read as unknown",
-        "micro_batch: 1 negative value read as unknown",
-        "peak_active_mib: 1 negative value read as unknown",
-        "step_median_ms: 1 negative value read as unknown",
-    ]
-    assert opened(tmp_path, "seq_len,peak_active_mib\n8,1e300\n9,1\n")[1] == [
-        "peak_active_mib: 1 oversized value read as unknown"
-    ]
+    negative = [f"{name}: 1 negative value read as unknown" for name in names.split(",")[:4]]
+    assert notes[:5] == ["seq_len: 1 zero read as unknown", *negative]
+    _, notes = opened(tmp_path, "seq_len,peak_active_mib\n8,1e300\n9,1\n")
+    assert notes == ["peak_active_mib: 1 oversized value read as unknown"]
     slow, _ = opened(tmp_path, "seq_len,iterations_per_s,peak_active_mib\n8,-3,1\n")
     assert slow.frame["step_median_s"].isna().all()
 
@@ -326,3 +320,29 @@ def test_set_on_the_command_line(tmp_path: Path, cli: Cli) -> None:
     assert frame["seq_len"].tolist() == [2048, 2048] and set(frame["device"]) == {"cuda"}
     wrong = cli.refuse("export", file, out, *words, "--set", "device=cpu")
     assert wrong.endswith("vramsweep: --set gives device twice; give it once\n")
+
+
+@pytest.mark.parametrize(("name", "ours"), cases("headers"))
+def test_names_of_others_are_ours(name: str, ours: str) -> None:
+    assert our_name(name, ["1"])[0] == ours
+
+
+@pytest.mark.parametrize(("largest", "unit"), [("17179869184", "bytes"), ("16384", "mib"), ("16.0", "gib")])
+def test_a_size_without_a_unit_is_told_by_its_values(largest: str, unit: str) -> None:
+    name, assumed = our_name("reserved", ["1", largest, "OOM", ""])
+    assert name == f"peak_reserved_{unit}" and "has no unit" in assumed
+
+
+def test_a_file_of_such_names_is_read_and_what_was_assumed_is_said(tmp_path: Path) -> None:
+    lines = "seq, active, reserved, it/s, loss\n128, 10000, 12000, 4, 3.1\n256, 11000, 13000, 2, 3.0\n"
+    table, notes = opened(tmp_path, lines)
+    assert list(table.frame["peak_active_bytes"]) == [10000 << 20, 11000 << 20]
+    assert list(table.frame["tokens_per_s"]) == [512, 512]
+    told = " ".join(notes)
+    assert "active as peak_active_mib" in told and "up to 13,000, were read as MiB" in told
+    assert "columns left out because their names are not known: loss" in told
+
+
+def test_a_file_of_nothing_but_failures_is_one(tmp_path: Path) -> None:
+    table, _ = opened(tmp_path, "4096, OOM\n8192, CUDA out of memory\n")
+    assert list(table.frame["outcome"]) == ["oom", "oom"] and list(table.frame["seq_len"]) == [4096, 8192]
