@@ -44,8 +44,11 @@ class Kind:
 
 def read_kinds(table: str) -> tuple[Kind, ...]:
     """Return the kinds of a table of kinds.json."""
-    made = ({"rising": (), **one, "pieces": tuple(map(tuple, one["pieces"]))} for one in _TABLES[table])
-    return tuple(Kind(**one | {"rising": tuple(one["rising"])}) for one in made)
+    lines: list[dict[str, Any]] = _TABLES[table]
+    return tuple(
+        Kind(**one | {"pieces": tuple(map(tuple, one["pieces"])), "rising": tuple(one.get("rising", ()))})
+        for one in lines
+    )
 
 
 # Prior odds: where lengths span both, a peak is a level (weights and gradients), then a line (activations). A line
