@@ -10,10 +10,10 @@ from conftest import TINY, Cli, cases, parametrized
 from vramsweep.harness.config import conf_files, known_words, settings_reference, typed_words
 from vramsweep.harness.config.compose import detect, read_positions
 from vramsweep.harness.machine import hub_models, machine
-from vramsweep.harness.messages.argument_parser import settings_parser
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def test_a_mistake_is_understood_or_named(line: str, typed: str, status: str, sa
 
 
 def understood(*words: str, verb: str = "sweep") -> list[str]:
-    return typed_words.understand(verb, words, settings_parser("sweep"))[0]
+    return typed_words.understand(verb, words, read_parser("sweep"))[0]
 
 
 @pytest.mark.parametrize(("typed", "read"), cases("words_read"))
@@ -99,7 +99,7 @@ def test_a_setting_by_two_of_its_names_is_refused(words: str) -> None:
 
 @pytest.mark.parametrize("model", ["nowhere/at/all", "'./own'", "Qwen/Qwen3-8B@main"])
 def test_nothing_is_said_of_a_model_that_is_not_read_otherwise(model: str) -> None:
-    assert typed_words.understand("sweep", [f"model={model}"], settings_parser("sweep")) == ([f"model={model}"], [])
+    assert typed_words.understand("sweep", [f"model={model}"], read_parser("sweep")) == ([f"model={model}"], [])
 
 
 def test_whole_numbers_are_those_of_a_trial() -> None:

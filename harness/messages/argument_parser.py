@@ -17,7 +17,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 
 WIDTH = 100
-# Hydra's options, which every verb that takes settings understands; --json and --all are ours: see `settings_parser`.
+# Hydra's options, which every verb that takes settings understands; --json and --all are ours (verbs/parsers.json).
 FLAGS = (
     "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
     "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
@@ -56,30 +56,6 @@ class Parser(argparse.ArgumentParser):
             return super()._get_value(action, arg_string)
         except UserError as error:  # of a type of ours
             raise argparse.ArgumentError(action, str(error)) from None
-
-
-def settings_parser(verb: str) -> Parser:
-    """Return the flags of sweep and plan as a parser, for their help; Hydra's own parser reads them (overrides.py)."""
-    parser = Parser(prog=f"vramsweep {verb}", usage="%(prog)s [GROUP=OPTION ...] [KEY=VALUE ...]")
-    parser.add_argument(
-        "-m",
-        "--multirun",
-        action="store_true",
-        help="not needed; every combination of values is a trial anyway",
-    )
-    parser.add_argument("--json", action="store_true", help="with plan: print one JSON object")
-    if verb == "plan":
-        parser.add_argument("--all", action="store_true", help="print every trial, not one line per configuration")
-    own = "folder of your own configuration files; DIR/experiment/night.yaml is used as +experiment=night"
-    parser.add_argument("-cd", "--config-dir", metavar="DIR", help=own)
-    parser.add_argument("-c", "--cfg", choices=("job",), metavar="job", help="print the configuration and stop")
-    shown = ("all", "config", "defaults", "searchpath")
-    info = f"print the sources of the configuration: {', '.join(shown)}"
-    parser.add_argument("-i", "--info", choices=shown, metavar="WHAT", help=info)
-    parser.add_argument("--hydra-help", action="store_true", help="print Hydra's other options")
-    for hidden in (("-cp", "--config-path"), ("-cn", "--config-name")):  # else read as -c with p and n
-        parser.add_argument(*hidden, help=argparse.SUPPRESS)
-    return parser
 
 
 def refusal(parser: argparse.ArgumentParser, message: str) -> str:

@@ -24,7 +24,7 @@ from vramsweep.harness.search.memory_savings import ACCEPTED, LEVELS, METHOD, Me
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep.session import refuse_invalid
-from vramsweep.harness.verbs.parsers import GOALS, PARSERS
+from vramsweep.harness.verbs.parsers import GOALS, read_parser
 
 TIME = "est. time"  # a column
 BYTES_A_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments: Rajbhandari et al., arXiv:1910.02054, 3.1
@@ -32,7 +32,7 @@ BYTES_A_PARAMETER = 16  # fp32 weights, gradients and Adam's two moments: Rajbha
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep advise`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    options, given = PARSERS["advise"]().parse_settings(argv)
+    options, given = read_parser("advise").parse_settings(argv)
     if options.most < 0:
         raise UserError(f"--most is {options.most}; it must be 0 or more")
     other = next((word for word in given if word.partition("=")[0] == "device" and word != "device=simulated"), None)

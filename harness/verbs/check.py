@@ -4,11 +4,9 @@ import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-from vramsweep.harness.messages.argument_parser import Parser
-from vramsweep.harness.rows.quality_flags import BOTH
 from vramsweep.harness.sweep.publication_check import Verdict, judge_folder
+from vramsweep.harness.verbs.parsers import read_parser
 
 LINES, WIDTH = 24, 110  # of the screen
 
@@ -38,18 +36,9 @@ def _answer(verdict: Verdict) -> str:
     return f"{' and '.join(may)} may be published, {' and '.join(may_not)} may not"
 
 
-def parser() -> Parser:
-    """Return the parser of the verb's options and words."""
-    parser = Parser(prog="vramsweep check")
-    parser.add_argument("folder", nargs="+", type=Path, help="results/SWEEP, or a journal file")
-    parser.add_argument("--claim", choices=BOTH, help="only this claim counts for the exit status (default: both)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    return parser
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep check RESULTS ...`; return 0 if all claims, or that of --claim, may be published, else 1."""
-    arguments = parser().parse_args(argv)
+    arguments = read_parser("check").parse_args(argv)
     verdicts = [judge_folder(folder) for folder in arguments.folder]
     if arguments.json:
         print(json.dumps([asdict(verdict) for verdict in verdicts], indent=1))

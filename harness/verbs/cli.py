@@ -5,18 +5,17 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from vramsweep.harness.messages.argument_parser import Parser
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def import_verb(name: str) -> ModuleType:
-    """Import the module of a verb, which has `main(words)`, and `parser()` if PARSERS has none."""
+    """Import the module of a verb, which has `main(words)`."""
     return importlib.import_module(f"vramsweep.harness.verbs.{'sweep_command' if name == 'sweep' else name}")
 
 
 def parser(name: str) -> Parser:
     """Return the parser of a verb; run nothing."""
-    found: Parser = PARSERS[name]() if name in PARSERS else import_verb(name).parser()
-    return found
+    return read_parser(name)
 
 
 def main(words: Sequence[str]) -> int:

@@ -4,14 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from vramsweep.harness.messages.argument_parser import Parser
-
-
-def parser() -> Parser:
-    """Return the parser of the verb's options."""
-    found = Parser(prog="vramsweep columns", description="Also lists runners and kinds of sharding.")
-    found.add_argument("--json", action="store_true", help="print JSON instead of tables (columns only)")
-    return found
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -20,7 +13,7 @@ def main(argv: Sequence[str]) -> int:
     from vramsweep.harness.rows.schema import COLUMNS, markdown_table
     from vramsweep.harness.spec import runner_table
 
-    if parser().parse_args(argv).json:
+    if read_parser("columns").parse_args(argv).json:
         print(json.dumps([asdict(column) | {"type": column.type.__name__} for column in COLUMNS], indent=1))
     else:
         tables = (markdown_table(), *(of.markdown_table() for of in (outcome, quality_flags, runner_table)))

@@ -21,27 +21,22 @@ from vramsweep.harness.allocator.replay import replay_as_recorded
 from vramsweep.harness.config import typed_words
 from vramsweep.harness.files.commit_files import export_commit
 from vramsweep.harness.files.sweep_folder import kept_traces
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.questions import trace_diff, trace_query
 from vramsweep.harness.questions.trace_diff import Change, Moment, Run
 from vramsweep.harness.spec.trial import Trial
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 MOST = 10  # changes printed
 _COMMIT = re.compile(r"([^=]+):([^:=]+\.py:\w+)")  # a revision and a target
 _QUOTED = "quote all settings of one side together, as in vramsweep diff 'seq_len=512' 'seq_len=1024 micro_batch=2'"
-_ABOUT = """\
-A and B are each one word: settings of a trial in quotes ('model=gpt2 seq_len=512'), a row (results/SWEEP:TRIAL_ID), a
-recording of torch.cuda.memory._dump_snapshot, or a target of a git commit (REV:path/to/file.py:build, which runs the
-commit's code). Equal layers are merged. Differences are B minus A."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep diff`; return 1 if B needs more memory, else 0. Raises UserError for a user's mistake."""
-    arguments = parser().parse_args(argv)
+    arguments = read_parser("diff").parse_args(argv)
     names, shared = (arguments.a, arguments.b), arguments.settings
     recorded = [Path(name).is_file() for name in names]
     if any(recorded) and (not all(recorded) or shared):
@@ -109,7 +104,7 @@ def find_run(name: str, shared: Sequence[str], stack: contextlib.ExitStack) -> C
 
 
 def _find_trial(name: str, words: Sequence[str]) -> Trial:
-    read, notes = typed_words.understand("explain", words, PARSERS["explain"]())  # it takes the same settings
+    read, notes = typed_words.understand("explain", words, read_parser("explain"))  # it takes the same settings
     if notes:
         print(f"note: {'; '.join(notes)}", file=sys.stderr)
     if (found := trace_query.find_trial("diff", read)) is None:
@@ -186,13 +181,3 @@ def record(a: Run, b: Run) -> dict[str, Any]:
         "peak": compare(a.peak, b.peak),
         "phases": phases,
     }
-
-
-def parser() -> Parser:
-    """Return the parser of the verb's options and words."""
-    parser = Parser(prog="vramsweep diff", usage="%(prog)s [OPTION ...] A B [KEY=VALUE ...]", description=_ABOUT)
-    parser.add_argument("a", metavar="A", help="settings in quotes, a row, a recording or a commit's target")
-    parser.add_argument("b", metavar="B", help="what to compare with A")
-    parser.add_argument("settings", nargs="*", default=[], metavar="KEY=VALUE", help="settings of both")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes: all changes, of every phase too")
-    return parser

@@ -18,8 +18,8 @@ import psutil
 from vramsweep.harness.config import settings_reference
 from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.machine import GIB, Gpu
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.process import worker_environment
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 @dataclass(frozen=True)
@@ -225,21 +225,13 @@ def _host() -> list[Check]:
     return checks
 
 
-def parser() -> Parser:
-    """Return the parser of the verb's options."""
-    found = Parser(prog="vramsweep doctor")
-    found.add_argument("--results", type=Path, default=Path("results"), help="folder where rows will be written")
-    found.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return found
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep doctor`; return the exit status."""
     from rich.text import Text
 
     from vramsweep.harness.messages.console import Console, make_table
 
-    arguments = parser().parse_args(argv)
+    arguments = read_parser("doctor").parse_args(argv)
     checks = doctor(arguments.results)
     if arguments.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))

@@ -25,7 +25,7 @@ from vramsweep.harness.questions import trace_query
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.trial_label import describe_trial
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 AMPERE = (8, 0)
 MOST_GPUS = 6  # named in a line
@@ -35,7 +35,7 @@ _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep explain`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    arguments, words = PARSERS["explain"]().parse_settings(argv)
+    arguments, words = read_parser("explain").parse_settings(argv)
     if not words:
         raise UserError(f"explain needs settings or a sweep's folder: {_USAGE}")
     if trace_query.name_a_trial(words):

@@ -4,21 +4,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from vramsweep.harness.messages.argument_parser import Parser
-
-
-def parser() -> Parser:
-    """Return the parser of the verb's options."""
-    found = Parser(prog="vramsweep gpus")
-    found.add_argument("--json", action="store_true", help="print JSON with sources, in bytes, bytes/s and FLOP/s")
-    return found
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep gpus`; return the exit status."""
     from vramsweep.harness.hardware.gpu_lookup import GIB, GPUS, TERA, memory_limit
 
-    if parser().parse_args(argv).json:
+    if read_parser("gpus").parse_args(argv).json:
         print(json.dumps([asdict(gpu) | {"memory_limit_bytes": memory_limit(gpu)} for gpu in GPUS], indent=1))
         return 0
     from vramsweep.harness.messages.console import Console, make_table

@@ -20,12 +20,12 @@ from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep.plan import Planned
 from vramsweep.harness.sweep.session import refuse_invalid
 from vramsweep.harness.verbs import predict_answer, run_words
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep predict`; return the exit status of its sweep. Raises UserError for a mistake."""
-    options, rest = PARSERS["predict"]().parse_settings(argv)
+    options, rest = read_parser("predict").parse_settings(argv)
     most = options.max_reserved
     if options.largest is not None:
         if most is not None:

@@ -11,21 +11,19 @@ from rich.table import Table
 from vramsweep.harness.allocator.peak_blocks import Holders
 from vramsweep.harness.allocator.recording import HOW_TO_RECORD, SIMULATED
 from vramsweep.harness.allocator.replay import WhatIf, what_if
-from vramsweep.harness.allocator.safe_unpickle import DEFAULT_MAX_BYTES
 from vramsweep.harness.allocator.settings_grid import grid, rank, saving
 from vramsweep.harness.files.outputs import refuse_input
-from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import Activity
-from vramsweep.harness.messages.argument_parser import PAGE, PICKLE, Parser
 from vramsweep.harness.messages.console import Console, make_table
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import choose_unit, format_in, format_size
 from vramsweep.harness.process.interpreter import draw_page
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep replay`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    args = parser().parse_args(argv)
+    args = read_parser("replay").parse_args(argv)
     limit = args.memory_limit
     settings = list(dict.fromkeys([*args.allocator, *(grid(limit is not None) if args.search else ())]))
     for out in filter(None, (args.figure, args.snapshot)):
@@ -135,31 +133,3 @@ def _warnings(result: WhatIf) -> list[str]:
     if match is not None and match.out_of_memory_events:
         notes.append(f"The replay omits {match.out_of_memory_events} requests that ended in out-of-memory errors.")
     return notes
-
-
-def parser() -> Parser:
-    """Return the parser of the verb's options and words."""
-    parser = Parser(prog="vramsweep replay")
-    parser.add_argument("file", help="a recording made with torch.cuda.memory._dump_snapshot")
-    parser.add_argument(
-        "--allocator", action="append", default=[], metavar="SETTINGS",
-        help="settings to try, as in PYTORCH_CUDA_ALLOC_CONF; may be given several times",
-    )  # fmt: skip
-    parser.add_argument("--search", action="store_true", help="try a grid of settings and rank them")
-    parser.add_argument(
-        "--memory-limit", type=units.parse_size, metavar="SIZE", help="memory the process may use, for example 24GiB"
-    )
-    parser.add_argument(
-        "--recorded-limit", type=units.parse_size, metavar="SIZE", help="memory limit during the recording, if known"
-    )
-    parser.add_argument("--device", type=int, help="the device, if the recording has several")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--figure", type=PAGE, metavar="OUT.html", help="draw reserved and allocated over time")
-    parser.add_argument(
-        "--snapshot", type=PICKLE, metavar="OUT.pickle", help="write the replay of one --allocator as a recording"
-    )
-    parser.add_argument(
-        "--max-file-size", type=units.parse_size, default=DEFAULT_MAX_BYTES, metavar="SIZE",
-        help=f"largest recording to read (default: {DEFAULT_MAX_BYTES >> 30}GiB)",
-    )  # fmt: skip
-    return parser

@@ -20,7 +20,7 @@ from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.session import Session
 from vramsweep.harness.verbs import run_words
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 _SHELL = re.compile(r"&&|\|\||[|;<>&`]|\$[\w({]")
 _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  # functions of Hydra
@@ -29,7 +29,7 @@ _FUNCTION = re.compile(r"(choice|range|interval|sort|shuffle|tag|glob)\(.*\)")  
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep run`; return the exit status of its sweep. Raises UserError for a mistake."""
     before, dashes, command = _apart(argv)
-    options, rest = PARSERS["run"]().parse_settings(before)
+    options, rest = read_parser("run").parse_settings(before)
     if not command:
         what = "no command follows --" if dashes else "the command must follow --"
         raise UserError(f"{what}, as in: vramsweep run seq_len=512,1024 -- python train.py --max_len {{seq_len}}")

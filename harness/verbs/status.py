@@ -22,7 +22,6 @@ from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.files.sweep_folder import find_sweeps, own_files
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.activity import duration
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.worker_files import RESULT, SPEC
@@ -34,6 +33,7 @@ from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.sweep import row_builder, slurm_jobs
 from vramsweep.harness.sweep.batch_prediction import together
 from vramsweep.harness.sweep.sweep_status import Status, progress, read_status, status_from_rows
+from vramsweep.harness.verbs.parsers import read_parser
 
 RECENT = 20  # trials in the rate
 FAILURES = 5
@@ -45,19 +45,9 @@ COLUMNS = ("trial_id", "attempt", "terminal", "outcome", "reason", "started_at",
 GRACE: Mapping[bool | None, float] = {True: 60.0, None: 10.0, False: 0.0}
 
 
-def parser() -> Parser:
-    """Return the parser of the verb's options and words."""
-    found = Parser(prog="vramsweep status")
-    found.add_argument("folder", nargs="*", type=Path, help="results/SWEEP (default: all sweeps under results/)")
-    found.add_argument("--json", action="store_true", help="print JSON instead")
-    watching = "update every SECONDS (default: 2; also 1m) until the sweep ends; without a folder: all running sweeps"
-    found.add_argument("--watch", metavar="SECONDS", nargs="?", const="2", help=watching)
-    return found
-
-
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep status`; return the exit status. Raises UserError for a folder without a sweep."""
-    arguments = parser().parse_args(argv)
+    arguments = read_parser("status").parse_args(argv)
     named = [one for folder in arguments.folder for one in _sweeps(folder)]
     if not (folders := named or sorted(find_sweeps(Path("results"), 1))):
         raise UserError("no sweep under results/ yet; start one with `vramsweep sweep model=tiny`")

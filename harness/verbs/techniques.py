@@ -4,16 +4,8 @@ import json
 from collections.abc import Sequence
 
 from vramsweep.harness.messages import suggestions
-from vramsweep.harness.messages.argument_parser import Parser
 from vramsweep.harness.messages.errors import UserError
-
-
-def parser() -> Parser:
-    """Return the parser of the verb's options."""
-    found = Parser(prog="vramsweep techniques")
-    found.add_argument("axis", nargs="?", metavar="SETTING", help="only the values of this setting, such as optimizer")
-    found.add_argument("--json", action="store_true", help="print JSON instead")
-    return found
+from vramsweep.harness.verbs.parsers import read_parser
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,7 +15,7 @@ def main(argv: Sequence[str]) -> int:
     from vramsweep.harness.messages.console import Console, make_table
     from vramsweep.harness.spec.techniques import catalog, wording
 
-    arguments = parser().parse_args(argv)
+    arguments = read_parser("techniques").parse_args(argv)
     names = [axis.name for axis in catalog.AXES]
     if arguments.axis is not None and arguments.axis not in names:
         raise UserError(suggestions.no_such_value(f"techniques {arguments.axis}", "setting", arguments.axis, names))

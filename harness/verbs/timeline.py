@@ -13,7 +13,7 @@ from vramsweep.harness.files.sweep_folder import kept_traces
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process.interpreter import draw_page
 from vramsweep.harness.questions import kept_timelines, trace_query
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 _USAGE = (
     "vramsweep timeline model=NAME seq_len=N device=simulated ... | vramsweep timeline results/SWEEP [TRIAL_ID ...]"
@@ -22,7 +22,7 @@ _USAGE = (
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep timeline`; return the exit status. Raises UserError for a mistake that the user can fix."""
-    arguments, words = PARSERS["timeline"]().parse_settings(argv)
+    arguments, words = read_parser("timeline").parse_settings(argv)
     if not words:
         raise UserError(f"timeline needs settings or a sweep's folder: {_USAGE}")
     if arguments.snapshot is not None:

@@ -29,7 +29,7 @@ from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.verbs import advise
-from vramsweep.harness.verbs.parsers import PARSERS
+from vramsweep.harness.verbs.parsers import read_parser
 
 MOST, PREDICTED, LONGEST, RANKS, LINES = 20, 8, 110, 5, 5  # lines; of predictions; characters of a text; ranks; lines
 MOST_FILES, COMBINATIONS = 256, 8  # logs to read; combinations of changes to predict
@@ -54,7 +54,7 @@ Found = tuple[dict[str, Any], list[str]]  # what is known as data (sizes in byte
 
 def main(argv: Sequence[str]) -> int:
     """Run `vramsweep why`; return the exit status, 1 if there is no out-of-memory error. Raises UserError."""
-    options, rest = PARSERS["why"]().parse_settings(argv)
+    options, rest = read_parser("why").parse_settings(argv)
     words = [*options.words, *rest]
     files = [word for word in words if "=" not in word or Path(word).exists()]
     settings = [word for word in words if word not in files]
