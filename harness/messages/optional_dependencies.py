@@ -3,20 +3,13 @@
 Packages of single techniques are not listed: the techniques say what they need (spec/techniques/schema.py).
 """
 
+import json
 import shlex
 import sys
 from pathlib import Path
 
 # The imported modules of each extra, by their names in an import.
-EXTRAS: dict[str, tuple[str, ...]] = {
-    "predict": ("torch", "transformers", "accelerate", "hydra", "omegaconf"),
-    "sweep": ("pynvml", "submitit"),
-    "deepspeed": ("deepspeed",),
-    "png": ("py_mini_racer", "vl_convert"),
-    "data": ("datasets",),
-    "techniques": ("peft", "bitsandbytes", "torchao", "liger_kernel"),
-    "scripts": ("lightning", "trl"),
-}
+EXTRAS: dict[str, list[str]] = json.loads(Path(__file__).with_name("extras.json").read_text("utf-8"))
 MEASURING = ("sweep", "run")  # verbs that need all of a sweep's packages
 
 

@@ -20,7 +20,7 @@ from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.questions import fit_prediction, largest_prediction
 from vramsweep.harness.rows import outcome
 from vramsweep.harness.rows.schema import Outcome, Row
-from vramsweep.harness.search.bisection import Bisection, Edge, Probe, most_trials
+from vramsweep.harness.search.bisection import Bisection, Edge, Kind, Probe, most_trials
 from vramsweep.harness.sweep import plan
 from vramsweep.harness.sweep.labels import Labels
 from vramsweep.harness.sweep.plan import Planned, Settings
@@ -28,6 +28,7 @@ from vramsweep.harness.sweep.resume import refuse_links, reject_too_many_ranks
 from vramsweep.harness.sweep.session import Session
 
 NOT_STARTED = Probe("failed", "the budget has no time for the next trial")
+_PROBES: dict[str, Kind] = {"ok": "fits", "oom": "full", "host_oom": "full", "skipped": "inferred", "invalid": "beyond"}
 MARGIN = 0.01  # of a measured run's predicted value: the first stride next to it. A simulated run's is exact
 
 
@@ -85,14 +86,8 @@ def probe_result(row: Row | None) -> Probe:
     if row is None:
         return NOT_STARTED
     kind, reason = row["outcome"], row["reason"]
-    if kind == Outcome.OK:
-        return Probe("fits")
-    if kind in (Outcome.OOM, Outcome.HOST_OOM):
-        return Probe("full", reason)
-    if kind == Outcome.SKIPPED:
-        return Probe("inferred", reason)
-    if kind == Outcome.INVALID:
-        return Probe("beyond", reason)
+    if kind in _PROBES:
+        return Probe(_PROBES[kind], None if kind == Outcome.OK else reason)
     again = "" if outcome.runs_again(kind, asked=False) else "; retry_failed=true runs it again"
     return Probe("failed", f"{kind}: {reason}{again}")
 

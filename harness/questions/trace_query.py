@@ -22,6 +22,7 @@ from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_env
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
 from vramsweep.harness.spec import length_distribution, trial_parser
+from vramsweep.harness.spec.techniques.schema import value_of
 from vramsweep.harness.spec.trial import Trial
 
 SECONDS = 1800.0
@@ -140,17 +141,8 @@ def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path
 
 def describe_trial(trial: Trial) -> dict[str, Any]:
     """Return what a reader of an answer wants to know of the trial."""
-    return {
-        "model": trial.model.name,
-        "seq_len": trial.seq_len,
-        "micro_batch": trial.micro_batch,
-        "precision": trial.precision,
-        "runner": trial.runner.name,
-        "sharding": trial.sharding,
-        "world_size": trial.world_size,
-        "allocator": trial.allocator.name,
-        "gpu": trial.device.gpu,
-    }
+    names = ("model", "seq_len", "micro_batch", "precision", "runner", "sharding", "world_size", "allocator")
+    return {name: value_of(trial, name) for name in names} | {"gpu": trial.device.gpu}
 
 
 def ask(

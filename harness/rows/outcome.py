@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from vramsweep.harness.messages import optional_dependencies
@@ -32,26 +33,13 @@ class OutcomeInfo:
     meaning: str
 
 
-# fmt: off
-OUTCOMES = (
-    OutcomeInfo(Outcome.OK, True, False, "never", "measured or predicted"),
-    OutcomeInfo(Outcome.OOM, True, False, "never", "the GPU's memory is too small"),
-    OutcomeInfo(Outcome.HOST_OOM, True, False, "never",
-                "the host's memory (simulated: device.node_memory_gib) is too small"),
-    OutcomeInfo(Outcome.INVALID, True, False, "asked",
-                "the trial cannot run, and `reason` says why; retried when package versions change"),
-    OutcomeInfo(Outcome.TIMEOUT, False, False, "asked", "no result within the deadline"),
-    OutcomeInfo(Outcome.CRASH, False, True, "asked",
-                "the process raised an exception (not retried at once), was killed, or did not start"),
-    OutcomeInfo(Outcome.CUDA_ERROR, False, True, "asked", "the driver or a CUDA library failed"),
-    OutcomeInfo(Outcome.BAD_RESULT, False, True, "asked", "the worker ended without error but left no usable result"),
-    OutcomeInfo(Outcome.CONTENDED, False, True, "always", "other programs use the GPU, or memory is not freed yet"),
-    OutcomeInfo(Outcome.ENVIRONMENT, False, True, "always",
-                "the machine cannot run the trial now (no CUDA device, a missing package, ...)"),
-    OutcomeInfo(Outcome.SKIPPED, True, False, "unasked",
-                "not run (skip_dominated=true), because a trial that needs no more memory ran out of it"),
-)
-# fmt: on
+def _read(line: str) -> OutcomeInfo:
+    """Return the outcome in a line of outcomes.tsv."""
+    outcome, answer, now, later, meaning = line.split("\t")
+    return OutcomeInfo(Outcome(outcome), answer == "yes", now == "yes", later, meaning)  # type: ignore[arg-type]
+
+
+OUTCOMES = tuple(map(_read, Path(__file__).with_name("outcomes.tsv").read_text("utf-8").splitlines()[1:]))
 _MISSING = re.compile(r"No module named '([\w.]+)'")
 _KINDS: dict[str, OutcomeInfo] = {kind.outcome: kind for kind in OUTCOMES}
 

@@ -162,7 +162,7 @@ def _processes(of: Evidence) -> Iterable[Finding]:
     if known:
         widest, row = max(known, key=lambda one: one[0].half_width)
         text = f"the 95 % interval of speed between processes, up to {100 * widest.half_width:.1f} % above the mean"
-        yield Finding((), "intervals", len(known), f"{text} (trial {_name(row)})")
+        yield Finding((), "intervals", len(known), f"{text} (trial {row['trial_id']})")
 
 
 def _steps(of: Evidence) -> Iterable[Finding]:
@@ -204,11 +204,7 @@ QUESTIONS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (
 def _find(rows: Sequence[Row], forbids: tuple[str, ...], kind: str, noun: str, text: str) -> Iterable[Finding]:
     if rows:
         counted = f"{len(rows):,} {noun}{'s' * (len(rows) > 1)} {text}"
-        yield Finding(forbids, kind, len(rows), counted, tuple(map(_name, rows[:EXAMPLES])))
-
-
-def _name(row: Row) -> str:
-    return str(row["trial_id"])
+        yield Finding(forbids, kind, len(rows), counted, tuple(str(row["trial_id"]) for row in rows[:EXAMPLES]))
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,6 @@ def _maskless(trial: Trial) -> Iterator[str]:
             yield f"attention=sdpa_flash takes no mask, which {asked} needs; use sdpa, sdpa_cudnn or flash_attention_2"
 
 
-def _one_row(trial: Trial) -> Iterator[str]:
-    if trial.packing == "documents" and trial.micro_batch > 1:
-        yield (
-            "attention=flash_attention_2 separates documents only if the micro-batch is one sample (transformers, "
-            "_is_packed_sequence); use micro_batch=1 with a longer seq_len, or attention=sdpa"
-        )
-
-
 def _recorded_first(trial: Trial) -> Iterator[str]:
     """Require two warm-up steps: one without the graph, one that records it (torch/_inductor/cudagraph_trees.py)."""
     if trial.protocol.warmup_steps < 2:
@@ -81,11 +73,6 @@ def _to_the_left(trial: Trial) -> Iterator[str]:
         yield "padding_side=left has no effect without padding; set padding=, or use a text without packing"
 
 
-def _full(trial: Trial) -> Iterator[str]:
-    if trial.packing == "documents" and trial.data == "synthetic" and trial.seq_len < 2:
-        yield "packing=documents needs a seq_len of at least 2"
-
-
 def _uncached(trial: Trial) -> Iterator[str]:
     """Refuse a cache: only without one transformers looks for documents (masking_utils._preprocess_mask_arguments)."""
     cached = trial.runner.name == "trainer" and (numbers(version("transformers") or "5")) < (5,)
@@ -94,6 +81,5 @@ def _uncached(trial: Trial) -> Iterator[str]:
 
 
 RULES: dict[str, Rule] = {rule.__name__.removeprefix("_"): rule for rule in (
-    _fp8_tokens, _labels_are_left, _maskless, _one_row, _recorded_first, _one_pass, _padded, _to_the_left, _full,
-    _uncached,
+    _fp8_tokens, _labels_are_left, _maskless, _recorded_first, _one_pass, _padded, _to_the_left, _uncached,
 )}  # fmt: skip
