@@ -66,10 +66,9 @@ def describe_unknown(typed: str, said: str, prog: str, flags: Mapping[str, str])
     name = typed.replace("-", "_").casefold()
     if name in ELSEWHERE:
         return f"{said}; {ELSEWHERE[name]}"
-    others = sorted(all_names() - LEFT_OUT - setting_names())  # short words: guess only with the same first letter
-    near = str(
-        suggestions.find_closest(name, [*flags, *sorted(setting_names()), *(o for o in others if o[0] == name[:1])])
-    )
+    # other tools' names are short: guess only with the same first letter
+    others = sorted(one for one in all_names() - LEFT_OUT - setting_names() if one[0] == name[:1])
+    near = str(suggestions.find_closest(name, [*flags, *sorted(setting_names()), *others]))
     meant = flags.get(near) or ALIASES.get(f"{near}=true") or ALIASES.get(near, near)
     guess = "" if meant == "None" else f" did you mean {meant}?"
     return f"{said};{guess} {prog} --help-all lists all settings"

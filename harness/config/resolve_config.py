@@ -48,9 +48,8 @@ def _resolved(config: DictConfig) -> dict[str, Any]:
         raise UserError(f"{gone[0]} was removed from the configuration, but is needed; give {gone[0]}=VALUE")
     known = {*plan.SETTINGS, *Trial.model_fields}
     if unknown := [str(key) for key in values if key not in known]:
-        text = suggestions.unknown_key(
-            unknown[0], None, [*(known - {"repeat", "fingerprints"}), *overrides.options()], overrides.keys()
-        )
+        allowed = [*(known - {"repeat", "fingerprints"}), *overrides.options()]
+        text = suggestions.unknown_key(unknown[0], None, allowed, overrides.keys())
         raise UserError(f"{text}; a group of your own (+GROUP=OPTION) needs --config-dir DIR")
     return {str(key): value for key, value in values.items()}
 

@@ -100,12 +100,10 @@ def _put(draft: Path, folder: Path, verb: str, source: str) -> list[str]:
     before, kept = _listed(folder, verb) or {}, list[Path]()
     made |= {source: before[source]} if source in before else {}
     for name in (_list(verb), *before, *made):
-        place = next(
-            (p for p in (folder / name, *(folder / name).parents) if p.is_symlink() and folder in p.parents), None
-        )
-        if place is not None:
+        links = [p for p in (folder / name, *(folder / name).parents) if p.is_symlink() and folder in p.parents]
+        if links:
             raise UserError(
-                f"{place} is a link to {place.readlink()}, which vramsweep {_verb(verb)} does not write through; "
+                f"{links[0]} is a link to {links[0].readlink()}, which vramsweep {_verb(verb)} does not write through; "
                 "remove it, or choose a folder with --out"
             )
     _write_list(folder, verb, {name: [*before.get(name, ()), *made.get(name, ())] for name in before | made})

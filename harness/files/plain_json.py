@@ -68,9 +68,8 @@ def json_problem(value: Any, most: int = MOST) -> str | None:
             elif isinstance(one, list):
                 below += [(name, inner) for inner in one]
             elif isinstance(one, int) and abs(one) >= most:
-                return (
-                    f"{name or 'it'} is a whole number of {len(str(abs(one)))} digits; allowed is less than {most:.1e}"
-                )
+                digits = len(str(abs(one)))
+                return f"{name or 'it'} is a whole number of {digits} digits; allowed is less than {most:.1e}"
             elif isinstance(one, float) and math.isnan(one):
                 return f"{name or 'it'} is NaN; write a number or null"
         level, deep = below, deep + 1

@@ -108,10 +108,8 @@ def communication(
     sent = {one: SHARES[one.kind](ranks) * one.nbytes for one, _ in found}
     seconds = None
     if len(known) == len(needed):
-        bandwidth = min(one.bandwidth for one in known)
-        seconds = sum(
-            count * (_latency_s(one.kind, ranks, nodes, known) + sent[one] / bandwidth) for one, count in found
-        )
+        rate = min(one.bandwidth for one in known)
+        seconds = sum(count * (_latency_s(one.kind, ranks, nodes, known) + sent[one] / rate) for one, count in found)
     nbytes = round(sum(count * sent[one] for one, count in found))
     return Communication(seconds, nbytes, sum(count for _, count in found))
 

@@ -62,9 +62,7 @@ def refusal(parser: argparse.ArgumentParser, message: str) -> str:
     """Return what argparse says of a mistake, in fewer words and with what was meant; on any parser, Hydra's too."""
     message = message.removeprefix("argument ")
     name, found, choices = message.partition(": invalid choice: ")
-    called = {
-        one: (*one.option_strings, "/".join(one.option_strings), one.metavar, one.dest) for one in parser._actions
-    }
+    called = {of: (*of.option_strings, "/".join(of.option_strings), of.metavar, of.dest) for of in parser._actions}
     action = next((one for one, names in called.items() if name in names), None)
     if found and action is not None and action.choices is not None:
         typed = re.match(r"'(.*?)' \(choose from|(\S+) \(choose from", choices)

@@ -8,11 +8,11 @@ import os
 import sys
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from vramsweep.harness.process.fork_server import ForkServer, Timeouts, room
-from vramsweep.harness.process.waiting import Logs
+from vramsweep.harness.process.waiting import Logs, Look
 
 OF_A_WORKER = ("CUDA_VISIBLE_DEVICES",)  # variables that each worker gets when it is forked
 
@@ -34,9 +34,7 @@ class ForkServerPool:
         self._starting: defaultdict[_Key, threading.Lock] = defaultdict(threading.Lock)
         self._numbers: dict[_Key, int] = {}
 
-    def take(
-        self, runner: str, environ: Mapping[str, str], look: Callable[[], None] | None = None
-    ) -> ForkServer | None:
+    def take(self, runner: str, environ: Mapping[str, str], look: Look | None = None) -> ForkServer | None:
         """Return a fork server of the runner in this environment, with one more user; None if it must run cold.
 
         `look` is called about once a second while it starts. Raises ForkServerError, OSError and what `look` raises.
@@ -98,7 +96,7 @@ class ForkServerPool:
         template.claim()
         return template
 
-    def _ready(self, template: ForkServer, runner: str, look: Callable[[], None] | None) -> ForkServer | None:
+    def _ready(self, template: ForkServer, runner: str, look: Look | None) -> ForkServer | None:
         """Return the fork server once it has imported everything; None if its workers could not use CUDA after that."""
         logs = Logs(template.log)
 

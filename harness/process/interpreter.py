@@ -45,9 +45,8 @@ def draw_page(data: str, out: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, Activity("drawing the figure"):
         file = Path(folder) / "data.json"
         file.write_text(data)
-        done = subprocess.run(
-            build_command("vramsweep", "draw", str(file), str(out)), capture_output=True, text=True, check=False
-        )
+        command = build_command("vramsweep", "draw", str(file), str(out))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         why = next(reversed(done.stderr.strip().splitlines()), "no reason given")
         raise UserError(f"the figure could not be drawn: {why}")

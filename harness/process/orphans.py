@@ -118,9 +118,8 @@ class Guard:
 
     def __init__(self, run: str) -> None:
         # in a session of its own, so that a terminal's Ctrl-C does not reach it
-        self._process = subprocess.Popen(
-            build_command("vramsweep.harness.process.orphans", run), stdin=subprocess.PIPE, start_new_session=True
-        )
+        command = build_command("vramsweep.harness.process.orphans", run)
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
         self.pid = self._process.pid
 
     def alive(self) -> bool:

@@ -124,9 +124,8 @@ def ask_predictions(asked: AdviceRequest, level: int, most: int) -> tuple[Advice
                 asked.at(min(asked.most, max(asked.start, secant_search.grid_floor(secant_search.MOST * first.value))))
     remedies = [one for one in applicable(asked.base.resolved) if axis not in one.change and one.level <= level]
     reasons = {one: too_old(one, asked.trial.device.card.capability) for one in remedies}
-    found = advice_search.search(
-        [one for one in remedies if reasons[one] is None], asked.predict, asked.limit, most, axis is not None
-    )
+    able = [one for one in remedies if reasons[one] is None]
+    found = advice_search.search(able, asked.predict, asked.limit, most, axis is not None)
     left_out = [Option((one,), None, None, reason) for one, reason in reasons.items() if reason is not None]
     found = dataclasses.replace(found, singles=(*found.singles, *left_out))
     if found.base.need is None:

@@ -278,6 +278,5 @@ def _plain(one: Search, edge: Edge, axis: str) -> dict[str, Any]:
 def _labels(items: Sequence[Planned], axis: str) -> list[str]:
     """Return a text for each configuration; to equal texts, add what tells them apart."""
     texts, named = [largest_prediction.label(item, axis) for item in items], Labels(items, but=(axis,))
-    return [
-        text if texts.count(text) == 1 else f"{text} · {named(item)}" for text, item in zip(texts, items, strict=True)
-    ]
+    pairs = zip(texts, items, strict=True)
+    return [text if texts.count(text) == 1 else f"{text} · {named(item)}" for text, item in pairs]

@@ -46,11 +46,8 @@ def read_timelines(folder: Path, ids: Sequence[str], trace: bool) -> list[Record
             if answer is not None:
                 _keep(folder, own[i][0], answer)
             found[i] = answer
-    return [
-        {"trial_id": row["trial_id"], "about": trace_query.describe_trial(trial), "timeline": one}
-        for (row, trial), one in zip(own, found, strict=True)
-        if one is not None
-    ]
+    pairs = ((*of, one) for of, one in zip(own, found, strict=True) if one is not None)
+    return [{"trial_id": r["trial_id"], "about": trace_query.describe_trial(t), "timeline": one} for r, t, one in pairs]
 
 
 def _timeline_path(folder: Path, row: Row) -> Path:

@@ -15,7 +15,7 @@ from vramsweep.harness.rows.schema import Row
 # `bytes` (of all together) and count; the last two are None if they are not known.
 Moment = Mapping[str, Any]
 Change = dict[str, Any]  # a storage's first three, and pairs for A and B of its line, bytes and count; difference, kind
-_NOTHING = {"line": "", "bytes": 0, "count": 0}
+_ABSENT = {"line": "", "bytes": 0, "count": 0}
 # A moved line is no change, so storages that are equal but for their line are paired before those on the same line.
 _ALIKE = (("line", "bytes", "count"), ("bytes", "count"), ("line",))
 
@@ -80,11 +80,10 @@ def compare_storages(a: Moment, b: Moment) -> list[Change] | None:
     for maker, (mine, theirs) in groups.items():
         for one, other in _pair(mine, theirs):
             change = dict(zip(("category", "module", "operator"), maker, strict=True))
-            pairs = {name: (one[name], other[name]) for name in _NOTHING}
+            pairs = {name: (one[name], other[name]) for name in _ABSENT}
             difference = other["bytes"] - one["bytes"]
-            kind = (
-                "new" if one is _NOTHING else "gone" if other is _NOTHING else "larger" if difference > 0 else "smaller"
-            )
+            grown = "larger" if difference > 0 else "smaller"
+            kind = "new" if one is _ABSENT else "gone" if other is _ABSENT else grown
             changes.append({**change, **pairs, "difference": difference, "kind": kind})
     return sorted((one for one in changes if one["difference"]), key=lambda one: -abs(one["difference"]))
 
@@ -98,4 +97,4 @@ def _pair(mine: Sequence[Any], theirs: Sequence[Any]) -> Iterator[tuple[Any, Any
                 left.remove(one)
                 right.remove(alike[0])
                 yield one, alike[0]
-    yield from zip_longest(left, right, fillvalue=_NOTHING)
+    yield from zip_longest(left, right, fillvalue=_ABSENT)

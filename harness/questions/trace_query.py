@@ -78,9 +78,8 @@ def finished(folder: Path, ids: Sequence[str]) -> list[Row]:
         raise UserError(f"{folder} has no finished trial {unknown[0]}; `vramsweep report {folder}` lists the ids{near}")
     if ids:
         return [rows[one] for one in ids]
-    return chosen(
-        row for row in rows.values() if row.get("device") == "simulated" and isinstance(row.get("trial"), dict)
-    )
+    whole = (row for row in rows.values() if isinstance(row.get("trial"), dict))
+    return chosen(row for row in whole if row.get("device") == "simulated")
 
 
 def chosen(rows: Iterable[Row]) -> list[Row]:

@@ -326,10 +326,9 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
+    reason = error_reason(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return UserError(
-            f"{error_reason(error)}: {path} takes no more rows. Those before are kept; free space and rerun"
-        )
+        return UserError(f"{reason}: {path} takes no more rows. Those before are kept; free space and rerun")
     if error.errno == errno.ELOOP:
         return UserError(f"{path} is a link, which vramsweep does not write through; choose another: results=DIR")
-    return UserError(f"cannot write {path}: {error_reason(error)}; choose a writable folder with results=DIR")
+    return UserError(f"cannot write {path}: {reason}; choose a writable folder with results=DIR")

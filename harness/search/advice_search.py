@@ -53,8 +53,9 @@ class Option:
         return self.need if self.fits(limit) or (self.need or 0) > limit else None
 
 
-Predict = Callable[[Sequence[tuple[MemorySaving, ...]]], list[Option]]
-Guess = Callable[[tuple[MemorySaving, ...]], Option]
+Mix = tuple[MemorySaving, ...]  # changes that are made together
+Predict = Callable[[Sequence[Mix]], list[Option]]
+Guess = Callable[[Mix], Option]
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Advice:
         return min(known, key=_size, default=None)
 
     @property
-    def smallest_same(self) -> tuple[MemorySaving, ...]:
+    def smallest_same(self) -> Mix:
         """Changes of the option that needs least memory with the same result."""
         known = [one for one in self.tried if one.need is not None and one.level == SAME]
         return min(known, key=_size).remedies if known else ()
@@ -129,7 +130,7 @@ def search(
     guess = _guesses(base, known)
     tried = {one.remedies: one for one in (base, *singles)}
 
-    def look(wanted: Sequence[tuple[MemorySaving, ...]]) -> None:
+    def look(wanted: Sequence[Mix]) -> None:
         tried.update((one.remedies, one) for one in (predict(wanted) if wanted else []))
 
     if len(combinations) <= most:
@@ -159,7 +160,7 @@ def front(options: Sequence[Option]) -> list[Option]:
     return found
 
 
-def _combinations(singles: Sequence[Option]) -> Iterator[tuple[MemorySaving, ...]]:
+def _combinations(singles: Sequence[Option]) -> Iterator[Mix]:
     """Yield combinations with at most one change of each group, and no two changes of the same setting."""
     groups: dict[str, list[MemorySaving]] = defaultdict(list)
     for one in singles:
@@ -178,7 +179,7 @@ def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
     def ratio(one: float | None, before: float | None) -> float | None:
         return one / before if one is not None and before else None
 
-    def guess(taken: tuple[MemorySaving, ...]) -> Option:
+    def guess(taken: Mix) -> Option:
         need, seconds, work = float(base.need or 0), base.seconds, list(base.work)
         for one in (of[remedy.words] for remedy in taken):
             need *= ratio(one.need, base.need) or 1
@@ -190,9 +191,7 @@ def _guesses(base: Option, singles: Sequence[Option]) -> Guess:
     return guess
 
 
-def _promising(
-    combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, fitting: int, limit: int
-) -> list[tuple[MemorySaving, ...]]:
+def _promising(combinations: Sequence[Mix], guess: Guess, fitting: int, limit: int) -> list[Mix]:
     """Return the combinations worth predicting first. Levels take turns: each gives the fastest that may fit, and below
     the level `fitting`, from which on something fits, also the smallest."""
     guesses = [guess(taken) for taken in combinations]
@@ -207,9 +206,7 @@ def _promising(
     return list(dict.fromkeys(one.remedies for one in turns if one is not None))
 
 
-def _near(
-    tried: Sequence[Option], combinations: Sequence[tuple[MemorySaving, ...]], guess: Guess, limit: int, smallest: bool
-) -> list[tuple[MemorySaving, ...]]:
+def _near(tried: Sequence[Option], combinations: Sequence[Mix], guess: Guess, limit: int, smallest: bool) -> list[Mix]:
     """Return untried combinations that differ in one group from the best of each level, the most promising first. The
     best is the fastest that fits, and the smallest if nothing fits (`smallest`: anyway)."""
     known = [one for one in tried if one.need is not None]

@@ -70,9 +70,8 @@ def identity(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def key_without(resolved: Mapping[str, Any], *axes: str) -> str:
     """Return a key of a resolved trial without these axes, which trials that differ in no other setting share."""
-    return json.dumps(
-        {name: value for name, value in resolved.items() if name not in axes}, sort_keys=True, default=str
-    )
+    kept = {name: value for name, value in resolved.items() if name not in axes}
+    return json.dumps(kept, sort_keys=True, default=str)
 
 
 def _content_digest(name: str, content: Mapping[str, Any]) -> Any:

@@ -46,9 +46,7 @@ def _device(trial: Trial) -> Iterator[str]:
     if trial.device.name == "cuda":
         return
     if trial.allocator.conf:
-        yield (
-            f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
-        )
+        yield f"allocator {trial.allocator.name}: the CUDA allocator is not in use on device=cpu; use allocator=default"
     own = trial.runner.name in runner_table.STARTING
     if trial.precision == "fp16" and trial.sharding not in ZERO and not own:
         yield "precision fp16 (autocast with GradScaler) is not supported on device=cpu; use bf16"

@@ -41,9 +41,8 @@ class Labels:
         """Return the label of a trial among the others; if nothing varies, that of the whole trial."""
         values = flatten(item.resolved, {key.partition(".")[0] for key in self.keys})
         known = [key for key in self.keys if values.get(key) is not None]
-        parts = [
-            describe(key, values[key]) for key in known if key not in self._shy or values[key] != ID_DEFAULTS[_at(key)]
-        ]
+        told = (key for key in known if key not in self._shy or values[key] != ID_DEFAULTS[_at(key)])
+        parts = [describe(key, values[key]) for key in told]
         if parts or known:
             return " · ".join(parts) or "defaults"
         # nothing varies; of a trial that cannot run, what is known of it by name

@@ -119,9 +119,8 @@ def _provenance(of: Evidence) -> Iterable[Finding]:
     for name, some in lacking.items():
         yield from _find(some, BOTH, "provenance", "row", f"without {name}")
     dirty = [row for row in rows if str(row.get("git_commit")).endswith("+dirty")]
-    yield from _find(
-        dirty, BOTH, "dirty", "row", "from a checkout with changed files (+dirty); nobody can check out the same code"
-    )
+    text = "from a checkout with changed files (+dirty); nobody can check out the same code"
+    yield from _find(dirty, BOTH, "dirty", "row", text)
 
 
 def _flagged(of: Evidence) -> Iterable[Finding]:
@@ -191,9 +190,8 @@ def _predicted(of: Evidence) -> Iterable[Finding]:
         yield from _find(rows, (), "predicted", "row", "predicted, not measured")
     unproven = [row for row in rows if row.get("unproven")]
     names = ", ".join(sorted({name for row in unproven for name in row["unproven"]}))
-    yield from _find(
-        unproven, (), "unproven", "row", f"with techniques whose prediction no GPU has confirmed yet: {names}"
-    )
+    text = f"with techniques whose prediction no GPU has confirmed yet: {names}"
+    yield from _find(unproven, (), "unproven", "row", text)
 
 
 QUESTIONS: tuple[Callable[[Evidence], Iterable[Finding]], ...] = (

@@ -14,11 +14,13 @@ from vramsweep.harness.machine import machine
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.process import orphans
 from vramsweep.harness.rows import outcome, process_identity
-from vramsweep.harness.rows.journal import finished, plan_name, plans
+from vramsweep.harness.rows.journal import System, finished, plan_name, plans
 from vramsweep.harness.rows.schema import Outcome, Row, system_of, to_encodable
 from vramsweep.harness.spec.trial_identity import ID_VERSION
 from vramsweep.harness.sweep import provenance, row_builder, shards
 from vramsweep.harness.sweep.plan import Planned, Settings
+
+Counted = tuple[dict[str, Row], dict[str, Row]]  # rows that count, and those that do not, by id
 
 
 def reject_too_many_ranks(planned: Sequence[Planned]) -> list[Planned]:
@@ -52,17 +54,13 @@ def remaining_trials(
     return pending_trials(todo, mine, settings.retry_failed, outdated), mine, notes
 
 
-def finished_rows(
-    rows: Sequence[Row], planned: Sequence[Planned], any_system: bool
-) -> tuple[dict[str, Row], dict[str, Row]]:
+def finished_rows(rows: Sequence[Row], planned: Sequence[Planned], any_system: bool) -> Counted:
     """Return the rows that count for planned trials, by id, and those of other systems, which count only with
     `any_system`."""
     return rows_for_system(rows, provenance.systems_here(planned), any_system)
 
 
-def rows_for_system(
-    rows: Sequence[Row], wanted: Mapping[str, tuple[str | None, ...]], any_system: bool
-) -> tuple[dict[str, Row], dict[str, Row]]:
+def rows_for_system(rows: Sequence[Row], wanted: Mapping[str, System], any_system: bool) -> Counted:
     """Return the rows measured on each trial's `wanted` system, by id, and those of other systems. With `any_system`
     all of them count; those of the wanted system take precedence."""
     mine, others = finished(rows, wanted)

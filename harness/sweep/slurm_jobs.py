@@ -61,9 +61,8 @@ def submit(
     outdated = provenance.find_outdated(planned, finished)
     todo = {p.trial_id for p in resume.pending_trials(planned, finished, settings.retry_failed, outdated)}
     every = auto or slurm.every
-    wanted = [
-        shard for n in range(1, settings.shards + 1) if (shard := Shard(n, settings.shards)) not in queued.values()
-    ]
+    own = (Shard(number, settings.shards) for number in range(1, settings.shards + 1))
+    wanted = [shard for shard in own if shard not in queued.values()]
     wanted = [shard for shard in wanted if every or any(p.trial_id in todo for p in plan.take_share(planned, shard))]
     trials = f"{len(planned)} trial{'s' * (len(planned) != 1)}"
     trials += ", as composed here; each job chooses its device" if auto else f", {len(todo)} to do"

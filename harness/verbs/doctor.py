@@ -137,10 +137,8 @@ def _visible(environ: Mapping[str, str]) -> list[Check]:
     if not (seen := machine.visible_gpus(environ)):
         text = f"CUDA_VISIBLE_DEVICES={value!r} leaves no GPU; unset it, or name a GPU by index or uuid"
         return [*notes, Check("visible", "problem", text)]
-    names = ", ".join(
-        (card.name or card.uuid or "unknown GPU") + (f" ({card.problem})" if card.problem else "") for card in seen
-    )
-    return [*notes, Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {names}")]
+    named = ((one.name or one.uuid or "unknown GPU") + (f" ({one.problem})" if one.problem else "") for one in seen)
+    return [*notes, Check("visible", "ok", f"CUDA_VISIBLE_DEVICES leaves {', '.join(named)}")]
 
 
 def compatible(

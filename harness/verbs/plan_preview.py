@@ -192,11 +192,8 @@ def list_measurements(
         spent = None if None in each else sum(one or 0.0 for one in each)
         cost = None if spent is None or price_per_hour is None else spent / 3600 * price_per_hour
         known = all(p.trial_id in rows for p in items)
-        basis = (
-            "from estimated step times"
-            if known
-            else "rough, from parameters and tokens, until the trials are predicted"
-        )
+        rough = "rough, from parameters and tokens, until the trials are predicted"
+        basis = "from estimated step times" if known else rough
         found.append({"gpu": gpu, "gpus": gpus, "trials": len(items), "estimated_s": spent, "estimated_cost": cost,
                       "basis": basis})  # fmt: skip
     return found
@@ -206,9 +203,8 @@ def _price(seconds: float | None, cost: float | None, price_per_hour: float | No
     """Describe a time, and its cost if a price is known."""
     if seconds is None:
         return "unknown" + ", cost: unknown" * (price_per_hour is not None)
-    return f"about {duration_words(seconds)}" + (
-        "" if cost is None else f", cost: {cost:,.2f} at {price_per_hour:g} an hour for the node"
-    )
+    price = "" if cost is None else f", cost: {cost:,.2f} at {price_per_hour:g} an hour for the node"
+    return f"about {duration_words(seconds)}{price}"
 
 
 def _speed(planned: Sequence[Planned], settings: Settings) -> tuple[str, float | None]:

@@ -6,6 +6,7 @@ predict.py makes the rows, harness/sweep/result_table.py the table.
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -47,14 +48,10 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
             console.print("\n".join(["", *describe_prediction(item, row)]), soft_wrap=True)
     else:
         ordered = sorted(configurations.items(), key=lambda one: _order_key(one[0]))
-        most = {
-            named.apart(item) or "all trials": item.trial.model.max_positions
-            for item, _ in answered
-            if item.trial is not None
-        }
-        lines = [
-            result_table.summarize_rows(name, own, axis, predicted=True, most=most.get(name)) for name, own in ordered
-        ]
+        known = [(named.apart(item) or "all trials", item.trial) for item, _ in answered]
+        most = {name: trial.model.max_positions for name, trial in known if trial is not None}
+        summarize = partial(result_table.summarize_rows, axis=axis, predicted=True)
+        lines = [summarize(name, own, most=most.get(name)) for name, own in ordered]
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
         console.print(f"\n{common}, predicted\n")
@@ -107,9 +104,8 @@ def _verdict(trial: Trial, row: Row) -> str:
     if kind == Outcome.OK:
         low = row["peak_reserved_bytes"]
         text = fit_text.describe_fit(low, fit_text.bound_reserved(low, row["peak_reserved_most_bytes"]), limit)
-        return text + "; PyTorch empties its cache to stay within the limit, which takes time" * bool(
-            row["alloc_retries"]
-        )
+        slow = "; PyTorch empties its cache to stay within the limit, which takes time"
+        return text + slow * bool(row["alloc_retries"])
     if kind == Outcome.OOM:
         where = f" (memory runs out in {row['phase']})" if row["phase"] else ""
         return fit_text.describe_misfit(row["unlimited_peak_reserved_bytes"], limit) + where

@@ -81,10 +81,8 @@ def _print_table(result: WhatIf) -> None:
     table = make_table(("settings", "start", *numbers), title=title, numbers=numbers)
     for row in result.rows:
         out = "no" if row.out_of_memory is None else "YES"
-        sizes = (
-            "unknown" if size is None else format_in(unit, size)
-            for size in (row.peak_reserved, row.reserved_unallocated)
-        )
+        both = (row.peak_reserved, row.reserved_unallocated)
+        sizes = ("unknown" if size is None else format_in(unit, size) for size in both)
         counts = ["unknown" if count is None else str(count) for count in (row.device_allocs, row.retries)]
         table.add_row(row.settings or "(defaults)", row.start, *sizes, *counts, out)
     console = Console()
@@ -122,9 +120,8 @@ def _warnings(result: WhatIf) -> list[str]:
         notes.append(f"Peaks cover only {result.events} events: recording began late, or max_entries dropped some.")
     if len(result.rows) > 2 and (found := saving(result)) is not None:
         saved = f"reserves {format_size(found[1])} less than" if found[1] > 0 else "saves nothing over"
-        notes.append(
-            f"The best of {len(result.rows) - 2} tried, {found[0].settings or '(defaults)'}, {saved} the recorded one."
-        )
+        best = found[0].settings or "(defaults)"
+        notes.append(f"The best of {len(result.rows) - 2} tried, {best}, {saved} the recorded one.")
     if match is not None and match.releases_before_growth:
         notes.append(
             f"{match.releases_before_growth} cache releases come directly before a new segment. They are replayed as "

@@ -28,9 +28,8 @@ def main(argv: Sequence[str]) -> int:
         default = f"  [dim]default {catalog.text(axis.default)}[/]" if axis.default is not None else ""
         console.print(f"\n[bold]{axis.name}[/]  {axis.meaning}{default}")
         entries, whole = catalog.entries(axis.name), arguments.axis is not None
-        table = make_table(
-            ("", ""), [(f"  {catalog.text(one.name)}", escape(wording.sentence(one, whole=whole))) for one in entries]
-        )
+        rows = [(f"  {catalog.text(one.name)}", escape(wording.sentence(one, whole=whole))) for one in entries]
+        table = make_table(("", ""), rows)
         table.columns[0].min_width = 24
         if table.row_count:
             console.print(table)
