@@ -279,12 +279,10 @@ def differences(asked: AllocatorConfig, effective: AllocatorConfig, only: Collec
 
     `only` names the options to compare, if not all of `effective` is known.
     """
-    return [
-        f"{o.name}: requested {format_value(o, getattr(asked, o.name))}, "
-        f"in force {format_value(o, getattr(effective, o.name))}"
-        for o in OPTIONS
-        if (only is None or o.name in only) and getattr(asked, o.name) != getattr(effective, o.name)
-    ]
+    chosen = (o for o in OPTIONS if only is None or o.name in only)
+    both = ((o, getattr(asked, o.name), getattr(effective, o.name)) for o in chosen)
+    differ = ((o.name, format_value(o, mine), format_value(o, its)) for o, mine, its in both if mine != its)
+    return [f"{name}: requested {mine}, in force {its}" for name, mine, its in differ]
 
 
 @dataclass(frozen=True)

@@ -64,11 +64,8 @@ class _Undo:
         self.live: dict[int, _Live] = {}
         for s in recording.segments:
             self.spans[s.addr] = _Span(s.size, s.stream, s.small, s.private, s.expandable)
-            self.live |= {
-                p.addr: _Live(p.size, p.requested, "live" if p.state == "live" else "pending")
-                for p in s.pieces
-                if p.state != "free"
-            }
+            used = (p for p in s.pieces if p.state != "free")
+            self.live |= {p.addr: _Live(p.size, p.requested, "live" if p.state == "live" else "pending") for p in used}
         self.span_addrs = sorted(self.spans)
         self.live_addrs = sorted(self.live)
         self.lowest_mapped: dict[tuple[int, int, bool], int] = {}
@@ -196,11 +193,8 @@ class _Undo:
 
     def start(self, private: list[int], first: int) -> Start:
         spans = sorted(self.spans.items())
-        fixed = [
-            Segment(a, s.size, s.stream, s.small, s.private, False, self._pieces(a, a + s.size))
-            for a, s in spans
-            if not s.expandable
-        ]
+        whole = ((a, s) for a, s in spans if not s.expandable)
+        fixed = [Segment(a, s.size, s.stream, s.small, s.private, False, self._pieces(a, a + s.size)) for a, s in whole]
         ranges: dict[tuple[int, int, bool], list[tuple[int, _Span]]] = {}
         for addr, span in spans:
             if span.expandable:

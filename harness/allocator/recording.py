@@ -195,15 +195,9 @@ def _segment(entry: Mapping[str, Any], where: str, private_pools: dict[tuple[int
         at += length
     if at != addr + size:
         raise RecordingError(f"{where}: its blocks add up to {at - addr} bytes, but its size is {size}")
-    return Segment(
-        addr=addr,
-        size=size,
-        stream=_read_whole(entry, "stream", where),
-        small=kind == "small",
-        private=private_pools.setdefault(pool, len(private_pools)),
-        expandable=entry.get("is_expandable") is True,
-        pieces=tuple(pieces),
-    )
+    stream, private = _read_whole(entry, "stream", where), private_pools.setdefault(pool, len(private_pools))
+    expandable = entry.get("is_expandable") is True
+    return Segment(addr, size, stream, kind == "small", private, expandable, tuple(pieces))
 
 
 def _frames_of_blocks(segments: Sequence[Any], device: int) -> dict[int, Any]:

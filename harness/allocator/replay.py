@@ -212,11 +212,7 @@ def _as_given(recording: Recording, start: Start) -> dict[int, list[int]]:
 
 
 def replay_under(
-    recording: Recording,
-    start: Start,
-    config: AllocatorConfig,
-    memory_limit: int | None,
-    snapshot: Path | None = None,
+    recording: Recording, start: Start, config: AllocatorConfig, memory_limit: int | None, snapshot: Path | None = None
 ) -> Row:
     """Replay under `config` with the starting state rebuilt; end at the first request that does not fit.
 

@@ -149,10 +149,8 @@ def commonest() -> str:
     for key in COMMONEST:
         one = told.get(key) or Setting(key, chosen_options()[key], f"{len(of[key])} built-in models, {OWN}", of[key])
         text = ", ".join(one.values) if 0 < len(one.values) < 20 else one.meaning
-        lines.append(
-            f"  {key.removeprefix('device.')}={one.default}".ljust(INDENT)
-            + textwrap.shorten(text, WIDTH - INDENT, placeholder=" ...")
-        )
+        head = f"  {key.removeprefix('device.')}={one.default}".ljust(INDENT)
+        lines.append(head + textwrap.shorten(text, WIDTH - INDENT, placeholder=" ..."))
     return "\n".join(lines)
 
 

@@ -185,10 +185,8 @@ def _each(value: Any, change: Callable[[Any, str, Kind | None], Any], name: str 
     if not isinstance(value, (list, tuple)):
         return change(value, name, of)
     names = [one if isinstance(one, str) and _SWITCH.fullmatch(one) else name for one in ("", *value)]
-    return [
-        _each(inner, change, own, of if own == name else secret_kind(own))
-        for inner, own in zip(value, names, strict=False)
-    ]
+    pairs = zip(value, names, strict=False)
+    return [_each(inner, change, own, of if own == name else secret_kind(own)) for inner, own in pairs]
 
 
 def redact(value: Any, known: Collection[str] = ()) -> Any:

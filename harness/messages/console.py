@@ -71,14 +71,9 @@ def make_table(
 ) -> Table:
     """Make a table as every verb prints it: no column is cut off, and columns in `numbers` are right-aligned."""
     table = Table(
-        title=title and f"\n{title}",
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        show_edge=False,
-        pad_edge=False,
-        show_header=any(heads),
-    )
+        title=title and f"\n{title}", title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False,
+        pad_edge=False, show_header=any(heads),
+    )  # fmt: skip
     for head in heads:
         table.add_column(head, justify="right" if head in numbers else "left", overflow="fold")
     for row in rows:

@@ -117,14 +117,10 @@ class ForkServer:
             ours.callback(os.close, descriptor)
             with log.open("ab") as err:
                 self._process = subprocess.Popen(
-                    [*COMMAND, runner, str(theirs.fileno()), str(answers), str(os.getpid())],
-                    env=dict(environ),
-                    stdin=subprocess.DEVNULL,
-                    stdout=err,
-                    stderr=err,
-                    pass_fds=(theirs.fileno(), answers),
+                    [*COMMAND, runner, str(theirs.fileno()), str(answers), str(os.getpid())], env=dict(environ),
+                    stdin=subprocess.DEVNULL, stdout=err, stderr=err, pass_fds=(theirs.fileno(), answers),
                     start_new_session=True,
-                )
+                )  # fmt: skip
             self._end = os.pidfd_open(self._process.pid)
             ours.callback(os.close, self._end)
             self._requests.setblocking(False)

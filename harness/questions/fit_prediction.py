@@ -82,10 +82,8 @@ def predict_fit(largest: Sequence[Planned], settings: Settings, among: Sequence[
     on, problem = choose_card(settings)
     if on is None:
         return [Prediction(p.trial_id, labels[p.trial_id], "this GPU", reason=problem) for p in largest[:1]]
-    print(
-        f"predicting memory of {min(len(largest), PREDICTIONS)} trial(s), for {on.name}; predict=false skips this",
-        file=sys.stderr,
-    )
+    trials_here = f"{min(len(largest), PREDICTIONS)} trial(s)"
+    print(f"predicting memory of {trials_here}, for {on.name}; predict=false skips this", file=sys.stderr)
     asked = [predictable(p, on) for p in largest[:PREDICTIONS]]
     with Activity("predicting"):
         rows = predicted_rows([p for p in asked if p.trial is not None], settings)

@@ -197,12 +197,10 @@ def _starved(seen: HostMemory) -> tuple[Outcome, str]:
     """Judge an attempt ended for lack of host memory: host_oom if it took it on a free host, else environment."""
     held, used, total, before = (format_gib(size) for size in (seen.held, seen.used, seen.total, seen.before))
     if seen.held >= OWN_SHARE * (seen.used - seen.before) and 2 * seen.before <= seen.total:
-        return Outcome.HOST_OOM, (
-            f"ended because it used {held} of the host's {total} GiB and almost none was left ({before} in use before)"
-        )
-    return Outcome.ENVIRONMENT, (
-        f"other programs use the host's memory: {used} of {total} GiB in use, {held} by the trial; before it, {before}"
-    )
+        why = f"it used {held} of the host's {total} GiB and almost none was left ({before} in use before)"
+        return Outcome.HOST_OOM, f"ended because {why}"
+    why = f"{used} of {total} GiB in use, {held} by the trial; before it, {before}"
+    return Outcome.ENVIRONMENT, f"other programs use the host's memory: {why}"
 
 
 # Starting a library takes less: cuDNN's kernels 150 to 500 MB (pytorch#81620), a context 768 MiB (gpu_lookup.py).

@@ -25,10 +25,7 @@ STAGE = "zero_optimization.stage"
 MICRO, ACCUM, BATCH = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 BF16, FP16 = ("bf16.enabled", "bfloat16.enabled"), ("fp16.enabled",)  # by today's names and former ones
 OFFLOADS = {axis: f"zero_optimization.{axis}.device" for axis in ("offload_optimizer", "offload_param")}
-OFFLOADED_ONCE = {
-    "offload_optimizer": "zero_optimization.cpu_offload",
-    "offload_param": "zero_optimization.cpu_offload_param",
-}
+OFFLOADED_ONCE = {axis: f"zero_optimization.cpu_{axis.removesuffix('_optimizer')}" for axis in OFFLOADS}
 # DeepSpeed's mixed precisions that no value of the axis precision means
 OTHERS = ("amp.enabled", "torch_autocast.enabled")
 

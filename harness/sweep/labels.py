@@ -58,12 +58,8 @@ def varying(planned: Sequence[Planned]) -> list[str]:
     if not planned:
         return []
     first = planned[0].resolved
-    top = {
-        key
-        for p in planned
-        for key in first.keys() | p.resolved.keys()
-        if key not in NEVER and p.resolved.get(key) != first.get(key)
-    }
+    named = ((p.resolved, key) for p in planned for key in (first.keys() | p.resolved.keys()).difference(NEVER))
+    top = {key for own, key in named if own.get(key) != first.get(key)}
     values = [flatten(p.resolved, top) for p in planned]
     whole_ones = [p.trial is not None for p in planned]  # an invalid trial may lack settings: ignored
     keys = [

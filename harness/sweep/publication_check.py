@@ -165,10 +165,8 @@ def _processes(of: Evidence) -> Iterable[Finding]:
 
 
 def _steps(of: Evidence) -> Iterable[Finding]:
-    few = [
-        row for row in of.measured
-        if row.get("tokens_per_s") is not None and (row.get("measured_steps") or 0) < FEWEST_STEPS
-    ]  # fmt: skip
+    timed = (row for row in of.measured if row.get("tokens_per_s") is not None)
+    few = [row for row in timed if (row.get("measured_steps") or 0) < FEWEST_STEPS]
     text = f"with fewer than {FEWEST_STEPS} measured steps, too few for speed; use protocol=quick or longer"
     yield from _find(few, (SPEED,), "steps", "row", text)
 

@@ -118,12 +118,7 @@ def end_leftovers(folder: Path, run: str) -> None:
 
 
 def write_plan(
-    folder: Path,
-    planned: Sequence[Planned],
-    settings: Settings,
-    run: str,
-    own: Collection[str],
-    command: Sequence[str],
+    folder: Path, planned: Sequence[Planned], settings: Settings, run: str, own: Collection[str], command: Sequence[str]
 ) -> None:
     """Write what `status` compares the journal with: the trials, this command's own among them, and the system of each.
     The file also names the answer that the report begins with, and the mark of the processes that are started."""

@@ -28,12 +28,9 @@ def initial_columns(item: Planned, own: Sequence[machine.Gpu] | None = None) -> 
     known: Row = machine.machine_facts() | axis_columns(item)
     if item.trial is None:
         return known
-    return (
-        known
-        | {"unproven": catalog.unproven_techniques(item.trial) or None}
-        | provenance.facts_of(item.trial)
-        | provenance.system_columns(item.trial, provenance.visible_gpus(item.trial) if own is None else own)
-    )
+    cards = provenance.visible_gpus(item.trial) if own is None else own
+    known |= {"unproven": catalog.unproven_techniques(item.trial) or None}
+    return known | provenance.facts_of(item.trial) | provenance.system_columns(item.trial, cards)
 
 
 def started_columns(number: int) -> Row:

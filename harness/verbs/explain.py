@@ -68,11 +68,10 @@ def main(argv: Sequence[str]) -> int:
 
 def record(trial_id: str, trial: Trial, answer: Mapping[str, Any]) -> dict[str, Any]:
     """Return what `--json` prints of a trial; sizes are in bytes."""
-    limit = trial.memory_limit()
     return {
         "trial_id": trial_id,
         "about": trace_query.describe_trial(trial),
-        "memory_limit_bytes": limit,
+        "memory_limit_bytes": trial.memory_limit(),
         "from_states_to_card": dict(to_card(answer)),
         "explanation": answer,
     }
@@ -177,13 +176,9 @@ def _holders(answer: Mapping[str, Any], unit: str) -> Table:
         loaded, own = held["step"] is None, (held["step"], held["phase"]) == (peak["step"], peak["phase"])
         phase = "" if own else "loading" if loaded else held["phase"]
         made = phase if loaded or not held["line"] else escape(held["line"])  # a line says more than "forward"
-        table.add_row(
-            format_in(unit, size),
-            f"{size / peak['allocated']:.0%}",
-            each,
-            held["category"].replace("_", " "),
-            f"{escape(held['module'])} {escape(held['operator'])}".strip() + (made and f"  [dim]{made}[/]"),
-        )
+        maker = f"{escape(held['module'])} {escape(held['operator'])}".strip() + (made and f"  [dim]{made}[/]")
+        share, part = f"{size / peak['allocated']:.0%}", held["category"].replace("_", " ")
+        table.add_row(format_in(unit, size), share, each, part, maker)
     if answer["rest_count"]:
         share, count = f"{answer['rest'] / peak['allocated']:.0%}", f"{answer['rest_count']:,}"
         table.add_row(format_in(unit, answer["rest"]), share, count, "others", "", style="dim")

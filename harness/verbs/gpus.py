@@ -21,16 +21,10 @@ def main(argv: Sequence[str]) -> int:
     table = make_table(("device.gpu", *numbers, "link"), numbers=numbers)
     table.padding = 0  # to fit 80 columns
     for gpu in GPUS:
-        known = [getattr(gpu, rate) for rate in rates]
-        table.add_row(
-            gpu.name,
-            f"{gpu.memory_gib:g}",
-            f"{memory_limit(gpu) / GIB:.1f}",
-            ".".join(map(str, gpu.capability)),
-            f"{gpu.bandwidth / 1e9:.0f}",
-            *("–" if rate is None else f"{rate / TERA:.0f}" for rate in known),
-            gpu.link or "–",
-        )
+        known = ("–" if rate is None else f"{rate / TERA:.0f}" for rate in (getattr(gpu, name) for name in rates))
+        sizes = (f"{gpu.memory_gib:g}", f"{memory_limit(gpu) / GIB:.1f}")
+        capability = ".".join(map(str, gpu.capability))
+        table.add_row(gpu.name, *sizes, capability, f"{gpu.bandwidth / 1e9:.0f}", *known, gpu.link or "–")
     console = Console()
     console.print(table)
     console.print(

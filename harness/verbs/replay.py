@@ -31,16 +31,8 @@ def main(argv: Sequence[str]) -> int:
     if args.snapshot is not None and (len(settings) != 1 or args.search):
         raise UserError("--snapshot writes one replay; give exactly one --allocator, without --search")
     with Activity("reading the recording") as activity:
-        result = what_if(
-            Path(args.file),
-            settings,
-            memory_limit=limit,
-            recorded_limit=args.recorded_limit,
-            device=args.device,
-            max_bytes=args.max_file_size,
-            hear=activity.update,
-            snapshot=args.snapshot,
-        )
+        own = {name: getattr(args, name) for name in ("memory_limit", "recorded_limit", "device", "snapshot")}
+        result = what_if(Path(args.file), settings, max_bytes=args.max_file_size, hear=activity.update, **own)
     if args.search:
         result = replace(result, rows=(result.rows[0], *rank(result.rows[1:])))
     if args.json:

@@ -56,10 +56,8 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
     if "device" not in given:
         device = "cuda" if compose.detect() == "cuda" else "cpu"
         if device == "cpu":
-            print(
-                "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts for that GPU instead",
-                file=sys.stderr,
-            )
+            why = "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts for that GPU instead"
+            print(why, file=sys.stderr)
         found.append(f"device={device}")
     return ["-m", "runner=script", f"runner.command={value(text)}", *found]
 

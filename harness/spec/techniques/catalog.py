@@ -32,11 +32,8 @@ __all__ = ["AXES", "DEFAULTS", "TECHNIQUES", "Axis", "Package", "Technique", "te
 _TABLES = [read_table(f"{name}.json", RULES) for name in ("weights", "layers", "activations", "optimizers", "batching")]
 AXES: tuple[Axis, ...] = tuple(axis for axes, _ in _TABLES for axis in axes)
 TECHNIQUES: tuple[Technique, ...] = tuple(entry for _, entries in _TABLES for entry in entries)
-_BY_AXIS: dict[str, dict[Any, Technique]] = {
-    axis.name: found
-    for axis in AXES
-    if (found := {entry.name: entry for entry in TECHNIQUES if entry.axis == axis.name})
-}
+_ENTRIES = ((axis.name, {entry.name: entry for entry in TECHNIQUES if entry.axis == axis.name}) for axis in AXES)
+_BY_AXIS: dict[str, dict[Any, Technique]] = {name: found for name, found in _ENTRIES if found}
 DEFAULTS = {axis.name: axis.default for axis in AXES if axis.default is not None}
 
 
