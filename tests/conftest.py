@@ -41,27 +41,9 @@ os.environ.pop("COLUMNS", None)  # pytest-xdist sets it to 80 for its workers; a
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = ROOT / "tests" / "targets"
 
-TINY: dict[str, Any] = {
-    "model": {
-        "name": "tiny", "model_type": "qwen2", "parameters": 119360, "max_positions": 4096, "path": None,
-        "config": {
-            "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
-            "tie_word_embeddings": True,
-        },
-    },
-    "seq_len": 32,
-    "micro_batch": 2,
-    "precision": "fp32",
-    "allocator": {"name": "default", "conf": ""},
-    "runner": {"name": "torch"},
-    "device": {"name": "cpu"},
-    "protocol": {"name": "brief", "warmup_steps": 1, "measured_steps": 2},
-}  # fmt: skip
-SETTINGS: dict[str, Any] = {
-    "name": "t", "results": "unused", "repeats": 1, "isolation": "cold", "timeout_s": 120, "retries": 0,
-    "backoff_s": 0, "retry_failed": False, "breaker": 0, "report": False, "action": "run", "output": "text",
-}  # fmt: skip
+_GIVEN = json.loads((ROOT / "tests" / "data" / "tiny.json").read_text())
+TINY: dict[str, Any] = _GIVEN["TINY"]
+SETTINGS: dict[str, Any] = _GIVEN["SETTINGS"]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:

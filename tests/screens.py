@@ -14,24 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "tests" / "data" / "screens"
-GPT2 = "model=gpt2 seq_len=512 micro_batch=4"
-SCREENS = {
-    "predict_fits": f"predict {GPT2}",
-    "predict_does_not_fit": "predict model=qwen0.5b seq_len=1024 micro_batch=16 gpu=a10g-24gb",
-    "predict_8_gpus": "predict model=qwen0.5b sharding=fsdp2 world_size=8 seq_len=1024 micro_batch=4",
-    "predict_many": "predict model=tiny seq_len=512..2048:512 micro_batch=64,512 allocator=default,expandable "
-    "gpu=t4-16gb precision=fp16",
-    "predict_largest": "predict --largest seq_len model=tiny micro_batch=256 gpu=t4-16gb precision=fp16",
-    "explain": f"explain {GPT2}",
-    "explain_does_not_fit": "explain model=gpt2 seq_len=1024 micro_batch=16 gpu=a10g-24gb",
-    "advise": "advise model=tiny precision=fp32 seq_len=512 micro_batch=16 device.memory_gib=0.9 device.capability=8.6 "
-    "--most 2 --accept precision",
-    "plan_to_measure": "plan model=gpt2 seq_len=256,512,1024 micro_batch=1,4 device=cuda predict=h100-80gb "
-    "price_per_hour=25",
-    "plan_to_predict": "plan model=gpt2,qwen0.5b seq_len=256,512,1024 device=simulated price_per_hour=25",
-    "sweep_end": "sweep model=tiny seq_len=512,1024,2048 micro_batch=64 allocator=default,expandable "
-    "device=simulated gpu=t4-16gb precision=fp16 name=night",
-}
+_LINES = (ROOT / "tests" / "data" / "tables" / "screens.tsv").read_text().splitlines()[1:]
+SCREENS = dict(line.split("\t") for line in _LINES)
 PROGRESS = re.compile(r"\[\d+/\d+\]|tracing |.* finished before, .* to do")
 
 

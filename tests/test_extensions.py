@@ -9,93 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, source
 
 COPIED = ("harness", "runners", "analysis", "vramsweep", "hydra_plugins", "conf", "docs", "pyproject.toml")
-BALLAST = 3 << 20  # bytes, far above what the tiny model's layers differ by
+BALLAST = 3 << 20  # bytes in new_technique.txt, far above what the tiny model's layers differ by
 MASK = 4096 * 4096  # bytes: all positions of the tiny model, squared
 
 # What is added: the file with the table, the text that its table begins with, the entry; the module and its code.
-RUNNER = (
-    "harness/spec/runners.json", "runners", '{"name": "mine", "meaning": "a loop of its own", "module": ".loops.mine"}',
-    "runners/loops/mine",
-    '''
-from vramsweep.runners.measure import model_description
-from vramsweep.runners.model import build
-
-
-def run(trial, device, meter, folder):
-    net = build.model(trial, device)
-    optimizer = build.optimizer(trial, net.parameters(), device)
-    data = build.data(trial)
-    counts = model_description.counts(net) | {"batches_mine": trial.steps()}
-    meter.built(lambda: {**model_description.describe(net, optimizer), **counts, **data.columns})
-    for index in range(trial.steps()):
-        meter.step_begin()
-        batch = {name: tensor.to(device) for name, tensor in data.batch(index, trial.micro_batch).items()}
-        meter.fed(batch)
-        loss = net(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        meter.step_end(loss)
-''',
-)  # fmt: skip
-SHARDING = (
-    "harness/spec/shardings.json", "",
-    '{"name": "averaged", "meaning": "ddp by another name", "module": ".shardings.averaged", "library": "ddp",'
-    ' "runners": ["torch"], "simulated": true}',
-    "runners/shardings/averaged",
-    "from vramsweep.runners.shardings.ddp import checked, on_cpu, sharded, traced\n",
-)  # fmt: skip
-TECHNIQUE = (
-    "harness/spec/techniques/layers.json", "techniques",
-    '{"axis": "kernels", "name": "ballast", "meaning": "a buffer that nobody needs", "module": ".techniques.ballast"}',
-    "runners/techniques/ballast",
-    f'''
-import torch
-
-
-def model(trial, net, device):
-    net.register_buffer("ballast", torch.zeros({BALLAST}, dtype=torch.uint8, device=device), persistent=False)
-    return net
-''',
-)  # fmt: skip
-COLUMN = ("harness/rows/columns.tsv", "", "provenance\tbatches_mine\tint\t\thow often the loop turned")
-GPU = (
-    "harness/hardware/gpus.json", "",
-    '{"name": "test-7gb", "devices": ["Test 7"], "memory_gib": 7, "reported_mib": null, "gigabytes_per_s": 100,'
-    ' "capability": [8, 6], "multiprocessors": 10, "source": "a test", "link": null,'
-    ' "teraflops": {"fp32": 1, "tf32": 2, "half": 4, "bf16": 4, "fp8": null}}',
-)  # fmt: skip
-FIGURE = (
-    "analysis/figures/figure_table.py", "\nFIGURES = (", '"dots.dots",', "analysis/figures/dots",
-    '''
-from vramsweep.analysis.figures.plots import Figure, new_plot
-
-
-def dots(view):
-    rows = view.table.frame[["trial_id", "batches_mine"]].dropna()
-    plot = new_plot("trial", "turns")
-    plot.add_scatter(x=rows["trial_id"], y=rows["batches_mine"], mode="markers")
-    return [Figure("dots", "Turns of the loop", "How often it turned.", plot, rows)] if len(rows) else []
-''',
-)  # fmt: skip
-DIFFERENCE = (
-    "harness/spec/version_differences.tsv", "", "qwen2_mask\taccelerate\t<0.5\t\t\tqwen2.mask\tqwen2.py\ta mask",
-    "runners/trace/version_patches/qwen2",
-    '''
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-
-from vramsweep.runners.trace.version_patches.models import _with_mask
-
-
-def mask(trial):
-    yield _with_mask(Qwen2Model)
-''',
-)  # fmt: skip
-THINGS: tuple[tuple[str, ...], ...] = (RUNNER, SHARDING, TECHNIQUE, COLUMN, GPU, FIGURE, DIFFERENCE)
-
+THINGS: list[list[str]] = json.loads((ROOT / "tests" / "data" / "extensions.json").read_text())
 SIMULATED = "device=simulated device.gpu=test-7gb"
 CASES = {
     "measured": "runner=mine device=cpu",
@@ -125,7 +46,7 @@ def add(root: Path, table: str, begin: str, entry: str, module: str = "", code: 
     (root / table).write_text(text)
     if module:
         with (root / f"{module}.py").open("x") as file:
-            file.write(f'"""New."""\n{code}')
+            file.write(f'"""New."""\n{source(code)}')
 
 
 def copy(root: Path) -> None:
