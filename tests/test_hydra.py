@@ -44,9 +44,8 @@ def files(here: Path) -> Path:
     folder = here / "own" / "experiment"
     folder.mkdir(parents=True)
     head = "# @package _global_\ndefaults:\n"
-    (folder / "night.yaml").write_text(
-        f"{head}  - override /device: cpu\n  - override /runner: trainer\nmodel: {{name: mine}}\nseq_len: 77\n"
-    )
+    given = f"{head}  - override /device: cpu\n  - override /runner: trainer\nmodel: {{name: mine}}\nseq_len: 77\n"
+    (folder / "night.yaml").write_text(given)
     (folder / "day.yaml").write_text("# @package _global_\nseq_len: 78\n")
     return folder.parent
 

@@ -66,9 +66,8 @@ def test_a_preset_of_cases_is_one_sweep(preset: Path, cli: Cli) -> None:
 @pytest.mark.slow
 def test_a_case_is_read_as_typed_words_are(preset: Path, cli: Cli) -> None:
     """Aliases, ranges and other spellings; the command line wins over a case's alias too."""
-    preset.write_text(
-        CASES.replace("- model=tiny seq_len=128\n", "- model=Tiny --seq-len 16..48:16 bs=3 gpu=L4-24GB\n")
-    )
+    told = CASES.replace("- model=tiny seq_len=128\n", "- model=Tiny --seq-len 16..48:16 bs=3 gpu=L4-24GB\n")
+    preset.write_text(told)
     found = [t for t in planned(cli, *of_preset(preset)) if t["micro_batch"] == 3]
     assert sorted(t["seq_len"] for t in found) == [16, 32, 48]
     assert {(t["model"]["name"], t["device"]["gpu"]) for t in found} == {("tiny", "l4-24gb")}

@@ -388,9 +388,8 @@ def test_a_trial_that_was_once_refused_keeps_what_was_measured(refused_first: bo
 
 
 def test_half_a_character_in_a_row_of_before_stops_nobody(tmp_path: Path) -> None:
-    (tmp_path / journal.NAME).write_text(
-        '{"trial_id":"a","terminal":true,"outcome":"crash","reason":"no \\ud800 here"}\n'
-    )
+    given = '{"trial_id":"a","terminal":true,"outcome":"crash","reason":"no \\ud800 here"}\n'
+    (tmp_path / journal.NAME).write_text(given)
     (found,), unreadable = journal.read(tmp_path)
     assert (found["reason"], unreadable) == ("no ? here", 0)
     found["reason"].encode()

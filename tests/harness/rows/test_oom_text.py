@@ -31,9 +31,8 @@ def test_a_public_log_says_what_a_reader_finds(row: tuple[str, ...], cli: Cli) -
     assert (found["kind"], found["category"], found["own"] or "-") == (kind, category, own)
     assert [str(found[key]) for key in ("rank", "device")] == [value.replace("-", "None") for value in (rank, device)]
     for size, number in zip(("request", "allocated", "reserved", "free", "total", "outside"), numbers, strict=True):
-        assert found["sizes"].get(size) == (
-            None if number == "-" else pytest.approx(float(number) * GIB, abs=0.00006 * GIB)
-        )
+        right = None if number == "-" else pytest.approx(float(number) * GIB, abs=0.00006 * GIB)
+        assert found["sizes"].get(size) == right
     printed = cli.run("why", LOGS / name).out
     assert len(printed.splitlines()) <= 20
     assert ("fragmentation" in printed) == (cause != "-") and (cause == "-" or cause in printed)
@@ -53,9 +52,8 @@ def test_eight_ranks_in_one_log(form: str, tmp_path: Path, cli: Cli) -> None:
     lines += [f"{form.format(rank)}{NEW.format(rank + 1, rank)}" for rank in (5, 0, 1, 2, 3, 4, 6, 7)]
     (tmp_path / "all.log").write_text("\n".join(lines))
     found = cli.json("why", tmp_path / "all.log")
-    assert {(one["rank"], one["device"], one["own"]) for one in found["reports"]} == {
-        (rank, rank, f"/me/train.py:{rank} step") for rank in range(8)
-    }
+    wanted = {(rank, rank, f"/me/train.py:{rank} step") for rank in range(8)}
+    assert {(one["rank"], one["device"], one["own"]) for one in found["reports"]} == wanted
     assert (found["first"]["rank"], found["first_is_known"]) == (5, "by the order in the log")
     assert found["first"]["code"] == "y = model(x)"
     printed = cli.run("why", tmp_path / "all.log").out.splitlines()
@@ -118,6 +116,5 @@ def test_a_verdict_is_no_more_certain_than_the_message(tmp_path: Path, cli: Cli)
         assert any(cause in line for line in answer) and any(line.startswith("least memory") for line in answer)
         assert answer[-1].startswith("to change") and ("memory fraction" in answer[-1]) == fraction
     path.write_text("epoch 1\nKilled\n")
-    assert cli.run("why", path, "model=gpt2").out.endswith(
-        "predictions are of GPU memory, so there are none of this error\n"
-    )
+    given = "predictions are of GPU memory, so there are none of this error\n"
+    assert cli.run("why", path, "model=gpt2").out.endswith(given)

@@ -44,9 +44,8 @@ def test_what_answers_and_what_runs_again() -> None:
 
     assert names(is_answer) == "ok oom host_oom invalid skipped"
     assert names(lambda o: runs_again(o, asked=False)) == "contended environment skipped"
-    assert names(lambda o: runs_again(o, asked=True)) == (
-        "timeout crash cuda_error contended invalid bad_result environment skipped"
-    )
+    wanted = "timeout crash cuda_error contended invalid bad_result environment skipped"
+    assert names(lambda o: runs_again(o, asked=True)) == wanted
     assert names(lambda o: not is_verdict(o)) == "contended environment"
 
 

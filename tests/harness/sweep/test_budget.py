@@ -103,16 +103,14 @@ def test_what_may_start() -> None:
     short, long, impossible = planned(tiny(seq_len=16), tiny(seq_len=1600), tiny(seq_len=0))
     clock = iter([100.0])
     mine = Budget(settings(budget="60s"), [measured(short, 1.0)], clock=lambda: next(clock))
-    assert mine.allows(long, 100.0) == (
-        "budget of 1 min: 1 min left, but it would take 1 min 40 s (from a trial of the same configuration)"
-    )
+    wanted = "budget of 1 min: 1 min left, but it would take 1 min 40 s (from a trial of the same configuration)"
+    assert mine.allows(long, 100.0) == wanted
     assert mine.allows(short, 158.9) is None
     assert "0.5 s left" in str(mine.allows(short, 159.5))
     assert mine.allows(short, 160.0) == "budget of 1 min is spent"
     assert mine.allows(impossible, 1e9) is None  # it takes no time
-    assert mine.left_out(3, [impossible.trial_id]) == (
-        "budget of 1 min: 2 of 3 trials were not started; run the same command again to resume"
-    )
+    right = "budget of 1 min: 2 of 3 trials were not started; run the same command again to resume"
+    assert mine.left_out(3, [impossible.trial_id]) == right
     assert Budget(settings(), [measured(short, 1e9)]).allows(short, 1e9) is None
     unknown = Budget(settings(budget="10s"), began_s=0.0)
     assert unknown.allows(long, 9.0) is None  # nothing says that it would not fit

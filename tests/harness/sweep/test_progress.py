@@ -83,9 +83,8 @@ def test_what_cannot_run_varies_in_what_was_asked_alone() -> None:
         plan_summary.lines(items, [items[0].trial_id], lambda _: Expected(3.0, "")),
     )
     assert list(map(len, one.values())) == [2]
-    assert [(line.label, dict(line.ranges), dict(line.states)) for line in other] == [
-        ("fp32", {"seq_len": "8, 16"}, {"to do": 1, "finished": 1})
-    ]
+    wanted = [("fp32", {"seq_len": "8, 16"}, {"to do": 1, "finished": 1})]
+    assert [(line.label, dict(line.ranges), dict(line.states)) for line in other] == wanted
 
 
 @pytest.mark.parametrize("width", [100, 80, 60])
@@ -124,9 +123,8 @@ def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
     for item in items[:2]:
         lines.show(row(item, peak_allocated_bytes=3 << 20, peak_reserved_bytes=4 << 20), item)
     told = capsys.readouterr().out.splitlines()
-    assert [one.partition(" · oom 0 ")[0] for one in told] == [
-        f"[{n}/5] ok        {card} · 3.0 MiB allocated, 4.0 MiB reserved" for n, card in enumerate(CARDS[:2], 1)
-    ]
+    right = [f"[{n}/5] ok        {card} · 3.0 MiB allocated, 4.0 MiB reserved" for n, card in enumerate(CARDS[:2], 1)]
+    assert [one.partition(" · oom 0 ")[0] for one in told] == right
     few = Lines(progress.MANY, items)
     few.show(row(items[0], "crash", reason="killed by signal 9"), items[0])
     for _ in range(9):

@@ -59,9 +59,8 @@ def test_an_optional_package_and_the_file_of_a_target_count_too(
     row = row_builder.initial_columns(lora) | {"outcome": "invalid", "attempt": 1}
     assert row["package_versions"] == {"peft": "0.19.0"} and not provenance.find_outdated([lora], {lora.trial_id: row})
     monkeypatch.setattr(machine, "version", {"peft": "0.20.0"}.get)
-    assert provenance.find_outdated([lora], {lora.trial_id: row}) == {
-        lora.trial_id: "invalid with peft 0.19.0 and run again with 0.20.0"
-    }
+    wanted = {lora.trial_id: "invalid with peft 0.19.0 and run again with 0.20.0"}
+    assert provenance.find_outdated([lora], {lora.trial_id: row}) == wanted
     assert not provenance.find_outdated([lora], {lora.trial_id: {"outcome": "invalid", "attempt": 1}})  # an old row
     target = tmp_path / "own.py"
     found = []

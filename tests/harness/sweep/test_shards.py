@@ -211,9 +211,8 @@ def test_a_sweep_is_submitted_once(slurm: Path, capsys: pytest.CaptureFixture[st
     assert sweep_status.read_status(folder).state == "stopped"
     planned = compose.resolve(WORDS).trials
     with Journal(folder, "1of2") as written:
-        written.append(
-            row_builder.axis_columns(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"}
-        )
+        made = row_builder.axis_columns(planned[0]) | {"attempt": 1, "terminal": True, "outcome": "ok", "sweep": "t"}
+        written.append(made)
         assert "another sweep is writing" in refusal(UserError, sweep_command.main, [*words, "shards=3"])
     capsys.readouterr()
     assert sweep_command.main([*words, "shards=3"]) == 0

@@ -51,9 +51,8 @@ def test_a_prediction_is_a_sweep_with_a_table(here: Path, cli: Cli) -> None:
     said = cli.run("predict", *words)
     folder = here / "results" / "tiny-deepspeed-predicted"
     rows, _ = journal.read(folder)
-    assert {(row["device"], row["sharding"], row["simulated_gpu"]) for row in rows} == {
-        ("simulated", "zero3", "t4-16gb")
-    }
+    wanted = {("simulated", "zero3", "t4-16gb")}
+    assert {(row["device"], row["sharding"], row["simulated_gpu"]) for row in rows} == wanted
     assert sorted((row["seq_len"], row["outcome"]) for row in rows) == [
         *[(length, "ok") for length in (8, 8, 16, 16)],
         *[(4096, "oom")] * 2,
@@ -183,9 +182,8 @@ def test_a_table_says_where_nccl_has_no_room_and_what_the_limit_of_another_size_
     sized = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "memory_gib": 80.0}))
     own = sized.device.card  # what PyTorch reports of it is not known, and taken to be 9 % less
     assert sized.memory_limit() == int(80 * 0.91 * 2**30) - CONTEXT_BYTES and own.reported_mib is None
-    assert fit_text.describe_limit([sized]) == (
-        "limit: the GPU's memory minus 9 % (the size that it reports is unknown) and 0.75 GiB for the CUDA context"
-    )
+    right = "limit: the GPU's memory minus 9 % (the size that it reports is unknown) and 0.75 GiB for the CUDA context"
+    assert fit_text.describe_limit([sized]) == right
     kept = trial_parser.parse(tiny(device={"name": "simulated", "gpu": "h100-80gb", "headroom_gib": 2.0}))
     assert fit_text.describe_limit([kept]).endswith(" 0.75 GiB for the CUDA context, and 2 GiB headroom")
     assert fit_text.describe_limit([kept, sized]).endswith(" context, and up to 2 GiB headroom")
