@@ -66,7 +66,7 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     estimated, untimed = speed(trial, trace, card)
     if full is not None or predicted.refused is not None:
         whole = replay(trace, replace(config, per_process_memory_fraction=1.0), None)
-        known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"]}
+        known |= estimated | {"unlimited_peak_reserved_bytes": whole.peak["reserved"], "notes": details.get("notes")}
     if full is not None:
         text = _host_refused(trial, host, host.phases[full][0], known)
         return Predicted(known, phases, SimulatedHostOutOfMemoryError(text, known))

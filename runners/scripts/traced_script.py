@@ -16,6 +16,7 @@ import collections
 import contextlib
 import importlib.util
 import inspect
+import io
 import json
 import runpy
 import sys
@@ -28,7 +29,6 @@ import torch
 from torch._subclasses import fake_tensor as fakes
 from torch.utils._python_dispatch import _disable_current_modes
 
-from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.process import interpreter
 from vramsweep.harness.rows.schema import COLUMNS
 from vramsweep.harness.spec import command_template
@@ -38,12 +38,17 @@ from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.scripts.observation_files import WATCH
 from vramsweep.runners.scripts.observed_row import called_with
 from vramsweep.runners.scripts.observer import Observer
+from vramsweep.runners.scripts.traced_counters import Counters
 from vramsweep.runners.scripts.traced_devices import TwoMemories
-from vramsweep.runners.trace.known_values import KnownValues
+from vramsweep.runners.trace.known_values import KnownValues, small
 from vramsweep.runners.trace.step_tracer import Tracer
 
 TRITON = "{} launches of Triton kernels a step are not run; they allocate nothing, and their time is unknown"
 MADE_UP = "the script read the value of a tensor, such as its loss, {}; it got nan, which is not less than any number"
+WHOLE = "the script read whole numbers or truth values of a GPU, {}; it got 0, and what it decides by them is unknown"
+NOT_NUMPY = (
+    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
+)
 LENGTHS = "the traced steps have batches of several shapes ({} tokens); the peak is theirs, not that of a longer batch"
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
@@ -72,14 +77,16 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         with contextlib.suppress(Exception), _disable_current_modes():
             importlib.import_module(package)
     known = meter.tracer.known = KnownValues()
-    values = _Values(known)
+    values = _Values(known, meter.tracer)
     memories = TwoMemories(meter.tracer)
     triton = _Triton(known)
-    observer = _Traced(folder, trial, meter, values, triton)
+    counters = Counters(trial, meter.tracer)
+    observer = _Traced(folder, trial, meter, values, triton, counters)
     ended = "ended"
     beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python does, with -m or a file
     replaced = (
-        *_card(trial, meter.tracer),
+        *_card(trial, counters.total),
+        *counters.replacements(),
         (argparse.ArgumentParser, "error", _refused),
         *values.replacements(),
         *memories.replacements(),
@@ -93,6 +100,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         stack.enter_context(patched(replaced))
         observer.install()
         stack.callback(observer.uninstall)
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(line_buffering=True)  # a script that is killed or ends at once leaves its lines
         stack.enter_context(memories)
         try:
             if file is not None:
@@ -112,16 +121,18 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         raise RuntimeError(observer.problem)
     raise InvalidTrial(
         f"cannot be predicted, because the script {ended} after {observer.counts['steps']} optimizer steps; it "
-        f"needs {trial.steps() + 1}" + (f"; {values.note()}" if values.asked else "")
+        + "; ".join([f"needs {trial.steps() + 1}", *values.notes()])
     )
 
 
 class _Traced(Observer):
     """An observer that passes what it sees to the trace's meter."""
 
-    def __init__(self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton) -> None:
+    def __init__(
+        self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton, counters: Counters
+    ) -> None:
         super().__init__(folder)
-        self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
+        self.trial, self.traced, self.values, self.triton, self.counters = trial, meter, values, triton, counters
 
     def begin(self, module: torch.nn.Module | None) -> None:
         self.meter = self.traced
@@ -160,7 +171,7 @@ class _Traced(Observer):
             found |= dict.fromkeys(ESTIMATES)
         if (known, batches) != ({(self.trial.micro_batch, self.trial.seq_len)}, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
-        notes = [self.values.note()] if self.values.asked else []
+        notes = [*self.values.notes(), *self.counters.notes]
         if self.triton.launches:
             notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
         every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))
@@ -218,14 +229,19 @@ def _left_out(function: Any) -> Iterator[None]:
 
 
 class _Values:
-    """Answers to a script that asks for values of fake tensors: floating-point numbers are nan."""
+    """Answers to a script that asks for values of fake tensors: unknown ones are nan.
 
-    def __init__(self, known: KnownValues) -> None:
-        self.known, self.asked = known, 0
+    In arrays and lists, unknown whole numbers and truth values are 0. A module's forward pass gets none of these,
+    because they decide what it allocates.
+    """
 
-    def note(self) -> str:
-        """Return the note on values that were made up."""
-        return MADE_UP.format("once" if self.asked == 1 else f"{self.asked} times")
+    def __init__(self, known: KnownValues, tracer: Tracer) -> None:
+        self.known, self.tracer = known, tracer
+        self.asked: collections.Counter[str] = collections.Counter()  # by the text of the note
+
+    def notes(self) -> list[str]:
+        """Return the notes on values that were made up."""
+        return [text.format("once" if n == 1 else f"{n} times") for text, n in self.asked.items()]
 
     def replacements(self) -> Iterator[Replacement]:
         """Yield what to replace of torch and torch.Tensor: owner, name, stand-in."""
@@ -233,11 +249,43 @@ class _Values:
             yield torch.Tensor, name, self._made_up(getattr(torch.Tensor, name), name == "__format__")
         for name in ("isnan", "isinf"):  # the Trainer calls them on every loss
             yield torch, name, self._fine(getattr(torch, name))
+        to_list, to_numpy = torch.Tensor.tolist, torch.Tensor.numpy
+
+        def listed(tensor: torch.Tensor) -> Any:
+            if not isinstance(tensor, fakes.FakeTensor):
+                return to_list(tensor)
+            with _disable_current_modes():
+                return to_list(self._read(tensor))
+
+        def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:  # np.asarray calls it too
+            if not isinstance(tensor, fakes.FakeTensor):
+                return to_numpy(tensor, force=force)
+            if not force and tensor.numel() and not self.tracer.on_host(tensor):
+                raise TypeError(NOT_NUMPY)
+            if not force and tensor.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+                )
+            with _disable_current_modes():
+                return to_numpy(self._read(tensor))
+
+        yield from ((torch.Tensor, "tolist", listed), (torch.Tensor, "numpy", numpy))
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor for a fake one, outside all modes. Raises DataDependentOutputException as `item` does."""
+        floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+        if (value := self.known.of(tensor)) is not None:
+            return value.clone()
+        if tensor.numel() and not floats and self.tracer.in_module():
+            raise fakes.DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+        self.asked[MADE_UP if floats else WHOLE] += bool(tensor.numel())
+        made = torch.full((), float("nan") if floats else 0, dtype=tensor.dtype).expand(tensor.shape)
+        return made.clone() if small(made) else made  # a large one takes no memory here
 
     def _fine(self, ask: Any) -> Any:
         def value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, fakes.FakeTensor) and tensor.dim() == 0:
-                self.asked += 1
+                self.asked[MADE_UP] += 1
                 return False
             return ask(tensor, *args, **kwargs)
 
@@ -247,7 +295,7 @@ class _Values:
         def value(tensor: torch.Tensor, *args: Any) -> Any:
             made_up = isinstance(tensor, fakes.FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
             if made_up and self.known.of(tensor) is None:
-                self.asked += 1
+                self.asked[MADE_UP] += 1
                 return format(float("nan"), *args) if formats else float("nan")
             return ask(tensor, *args)
 
@@ -277,10 +325,9 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
     return rest[0], None, rest[1:]
 
 
-def _card(trial: Trial, tracer: Tracer) -> Iterator[Replacement]:
+def _card(trial: Trial, total: int) -> Iterator[Replacement]:
     """Yield the answers of torch.cuda about the simulated GPU: owner, name, stand-in."""
     card = trial.device.card
-    total = gpu_lookup.reported_bytes(card) or gpu_lookup.memory_limit(card)
     properties = SimpleNamespace(
         name=card.name,
         total_memory=total,
@@ -299,21 +346,10 @@ def _card(trial: Trial, tracer: Tracer) -> Iterator[Replacement]:
         "is_bf16_supported": card.capability >= (8, 0),
         "set_device": None,
     }
-    memory = {"mem_get_info": (total, total), "reset_peak_memory_stats": None, "memory_summary": ""}
     random = dict.fromkeys(("manual_seed", "manual_seed_all", "set_rng_state", "set_rng_state_all"))
-    modules = torch.cuda, torch.cuda.memory, torch.cuda.random
-    for owner, told in zip(modules, (answers | memory | random, memory, random), strict=True):
+    for owner, told in ((torch.cuda, answers | random), (torch.cuda.random, random)):
         for name, answer in told.items():
             yield owner, name, lambda *args, answer=answer, **kwargs: answer
-
-    def held(*args: Any, **kwargs: Any) -> int:
-        return tracer.live()
-
-    for owner in (torch.cuda, torch.cuda.memory):
-        for name in ("memory_allocated", "memory_reserved", "max_memory_allocated", "max_memory_reserved"):
-            yield owner, name, held
-        yield owner, "memory_stats", lambda *args, **kwargs: collections.defaultdict(held)
-    yield torch.cuda.memory, "empty_cache", torch.cuda.empty_cache  # the tracer's, which records it in the trace
 
     def state(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)  # a seed and an offset: no random number on the GPU has a value

@@ -338,9 +338,9 @@ class Tracer(TorchDispatchMode):
         """Return a context manager that places the tensors a script makes in this memory."""
         return patched([(self, "_placing", place)])
 
-    def live(self) -> int:
-        """Return the bytes that are allocated on the GPU now, unrounded."""
-        return sum(self.trace.sizes[number] for number in self._card.numbers.values())
+    def in_module(self) -> bool:
+        """Return whether a module's forward pass or a backward pass runs."""
+        return self._origins.in_module()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Return whether the tensor has memory, on the GPU or on the host."""

@@ -80,6 +80,10 @@ class Origins:
             return Maker(self._of_node(node), f"{operator} (backward)", self._line_of_node(node))
         return Maker(OPTIMIZER if self._optimizers else "", operator, find_line())
 
+    def in_module(self) -> bool:
+        """Return whether a module's forward pass or a backward pass runs."""
+        return bool(self._stack) or torch._C._current_graph_task_id() != -1
+
     def dispatched(self) -> None:
         """Note the line of the operator that is being dispatched, if it has made nodes of a graph."""
         if (number := torch._C._autograd._get_sequence_nr()) > self._ends[-1]:

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Field
 
-from vramsweep.harness.hardware.gpu_lookup import Capability
+from vramsweep.harness.hardware.gpu_lookup import Capability, memory_limit
 from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import Work
+from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.spec.version_differences import FLASH_FIRST, installed_is
 from vramsweep.runners.trace.stream_lag import Note
 
@@ -79,6 +80,7 @@ class Trace(Storages):
     `kernels` are the last step's operators in order, `collectives` its calls to other ranks, each with its number of
     runs. `makers[origins[i]]` requested storage i; the module's path is, for a parameter, its name.
     `notes` say what streams do, if blocks are freed that another stream still uses (stream_lag.py).
+    `answers` is `answers_of` the trial if its script asked torch's memory counters; "" if it did not.
     `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
     """
 
@@ -90,6 +92,12 @@ class Trace(Storages):
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
     stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
+    answers: str = ""
+
+
+def answers_of(trial: Trial) -> str:
+    """Return what the answers of torch's memory counters depend on, besides the trace: the setting and the limit."""
+    return f"{trial.allocator.conf} within {memory_limit(trial.device.card)}"
 
 
 def generation(capability: Capability, cudnn: bool) -> tuple[Any, ...]:

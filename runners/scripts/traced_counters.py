@@ -1,0 +1,105 @@
+"""Answers of torch's memory counters to a traced script: the simulated allocator as it stands at that moment.
+
+Each question first passes the trace's events since the last one to a simulator with the trial's setting and GPU. What
+the script then does may depend on both, so the trace is kept for them alone (`Trace.answers`). Counters of the small
+and the large pool are unknown, so `memory_stats` lacks them. The row's own peaks come from a replay without resets.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.allocator.simulator import OutOfMemory, Simulator
+from vramsweep.harness.hardware import gpu_lookup
+from vramsweep.harness.spec.trial import Trial
+from vramsweep.runners.measure.patches import Replacement
+from vramsweep.runners.trace.step_tracer import Tracer
+from vramsweep.runners.trace.trace_data import answers_of
+
+COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
+SHARE = "the script's set_per_process_memory_fraction changes no prediction; set it in the allocator's setting instead"
+
+
+class Counters:
+    """The counters of one trace. `notes` are for the row."""
+
+    def __init__(self, trial: Trial, tracer: Tracer) -> None:
+        card = trial.device.card
+        self._limit, self._trace, self._answers = gpu_lookup.memory_limit(card), tracer.trace, answers_of(trial)
+        self.total = gpu_lookup.reported_bytes(card) or self._limit
+        self._simulator = Simulator(allocator_config.parse(trial.allocator.conf), self._limit)
+        self._done = self._taken = self._given = 0  # events; bytes allocated and freed since the last reset
+        self.notes: list[str] = []
+
+    def _now(self) -> Simulator:
+        """Return the simulator after all events of the trace so far."""
+        trace, simulator = self._trace, self._simulator
+        trace.answers = self._answers
+        for event in trace.events[self._done :]:
+            before = simulator.allocated
+            if event > 0:
+                try:
+                    simulator.malloc(event - 1, trace.sizes[event - 1], trace.streams[event - 1])
+                except OutOfMemory:  # the row will say so
+                    simulator.limit = None
+                    simulator.malloc(event - 1, trace.sizes[event - 1], trace.streams[event - 1])
+                self._taken += simulator.allocated - before
+            elif event:
+                simulator.free(-event - 1)
+                self._given += before - simulator.allocated
+            else:
+                simulator.empty_cache()
+        self._done = len(trace.events)
+        return simulator
+
+    def stats(self, *_args: Any, **_kwargs: Any) -> dict[str, int]:
+        """Return what is known of `torch.cuda.memory_stats`, in bytes and numbers."""
+        now = self._now()
+        return {
+            **{f"{name}_bytes.all.current": getattr(now, name) for name in COUNTERS},
+            **{f"{name}_bytes.all.peak": getattr(now, f"peak_{name}") for name in COUNTERS},
+            "allocated_bytes.all.allocated": self._taken,
+            "allocated_bytes.all.freed": self._given,
+            "allocation.all.current": len(now.live),
+            "segment.all.current": now.segments,
+            **{f"num_{name}": getattr(now, f"num_{name}") for name in ("alloc_retries", "ooms", "device_alloc")},
+            "num_device_free": now.num_device_free,
+        }
+
+    def _reset_peaks(self, *_args: Any, **_kwargs: Any) -> None:
+        now = self._now()
+        for name in COUNTERS:
+            setattr(now, f"peak_{name}", getattr(now, name))
+
+    def _reset_sums(self, *_args: Any, **_kwargs: Any) -> None:
+        now = self._now()
+        self._taken = self._given = now.num_alloc_retries = now.num_ooms = 0
+
+    def _free(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
+        """Return free and total bytes of the GPU: the context and the headroom are not free."""
+        return max(0, self._limit - self._now().reserved), self.total
+
+    def _share(self, fraction: float, *_args: Any, **_kwargs: Any) -> None:
+        self._now().limit = min(self._limit, int(fraction * self.total))
+        self.notes = [SHARE]
+
+    def replacements(self) -> Iterator[Replacement]:
+        """Yield what to replace of torch: owner, name, stand-in; torch's other counters call these."""
+        empty = torch.cuda.empty_cache  # the tracer's, which records it in the trace
+        answers: dict[str, Any] = {
+            "memory_stats": self.stats,
+            "reset_peak_memory_stats": self._reset_peaks,
+            "reset_accumulated_memory_stats": self._reset_sums,
+            "set_per_process_memory_fraction": self._share,
+            "device_memory_used": lambda *_args: self.total - self._free()[0],
+            "memory_summary": lambda *_args, **_kwargs: "\n".join(f"{k:<32}{v:>20,}" for k, v in self.stats().items()),
+            "memory_snapshot": lambda *_args, **_kwargs: [],
+            **dict.fromkeys(("mem_get_info", "get_memory_info"), self._free),
+            "empty_cache": lambda *_args: empty(),
+            **dict.fromkeys(("_record_memory_history", "_dump_snapshot"), lambda *_args, **_kwargs: None),
+        }
+        modules = (torch.cuda, torch.cuda.memory, torch.accelerator, getattr(torch.accelerator, "memory", None))
+        for owner in modules:
+            yield from ((owner, name, answer) for name, answer in answers.items() if hasattr(owner, name))
