@@ -28,16 +28,7 @@ from vramsweep.harness.spec.trial_identity import SIMULATION
 from vramsweep.runners.predict import user_cache
 from vramsweep.runners.trace import stream_lag
 from vramsweep.runners.trace.symbolic_trace import Point, compiled, following, plain
-from vramsweep.runners.trace.trace_data import (
-    AS_WRITTEN,
-    CATEGORIES,
-    HOST_CATEGORIES,
-    Storages,
-    Trace,
-    answers_of,
-    generation,
-    on,
-)
+from vramsweep.runners.trace.trace_data import AS_WRITTEN, CATEGORIES, HOST_CATEGORIES, Storages, Trace, generation, on
 
 # Version of a kept trace's layout: raise it when that changes, and trial_identity.SIMULATION when predictions change.
 FORMAT = 14
@@ -81,9 +72,7 @@ def load_trace(trial: Trial, card: Gpu, traces: Path) -> tuple[Trace, dict[str, 
     found = _read_whole(trace_path(trial, card, traces), read_content)
     if found is None and (kept := users_file(trace_key(trial, card), trial)) is not None:
         found = _read_whole(kept, user_cache.load)
-    if found is None or found[0].answers not in ("", answers_of(trial)):
-        return None
-    return on(found[0], card.capability), found[1]
+    return None if found is None or not found[0].serves(trial) else (on(found[0], card.capability), found[1])
 
 
 def _read_whole(file: Path, load: Callable[[Path], bytes]) -> tuple[Trace, dict[str, Any]] | None:

@@ -19,6 +19,7 @@ from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import answers_of
 
 COUNTERS = ("allocated", "active", "requested", "reserved", "inactive_split")
+NUMBERS = ("num_alloc_retries", "num_ooms", "num_device_alloc", "num_device_free")
 SHARE = "the script's set_per_process_memory_fraction changes no prediction; set it in the allocator's setting instead"
 
 
@@ -64,8 +65,7 @@ class Counters:
             "allocated_bytes.all.freed": self._given,
             "allocation.all.current": len(now.live),
             "segment.all.current": now.segments,
-            **{f"num_{name}": getattr(now, f"num_{name}") for name in ("alloc_retries", "ooms", "device_alloc")},
-            "num_device_free": now.num_device_free,
+            **{name: getattr(now, name) for name in NUMBERS},
         }
 
     def _reset_peaks(self, *_args: Any, **_kwargs: Any) -> None:
@@ -100,6 +100,5 @@ class Counters:
             "empty_cache": lambda *_args: empty(),
             **dict.fromkeys(("_record_memory_history", "_dump_snapshot"), lambda *_args, **_kwargs: None),
         }
-        modules = (torch.cuda, torch.cuda.memory, torch.accelerator, getattr(torch.accelerator, "memory", None))
-        for owner in modules:
+        for owner in (torch.cuda, torch.cuda.memory, torch.accelerator, getattr(torch.accelerator, "memory", None)):
             yield from ((owner, name, answer) for name, answer in answers.items() if hasattr(owner, name))

@@ -1,10 +1,10 @@
 """A user's own script on a simulated GPU: its command's Python file, run here on fake tensors.
 
-The observer's events (observer.py) drive the trace. `torch.cuda` answers the script as the simulated GPU would, and
-tensors put there are traced. If the script reads a floating-point value that exists only on the GPU (`loss.item()`, to
-print it), it gets nan, and the row says so. A whole number or a truth value cannot be had, because it decides
-something. The script is left once the trace has its steps, so nothing is evaluated or saved. Tensors in host memory
-have their values (traced_devices.py).
+The observer's events (observer.py) drive the trace. `torch.cuda` answers the script as the simulated GPU would
+(traced_counters.py), and tensors put there are traced. If the script reads a floating-point value that exists only on
+the GPU (`loss.item()`, to print it), it gets nan, and the row says so. A single whole number or truth value cannot be
+had, because it decides something. The script is left once the trace has its steps, so nothing is evaluated or saved.
+Tensors in host memory have their values (traced_devices.py).
 
 Several processes (torchrun, accelerate launch) and another Python than ours cannot be simulated.
 """
@@ -46,9 +46,11 @@ from vramsweep.runners.trace.step_tracer import Tracer
 TRITON = "{} launches of Triton kernels a step are not run; they allocate nothing, and their time is unknown"
 MADE_UP = "the script read the value of a tensor, such as its loss, {}; it got nan, which is not less than any number"
 WHOLE = "the script read whole numbers or truth values of a GPU, {}; it got 0, and what it decides by them is unknown"
+# torch's messages (torch/csrc/utils/tensor_numpy.cpp)
 NOT_NUMPY = (
     "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
 )
+NO_GRAPH = "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
 LENGTHS = "the traced steps have batches of several shapes ({} tokens); the peak is theirs, not that of a longer batch"
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
@@ -252,27 +254,21 @@ class _Values:
         to_list, to_numpy = torch.Tensor.tolist, torch.Tensor.numpy
 
         def listed(tensor: torch.Tensor) -> Any:
-            if not isinstance(tensor, fakes.FakeTensor):
-                return to_list(tensor)
             with _disable_current_modes():
                 return to_list(self._read(tensor))
 
         def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:  # np.asarray calls it too
-            if not isinstance(tensor, fakes.FakeTensor):
-                return to_numpy(tensor, force=force)
             if not force and tensor.numel() and not self.tracer.on_host(tensor):
                 raise TypeError(NOT_NUMPY)
             if not force and tensor.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-                )
+                raise RuntimeError(NO_GRAPH)
             with _disable_current_modes():
                 return to_numpy(self._read(tensor))
 
-        yield from ((torch.Tensor, "tolist", listed), (torch.Tensor, "numpy", numpy))
+        yield from ((fakes.FakeTensor, "tolist", listed), (fakes.FakeTensor, "numpy", numpy))
 
     def _read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a real tensor for a fake one, outside all modes. Raises DataDependentOutputException as `item` does."""
+        """Return a real tensor for a fake one, outside all modes. Raises DataDependentOutputException."""
         floats = tensor.dtype.is_floating_point or tensor.dtype.is_complex
         if (value := self.known.of(tensor)) is not None:
             return value.clone()

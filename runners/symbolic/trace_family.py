@@ -16,7 +16,7 @@ from vramsweep.runners.predict import predicted_row
 from vramsweep.runners.symbolic import piecewise_templates, symbolic_candidate
 from vramsweep.runners.symbolic.trace_workers import Tracer
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace
-from vramsweep.runners.trace.trace_data import Trace, answers_of, on
+from vramsweep.runners.trace.trace_data import Trace, on
 
 FEW = piecewise_templates.FEW  # points: so few are as quickly traced one by one
 TRIES = 3  # most symbolic traces of a family, such as one of single samples and one of several
@@ -36,9 +36,8 @@ class Curve:
         if (where := (point(trial), trial.device.gpu)) not in self.at_hand:
             self.at_hand.clear()
             self.at_hand[where] = self.at(trial)
-        known = self.at_hand[where]  # a script's may be that of another allocator's counters
-        unlike = known is None or known[0].answers not in ("", answers_of(trial))
-        return None if unlike else predicted_row.predict(trial, *known)
+        known = self.at_hand[where]
+        return None if known is None or not known[0].serves(trial) else predicted_row.predict(trial, *known)
 
     def at(self, trial: Trial) -> tuple[Trace, dict[str, Any], str] | None:
         """Return the trial's trace on its GPU, the details and the basis; None if it could not be traced."""

@@ -94,6 +94,10 @@ class Trace(Storages):
     stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
     answers: str = ""
 
+    def serves(self, trial: Trial) -> bool:
+        """Return whether the trial's script would get the same answers."""
+        return self.answers in ("", answers_of(trial))
+
 
 def answers_of(trial: Trial) -> str:
     """Return what the answers of torch's memory counters depend on, besides the trace: the setting and the limit."""
