@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from vramsweep.harness.messages import suggestions
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.rows.quality_flags import CORRECTED
 from vramsweep.harness.rows.schema import SYSTEM
+from vramsweep.harness.spec import command_template
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 
 # Requested settings: known for every row, even if the worker died.
@@ -25,6 +27,7 @@ DECIDING = (
     "model", "precision", "micro_batch", "grad_accum", "sharding", "world_size", "offload_optimizer", "offload_param",
     *(axis.name for axis in AXES), EXTRA + "device.gpu",
 )  # fmt: skip
+PRINTS = EXTRA + "fingerprints."
 # Detected values: null if the worker died early, then taken from the other rows of equal settings if they agree.
 FOUND = ("memory_source", *SYSTEM, "optimizer_effective")
 
@@ -184,6 +187,10 @@ def label(settings: Mapping[str, Any], long: int = LONG) -> str:
             parts.append("no sharding" if value == "none" else str(value))
         elif key in plain:
             parts.append(str(value))
+        elif key.startswith(PRINTS):  # scripts of one name in different folders, or of different days
+            parts.append(f"{Path(key.removeprefix(PRINTS)).name} of SHA-256 {str(value)[:8]}")
+        elif key == EXTRA + "runner.command":
+            parts.append(command_template.without_python(str(value)))
         else:
             parts.append(f"{name.removeprefix('micro ')} {value}")
     return " · ".join(parts) or "all rows"

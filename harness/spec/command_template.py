@@ -119,6 +119,12 @@ def program(command: str) -> str:
     return scripts[0] if scripts else Path(every[0]).name if every else "command"
 
 
+def without_python(command: str) -> str:
+    """Return a command without its first word if that is a Python."""
+    first, _, rest = command.partition(" ")
+    return rest if rest and Path(first).name.startswith("python") else command
+
+
 def unseen_settings(trial: Trial) -> set[str]:
     """Return the settings that the command is not given. They are unknown, whatever values the trial has."""
     return set(UNSAID) - placeholder_names(str(trial.runner.command))
