@@ -136,11 +136,8 @@ def test_labels_show_only_what_varies() -> None:
     ) == ("default · batch 4 · checkpointing full · device used bytes unknown")
     assert groups.label({"runner": "deepspeed", "sharding": "zero2"}) == "deepspeed · zero2"
     assert groups.label({"runner": "torch", "sharding": "none"}) == "torch · no sharding"
-    for command, name in (
-        ("/usr/bin/python3 a/train.py --lr 1", "a/train.py --lr 1"),
-        ("torchrun b.py", "torchrun b.py"),
-    ):
-        assert groups.label({"trial.runner.command": command}) == name
+    assert groups.label({"trial.runner.command": "/usr/bin/python3 a/train.py --lr 1"}) == "a/train.py --lr 1"
+    assert groups.label({"trial.runner.command": "torchrun b.py"}) == "torchrun b.py"
     assert groups.label({"trial.fingerprints./a/my_run.py": "3f0fe6a897"}) == "my_run.py of SHA-256 3f0fe6a8"
     assert groups.label({}) == "all rows"
 

@@ -94,8 +94,7 @@ assert mib(*(getattr(torch.accelerator, one.__name__, one) for one in every)) ==
 torch.cuda.reset_peak_memory_stats()
 assert mib(*every) == [0, 0, 1000, 1000]
 assert torch.cuda.mem_get_info() == ((22563 - 768 - 1000) << 20, 22563 << 20)
-torch.cuda.empty_cache()
-torch.cuda.reset_peak_memory_stats()
+torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
 assert mib(*every) == [0, 0, 0, 0]
 one, odd = torch.empty(1, device="cuda"), torch.empty(21 << 18, device="cuda")
 assert memory_allocated() == 512 + (ALLOCATED << 20) and memory_stats()["requested_bytes.all.current"] == 4 + (21 << 20)
@@ -122,18 +121,13 @@ def test_counters_are_those_of_the_setting_now(traced: Traced, conf: str, alloca
 LIVE = """
 layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
 given = torch.ones(32, 64, device=device)
-layers(given).sum().backward()  # cuBLAS's workspaces stay
-layers.zero_grad()
+layers(given).sum().backward(); layers.zero_grad()  # cuBLAS's workspaces stay
 sizes = [live()]
 for _ in range(2):
-    loss = layers(given).square().sum()
-    sizes.append(live())
-    loss.backward()
-    sizes.append(live())
-    del loss
-    sizes.append(live())
-    layers.zero_grad()
-    sizes.append(live())
+    loss = layers(given).square().sum(); sizes.append(live())
+    loss.backward(); sizes.append(live())
+    del loss; sizes.append(live())
+    layers.zero_grad(); sizes.append(live())
 """
 
 
