@@ -147,7 +147,8 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     found = list(table.warnings)
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
-        "step_iqr_s", "step_median_s", "unproven", "flags", *NAMED,
+        "full_after_steps", "parameters_without_gradient", "trainable_parameters", "step_iqr_s",
+        "step_median_s", "unproven", "flags", *NAMED,
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
         found.append(f"{simulated:,} of {_rows(len(frame))} with outcome ok are predicted, not measured")
@@ -163,7 +164,13 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
         found.append(f"the GPU was not free for {_rows(len(contended))}: {name_rows(contended, table.frame)}")
     if len(left := frame[frame["step_growth_bytes"].gt(0).fillna(False)]):  # no flag says how much
         most = format_size(left["step_growth_bytes"].max())
+        full = left["full_after_steps"].min()
+        most += "" if pd.isna(full) else f" (full after about {full:,} steps)"
         found.append(f"every step leaks memory, up to {most}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
+    if len(left := frame[(frame["parameters_without_gradient"] * frame["trainable_parameters"]).gt(0).fillna(False)]):
+        count, every = left[["parameters_without_gradient", "trainable_parameters"]].max()
+        what = f"up to {count:,} of {every:,} trainable parameters had no gradient in any step"
+        found.append(f"{what}, in {_rows(len(left))}: {name_rows(left, table.frame)}")
     found += _repeats(groups)
     found += _spreads(groups)
     for fit in fits:

@@ -1,6 +1,6 @@
 """Flags: each is one test of a row that speaks against using its numbers as they are. Pure.
 
-Flags are for rows that measured something; no row is left out because of one. Each threshold is a constant with its
+Most are for rows that measured something; no row is left out because of one. Each threshold is a constant with its
 source; docs/how_measurement_works.md lists them next to the formulas. check.py decides what may be published with
 flags.
 """
@@ -36,7 +36,7 @@ class Flag:
     """A name, its meaning, and a test of a row, which is None if the row does not tell.
 
     `forbids` are the claims that a row with the flag cannot carry; if empty, the flag is only stated next to the
-    numbers. `chance` is how often the test is true of a row in which nothing is wrong.
+    numbers. `chance` is how often the test is true of a row in which nothing is wrong. `predicted`: predicted rows too.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Flag:
     test: Callable[[Row], bool | None]
     forbids: tuple[str, ...] = BOTH
     chance: float = 0.0
+    predicted: bool = False
 
 
 def _known(column: str, test: Callable[..., bool]) -> Callable[[Row], bool | None]:
@@ -173,7 +174,9 @@ FLAGS = (
          "disagree", _clock_anomaly, (SPEED,)),
     Flag("not_plateaued", "the peak reserved still rose in the second half of the steps", _still_rose, (MEMORY,)),
     Flag("leaks", "every step ended with more allocated than the one before",
-         _known("step_growth_bytes", lambda n: n > 0), (MEMORY,)),
+         _known("step_growth_bytes", lambda n: n > 0), (MEMORY,), predicted=True),
+    Flag("no_gradient", "some trained parameters had no gradient in any step, so they were not trained and needed less "
+         "memory than if they were", _known("parameters_without_gradient", bool), predicted=True),
     Flag("allocation_retries", "the allocator had to release cached blocks to satisfy a request, which costs time",
          _known("alloc_retries", lambda count: count > 0)),
     Flag("steps_skipped", "updates were skipped because of an overflow (fp16)",
@@ -191,7 +194,8 @@ BY_NAME = {flag.name: flag for flag in FLAGS}
 
 def flags(row: Row) -> list[str]:
     """Return the names of the flags that a row has, in the order of the table."""
-    return [flag.name for flag in FLAGS if flag.test(row)]
+    measured = row.get("device") != "simulated"
+    return [flag.name for flag in FLAGS if (measured or flag.predicted) and flag.test(row)]
 
 
 def markdown_table() -> str:

@@ -247,6 +247,11 @@ def describe_result(row: Row) -> str:
     parts = ["memory unknown" if allocated is None else f"{format_size(allocated)} allocated"]
     if reserved is not None and row.get("memory_source") != "cpu_tensors_and_rss":  # a resident set is something else
         parts.append(f"{format_size(reserved)} reserved")
+    left, every, full = map(row.get, ("parameters_without_gradient", "trainable_parameters", "full_after_steps"))
+    if left and every:
+        parts.append(f"{left:,} of {every:,} trainable parameters had no gradient in any step")
+    if full is not None:
+        parts.append(f"full after about {full:,} steps")
     for name, sign in (("tokens_per_s", ""), ("calibrated_tokens_per_s", "≈ "), ("estimated_tokens_per_s", "≤ ")):
         if row.get(name) is not None:
             speed = format_estimate(row[name]) if sign else f"{row[name]:,.0f}"

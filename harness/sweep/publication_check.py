@@ -124,13 +124,15 @@ def _provenance(of: Evidence) -> Iterable[Finding]:
 
 
 def _flagged(of: Evidence) -> Iterable[Finding]:
+    predicted = [row for row in of.answers if row["outcome"] == Outcome.OK and row.get("device") == "simulated"]
     for flag in FLAGS:
-        told = [(row, flag.test(row)) for row in of.measured]
+        judged = [*of.measured, *(predicted if flag.predicted else ())]
+        told = [(row, flag.test(row)) for row in judged]
         has = [row for row, answer in told if answer or flag.name in (row.get("flags") or ())]
         tested = sum(answer is not None for _, answer in told)
         chance = _by_chance(flag, len(has), tested)
         said = f"; chance alone can flag this many of {tested:,} rows" if chance else ""
-        text = f"of {len(of.measured):,} flagged {flag.name}: {flag.meaning}{said}"
+        text = f"of {len(judged):,} flagged {flag.name}: {flag.meaning}{said}"
         yield from _find(has, () if chance else flag.forbids, flag.name, "row", text)
 
 

@@ -75,8 +75,8 @@ def classified_row(row: Row, trial: Trial, evidence: outcome.Evidence, phase: st
         "phase": None if kind is Outcome.OK else phase,
         "foreign_processes": sorted({*foreign, *(after or [])}) if foreign or after is not None else None,
     }
-    measured_here = kind in (Outcome.OK, Outcome.OOM) and trial.device.name != "simulated"
-    return row | {"flags": flags(row) if measured_here else None}
+    found = flags(row) if kind in (Outcome.OK, Outcome.OOM) else None
+    return row | {"flags": found or (None if trial.device.name == "simulated" else found)}
 
 
 def phase(records: Sequence[Mapping[str, Any]]) -> str:

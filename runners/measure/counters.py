@@ -4,6 +4,7 @@ In: a device and this process. Out: bytes, seconds and counts, None where unknow
 """
 
 import contextlib
+import gc
 import math
 import os
 import re
@@ -11,7 +12,7 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vramsweep.harness.machine import machine
 from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.measure.peak_counters import SharedPeaks
+from vramsweep.runners.measure.steady_memory import step_growth
 from vramsweep.runners.measure.torch_hooks import BACKWARD, Passes
 
 Peaks = dict[str, int | None]
@@ -64,6 +66,10 @@ class CudaMemory:
             "alloc_ooms": self._counted(stats, "num_ooms"),
         }
 
+    def growth(self, held: Sequence[int | None]) -> int | None:
+        """Return by how much allocated grew in every step, from the values of `held` at their ends."""
+        return step_growth(held)
+
     def _counted(self, stats: dict[str, Any], name: str) -> int | None:
         if not self.native:
             return None
@@ -93,7 +99,7 @@ class Process:
         self._done = threading.Event()
         self._resident: int | None = None  # VmHWM at the last reading
         self.resident_baseline = None if begun else self.resident_peak()
-        self.peak = self.held()
+        self.peak = self.rested = self.held()
         self.baseline = None if begun else self.peak
 
     def _counted(self, *names: bytes) -> int | None:
@@ -133,6 +139,7 @@ class Process:
         """Stop the thread, and look a last time."""
         self._done.set()
         self.look()
+        self.rested = self.held()
 
     def started(self) -> int | None:
         """Sum the private bytes of all descendants, such as data loader workers; None if they cannot be read."""
@@ -182,6 +189,7 @@ class HostMemory:
         self.live: LiveBytes | None = None
         self.held: int | None = None  # not counted, because counting slows every step down
         self.held_reserved: int | None = None  # nothing is reserved
+        self._left: int | None = None  # bytes of tensors that the counted step left
         self._process = process
 
     def take(self) -> Peaks:
@@ -191,6 +199,23 @@ class HostMemory:
         if self.live is not None:
             peaks["allocated"] = self.live.take()
         return peaks
+
+    @contextlib.contextmanager
+    def counting(self, others: Iterable[torch.UntypedStorage]) -> Iterator[None]:
+        """Count tensors inside, which is one step, without `others` (LiveBytes)."""
+        with LiveBytes(others) as self.live:
+            before = self.live.live
+            yield
+            gc.collect()
+            self._left, self.live = self.live.live - before, None
+
+    def growth(self, held: Sequence[int | None]) -> int | None:
+        """Return the bytes that the counted step left, or 0 if the process did not grow by half of that in each of the
+        steps that ended with `held`: LiveBytes misses the end of tensors from before that only autograd's graph had."""
+        now, then, left = self._process.held(), self._process.rested, self._left
+        if now is None or then is None or left is None or len(held) < 3:
+            return None
+        return left if left <= 0 or 2 * (now - then) >= left * len(held) else 0
 
     def summary(self) -> dict[str, Any]:
         """Return no columns, because host memory has no allocator's counters."""

@@ -4,10 +4,37 @@ It imports torch alone, because it also describes scripts of the user's own (obs
 """
 
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+LEFT: weakref.WeakKeyDictionary[Any, list[weakref.ref[torch.Tensor]]] = weakref.WeakKeyDictionary()  # by optimizer
+
+
+def look_at_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Note, after a step (a closure may do the passes), which parameters have had no gradient after any step so far."""
+    left = LEFT.get(optimizer)
+    if left is None:
+        left = [weakref.ref(p) for group in optimizer.param_groups for p in group["params"]]
+    LEFT[optimizer] = [one for one in left if (p := one()) is not None and p.grad is None]
+
+
+def without_gradient(nets: Sequence[torch.nn.Module]) -> int | None:
+    """Count the elements of trained parameters that never had a gradient; None unless optimizers stepped all of them.
+
+    Those of ZeRO step copies. Of FSDP1's parameters, a rank may hold no part.
+    """
+    every = {id(p): p for net in nets for p in net.parameters() if p.requires_grad}
+    stepped, had = set(), set()
+    for optimizer, left in LEFT.items():
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        stepped |= own
+        had |= own - {id(one()) for one in left}
+    if not every or not every.keys() <= stepped or any(hasattr(p, "_fsdp_flattened") for p in every.values()):
+        return None
+    return sum(p.numel() for key, p in every.items() if key not in had)
 
 
 def parameters(net: torch.nn.Module, trained: bool = False) -> int:
@@ -32,6 +59,7 @@ def describe(net: Any, optim: Any) -> dict[str, Any]:
     """Return the columns about the model and optimizer that were really built."""
     return {
         **counts(net),
+        "parameters_without_gradient": without_gradient([net]),
         "attention_effective": getattr(getattr(net, "config", None), "_attn_implementation", None),
         "optimizer_effective": optimizer_name(optim),
     }
@@ -45,7 +73,14 @@ def script(nets: Sequence[Any], optimizers: Sequence[Any]) -> dict[str, Any]:
     # of FullyShardedDataParallel a rank holds only its part of the weights, so that they cannot be counted
     divided = any(type(one).__name__ == "FullyShardedDataParallel" for net in nets for one in net.modules())
     if nets and not divided:
-        found |= counts(inner[0] if len(inner) == 1 else torch.nn.ModuleList(inner))
+        whole = list(inner)
+        if without_gradient(inner) is not None:  # no copies are stepped, so the rest is of modules that were not seen
+            own = {id(p) for net in inner for p in net.parameters()}
+            stepped = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+            rest = [p for p in stepped if id(p) not in own and isinstance(p, torch.nn.Parameter)]
+            whole += [torch.nn.ParameterList(rest)] * bool(rest)
+        found |= counts(whole[0] if len(whole) == 1 else torch.nn.ModuleList(whole))
+        found["parameters_without_gradient"] = without_gradient(whole)
     kinds = {getattr(getattr(net, "config", None), "_attn_implementation", None) for net in inner}
     found["attention_effective"] = kinds.pop() if len(kinds) == 1 else None
     if optimizers:

@@ -18,6 +18,12 @@ def step_growth(held: Sequence[int | None]) -> int | None:
     return min(after - before for before, after in itertools.pairwise(known))
 
 
+def steps_until_full(steps: int, growth: int | None, free: int | None) -> int | None:
+    """Return after how many steps memory is full if `free` bytes were left after `steps` steps, at the last one's peak;
+    None without growth or for unknown values."""
+    return None if growth is None or free is None or growth <= 0 else steps + max(free, 0) // growth
+
+
 def reached_plateau(reserved: list[int | None]) -> bool | None:
     """Check whether peak reserved had stopped rising by half-way; None for fewer than two steps or unknown values."""
     known = all_known(reserved)

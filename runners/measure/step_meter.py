@@ -24,14 +24,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from vramsweep.harness.process.worker_files import RECORDING, STEPS
 from vramsweep.harness.spec import length_distribution
 from vramsweep.runners.measure.counters import COUNTERS, HostMemory, Peaks, backward_boundaries
-from vramsweep.runners.measure.dispatch_modes import LiveBytes
 from vramsweep.runners.measure.flop_step import Count
+from vramsweep.runners.measure.model_description import look_at_gradients
 from vramsweep.runners.measure.rank_instruments import Gauges, larger, meet_ranks
-from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, all_known, reached_plateau, step_growth
+from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, all_known, reached_plateau, steps_until_full
 from vramsweep.runners.rank.aggregate_ranks import Columns, over_ranks
 
 if TYPE_CHECKING:  # a user's own script may be measured without pydantic installed (observer.py)
@@ -156,8 +157,7 @@ class Probe:
         self._unseen = isinstance(memory, HostMemory) and self.gauges.compiler.compiled()
         counted = isinstance(memory, HostMemory) and memory.live is not None  # a whole job is counted from its start
         if isinstance(memory, HostMemory) and not self._unseen and not counted:  # LiveBytes would stop compiled code
-            memory.live = self._context.enter_context(LiveBytes(self.gauges.imported))
-            self._context.callback(setattr, memory, "live", None)
+            self._context.enter_context(memory.counting(self.gauges.imported))
         self._context.enter_context(backward_boundaries(lambda: self._end("forward"), lambda: self._end("backward")))
         self.gauges.take()
 
@@ -263,6 +263,11 @@ class Measured:
     def columns(self) -> Columns:
         """Return the columns that `finish` kept, and those that are made from single steps."""
         reserved = [peaks["reserved"] for peaks in self.peaks]
+        growth = self.gauges.memory.growth(self.held)
+        taken = [self._columns["device_used_bytes"], self.peaks[-1]["allocated"]]
+        known = all_known([self._columns["device_total_bytes"], self.reserved[-1], *taken])
+        free = None if known is None else known[0] + known[1] - sum(known[2:])
+        before = self.asked.warmup_steps + (2 if self.asked.measured_steps is None else 1)
         return {
             **self._columns,
             "measured_steps": len(self.peaks),
@@ -271,7 +276,8 @@ class Measured:
             "step_allocated_bytes": all_known(self.held),
             "step_reserved_bytes": all_known(self.reserved),
             "step_tokens": all_known(self.tokens) if self.asked.tokens_per_step is None else None,
-            "step_growth_bytes": step_growth(self.held),
+            "step_growth_bytes": growth,
+            "full_after_steps": steps_until_full(before + len(self.peaks), growth, free),
             "plateau": reached_plateau(reserved),
         }
 
@@ -338,6 +344,7 @@ class Meter:
             self.plan = (*warmup, self.probe, *measured, self.count, *[self.recorded] * asked.record)
         self.index = 0
         self._training = False
+        self._looks = register_optimizer_step_post_hook(look_at_gradients)
         self.row: Columns | None = None  # once it is published
         self._to_publish = publish
         self._load: Peaks = {}
@@ -397,6 +404,7 @@ class Meter:
         """Stop watching, even in the middle of a step, and undo every change to torch."""
         for step in (self.probe, self.count, self.recorded):  # at most one has begun and not ended
             step.close()
+        self._looks.remove()
         self.gauges.release()
         if self._records is not None:
             self._records.close()

@@ -17,7 +17,7 @@ from vramsweep.harness.messages.units import format_gib
 from vramsweep.harness.spec import length_distribution, runner_table
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.version_differences import DIFFERENCES
-from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, reached_plateau
+from vramsweep.runners.measure.steady_memory import PHASES_UNKNOWN, reached_plateau, steps_until_full
 from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import HostPrediction, Peaks, Prediction, Refused, host_replay, replay
 from vramsweep.runners.trace.allocation_program import growth
@@ -84,6 +84,8 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
     if grown is not None:
         notes += filter(None, [grown.note()])
         found |= {"step_growth_bytes": grown.bytes, "plateau": bool(found["plateau"]) and grown.bytes <= 0}
+        peaks = found["step_peak_allocated_bytes"]
+        found["full_after_steps"] = steps_until_full(1 + len(peaks), grown.bytes, limit - peaks[-1])
     return Predicted(found | {"notes": notes or None}, phases, None)
 
 

@@ -21,6 +21,7 @@ COMBINED: dict[str, Callable[[Sequence[Any]], Any]] = {
     **dict.fromkeys(("gpu_sm_clock_before_mhz", "gpu_sm_clock_mhz"), min),
     **dict.fromkeys(("gpu_sm_clock_max_mhz", "skipped_steps", "alloc_retries", "alloc_ooms"), max),
     **dict.fromkeys(("step_growth_bytes", "steps_s"), max),
+    "full_after_steps": min,
     **dict.fromkeys(("throttle_reasons", "foreign_processes"), lambda lists: sorted(set().union(*lists))),
     "plateau": all,
     "notes": lambda lists: list(dict.fromkeys(itertools.chain.from_iterable(lists))),

@@ -338,6 +338,8 @@ class Observer:
         """Report and return the columns once the measured steps are over."""
         meter = self.meter
         assert meter is not None
+        if own.get("parameters_without_gradient"):  # in the first step; another may have reached more of them
+            own = own | model_description.script(self.nets(), [one for ref in self.optimizers if (one := ref())])
         first = len(meter.plan) if meter.asked.measured_steps is None else meter.asked.warmup_steps + 1
         steps = range(first, first + own["measured_steps"])
         row = own | self.undisturbed(steps, own)
@@ -398,10 +400,9 @@ class Observer:
 
     def others_measure(self) -> bool:
         """Return whether other ranks of this training have not completed their steps yet."""
-        size = self.ranks()[1]
+        size, complete = self.ranks()[1], 0
         if size < 2:
             return False
-        complete = 0
         for path in self.folder.glob(SEEN.format("*")):
             with contextlib.suppress(OSError, ValueError):
                 complete += bool(json.loads(path.read_text()).get("complete"))

@@ -160,8 +160,10 @@ class _Traced(Observer):
     def describe(self) -> dict[str, Any]:
         """Return columns about what was built, without estimates of speed that depend on settings the command lacks."""
         built = super().describe()
-        names = ("parameters", "trainable_parameters", "attention_effective", "optimizer_effective")
-        found = {name: built[name] for name in names if name in built}
+        counted = [name for name in built if "parameters" in name]
+        found = {
+            name: built[name] for name in (*counted, "attention_effective", "optimizer_effective") if name in built
+        }
         told = command_template.placeholder_names(str(self.trial.runner.command))
         shapes = {shape for step in self.volume.steps for shape in step}
         seen = {shape for shape in shapes if shape is not None}

@@ -23,7 +23,7 @@ from vramsweep.harness.hardware.gpu_lookup import GPUS, Gpu, memory_limit
 from vramsweep.harness.messages.errors import EnvironmentFault
 from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
-from vramsweep.runners.measure.steady_memory import reached_plateau, step_growth
+from vramsweep.runners.measure.steady_memory import reached_plateau, step_growth, steps_until_full
 from vramsweep.runners.predict import predicted_row
 from vramsweep.runners.predict.memory_timeline import Held, describe_storage
 from vramsweep.runners.predict.replay_trace import COUNTERS, Peaks, Prediction, Refused, parts, phase
@@ -452,6 +452,7 @@ def _columns(trial: Trial, done: Run, every: Sequence[Sequence[length_distributi
         "step_reserved_bytes": reserved,
         "step_tokens": [sum(one.tokens for one in every[step]) for step in measured],
         "step_growth_bytes": grown,
+        "full_after_steps": steps_until_full(len(every), grown, trial.memory_limit() - max(most["allocated"].values())),
         "plateau": None if flat is None else flat and (grown or 0) <= 0,
     }
 

@@ -24,6 +24,7 @@ from vramsweep.runners.trace.trace_data import Mark, Trace
 EMPTY_CACHE = 0
 MIB = 1 << 20
 FEWEST = 3  # steps: the first makes the optimizer's state, so the next two are compared
+BOUNDED = ("parameters", "gradients", "optimizer_state")  # may still grow, as with experts that had no tokens so far
 IntArray = npt.NDArray[np.int64]
 
 
@@ -122,8 +123,8 @@ def growth(trace: Trace) -> Growth | None:
     ends = _ends(order)
     if len(ends) < FEWEST:
         return None
-    sizes = np.asarray(trace.sizes, dtype=np.int64)
-    before, after = (np.flatnonzero((order.born < end) & (order.gone >= end)) for end in ends[-2:])
+    sizes, leaks = np.asarray(trace.sizes, dtype=np.int64), ~np.isin(trace.categories, BOUNDED)
+    before, after = (np.flatnonzero(leaks & (order.born < end) & (order.gone >= end)) for end in ends[-2:])
     if not after.size:
         return Growth(-int(sizes[before].sum()), "", "", "")
     kinds = _by_maker(trace, order, after)

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map_only
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.measure.dispatch_modes import sharded, storage_resizes, tensors_alive
+from vramsweep.runners.measure.model_description import look_at_gradients
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.trace import cuda_allocations, fake_placement
 from vramsweep.runners.trace.cuda_allocations import Stepwise
@@ -275,6 +276,7 @@ class Tracer(TorchDispatchMode):
         self.note("wait", current, nccl)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        look_at_gradients(optimizer)
         for state in optimizer.state.values():
             self.know("optimizer_state", _tensors(tuple(state.values()) if isinstance(state, dict) else (state,)))
         for group in optimizer.param_groups:  # half precision's master weights; the model's own stay parameters

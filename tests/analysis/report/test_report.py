@@ -74,6 +74,11 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
             ids = " ".join(figure.data["trial_id"].astype(str)).split()
             assert all(one.startswith("si") for one in ids)
     assert any("are predicted, not measured" in warning for warning in content.warnings)
+    faulty = {"step_growth_bytes": 2**27, "full_after_steps": 308, "parameters_without_gradient": 7}
+    rows = [measured[0] | faulty | {"trainable_parameters": 9}, *measured[1:]]
+    warnings = " ".join(collect(table(rows)).warnings)
+    assert "every step leaks memory, up to 0.12 GiB (full after about 308 steps), in 1 row" in warnings
+    assert "up to 7 of 9 trainable parameters had no gradient in any step, in 1 row" in warnings
     assert all(fit.points.ids[0][:2] == fit.points.ids[-1][:2] for fit in content.fits)
 
 

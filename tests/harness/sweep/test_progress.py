@@ -115,6 +115,11 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
     assert progress.describe_result(measured) == "5.0 MiB allocated, 6.0 MiB reserved, 1,234 tokens/s"
     resident = progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"})
     assert resident == "5.0 MiB allocated, 1,234 tokens/s"
+    faulty = {"parameters_without_gradient": 8000, "trainable_parameters": 9000, "full_after_steps": 1308}
+    assert progress.describe_result(row(item, **known, **faulty)) == (
+        "5.0 MiB allocated, 6.0 MiB reserved, 8,000 of 9,000 trainable parameters had no gradient in any step, full "
+        "after about 1,308 steps"
+    )
 
 
 def test_lines_and_few_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from vramsweep.harness.spec import trial as trials
 from vramsweep.runners.loops import custom, hf_trainer, torch_loop
-from vramsweep.runners.measure import dispatch_modes, rank_instruments, step_meter
+from vramsweep.runners.measure import dispatch_modes, model_description, rank_instruments, step_meter
 from vramsweep.runners.measure.counters import CudaMemory, Process, backward_boundaries, foreign, scaler_skips
 from vramsweep.runners.measure.dispatch_modes import FlopCount, LiveBytes
 from vramsweep.runners.measure.rank_instruments import Gauges
@@ -151,6 +151,42 @@ def drive(folder: Path, describe: Callable[[], dict[str, Any]] = dict, **over: A
         weight.grad = None
         meter.step_end(loss)
     return meter.columns()
+
+
+@pytest.mark.parametrize(
+    ("leaving", "growth"), [([0, 1, 2, 3, 4, 5], 4 << 20), ([], 0), ([1], 0)], ids=["leaks", "plain", "once"]
+)
+def test_what_every_step_leaves_on_a_cpu_is_counted(tmp_path: Path, leaving: list[int], growth: int) -> None:
+    trial, meter = metered(tmp_path, protocol={"name": "brief", "warmup_steps": 1, "measured_steps": 3})
+    weight, kept, last = torch.ones(1 << 18, requires_grad=True), [], None
+    meter.built(dict)
+    for index in range(trial.steps()):
+        meter.step_begin()
+        (weight * weight).sum().backward()
+        last, weight.grad = weight.grad, None  # until the next step
+        kept += [torch.ones(1 << 20)] * (index in leaving)
+        meter.step_end()
+    assert meter.columns()["step_growth_bytes"] == growth and meter.columns()["full_after_steps"] is None
+    assert last is not None
+
+
+def test_parameters_count_that_had_no_gradient_after_any_step() -> None:
+    experts, count = torch.nn.ModuleList(torch.nn.Linear(3, 2) for _ in range(3)), model_description.without_gradient
+    with register_optimizer_step_post_hook(model_description.look_at_gradients):
+        assert count([experts]) is None  # nothing has stepped
+        adam = torch.optim.Adam(experts.parameters())
+        for number, left in ((1, 2 * (3 * 2 + 2)), (2, 3 * 2 + 2), (1, 3 * 2 + 2)):
+            experts[number](torch.ones(3)).sum().backward()
+            adam.step()
+            adam.zero_grad()
+            assert count([experts]) == left
+        first = torch.optim.LBFGS(experts[0].parameters(), max_iter=1)
+        first.step(lambda: ((loss := experts[0](torch.ones(3)).sum()).backward(), loss)[1])  # in the step itself
+        assert count([experts]) == 0
+        copies = torch.optim.SGD([p.detach().clone().requires_grad_() for p in experts.parameters()])
+        copies.step()
+        del adam, first
+        assert count([experts]) is None
 
 
 @pytest.mark.slow
