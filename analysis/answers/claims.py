@@ -254,7 +254,8 @@ def _bounds(claim: Claim) -> str:
 
 def _among(frame: pd.DataFrame, values: Mapping[str, Sequence[Any]]) -> pd.Series[bool]:
     """Mark the rows that have one of the values in each of these columns."""
-    return pd.Series(np.all([is_(frame, name, *some) for name, some in values.items()], axis=0), index=frame.index)
+    marks: Any = np.all([is_(frame, name, *some) for name, some in values.items()], axis=0)
+    return pd.Series(marks, index=frame.index)
 
 
 def _ratios(rows: Rows, axis: str, one: str, other: Sequence[str], shown: str, columns: Sequence[str] = ()) -> Numbers:

@@ -1,5 +1,6 @@
 """Warnings about rows before anybody reads them: several systems, flags, trials whose memory did not repeat."""
 
+from collections import Counter
 from typing import Any
 
 import pandas as pd
@@ -49,6 +50,11 @@ def flagged(frame: pd.DataFrame) -> list[str]:
         words = f" ({BY_NAME[name].meaning})" if name in BY_NAME else ""
         notes.append(f"{are} flagged {name}{words}: {name_rows(rows, frame)}; see vramsweep check")
     return notes
+
+
+def left_out(frame: pd.DataFrame) -> dict[str, int]:
+    """Return the codes of what the predictions of these rows do not cover, each with its number of rows."""
+    return dict(Counter(str(code) for of_row in frame["not_covered"].dropna() for code in of_row))
 
 
 def name_rows(rows: pd.DataFrame, frame: pd.DataFrame, most: int = 3) -> str:

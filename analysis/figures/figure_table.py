@@ -12,6 +12,7 @@ from dataclasses import replace
 import pandas as pd
 
 from vramsweep.analysis.data.pairing import Beside
+from vramsweep.analysis.data.warnings_of_rows import left_out
 from vramsweep.analysis.figures.composition import composition
 from vramsweep.analysis.figures.phases import NAME as PHASES
 from vramsweep.analysis.figures.plots import Figure, of_world
@@ -91,7 +92,8 @@ def source(frame: pd.DataFrame) -> str:
     rows = ", ".join(filter(None, (of, f"{len(frame):,} row{'s' * (len(frame) != 1)}")))
     batches = _few("batches", frame["micro_batch"])
     what = (_few("models", frame["model"]), _few("precisions", frame["precision"]), f"batch {batches}" * bool(batches))
-    first = f"{' and '.join(kinds).capitalize()} {on}"
+    codes = left_out(frame)
+    first = f"{' and '.join(kinds).capitalize()} {on}" + f" (not covered: {', '.join(codes)})" * bool(codes)
     parts = (first, ", ".join(filter(None, what)), ", ".join(versions) or "versions unknown", rows)
     return " · ".join(filter(None, parts))
 

@@ -17,7 +17,7 @@ import pandas as pd
 from vramsweep.analysis.compare.calibrate import Calibration
 from vramsweep.analysis.data.groups import OPTIONS, Group
 from vramsweep.analysis.data.load import EXTRA, Table, trials, varying
-from vramsweep.analysis.data.warnings_of_rows import NAMED, name_rows, records
+from vramsweep.analysis.data.warnings_of_rows import NAMED, left_out, name_rows, records
 from vramsweep.analysis.model import fit_wording
 from vramsweep.analysis.model.fit import Fit
 from vramsweep.analysis.report import latex
@@ -26,6 +26,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.messages.units import format_count, format_size
 from vramsweep.harness.rows import repeats
 from vramsweep.harness.rows.schema import BY_NAME
+from vramsweep.harness.spec.not_covered import describe
 from vramsweep.harness.spec.runner_table import STARTING, USER_CODE
 from vramsweep.harness.spec.techniques.catalog import AXES, Axis
 
@@ -148,10 +149,12 @@ def warnings(table: Table, groups: Sequence[Group], fits: Sequence[Fit]) -> list
     frame = table.ok(
         "device", "foreign", "memory_source", "throttle_reasons", "foreign_processes", "plateau", "step_growth_bytes",
         "full_after_steps", "parameters_without_gradient", "trainable_parameters", "step_iqr_s",
-        "step_median_s", "unproven", "flags", *NAMED,
+        "step_median_s", "unproven", "flags", "not_covered", *NAMED,
     )  # fmt: skip
     if simulated := int(frame["device"].eq("simulated").fillna(False).sum()):
         found.append(f"{simulated:,} of {_rows(len(frame))} with outcome ok are predicted, not measured")
+    for code, count in left_out(frame).items():
+        found.append(f"not covered in {_rows(count)}: {describe(code)}")
     if names := unproven(frame):
         count = int(frame["unproven"].notna().sum())
         found.append(f"unproven, because no GPU has confirmed the prediction yet: {names} (in {_rows(count)})")

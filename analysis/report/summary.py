@@ -14,11 +14,12 @@ from rich.table import Table as Grid
 from vramsweep.analysis.compare import format_difference
 from vramsweep.analysis.data.groups import OPTIONS, Group, groups, label
 from vramsweep.analysis.data.load import EXTRA, Table
-from vramsweep.analysis.data.warnings_of_rows import records
+from vramsweep.analysis.data.warnings_of_rows import left_out, records
 from vramsweep.analysis.report.findings import name_source, values
 from vramsweep.analysis.report.picker import order
 from vramsweep.harness.messages.console import Console
 from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.spec.not_covered import EAGER, describe
 from vramsweep.harness.spec.techniques.catalog import AXES, DEFAULTS
 from vramsweep.harness.sweep import result_table
 from vramsweep.harness.sweep.result_table import Line
@@ -106,7 +107,8 @@ def _title(table: Table) -> str:
     on = values(measured, "gpu_name", 3) or values(measured, "cpu_name", 3)
     if len(measured) and on:
         cards.insert(0, f"measured on {on}")
-    return "\n".join([f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
+    eager = [describe(EAGER)] * (EAGER in left_out(frame))
+    return "\n".join([*eager, f"{name}: {came}", *(["; ".join(cards)] if cards else [])])
 
 
 def _predicted(group: Group) -> bool:

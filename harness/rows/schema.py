@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.messages.errors import describe
+from vramsweep.harness.spec.not_covered import CODES
 from vramsweep.harness.spec.runner_table import RUNNERS, STARTING
 from vramsweep.harness.spec.shardings import NAMES as SHARDINGS
 from vramsweep.harness.spec.techniques.catalog import AXES
@@ -63,7 +64,7 @@ def _read_columns() -> tuple[Column, ...]:
     """Return the columns of columns.tsv in that order, with the techniques' axes in place of their placeholder."""
     runners = tuple(entry.name for entry in RUNNERS)
     named = (("outcomes", tuple(Outcome)), ("runners", runners), ("shardings", SHARDINGS), ("parts", PARTS))
-    told = {name: ", ".join(values) for name, values in named}
+    told = {name: ", ".join(values) for name, values in (*named, ("left", CODES))}
     kinds = {kind.__name__: kind for kind in (int, float, str, bool, list, dict)}
     found: list[Column] = []
     _, *lines = Path(__file__).with_name("columns.tsv").read_text("utf-8").splitlines()
@@ -80,7 +81,8 @@ def _read_columns() -> tuple[Column, ...]:
 COLUMNS = _read_columns()
 
 # Columns that are lists of texts; every other list holds numbers.
-TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials", "attention_kernels", "differences", "unproven")
+TEXT_LISTS = ("notes", "throttle_reasons", "flags", "node_trials", "attention_kernels", "differences", "unproven",
+              "not_covered")  # fmt: skip
 # Columns of the machine and software that a measurement depends on, in addition to its trial.
 SYSTEM = ("gpu_name", "cpu_name", "torch_version", "transformers_version", "deepspeed_version")
 # Columns that only the harness sets, never the measured process: which trial the row is of, and how it ended.

@@ -188,6 +188,9 @@ def _predicted(of: Evidence) -> Iterable[Finding]:
         yield Finding((), "predicted", len(rows), "predicted; nothing here is measured")
     else:
         yield from _find(rows, (), "predicted", "row", "predicted, not measured")
+    left_out = [row for row in rows if row.get("not_covered")]
+    codes = ", ".join(sorted({code for row in left_out for code in row["not_covered"]}))
+    yield from _find(left_out, (), "not_covered", "row", f"whose prediction does not cover all: {codes}")
     unproven = [row for row in rows if row.get("unproven")]
     names = ", ".join(sorted({name for row in unproven for name in row["unproven"]}))
     text = f"with techniques whose prediction no GPU has confirmed yet: {names}"

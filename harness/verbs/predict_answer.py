@@ -18,6 +18,7 @@ from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import fit_text
+from vramsweep.harness.spec.not_covered import EAGER, describe
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import result_table
 from vramsweep.harness.sweep.labels import Labels, describe_common, flatten
@@ -54,7 +55,8 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         lines = [summarize(name, own, most=most.get(name)) for name, own in ordered]
         common = " · ".join(part for part in describe_common(planned).split(" · ") if part not in UNSAID)
         table, notes = result_table.make_result_table(lines, axis, console.width)
-        console.print(f"\n{common}, predicted\n")
+        codes = dict.fromkeys(code for _, row in answered for code in row["not_covered"] or ())
+        console.print(f"\n{common}, predicted" + f" {describe(EAGER)}" * (EAGER in codes) + "\n")
         console.print(table)
         trials = [item.trial for item, _ in answered if item.trial is not None]
         notes += ["tokens/s: of all GPUs together"] * any(trial.world_size > 1 for trial in trials)
@@ -62,6 +64,7 @@ def show_answer(planned: Sequence[Planned], rows: Mapping[str, Row], words: Sequ
         free = min((free for one in several if (free := _find_free(*one)) is not None), default=None)
         left_out = (text for trial in trials for text in fit_text.list_exclusions(trial, free))
         notes += dict.fromkeys(f"not included: {text}" for text in left_out)
+        notes += [f"not covered: {text}" for text in map(describe, codes)]
         for note in notes:
             console.print(note)
     console.print(f"\n{fit_text.describe_limit([item.trial for item, _ in answered if item.trial is not None])}")
@@ -87,7 +90,8 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
         yield Labels([item])(item)
         yield f"  cannot run: {row['reason']}"
         return
-    yield f"{fit_text.describe_run(trial)}, predicted"
+    codes = row["not_covered"] or ()
+    yield f"{fit_text.describe_run(trial)}, predicted" + f" {describe(EAGER)}" * (EAGER in codes)
     yield f"  {_verdict(trial, row)}"
     if row["outcome"] not in (Outcome.OK, *FULL):
         return
@@ -97,6 +101,7 @@ def describe_prediction(item: Planned, row: Row) -> Iterator[str]:
     yield from (f"  not included: {text}" for text in fit_text.list_exclusions(trial, _find_free(item, row)))
     if trial.device.node_memory_gib is None and (needed := row["host_peak_bytes"] or 0) >= HOST:
         yield f"  host memory: each node needs {format_gib(needed)} GiB; device.node_memory_gib=N sets what it has"
+    yield from (f"  not covered: {text}" for text in map(describe, codes))
 
 
 def _verdict(trial: Trial, row: Row) -> str:

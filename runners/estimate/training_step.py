@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import fit_text, runner_table
+from vramsweep.harness.spec.not_covered import EAGER, describe
 from vramsweep.harness.spec.shardings import FSDP
 from vramsweep.harness.spec.trial import AllocatorAxis, DeviceAxis, ModelAxis, ProtocolAxis, RunnerAxis, Trial
 from vramsweep.runners.estimate.fake_twin import COMPILED, copy_without_values, empty_like
@@ -179,13 +180,13 @@ def unwrap(model: Any) -> tuple[Any, int, tuple[str, ...]]:
     if any(map(is_traceable_wrapper_subclass, tensors)) or "bitsandbytes" in kinds:
         notes.append("quantized: scratch memory of the library's own kernels is unknown; weights count as they are now")
     if any(isinstance(one, (nn.modules.conv._ConvNd, nn.RNNBase)) for one in every):
-        notes.append("cudnn: workspaces of cuDNN for convolutions and recurrent layers are not included")
+        notes.append(f"kernel_scratch: {describe('kernel_scratch', ['convolutions, recurrent layers'])}")
     if any(one.is_cuda for one in tensors):
         notes.append("cuda: the estimate starts from an empty GPU; what the process has on it now is not counted")
     return model, ranks, tuple(notes)
 
 
-_COMPILED = "compiled: the model is taken as it runs eagerly, because what torch.compile fuses is unknown"
+_COMPILED = f"{EAGER}: {describe(EAGER)}"
 
 
 def trace_request(request: Request) -> tuple[Trace, tuple[str, ...]]:
@@ -207,7 +208,9 @@ def trace_request(request: Request) -> tuple[Trace, tuple[str, ...]]:
             ) from error
     if not trace.events:
         raise UserError("the training step allocates nothing; give a model with parameters or a batch with tensors")
-    return trace, (*request.notes, *loop.notes, *_notes(request, trial))
+    told = (f"{code}: {describe(code, of)}" for code, of in trace.not_covered.items())
+    notes = (*request.notes, *loop.notes, *_notes(request, trial), *told)
+    return trace, tuple({one.partition(":")[0]: one for one in notes}.values())
 
 
 def _notes(request: Request, trial: Trial) -> Iterator[str]:

@@ -3,21 +3,25 @@
 In: a trial and a GPU. Out: the trace, and the row's columns about what was built.
 """
 
+import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import torch
+from torch._dynamo import eval_frame
 from torch._subclasses import fake_tensor as fakes
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.spec import length_distribution, runner_table
+from vramsweep.harness.spec.not_covered import CODES, EAGER, describe
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
+from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.model import apply_techniques, build
 from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
@@ -117,6 +121,7 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
             mask_facts.answer_questions(trial),
             backward_boundaries(lambda: meter.mark("forward"), lambda: meter.mark("backward")),
             tracer.record(),
+            _run_eagerly(tracer.trace),
             apply_techniques.around(trial, torch.device("cpu")),
             install.applied(trial) as applied,
         ):
@@ -141,7 +146,25 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
             "torch.library.register_fake, or measure on device=cuda"
         ) from error
     about = {"attention_kernels": sorted(attention) or None, "differences": applied or None, "layers_traced": None}
+    left = tracer.trace.not_covered
+    codes = sorted(left, key=list(CODES).index)
+    told = [f"not covered: {describe(code, left[code])}" for code in codes if left[code]]
+    about |= {"not_covered": codes, "notes": [*(meter.details.get("notes") or ()), *told] or None}
     return tracer.trace, meter.details | about
+
+
+@contextlib.contextmanager
+def _run_eagerly(trace: Trace) -> Iterator[None]:
+    """Run what torch.compile would compile as it is, and put its first call into `trace.not_covered`."""
+    choose = eval_frame._callback_from_stance
+
+    def chosen(callback: Any) -> Any:
+        if callback not in (None, False):  # None: torch itself disables the compiler
+            trace.not_covered.setdefault(EAGER, [])
+        return choose(callback)
+
+    with torch.compiler.set_stance("force_eager"), patched([(eval_frame, "_callback_from_stance", chosen)]):
+        yield
 
 
 def trace_layers(trial: Trial, card: Gpu, folder: Path) -> tuple[Trace, dict[str, Any]]:

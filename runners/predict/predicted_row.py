@@ -93,7 +93,8 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
     """Return the row's columns that do not depend on how the prediction ends."""
     card = trial.device.card
     return {
-        "prediction_basis": prediction_basis(trial),
+        "prediction_basis": prediction_basis(trial, details.get("not_covered") or ()),
+        "not_covered": details.get("not_covered"),
         "trace_basis": trace_basis,
         "layers_traced": details.get("layers_traced"),
         "deepspeed_version": machine.deepspeed_version(trial.sharding),
@@ -106,13 +107,15 @@ def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details
     }
 
 
-def prediction_basis(trial: Trial) -> str:
+def prediction_basis(trial: Trial, left_out: Sequence[str]) -> str:
     """Return which predicted parts are exact, traced or estimates (harness/rows/columns.tsv defines these words).
 
     With sharding more parts are estimates, because collectives overlap computation and free blocks at unknown times.
+    Nothing is exact if anything is left out.
     """
-    sharded = trial.sharding != "none"
-    return "exact: parameters, buffers, gradients, optimizer_state; traced: activations, temporaries" + (
+    sharded, known = trial.sharding != "none", "parameters, buffers, gradients, optimizer_state"
+    first = f"traced: {known}, " if left_out else f"exact: {known}; traced: "
+    return f"{first}activations, temporaries" + (
         "; estimate: communication, active, reserved, workspaces" if sharded else ", reserved; estimate: workspaces"
     )
 

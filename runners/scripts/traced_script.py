@@ -3,8 +3,8 @@
 The observer's events (observer.py) drive the trace. `torch.cuda` answers the script as the simulated GPU would
 (traced_counters.py), and tensors put there are traced. If the script reads a floating-point value that exists only on
 the GPU (`loss.item()`, to print it), it gets nan, and the row says so. A single whole number or truth value cannot be
-had, because it decides something. The script is left once the trace has its steps, so nothing is evaluated or saved.
-Tensors in host memory have their values (traced_devices.py).
+had, because it decides something. The script is left once the trace has its steps, and what it would
+evaluate or save later is reported (unreached_calls.py). Tensors in host memory have their values (traced_devices.py).
 
 Several processes (torchrun, accelerate launch) and another Python than ours cannot be simulated.
 """
@@ -40,6 +40,7 @@ from vramsweep.runners.scripts.observed_row import called_with
 from vramsweep.runners.scripts.observer import Observer
 from vramsweep.runners.scripts.traced_counters import Counters
 from vramsweep.runners.scripts.traced_devices import TwoMemories
+from vramsweep.runners.scripts.unreached_calls import Reached
 from vramsweep.runners.trace.known_values import KnownValues, small
 from vramsweep.runners.trace.step_tracer import Tracer
 
@@ -86,6 +87,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     observer = _Traced(folder, trial, meter, values, triton, counters)
     ended = "ended"
     beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python does, with -m or a file
+    reached = Reached(beside)
     replaced = (
         *_card(trial, counters.total),
         *counters.replacements(),
@@ -93,6 +95,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         *values.replacements(),
         *memories.replacements(),
         *triton.replacements(),
+        *reached.replacements(),
         (sys, "argv", [file or module, *arguments]),
         (sys, "path", [str(beside), *sys.path]),
     )
@@ -110,7 +113,9 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
                 runpy.run_path(file, run_name="__main__")
             else:
                 runpy.run_module(str(module), run_name="__main__", alter_sys=True)
-        except _Over:
+        except _Over as end:
+            for code, place in sorted(reached.find_unreached(end)):
+                meter.tracer.leave_out(code, place)
             return
         except SystemExit as end:
             ended = "ended" if end.code is None else f"ended with {end.code!r}"

@@ -133,6 +133,7 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
         kernels=_repeat_kernels(shorter, longer, more),
         collectives=_repeat_calls(shorter.trace.collectives, longer.trace.collectives, more),
         host=HostStorages(**vars(host.storages), pinned=[shorter.trace.host.pinned[number] for number, _ in host.was]),
+        not_covered=shorter.trace.not_covered,
         stepwise=[(at, *stepwise[number]) for at, (number, _) in enumerate(card.was) if number in stepwise],
     )
     details = {key: _extend(value, longer.details[key], more) for key, value in shorter.details.items()}

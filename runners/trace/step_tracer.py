@@ -54,6 +54,8 @@ class Tracer(TorchDispatchMode):
     `fake` makes the tensors; if their shapes are symbolic, so are the sizes (symbolic_shapes.py).
     """
 
+    supports_higher_order_operators = True  # for torch
+
     def __init__(self, capability: Capability, fake: FakeTensorMode | None = None) -> None:
         super().__init__()
         self.fake = fake or FakeTensorMode(allow_non_fake_inputs=True)
@@ -111,6 +113,11 @@ class Tracer(TorchDispatchMode):
         if sharded(types):
             return NotImplemented
         kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention, which requests what its kernel does
+            self._operator, out = func.name(), func(*args, **kwargs)
+            for tensor in _tensors((out,)):
+                self._track(tensor, [])
+            return out
         if func is torch.ops.prim.device.default and self.known is None and isinstance(args[0], FakeTensor):
             self._operator, self._zeros = func, None
             return args[0].device  # torch's C++ asks for it at every operator
@@ -239,6 +246,12 @@ class Tracer(TorchDispatchMode):
         found = list(tensors)
         for book in self.books:
             book.know(category, found)
+
+    def leave_out(self, code: str, detail: str) -> None:
+        """Record that the trace lacks something: a code of `Trace.not_covered`, and which operator or module it is."""
+        details = self.trace.not_covered.setdefault(code, [])
+        if detail not in details:
+            details.append(detail)
 
     def note(self, kind: str, a: int, b: int = 0) -> None:
         """Record what happens to streams (`kind` is one of stream_lag.KINDS) between two events of the trace."""

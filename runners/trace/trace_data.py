@@ -82,6 +82,7 @@ class Trace(Storages):
     `notes` say what streams do, if blocks are freed that another stream still uses (stream_lag.py).
     `answers` is `answers_of` the trial if its script asked torch's memory counters; "" if it did not.
     `stepwise` are storages whose sizes follow another number, with the formula and that number (cuda_allocations.py).
+    `not_covered` names what the GPU allocates beyond the trace: by code, the operators or modules that do.
     """
 
     streams: list[Number] = field(default_factory=list)
@@ -92,6 +93,7 @@ class Trace(Storages):
     host: HostStorages = field(default_factory=HostStorages)
     notes: list[Note] = field(default_factory=list)
     stepwise: list[tuple[Number, str, Number]] = field(default_factory=list)
+    not_covered: dict[str, list[str]] = field(default_factory=dict)
     answers: str = ""
 
     def serves(self, trial: Trial) -> bool:

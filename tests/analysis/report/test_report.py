@@ -65,6 +65,7 @@ def test_axes_have_units_and_lines_have_markers() -> None:
 def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> None:
     measured = synthetic.curve(LENGTHS, gpu_name="NVIDIA L4")
     predicted = synthetic.curve(LENGTHS, device="simulated", simulated_gpu="l4-24gb", seed=1)
+    predicted[0]["not_covered"] = ["kernel_scratch"]
     content = collect(table([*measured, *predicted]))
     names = {figure.name for figure in content.figures}
     assert {"memory_by_length_measured_on_cuda", "memory_by_length_predicted", "predicted_against_measured"} <= names
@@ -73,6 +74,9 @@ def test_predicted_rows_get_figures_of_their_own_and_one_against_measured() -> N
         if figure.name.endswith("_predicted") and "trial_id" in figure.data:
             ids = " ".join(figure.data["trial_id"].astype(str)).split()
             assert all(one.startswith("si") for one in ids)
+            shown = str(predicted[0]["trial_id"]) in ids
+            assert figure.source.startswith("Predicted for l4-24gb" + " (not covered: kernel_scratch)" * shown)
+    assert any(warning.startswith("not covered in 1 row: scratch memory") for warning in content.warnings)
     assert any("are predicted, not measured" in warning for warning in content.warnings)
     faulty = {"step_growth_bytes": 2**27, "full_after_steps": 308, "parameters_without_gradient": 7}
     rows = [measured[0] | faulty | {"trainable_parameters": 9}, *measured[1:]]

@@ -112,6 +112,8 @@ def test_what_is_not_known_and_what_is_only_estimated() -> None:
     assert progress.describe_result(row(item, estimated_tokens_per_s=7039.0)) == "memory unknown, ≤ 7,000 tokens/s"
     assert progress.describe_result(row(item, "oom", unlimited_peak_reserved_bytes=9 << 20)) == "needs 9.0 MiB reserved"
     measured = row(item, tokens_per_s=1234.5, estimated_tokens_per_s=1.0, **known)
+    eager = progress.describe_result(measured | {"not_covered": ["compiled_code"]})
+    assert eager == "5.0 MiB allocated, 6.0 MiB reserved, not covered: compiled_code, 1,234 tokens/s"
     assert progress.describe_result(measured) == "5.0 MiB allocated, 6.0 MiB reserved, 1,234 tokens/s"
     resident = progress.describe_result(measured | {"memory_source": "cpu_tensors_and_rss"})
     assert resident == "5.0 MiB allocated, 1,234 tokens/s"

@@ -110,12 +110,14 @@ def test_what_is_only_predicted_is_said_to_be() -> None:
         complete_row({
             "trial_id": f"p{n}", "terminal": True, "outcome": "ok", "device": "simulated", "peak_allocated_bytes": n,
             "simulated_gpu": "l4-24gb", "torch_version": "2.13.0", "vramsweep_version": "0.3", "git_commit": "01",
-            "unproven": ["optimizer=lion_8bit"] * (n > 1), "trial": {"seq_len": n}, "estimated_tokens_per_s": 5.0,
+            "unproven": ["optimizer=lion_8bit"] * (n > 1),
+            "not_covered": ["evaluation"] * (n > 2), "trial": {"seq_len": n}, "estimated_tokens_per_s": 5.0,
         })
         for n in (1, 2, 3)
     ]  # fmt: skip
     found = publication_check.findings(rows, done(3, done=3))
-    assert [(one.kind, one.forbids, one.count) for one in found] == [("predicted", (), 3), ("unproven", (), 2)]
+    kinds = {one.kind: (one.forbids, one.count) for one in found}
+    assert kinds == {"predicted": ((), 3), "not_covered": ((), 1), "unproven": ((), 2)}
     assert publication_check.evidence(rows, None).claims == ("memory",)  # an estimated speed is none
     (mixed,) = [one for one in publication_check.findings([*rows, *sweep()], done()) if one.kind == "predicted"]
     assert mixed.text == "3 rows predicted, not measured"
