@@ -86,6 +86,7 @@ _WHEN: dict[str, When] = {
     "sdpa": uses_sdpa,
     "eager": lambda trial: trial.attention == "eager",
     "no_mask": _maskless,
+    "user_code": lambda trial: trial.runner.name in runner_table.USER_CODE,
     "loss": lambda trial: trial.runner.name not in runner_table.TARGETED and trial.loss == "default",
     "checkpointed": _checkpointed,
     "kept_cache": _kept_cache,

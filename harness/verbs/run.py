@@ -59,6 +59,12 @@ def words(before: Sequence[str], command: Sequence[str]) -> list[str]:
             why = "no usable CUDA device: measuring on device=cpu; gpu=h100-80gb predicts for that GPU instead"
             print(why, file=sys.stderr)
         found.append(f"device={device}")
+    elif "device=simulated" in before and "device.gpu" not in given:
+        print(
+            "no GPU is named: predicting for h100-80gb, whose workspaces of cuBLAS are 24 MiB a handle larger than "
+            "those of other generations; gpu=NAME predicts for another GPU",
+            file=sys.stderr,
+        )
     return ["-m", "runner=script", f"runner.command={value(text)}", *found]
 
 

@@ -55,9 +55,15 @@ def _require_device(trial: Trial, one: Seen) -> None:
         return
     torch = one["columns"].get("torch_version")
     lacks = found == "cpu" and torch is not None and one["columns"].get("cuda_version") is None
-    why = f" (its torch {torch} is built without CUDA)" if lacks else ""
-    raise InvalidTrial(
-        f"the script trained on device={found}{why}, but the trial has device={asked}; make it train there, or set "
+    raise trained_elsewhere(trial, found, f" (its torch {torch} is built without CUDA)" if lacks else "")
+
+
+def trained_elsewhere(trial: Trial, found: str, why: str = "") -> InvalidTrial:
+    """Return the error for a script that trained on the device `found`, and not on the trial's."""
+    asked = trial.device.name
+    there = "on cuda" if asked == "simulated" else "there"
+    return InvalidTrial(
+        f"the script trained on device={found}{why}, but the trial has device={asked}; make it train {there}, or set "
         f"device={found}"
     )
 

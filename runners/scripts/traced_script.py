@@ -36,7 +36,7 @@ from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_parser import require_unchanged_files
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.scripts.observation_files import WATCH
-from vramsweep.runners.scripts.observed_row import called_with
+from vramsweep.runners.scripts.observed_row import called_with, trained_elsewhere
 from vramsweep.runners.scripts.observer import Observer
 from vramsweep.runners.scripts.traced_counters import Counters
 from vramsweep.runners.scripts.traced_devices import TwoMemories
@@ -114,6 +114,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
             else:
                 runpy.run_module(str(module), run_name="__main__", alter_sys=True)
         except _Over as end:
+            if meter.tracer.trained == {"host"}:
+                raise trained_elsewhere(trial, "cpu") from None
             for code, place in sorted(reached.find_unreached(end)):
                 meter.tracer.leave_out(code, place)
             return

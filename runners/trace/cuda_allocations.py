@@ -24,6 +24,14 @@ LAST_FIRST = {aten.native_dropout.default}
 ON_HOST = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 # Operators that run and allocate as several, but are one on a fake tensor (ATen/native/TensorCompare.cpp, isinf).
 IN_PARTS: dict[Any, Callable[..., Any]] = {aten.isinf.default: lambda values: values.abs() == math.inf}
+# Operators of libraries that choose their own scratch: cuDNN, cuFFT, cuSOLVER
+UNKNOWN_SCRATCH = {
+    getattr(aten, name).default
+    for name in (
+        *("convolution", "convolution_backward", "_ctc_loss", "_ctc_loss_backward", "_fft_r2c", "_fft_c2r", "_fft_c2c"),
+        *("_linalg_svd", "_linalg_eigh", "linalg_eig", "linalg_qr", "linalg_cholesky_ex", "linalg_lu_factor_ex"),
+    )
+}
 ZEROS = {getattr(aten, name).default for name in ("zeros", "new_zeros", "zeros_like")}
 # Autograd's formulas fill fresh zeros in place on a GPU, and out of place if they see a fake tensor.
 IN_PLACE = {

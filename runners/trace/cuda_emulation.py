@@ -6,6 +6,7 @@ changes memory. `behave` puts CUDA's behaviour in place while a step is traced, 
 - autocast: CUDA's policy with its cast cache (aten/src/ATen/autocast_mode.cpp) on the CPU's dispatch key;
 - scaled_dot_product_attention: the kernel that the GPU would pick (sdpa_kernels.py);
 - dropout and rms_norm: the fused kernels, which keep a byte mask and the reciprocal norms;
+- recurrent layers: cuDNN's, of which a lower bound is known (recurrent_layers.py);
 - optimizers and gradient clipping: the foreach path, which is the default on CUDA;
 - GradScaler steps without reading its found-inf flag, which has no value;
 - `torch.autocast("cuda")` and `torch.cuda.synchronize()` do not ask for a device;
@@ -30,11 +31,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.measure.patches import Replacement, patched
-from vramsweep.runners.trace import fake_placement
+from vramsweep.runners.trace import fake_placement, recurrent_layers
 from vramsweep.runners.trace.sdpa_kernels import KERNELS, Attention, chosen_kernel
 
 aten = torch.ops.aten
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+NORM_FUSED = True  # rms_norm is one kernel, since torch 2.9
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
 # CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
@@ -70,7 +72,9 @@ def behave(capability: Capability) -> Iterator[set[str]]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # overriding kernels is the purpose
-            for key, kernels in (("AutocastCPU", _autocast(casts)), ("AutogradCPU", _fused(capability, attended))):
+            composed = {"AutocastCPU": _autocast(casts), "AutogradCPU": _fused(capability, attended)}
+            whole = {"CPU": _kernels(), "Meta": recurrent_layers.metas()}
+            for key, kernels in (composed | whole).items():
                 for name, kernel in kernels:
                     library.impl(name, kernel, key)
         with patched(_replacements(casts)), CudaIsHere():
@@ -232,18 +236,25 @@ def _fused(capability: Capability, attended: set[str]) -> Kernels:
 
     yield "scaled_dot_product_attention", attention
     yield "dropout", dropout
-    if hasattr(aten, "_fused_rms_norm"):  # since torch 2.9
+    yield from recurrent_layers.kernels()
+    if hasattr(aten, "_fused_rms_norm"):
 
-        def rms_norm(
-            input: torch.Tensor,
-            normalized_shape: list[int],
-            weight: torch.Tensor | None = None,
-            eps: float | None = None,
-        ) -> torch.Tensor:
-            normed: torch.Tensor = aten._fused_rms_norm(input, normalized_shape, weight, eps)[0]
+        def rms_norm(input: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> torch.Tensor:
+            whole = NORM_FUSED and (weight is None or weight.dtype is input.dtype)  # as rms_norm_symint decides
+            norm = aten._fused_rms_norm.default if whole else aten._fused_rms_norm.default.decompose
+            normed: torch.Tensor = norm(input, normalized_shape, weight, eps)[0]
             return normed
 
         yield "rms_norm", rms_norm
+
+
+def _kernels() -> Kernels:
+    """Yield operators that a CPU build decomposes and CUDA does not (test_dispatch_tables.py lists them).
+
+    With a kernel they stay whole on fake tensors, and autograd keeps what their own formula names.
+    """
+    if hasattr(aten, "_fused_rms_norm"):
+        yield "_fused_rms_norm", lambda *args: aten._fused_rms_norm.default.decompose(*args)
 
 
 def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterator[Replacement]:
@@ -278,6 +289,16 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
         else:
             move(old, new)
 
+    metas = importlib.import_module("torch._meta_registrations")
+
+    def grouped_mm(a: Any, b: Any, *args: Any, offs: Any = None, out_dtype: Any = None, **kwargs: Any) -> Any:
+        """Make the output in any dtype, because CUDA multiplies group by group what is not bf16 (_grouped_mm_fallback
+        of aten/src/ATen/native/GroupedMMUtils.h)."""
+        plain = kwargs.get("scale_a") is None and a.dtype is b.dtype
+        if plain and a.dtype in (torch.float32, torch.float16):
+            return metas._create_grouped_mm_output_tensor(a, b, offs, out_dtype)
+        return grouped_meta(a, b, *args, offs=offs, out_dtype=out_dtype, **kwargs)
+
     run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     def run_backward_here(*args: Any, **kwargs: Any) -> Any:
@@ -304,6 +325,9 @@ def _replacements(casts: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Iterat
     yield torch, "clear_autocast_cache", clear_casts
     yield torch.cuda, "set_device", lambda device: None
     yield torch, "is_autocast_enabled", is_autocast_enabled
+    if hasattr(torch.nn.functional, "grouped_mm"):  # since torch 2.10; before, CUDA takes bf16 alone too
+        grouped_meta = metas._meta_grouped_mm_common
+        yield metas, "_meta_grouped_mm_common", grouped_mm
     yield torch.autograd, "_engine_run_backward", run_backward_here
     yield torch.Tensor, "record_stream", lambda tensor, stream: None
     yield torch.utils, "swap_tensors", swap

@@ -78,6 +78,7 @@ class Tracer(TorchDispatchMode):
         self.lists: dict[int, Lists] = {}  # by number of the kernel
         self.known: KnownValues | None = None  # of a script: its host tensors are real, except parameters
         self._aside = MemoryLog(Storages(), lambda: None)  # for those parameters, which are fake and on the host
+        self.trained: set[Place] = set()  # where parameters had gradients
         self._placing: Place | None = None
         self._inputs: list[torch.Tensor] = []  # of the running operator
         self._begun: list[tuple[weakref.ref[torch.nn.Module], list[int]]] = []  # modules, storages made before them
@@ -169,13 +170,15 @@ class Tracer(TorchDispatchMode):
             self._inputs = [tensors[n]] if each else tensors
             self._track(tensor, tensors)
         self._inputs = []  # or they would live until the next operator
-        if func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
+        on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])
+        if on_card and func in cuda_allocations.MATMULS:  # their output exists before the handle is requested
             kinds = {one.dtype for one in tensors if func is not torch.ops.aten.addr.default}  # cuBLAS runs no such one
             if len(kinds) > 1 or not all(kind.is_floating_point or kind.is_complex for kind in kinds):
                 raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
             self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
-        on_card = bool(tensors) and tensors[0].device.type != "meta" and not self.on_host(tensors[0])
+        if on_card and func in cuda_allocations.UNKNOWN_SCRATCH:
+            self.leave_out("kernel_scratch", _known_as(func).removeprefix("aten.").removesuffix("_backward"))
         if on_card and (own := cuda_allocations.scratch(func, args, self._capability)):
             self._operator = f"{_known_as(func)} (scratch)"
             taken = zip(self._card.borrow(own), (one for one in own if not isinstance(one, Freed)), strict=True)
@@ -211,6 +214,7 @@ class Tracer(TorchDispatchMode):
             self.know("parameters", self._parameters)  # a forward pass may have changed their dtype, and so their data
             grads = [p.grad for p in self._parameters if p.grad is not None]
             self.know("gradients", [*grads, *held.get("gradients", [])])
+            self.trained |= {"host" if self.on_host(grad) else "card" for grad in grads}
             for book in self.books:
                 buckets = {n for t in held.get("communication", []) if (n := book.number(t)) is not None}
                 book.known["communication"] |= buckets

@@ -1,10 +1,10 @@
-"""Earlier torch on a GPU: which kernel serves a call of attention, where handles keep their workspaces."""
+"""Earlier torch on a GPU: which kernels serve attention and norms, where handles keep their workspaces."""
 
 from collections.abc import Iterator
 
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.measure.patches import Replacement
-from vramsweep.runners.trace import cuda_allocations, sdpa_kernels, trace_data
+from vramsweep.runners.trace import cuda_allocations, cuda_emulation, sdpa_kernels, trace_data
 
 
 def flash_first(trial: Trial) -> Iterator[Replacement]:
@@ -20,3 +20,8 @@ def any_dropout(trial: Trial) -> Iterator[Replacement]:
 def lt_apart(trial: Trial) -> Iterator[Replacement]:
     """Give cuBLASLt's handles workspaces of their own."""
     yield cuda_allocations, "LT_APART", True
+
+
+def norm_in_parts(trial: Trial) -> Iterator[Replacement]:
+    """Run RMSNorm as one operator after another, each of which autograd may keep."""
+    yield cuda_emulation, "NORM_FUSED", False

@@ -16,6 +16,7 @@ from vramsweep.harness.messages.errors import UserError
 from vramsweep.harness.spec import command_template, trial, trial_identity, trial_parser
 from vramsweep.harness.spec.trial_label import describe_trial
 from vramsweep.harness.verbs import run
+from vramsweep.runners.trace.trace_data import cublas_workspace
 
 BIN = Path(sys.executable).parent
 BARE = {"seq_len": 1, "micro_batch": 1, "model": {"model_type": None, "config": {}}}
@@ -97,6 +98,14 @@ def test_own_names_before_the_dashes_are_placeholders(monkeypatch: pytest.Monkey
     found = run.words(["lr=1,a", "seq_len=8", "allocator=default"], ["python", "t.py", "{lr}", "{seq_len}"])
     assert found[:2] == ["-m", "runner=script"]
     assert found[3:] == ["+runner.options.lr='1',a", "seq_len=8", "allocator=default", "device=cuda"]
+
+
+def test_a_gpu_that_nobody_named_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    run.words(["device=simulated", "device.gpu=t4-16gb"], ["true"])
+    assert capsys.readouterr().err == ""
+    run.words(["device=simulated"], ["true"])
+    apart = round((cublas_workspace((9, 0)) - cublas_workspace((8, 0))) / 2**20)
+    assert f"h100-80gb, whose workspaces of cuBLAS are {apart} MiB a handle larger" in capsys.readouterr().err
 
 
 def test_options_of_ones_own_reach_the_command_as_they_are_typed(capsys: pytest.CaptureFixture[str]) -> None:

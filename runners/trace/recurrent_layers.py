@@ -1,0 +1,116 @@
+"""Recurrent layers on a GPU: what torch allocates around cuDNN's call, and the least that cuDNN must keep.
+
+cuDNN keeps its reserve space from the forward pass to the backward pass, in a layout that is its own. Backward needs of
+each row, layer and direction what cannot be computed from inputs and outputs alone (`KEPT`), and the outputs of all
+layers but the last. That is the lower bound traced here, and the trace says that more is not covered. Around the call,
+requests are those of aten/src/ATen/native/cudnn/RNN.cpp (_cudnn_rnn, _cudnn_rnn_backward). Cells of one step run
+torch's own kernels, so all that they allocate is known (aten/src/ATen/native/cuda/RNN.cu).
+
+Not covered: cuDNN's scratch, the state of dropout between layers, FLOPs of these layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from vramsweep.runners.trace.step_tracer import active
+
+aten = torch.ops.aten
+RECURRENT = "recurrent_layers"  # the code in Trace.not_covered
+# Values of each row, layer, direction and hidden unit: four gates and the cell; three gates and the hidden part of the
+# candidate, which the reset gate multiplies; nothing, as the output gives the derivative of tanh and of relu.
+KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 0, "rnn_relu": 0}
+
+
+def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the operators of recurrent layers and cells by name, each with what CUDA runs instead."""
+    for name, kept in KEPT.items():
+        yield f"{name}.input", _padded(name, kept)
+        yield f"{name}.data", _packed(name, kept)
+
+    def lstm_cell(rows: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        return aten._thnn_fused_lstm_cell(rows @ w_ih.t(), hx[0] @ w_hh.t(), hx[1], b_ih, b_hh)[:2]
+
+    def gru_cell(rows: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        return aten._thnn_fused_gru_cell(rows @ w_ih.t(), hx @ w_hh.t(), hx, b_ih, b_hh)[0]
+
+    yield "lstm_cell", lstm_cell
+    yield "gru_cell", gru_cell
+
+
+def metas() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the shapes of CUDA's operators for which torch has none: their names, each with its meta function."""
+
+    def forward(rows: Any, hidden: Any, hx: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+        return torch.empty_like(hx), hx.new_empty((hx.shape[0], 5 * hx.shape[1]))
+
+    def backward(grad: Any, workspace: Any, has_bias: bool) -> Any:
+        gates = [workspace.new_empty((grad.shape[0], 3 * grad.shape[1])) for _ in range(2)]
+        return *gates, torch.empty_like(grad), *(one.sum(0) if has_bias else None for one in gates)
+
+    yield "_thnn_fused_gru_cell", forward
+    yield "_thnn_fused_gru_cell_backward", backward
+
+
+def _padded(name: str, kept: int) -> Callable[..., Any]:
+    def run(
+        input: torch.Tensor, hx: Any, params: list[torch.Tensor], has_biases: bool, num_layers: int, dropout: float,
+        train: bool, bidirectional: bool, batch_first: bool,
+    ) -> Any:  # fmt: skip
+        return _run(name, input, hx, params, kept, (num_layers, 1 + bidirectional), train, batch_first)
+
+    return run
+
+
+def _packed(name: str, kept: int) -> Callable[..., Any]:
+    def run(
+        data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: list[torch.Tensor], has_biases: bool,
+        num_layers: int, dropout: float, train: bool, bidirectional: bool,
+    ) -> Any:  # fmt: skip
+        return _run(name, data, hx, params, kept, (num_layers, 1 + bidirectional), train, False)
+
+    return run
+
+
+def _run(
+    name: str, rows: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], kept: int, layers: tuple[int, int],
+    train: bool, batch_first: bool,
+) -> Any:  # fmt: skip
+    """Run layers of shape (number, directions) on rows of shape (..., features); return outputs and last states."""
+    if (tracer := active()) is not None and not tracer.on_host(params[0]):
+        tracer.leave_out(RECURRENT, name)
+    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    tensors = [rows, *states, *params]
+    if torch.is_autocast_enabled("cpu"):  # _cudnn_rnn_cast_reflatten
+        tensors = [one.to(torch.get_autocast_dtype("cpu")) for one in tensors]
+    number, directions = layers
+    width, cell = states[0].shape[-1], states[-1].shape[-1]  # they differ if an LSTM projects its outputs
+    reserve = directions * (number * kept * cell + (number - 1) * width) if train else 0
+    return _Layers.apply(reserve, directions * width, batch_first, len(states), *tensors)
+
+
+class _Layers(torch.autograd.Function):
+    """Autograd of recurrent layers; `reserve` and `wide` are values of a row: kept for backward, and of the output."""
+
+    @staticmethod
+    def forward(ctx: Any, reserve: int, wide: int, batch_first: bool, states: int, *tensors: torch.Tensor) -> Any:
+        """Return the outputs (..., wide) and the last states, and keep what backward needs."""
+        rows, given = tensors[0], tensors[1 : 1 + states]
+        by_time = rows.transpose(0, 1).contiguous() if batch_first else rows.contiguous()
+        outputs = by_time.new_empty((*by_time.shape[:-1], wide))
+        last = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in given]
+        space = by_time.new_empty((*by_time.shape[:-1], reserve))
+        ctx.save_for_backward(*tensors, outputs, space)
+        ctx.batch_first, ctx.states = batch_first, states
+        return outputs.transpose(0, 1) if batch_first else outputs, *last
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *of_last: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of rows, states and weights; cuDNN computes that of the rows even if nobody asks."""
+        rows, *rest = ctx.saved_tensors[:-2]
+        ordered = [one.transpose(0, 1) if ctx.batch_first else one for one in (grad, rows)]
+        copies = [one.contiguous() for one in ordered]
+        of_rows = torch.empty_like(copies[1])
+        made = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in rest]
+        return None, None, None, None, of_rows.transpose(0, 1) if ctx.batch_first else of_rows, *made
