@@ -167,8 +167,6 @@ def command_problems(trial: Trial) -> Iterator[str]:
             )
     if unused := [name for name in trial.runner.options if name not in told]:
         yield f"{unused[0]} is given, but the command has no {{{unused[0]}}}; write it where the command takes it"
-    if trial.device.name == "simulated" and trial.world_size > 1:
-        yield "a command is predicted as one process; use world_size=1, or measure on device=cuda"
     first = shlex.split(command)[0]
     if not _PLACEHOLDER.search(first) and shutil.which(first) is None:
         hint = f"; a script starts with its interpreter: python {first} ..." if first.endswith(".py") else ""

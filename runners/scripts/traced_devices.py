@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
@@ -26,6 +27,7 @@ from vramsweep.runners.trace.step_tracer import Place, Tracer
 
 CARD = torch.device("cuda", 0)
 _DEVICE: Any = FakeTensor.device
+_PLACE: Any = torch.Tensor.device.__get__
 _IS_CUDA: Any = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 _OF_DEVICES = (torch.device, torch._C._nn._parse_to)
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.scalar_tensor)
@@ -64,14 +66,19 @@ class TwoMemories(TorchFunctionMode):
         return CARD if outside and told.type == "cpu" and not self.tracer.on_host(tensor) else told
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = {name: CARD if name == "device" and type(one) is int else one for name, one in (kwargs or {}).items()}
+        at = 0 if func in _OF_DEVICES else 1  # where a GPU's number may be given as the device
+        if func in (*_OF_DEVICES, torch.Tensor.to) and len(args) > at and type(args[at]) is int:
+            args = (*args[:at], CARD, *args[at + 1 :])
         if func in _OF_DEVICES:
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__deepcopy__:
             return self.copied(*args)
-        if func == _IS_CUDA and isinstance(args[0], FakeTensor):
-            return args[0].device.type == "cpu" and not self.tracer.on_host(args[0])
+        if func in (_IS_CUDA, _PLACE) and isinstance(args[0], (FakeTensor, DTensor)):
+            local: Any = args[0]._local_tensor if isinstance(args[0], DTensor) else args[0]
+            here = local.device.type == "cpu" and not self.tracer.on_host(local)
+            return here if func == _IS_CUDA else CARD if here else local.device
         if func in _device_constructors():
             kwargs.pop("pin_memory", None)  # page-locked memory is host memory too, and needs a driver
             if kwargs.get("device") is None and self.default is not None:
@@ -203,7 +210,7 @@ def _real(tensor: Any) -> bool:
     """Return whether this is an ordinary CPU tensor with values."""
     return (
         isinstance(tensor, torch.Tensor)
-        and not isinstance(tensor, FakeTensor)
+        and not isinstance(tensor, (FakeTensor, DTensor))
         and tensor.device.type == "cpu"
         and tensor.layout is torch.strided
     )

@@ -6,7 +6,7 @@ the GPU (`loss.item()`, to print it), it gets nan, and the row says so. A single
 had, because it decides something. The script is left once the trace has its steps, and what it would
 evaluate or save later is reported (unreached_calls.py). Tensors in host memory have their values (traced_devices.py).
 
-Several processes (torchrun, accelerate launch) and another Python than ours cannot be simulated.
+Of torchrun and accelerate launch rank 0 is traced (traced_ranks.py). Another Python than ours cannot be simulated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import importlib.util
 import inspect
 import io
 import json
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import fake_tensor as fakes
@@ -40,6 +42,7 @@ from vramsweep.runners.scripts.observed_row import called_with, trained_elsewher
 from vramsweep.runners.scripts.observer import Observer
 from vramsweep.runners.scripts.traced_counters import Counters
 from vramsweep.runners.scripts.traced_devices import TwoMemories
+from vramsweep.runners.scripts.traced_ranks import LAUNCHERS, Ranks, launched
 from vramsweep.runners.scripts.unreached_calls import Reached
 from vramsweep.runners.trace.known_values import KnownValues, small
 from vramsweep.runners.trace.step_tracer import Tracer
@@ -74,7 +77,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     output = (folder / command_template.OUTPUT).resolve()
     output.mkdir(exist_ok=True)
     (folder / WATCH).write_text(json.dumps({"stop": True}))
-    file, module, arguments = _python(trial, command_template.command_words(trial, str(output)))
+    with patched([(argparse.ArgumentParser, "error", _refused)]):
+        file, module, arguments, variables = _python(trial, command_template.command_words(trial, str(output)))
     for package in CARDLESS:
         # a missing or broken package is left for the script to find
         with contextlib.suppress(Exception), _disable_current_modes():
@@ -83,23 +87,25 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     values = _Values(known, meter.tracer)
     memories = TwoMemories(meter.tracer)
     triton = _Triton(known)
-    counters = Counters(trial, meter.tracer)
-    observer = _Traced(folder, trial, meter, values, triton, counters)
+    counters, ranks = Counters(trial, meter.tracer), Ranks(trial, memories)
+    observer = _Traced(folder, trial, meter, values, triton, counters, ranks)
     ended = "ended"
     beside = Path.cwd() if file is None else Path(file).resolve().parent  # as Python does, with -m or a file
     reached = Reached(beside)
     replaced = (
-        *_card(trial, counters.total),
+        *_card(trial, counters.total, int(variables.get("LOCAL_WORLD_SIZE", trial.world_size))),
         *counters.replacements(),
         (argparse.ArgumentParser, "error", _refused),
         *values.replacements(),
         *memories.replacements(),
         *triton.replacements(),
         *reached.replacements(),
+        *ranks.replacements(),
         (sys, "argv", [file or module, *arguments]),
         (sys, "path", [str(beside), *sys.path]),
     )
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, variables))
         for function in _writing():
             stack.enter_context(_left_out(function))
         stack.enter_context(patched(replaced))
@@ -108,6 +114,7 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(line_buffering=True)  # a script that is killed or ends at once leaves its lines
         stack.enter_context(memories)
+        stack.enter_context(ranks)
         try:
             if file is not None:
                 runpy.run_path(file, run_name="__main__")
@@ -138,10 +145,11 @@ class _Traced(Observer):
     """An observer that passes what it sees to the trace's meter."""
 
     def __init__(
-        self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton, counters: Counters
+        self, folder: Path, trial: Trial, meter: Any, values: _Values, triton: _Triton, counters: Counters, ranks: Ranks
     ) -> None:
         super().__init__(folder)
-        self.trial, self.traced, self.values, self.triton, self.counters = trial, meter, values, triton, counters
+        self.trial, self.traced, self.values, self.triton = trial, meter, values, triton
+        self.counters, self.ranks_of = counters, ranks
 
     def begin(self, module: torch.nn.Module | None) -> None:
         self.meter = self.traced
@@ -170,7 +178,7 @@ class _Traced(Observer):
         counted = [name for name in built if "parameters" in name]
         found = {
             name: built[name] for name in (*counted, "attention_effective", "optimizer_effective") if name in built
-        }
+        } | {"world_size": self.ranks_of.size}
         told = command_template.placeholder_names(str(self.trial.runner.command))
         shapes = {shape for step in self.volume.steps for shape in step}
         seen = {shape for shape in shapes if shape is not None}
@@ -178,7 +186,7 @@ class _Traced(Observer):
         filled, other = called_with(known, self.trial, told) if known else ({}, [])
         found |= filled
         batches = {self.volume.batches_of(step) for step in range(len(self.volume.steps))}
-        if "precision" not in told or self.triton.launches:
+        if "precision" not in told or self.triton.launches or self.ranks_of.size != self.trial.world_size:
             found |= dict.fromkeys(ESTIMATES)
         if (known, batches) != ({(self.trial.micro_batch, self.trial.seq_len)}, {self.trial.grad_accum}):
             found |= dict.fromkeys(_TOKENS)
@@ -307,30 +315,36 @@ class _Values:
         return value
 
 
-def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    """Return the file or module that the command runs, and its arguments. Raises InvalidTrial for other commands."""
-    command = str(trial.runner.command)
-    if not Path(words[0]).name.startswith("python"):
+def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None, list[str], dict[str, str]]:
+    """Return the file or module that the command runs, its arguments and variables. Raises InvalidTrial for others."""
+    name, rest = Path(words[0]).name, list(words[1:])
+    variables: dict[str, str] = {}
+    if name in LAUNCHERS:
+        rest = ["-m", LAUNCHERS[name], *(rest[1:] if name == "accelerate" else rest)]
+    elif not name.startswith("python"):
         raise InvalidTrial(
             f"cannot be predicted, because {words[0]} starts other processes; give the script itself (python train.py "
-            "...), or measure on device=cuda"
+            "..., torchrun train.py ...), or measure on device=cuda"
         )
-    if interpreter.interpreter_facts(command):
-        raise InvalidTrial(f"cannot be predicted, because {words[0]} is not vramsweep's Python; use that one")
-    rest = list(words[1:])
+    if interpreter.interpreter_facts(str(trial.runner.command)):
+        raise InvalidTrial(
+            f"cannot be predicted, because {words[0]} is not the Python that vramsweep runs in; write {sys.executable}"
+        )
     while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
         if rest.pop(0) in ("-X", "-W") and rest:  # their value is a separate word
             rest.pop(0)
+    if rest[:1] == ["-m"] and set(rest[1:2]) & set(LAUNCHERS.values()):
+        rest, variables = launched(rest[1], rest[2:], trial)
     if not rest or rest[0] == "-c" or rest == ["-m"]:
         raise InvalidTrial("cannot be predicted, because the command runs no Python file or module")
     if rest[0] == "-m":
-        return None, rest[1], rest[2:]
+        return None, rest[1], rest[2:], variables
     if not Path(rest[0]).is_file():
         raise InvalidTrial(f"cannot be predicted, because there is no file {rest[0]}")
-    return rest[0], None, rest[1:]
+    return rest[0], None, rest[1:], variables
 
 
-def _card(trial: Trial, total: int) -> Iterator[Replacement]:
+def _card(trial: Trial, total: int, cards: int) -> Iterator[Replacement]:
     """Yield the answers of torch.cuda about the simulated GPU: owner, name, stand-in."""
     card = trial.device.card
     properties = SimpleNamespace(
@@ -343,7 +357,7 @@ def _card(trial: Trial, total: int) -> Iterator[Replacement]:
     answers: dict[str, Any] = {
         "is_available": True,
         "is_initialized": True,
-        "device_count": 1,
+        "device_count": cards,
         "current_device": 0,
         "get_device_name": card.name,
         "get_device_capability": card.capability,

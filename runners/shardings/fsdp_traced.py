@@ -36,7 +36,7 @@ from vramsweep.runners.trace import fake_placement, step_tracer
 
 optimizers = importlib.import_module("torch.optim.optimizer")
 
-_DEFAULT_MESH = next(
+DEFAULT_MESH = next(
     name for name in ("_init_default_mesh", "_init_default_fully_shard_mesh") if hasattr(fsdp2_api, name)
 )
 
@@ -54,7 +54,7 @@ def on_cpu(trial: Trial) -> contextlib.AbstractContextManager[None]:
         # torch refuses to pin memory without a GPU
         (torch.Tensor, "pin_memory", lambda tensor, *args: fake_placement.pinned(tensor) if tensor.is_meta else tensor),
         (torch.cpu.Stream, "synchronize", lambda self: None),
-        (fsdp2_api, _DEFAULT_MESH, lambda *args, **kwargs: mesh),
+        (fsdp2_api, DEFAULT_MESH, lambda *args, **kwargs: mesh),
     ]
     return patched(replaced, create=True)
 

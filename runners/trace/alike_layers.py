@@ -135,7 +135,6 @@ def lengthen(shorter: Layered, longer: Layered, layers: int) -> Lengthened:
         host=HostStorages(**vars(host.storages), pinned=[shorter.trace.host.pinned[number] for number, _ in host.was]),
         not_covered=shorter.trace.not_covered,
         stepwise=[(at, *stepwise[number]) for at, (number, _) in enumerate(card.was) if number in stepwise],
-        not_covered=shorter.trace.not_covered,
     )
     details = {key: _extend(value, longer.details[key], more) for key, value in shorter.details.items()}
     details["layers_traced"] = FEW

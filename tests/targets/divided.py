@@ -1,8 +1,10 @@
 """Targets of several ranks, which divide their model themselves: DistributedDataParallel, FSDP, or not at all."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,8 +38,8 @@ def fsdp1(trial: Trial) -> Built:
     net = _net()
     for index, layer in enumerate(net):
         if list(layer.parameters()):
-            net[index] = FullyShardedDataParallel(layer, device_id=torch.device("cpu"))
-    return _trained(trial, FullyShardedDataParallel(net, device_id=torch.device("cpu")))
+            net[index] = FullyShardedDataParallel(layer, device_id=torch.get_default_device())
+    return _trained(trial, FullyShardedDataParallel(net, device_id=torch.get_default_device()))
 
 
 def alone(trial: Trial) -> Built:
@@ -90,3 +92,18 @@ def _trained(trial: Trial, net: Any) -> Built:
         return loss
 
     return net, optimizer, step, lambda index: torch.randn(trial.micro_batch, 256, device=trial.device.name)
+
+
+if __name__ == "__main__":  # as a script of several ranks
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.barrier()
+    dist.all_gather_object(every := [None] * dist.get_world_size(), os.environ["LOCAL_RANK"])
+    assert (dist.get_rank(), dist.get_backend(), every) == (0, "nccl", ["0"] * torch.cuda.device_count())
+    asked: Any = SimpleNamespace(device=SimpleNamespace(name="cuda"), world_size=len(every), micro_batch=2)
+    with torch.device("cuda"):
+        model, _, step, batches = globals()[sys.argv[1]](asked)
+    assert all(one.is_cuda and one.device.type == "cuda" for one in model.parameters())
+    for index in range(9):
+        batch = batches(index)
+        loss = step(batch)
