@@ -85,8 +85,10 @@ def label(about: Mapping[str, Any]) -> str:
     """Return in words what the timeline is of."""
     many = [f"{about['sharding']} on {about['world_size']} GPUs"] if about["world_size"] > 1 else []
     setting = [] if about["allocator"] == "default" else [f"allocator {about['allocator']}"]
-    size = f"{about['seq_len']:,} tokens × {about['micro_batch']:,}"
-    return ", ".join([about["model"], size, about["precision"], about["runner"], *many, *setting, about["gpu"]])
+    sizes = ((about["seq_len"], "tokens"), (about["micro_batch"], "samples"))
+    size = " × ".join(f"{number:,} {unit}" for number, unit in sizes if number is not None)
+    parts = [about["model"], size, about["precision"], about["runner"], *many, *setting, about["gpu"]]
+    return ", ".join(filter(None, parts))
 
 
 def holders(record: Mapping[str, Any]) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from vramsweep.harness.process import worker_environment
 from vramsweep.harness.process.attempt import Launcher, ask_attempt, attempt_environment
 from vramsweep.harness.rows import journal
 from vramsweep.harness.rows.schema import Row
-from vramsweep.harness.spec import length_distribution, trial_parser
+from vramsweep.harness.spec import command_template, length_distribution, trial_parser
 from vramsweep.harness.spec.techniques.schema import value_of
 from vramsweep.harness.spec.trial import Trial
 
@@ -139,9 +139,11 @@ def of_trial(question: str, verb: str, trial_id: str, trial: Trial, traces: Path
 
 
 def describe_trial(trial: Trial) -> dict[str, Any]:
-    """Return what a reader of an answer wants to know of the trial."""
+    """Return what a reader of an answer wants to know of the trial; None of a size that its command does not take."""
+    unseen = command_template.unseen_settings(trial) if trial.runner.command is not None else ()
     names = ("model", "seq_len", "micro_batch", "precision", "runner", "sharding", "world_size", "allocator")
-    return {name: value_of(trial, name) for name in names} | {"gpu": trial.device.gpu}
+    about = {name: value_of(trial, name) for name in names}
+    return about | dict.fromkeys({"seq_len", "micro_batch"} & set(unseen)) | {"gpu": trial.device.gpu}
 
 
 def ask(

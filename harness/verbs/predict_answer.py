@@ -18,6 +18,7 @@ from vramsweep.harness.questions import largest_prediction
 from vramsweep.harness.questions.fit_prediction import find_need
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import fit_text
+from vramsweep.harness.spec.command_template import unseen_settings
 from vramsweep.harness.spec.not_covered import EAGER, describe
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.harness.sweep import result_table
@@ -177,6 +178,8 @@ def describe_largest(item: Planned, found: largest_prediction.Answer, axis: str,
     """Yield the lines of one trial's largest length or batch that fits; `last` is the largest that was requested."""
     what = {"seq_len": ("longest sequence", "tokens"), "micro_batch": ("largest batch", "sequences per GPU")}[axis]
     trial = item.trial
+    if trial is not None and trial.runner.command is not None and "seq_len" in unseen_settings(trial):
+        what = what[0], "samples per GPU"
     yield "" if trial is None else f"{fit_text.describe_run(trial, axis)}, predicted"
     if trial is None or found["largest"] is None:
         unknown = "unknown" if found["unanswered"] and not found["looked_at"] else "none"

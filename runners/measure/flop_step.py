@@ -91,8 +91,9 @@ class Count:
         frozen = weights is None or row.get("trainable_parameters") != weights  # or not known
         model, hardware, found = self._trusted(row.get("attention_effective"), frozen or self.uneven)
         notes = [*(row.get("notes") or ()), *found]
-        of_model = None if model is None or not self.tokens else model / self.tokens
-        of_hardware = None if hardware is None or not self.tokens else hardware / self.tokens
+        tokens = self.tokens if row["tokens_per_s"] is not None else None
+        of_model = None if model is None or not tokens else model / tokens
+        of_hardware = None if hardware is None or not tokens else hardware / tokens
         peak = peak_flops(row["gpu_name"], self.precision) if row["gpu_name"] and self.precision else None
         speed = row["tokens_per_s"]
         used = None if peak is None or speed is None else speed / (peak * self.world_size)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from vramsweep.harness.files import plain_json
 from vramsweep.harness.messages.errors import describe
@@ -32,15 +32,16 @@ from vramsweep.harness.spec import length_distribution
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.harness.spec.trial_parser import require_unchanged_files
 from vramsweep.harness.spec.version_differences import uses_sdpa
-from vramsweep.runners.model import apply_techniques
+from vramsweep.runners.model import apply_techniques, model_task
+from vramsweep.runners.model.model_task import IGNORED, Sample
 from vramsweep.runners.trace import fake_placement
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 BF16_WEIGHTS = ("bf16_pure", "bf16_master")  # weights in bf16, without autocast
 POOL = 64  # distinct samples; steps cycle through them
 DOCUMENTS = 4  # documents in a packed synthetic sample
-IGNORED = -100  # a label that the loss ignores
-Sample = dict[str, torch.Tensor]
+# Columns that are null if samples have no tokens
+OF_TOKENS = ("tokens_per_s", "calibrated_tokens_per_s", "estimated_tokens_per_s", "estimated_tokens_per_s_no_overlap")
 Samples = Sequence[Sample]
 
 
@@ -71,9 +72,9 @@ class Data:
             chosen = self.alike(samples)
             rows = {key: [sample[key].detach() for sample in chosen] for key in chosen[0]}
             alone = {key: int(row[0]) for key, row in rows.items() if len(row) == row[0].numel() == 1}
-        if alone:  # because a trace takes one real element for a constant, which has no memory
-            return {key: torch.full((1, 1), token) for key, token in alone.items()}
-        return {key: torch.stack(tensors) for key, tensors in rows.items()}
+        made = {key: torch.stack(row) for key, row in rows.items() if key not in alone}
+        # because a trace takes one real element for a constant, which has no memory
+        return made | {key: torch.full((1, *rows[key][0].shape), number) for key, number in alone.items()}
 
 
 def prepare(trial: Trial) -> None:
@@ -110,14 +111,15 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     if limit is not None and trial.seq_len > limit:
         raise InvalidTrial(f"seq_len {trial.seq_len} is longer than {trial.model.name}'s {limit} positions")
     # Import the class's module now: tensors that modules keep (torchaudio's, 4 bytes) would else land on the device.
-    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    task = model_task.find_task(config)
+    task.model_class(config)
 
     shared = {"attn_implementation": _attention(trial), "trust_remote_code": trial.model.trust_remote_code}
 
     def make(dtype: torch.dtype, device: torch.device = device) -> Any:
         with device:
             try:
-                return AutoModelForCausalLM.from_config(config, dtype=dtype, **shared)
+                return task.auto.from_config(config, dtype=dtype, **shared)
             except ValueError as error:
                 raise _own_code(trial, error) or error from None
             except (TypeError, ArithmeticError, AssertionError, RuntimeError) as error:
@@ -129,7 +131,7 @@ def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) 
     elif trial.weights == "pretrained" and not simulated:
         special = apply_techniques.pretrained(trial, device)
         given = {"config": config, "dtype": dtype, **shared, **special}
-        net = AutoModelForCausalLM.from_pretrained(str(trial.model.path), **given)
+        net = task.auto.from_pretrained(str(trial.model.path), **given)
         if not special:
             net.to(device)
     else:
@@ -208,7 +210,8 @@ def _refuse_absurd(trial: Trial, config: Mapping[str, Any]) -> None:
     """Raise InvalidTrial for sizes beyond those of any model (`MOST`)."""
     for name, most in MOST.items():
         value = config.get(name)
-        if value is not None and not (type(value) is int and 1 <= value <= most):
+        numbers = value if isinstance(value, list) and value else [value]  # a number for each stage
+        if value is not None and not all(type(one) is int and 1 <= one <= most for one in numbers):
             raise InvalidTrial(
                 f"model {trial.model.path or trial.model.name}: {name}={describe(value)} is not allowed; use a "
                 f"number from 1 to {most:,}"
@@ -255,16 +258,32 @@ def autocast(trial: Trial, device: torch.device) -> contextlib.AbstractContextMa
     return contextlib.nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
+def knows_values(trial: Trial) -> bool:
+    """Return whether a trace keeps the values of batches, because the model may read them."""
+    return trial.model.path is not None and model_task.find_task(read_config(trial)).inputs is not None
+
+
 def vocabulary(trial: Trial) -> int:
     """Return the number of token ids that synthetic data may draw from."""
     if trial.model.path is None and "vocab_size" in trial.model.config:
         return int(trial.model.config["vocab_size"])
-    return int(read_config(trial).vocab_size)
+    return int(getattr(config := read_config(trial).get_text_config(), "vocab_size", None) or config.num_labels)
 
 
 @_disable_current_modes()
 def data(trial: Trial) -> Data:
     """Return synthetic or text samples on the host, real ones even if all else is traced on fake tensors."""
+    if knows_values(trial) and (inputs := model_task.find_task(config := read_config(trial)).inputs) is not None:
+        if trial.data != "synthetic" or trial.padding or trial.packing != "none":
+            raise InvalidTrial(f"model {trial.model.name} needs data=synthetic, without padding and packing")
+        try:
+            sample = inputs(config, _ids(trial)[0])
+        except (AttributeError, TypeError) as error:  # inputs of other kinds
+            raise InvalidTrial(f"model {trial.model.name}: no batch is made for its configuration: {error}") from None
+        if trial.precision in BF16_WEIGHTS:
+            sample = {key: one.bfloat16() if one.is_floating_point() else one for key, one in sample.items()}
+        unknown = () if "input_ids" in sample else ("padding_fraction", *OF_TOKENS)
+        return Data([sample] * POOL, {"padding_fraction": 0.0} | dict.fromkeys(unknown), trial.device.name == "cuda")
     if length_distribution.names_lengths(trial.data):
         return _of_lengths(trial)
     samples: Samples = _synthetic(trial) if trial.data == "synthetic" else _text(trial)

@@ -14,7 +14,6 @@ import torch
 from torch._dynamo import eval_frame
 from torch._subclasses import fake_tensor as fakes
 from torch.utils._pytree import tree_leaves
-from transformers import AutoModelForCausalLM
 
 from vramsweep.harness.hardware.gpu_lookup import Gpu
 from vramsweep.harness.spec import length_distribution, runner_table
@@ -22,13 +21,14 @@ from vramsweep.harness.spec.not_covered import CODES, EAGER, describe
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.measure.patches import patched
-from vramsweep.runners.model import apply_techniques, build
+from vramsweep.runners.model import apply_techniques, build, model_task
 from vramsweep.runners.predict import mask_facts
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.rank.entry_modules import import_entries, import_entry
 from vramsweep.runners.trace.alike_layers import FEW, Layered, Lengthened, find_layers, lengthen
 from vramsweep.runners.trace.cuda_emulation import behave
+from vramsweep.runners.trace.known_values import KnownValues
 from vramsweep.runners.trace.repeated_passes import RepeatedPasses
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
@@ -115,6 +115,8 @@ def trace_trial(
 def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: Tracer) -> tuple[Trace, dict[str, Any]]:
     """Trace the runner's steps as `trace_trial` does, in a process that is prepared and stays as it is."""
     meter = TraceMeter(trial, tracer, folder)
+    if build.knows_values(trial) and tracer.fake.shape_env is None:  # symbols have none
+        tracer.known = KnownValues()
     try:
         with (
             behave(card.capability) as attention,
@@ -210,7 +212,7 @@ def count_alike_layers(trial: Trial) -> int | None:
     if not isinstance(layers, int) or layers < FEWEST:
         return None
     with torch.device("meta"):
-        net = AutoModelForCausalLM.from_config(config)
+        net = model_task.find_task(config).auto.from_config(config)
     lists = [one for one in net.modules() if isinstance(one, torch.nn.ModuleList) and len(one) == layers]
     told = [one for one in config.to_dict().values() if isinstance(one, list) and len(one) == layers]  # of each layer
     alike = len(lists) == 1 and all(_describe(layer) == _describe(lists[0][0]) for layer in lists[0])

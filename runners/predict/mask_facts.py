@@ -21,7 +21,7 @@ from transformers.utils import import_utils
 from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.patches import Replacement, patched
-from vramsweep.runners.model import build
+from vramsweep.runners.model import build, model_task
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def facts(data: build.Data, micro_batch: int = 1) -> Facts:
     return Facts(padded, frozenset(lengths), documents, longest)
 
 
-def _in_batches(data: build.Data, micro_batch: int) -> Iterator[build.Sample]:
+def _in_batches(data: build.Data, micro_batch: int) -> Iterator[model_task.Sample]:
     """Yield the samples as their batches have them."""
     for first in range(0, len(data.samples), micro_batch):
         every = range(first, min(first + micro_batch, len(data.samples)))
@@ -60,7 +60,8 @@ def answer_questions(trial: Trial) -> contextlib.AbstractContextManager[None]:
     """Answer transformers' questions until the context is left; those of a custom target stay unanswered."""
     if trial.runner.name in TARGETED:
         return contextlib.nullcontext()
-    if trial.runner.command:  # its batches have values (known_values.py); fake tensors alone do not mean compiling
+    # batches with values (known_values.py); fake tensors alone do not mean compiling
+    if trial.runner.command or build.knows_values(trial):
         original = import_utils.is_tracing
         return patched([(masking_utils, "is_tracing", lambda tensor=None: original(None))])
     return answers(cache(lambda: facts(build.data(trial), trial.micro_batch)))

@@ -83,7 +83,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
         # a missing or broken package is left for the script to find
         with contextlib.suppress(Exception), _disable_current_modes():
             importlib.import_module(package)
-    known = meter.tracer.known = KnownValues()
+    known, meter.tracer.scripted = KnownValues(), True
+    meter.tracer.known = known
     values = _Values(known, meter.tracer)
     memories = TwoMemories(meter.tracer)
     triton = _Triton(known)

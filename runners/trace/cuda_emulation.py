@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.measure.patches import Replacement, patched
@@ -106,6 +106,8 @@ class CudaIsHere(TorchFunctionMode):
             isinstance(v, torch.device) and v == fake_placement.HOST for v in (*args[1:], *kwargs.values())
         ):
             made = fake_placement.on_host(pinned=True)
+        if func is torch.tensor and not isinstance(args[0], torch.Tensor):  # whose C++ reads tensors in a list
+            args = tree_map_only(FakeTensor, torch.Tensor.item, args)
         if _caller().startswith("deepspeed."):
             host = "meta"
             if func is torch.Tensor.cpu:

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.utils._pytree import tree_iter, tree_map
 
 LIMIT = 1 << 24  # elements of a tensor whose value is kept
-FLOATS = 1 << 10  # elements of a floating-point one: means and shares of counts
+FLOATS = 1 << 22  # elements of a floating-point one: shares of counts, and images, of which models drop black ones
 ASKS = frozenset(
     getattr(torch.ops.aten, name).default
     for name in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "_unique2")
-)
+) | {torch.ops.aten.unique_consecutive.default, torch.ops.aten.repeat_interleave.Tensor}
 INDEXING = frozenset((torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default))
 UNKNOWN: Any = object()
 
@@ -47,7 +47,7 @@ class KnownValues:
         """Return what the operator makes of known values; UNKNOWN if one is unknown or the result too large."""
         tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, torch.Tensor)]
         fakes = [tensor for tensor in tensors if isinstance(tensor, FakeTensor)]
-        if fakes and all(self.of(tensor) is not None for tensor in fakes) and not _random(func):
+        if tensors and all(self.of(tensor) is not None for tensor in fakes) and not _random(func):
             values = tree_map(lambda one: self.of(one) if isinstance(one, FakeTensor) else one, (args, kwargs))
         elif not tensors and _made_of_numbers(func, kwargs):
             values = args, kwargs

@@ -76,7 +76,8 @@ class Tracer(TorchDispatchMode):
         self.books = (self._card, self._host)
         self.touched: list[list[int | None]] = []  # the storages of each kernel
         self.lists: dict[int, Lists] = {}  # by number of the kernel
-        self.known: KnownValues | None = None  # of a script: its host tensors are real, except parameters
+        self.known: KnownValues | None = None  # of batches
+        self.scripted = False  # a script's trace: its host tensors are real, except parameters
         self._aside = MemoryLog(Storages(), lambda: None)  # for those parameters, which are fake and on the host
         self.trained: set[Place] = set()  # where parameters had gradients
         self._placing: Place | None = None
@@ -137,7 +138,7 @@ class Tracer(TorchDispatchMode):
                 return asked
             if not self.in_step or _framework_asks():
                 return 0  # the Trainer's own bookkeeping after training; a framework's check for overflow
-        elif tensors and not any(valueless) and (self.known is not None or all(t.numel() <= 1 for t in tensors)):
+        elif tensors and not any(valueless) and (self.scripted or all(t.numel() <= 1 for t in tensors)):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -332,7 +333,7 @@ class Tracer(TorchDispatchMode):
     def _track(self, tensor: torch.Tensor, inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
             return
-        if self.known is not None and tensor.device.type != "meta":
+        if self.scripted and tensor.device.type != "meta":
             storage = tensor.untyped_storage()
             if not any(storage._cdata in book.numbers for book in (self._card, self._aside)):
                 (self._aside if self._made_on_host(inputs) else self._card).hold(storage)

@@ -80,7 +80,7 @@ def test_the_areas_sum_to_what_is_allocated_and_the_peak_is_named() -> None:
     assert [one.text for one in said["phase"]] == ["forward", "backward", "optimizer"]
     assert said["limit"][0].text == "limit 100.0 MiB"
     assert said[plots.WORLD][0].text == "predicted"
-    assert figure.title.endswith("(predicted)") and "1,024 tokens × 2" in figure.title
+    assert figure.title.endswith("(predicted)") and "1,024 tokens × 2 samples" in figure.title
     assert list(figure.data["allocated"]) == record()["timeline"]["allocated"]
 
 
