@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, TARGETS, Cli, cases, parametrized, refusal
+from conftest import ROOT, TARGETS, Cli, cases, parametrized, refusal, source
 from packaging.requirements import Requirement
 
 from vramsweep import __main__ as front_door
@@ -181,20 +181,7 @@ def test_the_gpus_are_listed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_what_only_prints_imports_nothing_heavy() -> None:
     """Each of these is answered at once; what trains, fits or draws takes seconds to import."""
-    code = """
-import contextlib, sys
-from vramsweep.__main__ import main
-for words in (["--help"], ["gpus"], ["columns"], ["techniques"], ["status"], ["doctor", "--help"]):
-    with contextlib.suppress(SystemExit):
-        main(words)
-light = set(sys.modules)
-for words in (["explain", "--help"], ["advise", "--help"], ["predict", "--help"], ["plan", "--help"]):
-    with contextlib.suppress(SystemExit):
-        main(words)
-heavy = {"torch", "transformers", "deepspeed", "pandas", "scipy", "plotly", "numpy", "sklearn", "matplotlib"}
-assert not heavy & set(sys.modules), heavy & set(sys.modules)
-assert not {"hydra", "omegaconf"} & light
-"""
+    code = source("imports_of_verbs.txt")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

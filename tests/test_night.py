@@ -7,23 +7,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TARGETS, wait_for
+from conftest import ROOT, TARGETS, source, wait_for
 
 from vramsweep.harness.rows import journal
 
 LENGTHS = range(8, 2049, 8)
-NIGHT = f"""
-import sys
-from pathlib import Path
-from conftest import SETTINGS, tiny
-from vramsweep.harness.process import fork_server
-from vramsweep.harness.sweep import plan, run_trials
-fork_server.COMMAND = (sys.executable, {str(TARGETS / "oracle_template.py")!r})
-chosen = {{"isolation": "warm", "slots": 8, "retries": 2, "timeout_s": 3, "retry_failed": "again" in sys.argv}}
-settings = plan.Settings(**(SETTINGS | chosen))
-values = [tiny(seq_len=n) for n in range({LENGTHS.start}, {LENGTHS.stop}, {LENGTHS.step})]
-sys.exit(run_trials.run(plan.order_trials(plan.expand_trials(values, 1)), settings, Path(sys.argv[1]))[1])
-"""
+NIGHT = source("night_of_trials.txt").format(template=str(TARGETS / "oracle_template.py"), lengths=LENGTHS)
 
 
 def night(folder: Path, *words: str, disturbed: bool = False) -> subprocess.Popen[bytes]:

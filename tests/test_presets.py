@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, Cli, parametrized
+from conftest import ROOT, Cli, parametrized, source
 from test_hydra import planned
 
 from vramsweep.harness.config import compose
@@ -15,16 +15,7 @@ from vramsweep.harness.rows import journal
 from vramsweep.harness.verbs import cli
 
 OURS = sorted((ROOT / "conf" / "sweep").glob("*.yaml"))
-CASES = """# @package _global_
-defaults:
-  - override /device: simulated
-  - override /protocol: brief
-answer: claims
-cases:
-  - model=tiny seq_len=64,128
-  - model=tiny seq_len=128 checkpointing=none,full device.gpu=l4-24gb
-  - model=tiny seq_len=128
-"""
+CASES = source("preset_of_cases.txt")
 
 
 @pytest.fixture

@@ -131,19 +131,9 @@ def test_each_quantity_has_its_column() -> None:
     )  # fmt: skip
     asked = [of("allocated"), of("active"), of("reserved"), of("device"), of("allocated", "forward"),
              of("reserved", "forward"), of("step", unit="s"), of("tokens/s", unit="all")]  # fmt: skip
-    assert [reference_runs.predicted(one, RUN, found, most=False) for one in asked] == [
-        100,
-        110,
-        200,
-        300,
-        80,
-        90,
-        2.0,
-        2.0,
-    ]
-    assert [reference_runs.predicted(one, RUN, found, most=True) for one in asked] == [
-        None, 120, 220, 320, None, None, 3.0, 3.0,
-    ]  # fmt: skip
+    told = {most: [reference_runs.predicted(one, RUN, found, most=most) for one in asked] for most in (False, True)}
+    assert told[False] == [100, 110, 200, 300, 80, 90, 2.0, 2.0]
+    assert told[True] == [None, 120, 220, 320, None, None, 3.0, 3.0]
     assert reference_runs.predicted(of("allocated"), RUN, row(outcome="oom"), most=False) is None
     assert reference_runs.predicted(of("allocated"), RUN, None, most=False) is None
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import unchanged
-from conftest import ROOT, literal_cases
+from conftest import ROOT, literal_cases, source
 
 pytest_plugins = ["pytester"]
 TRACING = ROOT / "tests" / "runners" / "trace" / "test_step_tracer.py"
@@ -68,21 +68,7 @@ def test_what_passed_is_left_out_until_its_inputs_change_or_it_fails(
     for name in ("hash_folders", "hash_machine"):
         monkeypatch.setattr(unchanged, name, lambda *names: "")
     (pytester.path / "tests").mkdir()
-    code = """
-        import os, pytest
-        @pytest.mark.slow
-        @pytest.mark.deterministic
-        @pytest.mark.parametrize("right", [True, False])
-        def test_traced(right): assert right and "FAILS" not in os.environ
-        @pytest.mark.slow
-        def test_slow(): pass
-        @pytest.mark.slow
-        @pytest.mark.deterministic
-        @pytest.mark.parametrize("place", [0], ids=[os.getcwd()])
-        def test_by_place(place): pass
-        @pytest.mark.deterministic
-        def test_quick(): pass
-    """
+    code = source("tests_to_leave_out.txt")
     (pytester.path / "tests" / "conftest.py").write_text(
         "import unchanged\nfrom unchanged import pytest_addoption, pytest_configure\n"
         "def pytest_runtest_setup(item): unchanged.note_kept(item)\n"

@@ -140,12 +140,7 @@ def test_every_reading_is_in_bytes_or_seconds_with_what_is_known_of_it() -> None
     )  # fmt: skip
     assert (memory["unit"], memory["error"], memory["upper_bound_error"]) == ("bytes", "+0.100000", "+0.200000")
     assert (memory["peak"], memory["peak_in"], memory["error_above_states"]) == ("moves", "backward", "+0.250000")
-    assert (speed["unit"], speed["measured"], speed["predicted"], speed["why"]) == (
-        "s",
-        "0.5",
-        "0.4",
-        "padded; rounded",
-    )
+    assert [speed[name] for name in ("unit", "measured", "predicted", "why")] == ["s", "0.5", "0.4", "padded; rounded"]
     assert (outcome["measured"], outcome["predicted"], outcome["error"], outcome["unit"]) == ("oom", "oom", "", "")
 
 

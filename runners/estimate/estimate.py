@@ -22,7 +22,7 @@ from vramsweep.harness.search.strategy import drive
 from vramsweep.harness.spec import fit_text
 from vramsweep.harness.spec.trial import MOST
 from vramsweep.runners.estimate import training_step
-from vramsweep.runners.estimate.training_step import PRECISIONS, SHARDINGS, Request, Sizes
+from vramsweep.runners.estimate.training_step import MISTAKES, PRECISIONS, SHARDINGS, Request, Sizes
 from vramsweep.runners.predict import explanation as explaining
 from vramsweep.runners.predict.explanation import Moment
 from vramsweep.runners.predict.memory_timeline import timeline
@@ -90,9 +90,8 @@ class Estimate:
         Raises UserError if it cannot be drawn.
         """
         trial = self._request.trial()
-        about = {
-            name: getattr(trial, name) for name in ("seq_len", "micro_batch", "precision", "sharding", "world_size")
-        }
+        names = ("seq_len", "micro_batch", "precision", "sharding", "world_size")
+        about = {name: getattr(trial, name) for name in names}
         about |= {"model": trial.model.name, "runner": "estimate", "allocator": trial.allocator.name}
         found = timeline(self._trace, allocator_config.parse(self._request.allocator), self.limit)
         assert found is not None  # because something is traced
@@ -225,7 +224,7 @@ def estimate(
         sharding, world_size = "ddp", ranks
     check_listed(f"gpu={gpu}", "GPU", gpu, [one.name for one in gpu_lookup.GPUS])
     check_listed(f"sharding={sharding}", "sharding", sharding or "none", SHARDINGS)
-    check_listed(f"precision={precision}", "precision", precision or "fp32", filter(None, PRECISIONS))
+    check_listed(f"precision={precision}", "precision", precision or "fp32", PRECISIONS)
     if type(world_size) is not int or not 1 <= world_size <= MOST:
         raise UserError(f"world_size={world_size}: allowed is a whole number of GPUs from 1 on")
     if world_size > 1 and sharding in (None, "none"):
@@ -235,9 +234,7 @@ def estimate(
     if isinstance(optimizer, torch.optim.Optimizer):
         own = {id(one) for one in inner.parameters()} if isinstance(inner, torch.nn.Module) else set()
         if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
-            raise UserError(
-                "optimizer: it has none of the model's parameters; make it from model.parameters(), or give a class"
-            )
+            raise UserError(MISTAKES["other_optimizer"])
     elif optimizer is not None and not callable(optimizer):
         raise UserError(f"optimizer: a {type(optimizer).__name__}; give an instance, a class or a function")
     return _estimate(
@@ -252,9 +249,8 @@ def _estimate(request: Request) -> Estimate:
 def _result(request: Request, trace: Trace, notes: tuple[str, ...]) -> Estimate:
     trial = request.trial()
     limit = trial.memory_limit()
-    found = explaining.explanation(
-        trace, allocator_config.parse(request.allocator), gpu_lookup.memory_limit(trial.device.card)
-    )
+    config = allocator_config.parse(request.allocator)
+    found = explaining.explanation(trace, config, gpu_lookup.memory_limit(trial.device.card))
     assert found is not None  # because something is traced
     return Estimate(
         fits=found.refused is None,

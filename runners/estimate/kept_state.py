@@ -60,9 +60,7 @@ def kept_state(groups: bool) -> Iterator[None]:
             stack.callback(restore, read())
         if groups:
             stack.enter_context(_other_groups())
-        hooks = [
-            name for name in vars(modules) if name.startswith("_global_") and isinstance(vars(modules)[name], dict)
-        ]
+        hooks = [name for name, one in vars(modules).items() if name.startswith("_global_") and isinstance(one, dict)]
         stack.enter_context(patched((modules, name, OrderedDict()) for name in hooks))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())

@@ -5,6 +5,7 @@ In: a `Request`. Out: a trace, a trial that stands for it, and sentences on what
 
 import contextlib
 import inspect
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from vramsweep.harness.spec.trial import AllocatorAxis, DeviceAxis, ModelAxis, P
 from vramsweep.runners.estimate.fake_twin import COMPILED, copy_without_values, empty_like
 from vramsweep.runners.estimate.kept_state import kept_state
 from vramsweep.runners.loops import custom
-from vramsweep.runners.model.build import Data
+from vramsweep.runners.model.build import AUTOCAST, Data
 from vramsweep.runners.predict import make_trace, mask_facts
 from vramsweep.runners.rank import process_group
 from vramsweep.runners.rank.entry_modules import import_entries
@@ -37,15 +38,9 @@ from vramsweep.runners.trace import fake_placement
 from vramsweep.runners.trace.step_tracer import Tracer
 from vramsweep.runners.trace.trace_data import Trace
 
-# Dtype of the weights and of autocast by precision, as in a trial.
-PRECISIONS: dict[str | None, tuple[torch.dtype | None, torch.dtype | None]] = {
-    None: (None, None),
-    "fp32": (torch.float32, None),
-    "tf32": (torch.float32, None),
-    "bf16": (torch.float32, torch.bfloat16),
-    "fp16": (torch.float32, torch.float16),
-    "bf16_pure": (torch.bfloat16, None),
-}
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "bf16_pure")
+# What a caller can fix, in words that take more than a line.
+MISTAKES: dict[str, str] = json.loads(Path(__file__).with_name("mistakes.json").read_text("utf-8"))
 SHARDINGS = ("none", "ddp", "fsdp1", "fsdp2")
 
 
@@ -122,10 +117,7 @@ def read_batch(batch: Any) -> tuple[Any, mask_facts.Facts | None]:
 
     found = tree_map(sizes, batch, is_leaf=pair)
     if not sizes_of(found):
-        raise UserError(
-            f"batch: a {type(batch).__name__} without tensors; give a tensor, a tuple or a dict of tensors, or shapes: "
-            '{"input_ids": ((8, 512), torch.long)}'
-        )
+        raise UserError(MISTAKES["no_tensors"].format(type(batch).__name__))
     return found, _read_masks(batch)
 
 
@@ -166,10 +158,7 @@ def unwrap(model: Any) -> tuple[Any, int, tuple[str, ...]]:
     every, tensors = list(model.modules()), [*model.parameters(), *model.buffers()]
     divided = any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in every)
     if divided or any(isinstance(one, DTensor) or hasattr(one, "ds_id") for one in tensors):
-        raise UserError(
-            "model: it is divided already (FSDP, DTensor or DeepSpeed); give the whole model, on device meta if it is "
-            'large, with sharding="fsdp2" and world_size'
-        )
+        raise UserError(MISTAKES["divided"])
     if any(torch.nn.parameter.is_lazy(one) for one in tensors):
         raise UserError("model: lazy modules have no shapes yet; run the model once, then estimate")
     if any(getattr(one, "bnb_quantized", True) is False for one in tensors):
@@ -202,10 +191,7 @@ def trace_request(request: Request) -> tuple[Trace, tuple[str, ...]]:
             raise
         except Exception as error:
             text = (str(error).strip().splitlines() or ["no message"])[0]
-            raise UserError(
-                f"the training step raised {type(error).__name__} while it was traced: {text:.200}\n"
-                "Check that the model, the batch and the loss work for one step; the cause has the traceback."
-            ) from error
+            raise UserError(MISTAKES["raised"].format(type(error).__name__, text)) from error
     if not trace.events:
         raise UserError("the training step allocates nothing; give a model with parameters or a batch with tensors")
     told = (f"{code}: {describe(code, of)}" for code, of in trace.not_covered.items())
@@ -239,8 +225,8 @@ class _Loop:
 
     def _build(self, trial: Trial, device: torch.device) -> Any:
         asked = self.request
-        weights, lower = PRECISIONS[asked.precision]
-        lower = None if trial.sharding in FSDP else lower  # FSDP casts itself
+        weights = {None: None, "bf16_pure": torch.bfloat16}.get(asked.precision, torch.float32)
+        lower = None if trial.sharding in FSDP else AUTOCAST.get(trial.precision)  # FSDP casts itself
         net, optimizer, criterion = self._made(trial, device, weights)
         if not net.training:
             net.train()
@@ -324,10 +310,7 @@ class _Loop:
                 self.notes += [note] * (note not in self.notes)
             loss = output.mean() if output.dim() else output
         if not isinstance(loss, torch.Tensor):
-            raise UserError(
-                f"loss: the model returned a {type(output).__name__} without a loss; give loss=, a function of "
-                "(output, batch), or labels in the batch"
-            )
+            raise UserError(MISTAKES["no_loss"].format(type(output).__name__))
         return loss
 
 

@@ -41,15 +41,9 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     )
     data = build.data(trial)
     zero_config.checked(trial, engine)
-    meter.built(
-        lambda: {
-            **model_description.describe(net, optimizer),
-            **zero_config.told(engine),
-            **data.columns,
-            "runner_config": config,
-        },
-        functools.partial(zero_config.skipped, engine),
-    )
+    about = {**data.columns, "runner_config": config}
+    skipped = functools.partial(zero_config.skipped, engine)
+    meter.built(lambda: model_description.describe(net, optimizer) | zero_config.told(engine) | about, skipped)
     micro = 0
     for _ in range(trial.steps()):
         meter.step_begin()

@@ -193,9 +193,8 @@ def _resume(trial: Trial, device: torch.device, meter: StepMeter, folder: Path) 
 def _named(trial: Trial) -> bool:
     """Check that the arguments name the optimizer: TrainingArguments has it, and no stand-in replaces it."""
     entry = technique("optimizer", trial.optimizer)
-    return trial.optimizer == "default" or (
-        entry.optim is not None and not (entry.packages and trial.device.name == "simulated")
-    )
+    replaced = entry.packages and trial.device.name == "simulated"
+    return trial.optimizer == "default" or (entry.optim is not None and not replaced)
 
 
 def _optimizer(

@@ -35,15 +35,9 @@ def _run(trial: Trial, device: torch.device, meter: StepMeter) -> None:
     optimizer = build.optimizer(trial, net.parameters(), device)
     scaler = torch.amp.GradScaler(device.type, enabled=trial.precision == "fp16")
     data = build.data(trial)
-    meter.built(
-        lambda: {
-            **model_description.describe(getattr(net, "module", net), optimizer),
-            **counts,
-            **data.columns,
-            "runner_config": config,
-        },
-        scaler_skips(scaler, trial.steps()),
-    )
+    about = {**counts, **data.columns, "runner_config": config}
+    skipped = scaler_skips(scaler, trial.steps())
+    meter.built(lambda: model_description.describe(getattr(net, "module", net), optimizer) | about, skipped)
     micro = 0
     loss: torch.Tensor | None = None
 

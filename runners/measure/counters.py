@@ -5,6 +5,7 @@ In: a device and this process. Out: bytes, seconds and counts, None where unknow
 
 import contextlib
 import gc
+import json
 import math
 import os
 import re
@@ -257,7 +258,7 @@ class Nvml:
         bits = self.read("nvmlDeviceGetCurrentClocksEventReasons")
         if bits is None:  # its name before driver 535
             bits = self.read("nvmlDeviceGetCurrentClocksThrottleReasons")
-        return None if bits is None else {name for bit, name in _REASONS.items() if bits & bit}
+        return None if bits is None else {name for bit, name in _REASONS.items() if bits & int(bit, 16)}
 
     def processes(self) -> frozenset[int] | None:
         """Return the ids of the compute processes on the device."""
@@ -284,17 +285,8 @@ class Nvml:
 
 
 _SM = 1  # NVML_CLOCK_SM
-# nvmlClocksEventReason* in nvml.h
-_REASONS = {
-    0x002: "applications_clocks_setting",
-    0x004: "sw_power_cap",
-    0x008: "hw_slowdown",
-    0x010: "sync_boost",
-    0x020: "sw_thermal_slowdown",
-    0x040: "hw_thermal_slowdown",
-    0x080: "hw_power_brake_slowdown",
-    0x100: "display_clock_setting",
-}
+# nvmlClocksEventReason* in nvml.h, by bit
+_REASONS: dict[str, str] = json.loads(Path(__file__).with_name("clock_event_reasons.json").read_text("utf-8"))
 
 
 def ours(pids: Iterable[int], worker: int | None = None) -> set[int]:

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -188,15 +190,13 @@ class LiveBytes(Beneath, TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
 
-def _attention(query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
     flops: int = sdpa_flop_count(query.shape, *_every_head(query, key, value))
     return flops
 
 
-def _attention_backward(
-    grad_out: Any, query: Any, key: Any, value: Any, *rest: Any, out_val: Any = None, **kwargs: Any
-) -> int:
-    flops: int = sdpa_backward_flop_count(grad_out.shape, query.shape, *_every_head(query, key, value))
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *rest: Any, **more: Any) -> int:
+    flops: int = sdpa_backward_flop_count(grad.shape, query.shape, *_every_head(query, key, value))
     return flops
 
 
@@ -209,7 +209,7 @@ def _every_head(query: Any, key: Any, value: Any) -> tuple[torch.Size, torch.Siz
     return keys, values
 
 
-def _product(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> int:
+def _product(a: Any, b: Any, *rest: Any, **more: Any) -> int:
     """Count 2 FLOPs per element of `a` and column of `b`, also in stacks of matrices (batched or grouped products)."""
     grouped = a.dim() == 3 and b.dim() == 2  # the groups divide the columns of `b`
     rows, columns = (a.shape[-2], b.numel()) if grouped else (a.numel(), b.shape[-1] if b.dim() > 1 else 1)
@@ -218,43 +218,25 @@ def _product(a: Any, b: Any, *rest: Any, out_val: Any = None, **kwargs: Any) -> 
 
 
 _aten = torch.ops.aten
-_KERNELS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_NAMES = json.loads(Path(__file__).with_name("flop_operators.json").read_text("utf-8"))
+FUSED_ATTENTION: list[str] = _NAMES["fused_attention"]  # after "_scaled_dot_product_"
 _OURS: dict[Any, Any] = {}
-for _kernel in _KERNELS:  # for shared heads, and the CPU's fused kernel, which torch's registry lacks
+for _kernel in FUSED_ATTENTION:  # for shared heads, and the CPU's fused kernel, which torch's registry lacks
     _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}")] = _attention
     _OURS[getattr(_aten, f"_scaled_dot_product_{_kernel}_backward")] = _attention_backward
-for _names, _formula in (
-    # torch's own formulas of mm, bmm, addmm, baddbmm raise if a dtype is given for the output (`addmm.dtype`)
-    (("mm", "bmm", "mv", "dot", "vdot", "_grouped_mm"), _product),
-    (
-        ("addmm", "baddbmm", "addmv", "addmv_", "addmm_", "baddbmm_", "addbmm", "addbmm_", "_addmm_activation"),
-        lambda bias, *given, **more: _product(*given, **more),
-    ),
+# torch's own formulas of mm, bmm, addmm, baddbmm raise if a dtype is given for the output (`addmm.dtype`)
+for _list, _formula in (
+    ("products", _product),
+    ("products_added", lambda bias, *given, **more: _product(*given, **more)),
 ):
-    _OURS |= {getattr(_aten, _name): _formula for _name in _names if hasattr(_aten, _name)}
+    _OURS |= {getattr(_aten, _name): _formula for _name in _NAMES[_list] if hasattr(_aten, _name)}
 # By operator; formulas that a user registers with torch.utils.flop_counter.register_flop_formula count too.
 FORMULAS: ChainMap[Any, Any] = ChainMap(_OURS, flop_registry)
 
 # Namespaces whose operators multiply no matrices: torch's own, collectives, bookkeeping, bitsandbytes' unpacking and
-# optimizers. FORMULALESS has the operators of aten and bitsandbytes that do.
-PRODUCTLESS = frozenset(("aten", "prim", "prims", "c10d", "c10d_functional", "_c10d_functional", "fsdp", "_dtensor",
-                         "_c10d_functional_autograd", "rngprims", "profiler", "inductor", "streams",
-                         "bitsandbytes"))  # fmt: skip
-# Operators that multiply matrices and for which nobody has a formula.
-FORMULALESS = frozenset((
-    "_cudnn_rnn", "_cudnn_rnn_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "miopen_rnn",
-    "miopen_rnn_backward", "quantized_lstm", "quantized_gru", "_trilinear", "_foreach_mm", "_int_mm", "_scaled_mm_v2",
-    "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "_weight_int4pack_mm", "_weight_int8pack_mm", "_mixed_dtypes_linear",
-    "_weight_int4pack_mm_for_cpu", "_weight_int4pack_mm_with_scales_and_zeros", "_dyn_quant_matmul_4bit",
-    "_sparse_addmm", "_sparse_mm_reduce_impl", "_sparse_semi_structured_mm", "_sparse_semi_structured_addmm",
-    "_sparse_semi_structured_linear", "_sparse_sparse_matmul", "_cslt_sparse_mm", "sparse_sampled_addmm", "sspaddmm",
-    "hspmm", "mkldnn_linear", "mkldnn_linear_backward", "mkldnn_convolution", "cudnn_convolution_relu",
-    "cudnn_convolution_add_relu", "cudnn_convolution_transpose", "_native_multi_head_attention",
-    "_cudnn_attention_forward", "_cudnn_attention_backward", "_scaled_dot_product_fused_attention_overrideable",
-    "_scaled_dot_product_fused_attention_overrideable_backward", "_triton_multi_head_attention",
-    "_triton_scaled_dot_attention", "gemm_4bit", "gemv_4bit", "int8_linear_matmul", "int8_scaled_mm",
-    "int8_mixed_scaled_mm",
-))  # fmt: skip
+# optimizers. FORMULALESS has the operators of aten and bitsandbytes that do, and for which nobody has a formula.
+PRODUCTLESS = frozenset(_NAMES["productless_namespaces"])
+FORMULALESS = frozenset(_NAMES["formulaless"])
 
 
 class FlopCount(Beneath, TorchDispatchMode):

@@ -111,10 +111,8 @@ class Gauges:
         """
         if not self.parts:
             return {}
-        known_of = ("allocated", "reserved") if self.cuda else ("allocated",)
-        found = {
-            c: {p: peak for p in PARTS if p in self.parts and (peak := self.parts[p][c]) is not None} for c in known_of
-        }
+        of = ("allocated", "reserved") if self.cuda else ("allocated",)
+        found = {c: {p: peak for p in PARTS if p in self.parts and (peak := self.parts[p][c]) is not None} for c in of}
         known = next((peaks for peaks in found.values() if peaks), {})
         return {
             **{f"part_peak_{c}_bytes": peaks or None for c, peaks in found.items()},

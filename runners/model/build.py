@@ -14,6 +14,7 @@ packed.
 
 import contextlib
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,12 +93,7 @@ def prepare(trial: Trial) -> None:
 
 # Largest sizes of a model, under each name for a size. With larger ones, making the model or transformers' lists of its
 # layers would take for ever, or all memory.
-MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layer", "n_layers"), 10_000),
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1 << 24),
-    **dict.fromkeys(("num_attention_heads", "num_heads", "n_head", "n_heads"), 1 << 20),
-    "vocab_size": 1 << 31,
-}
+MOST: dict[str, int] = json.loads(Path(__file__).with_name("largest_sizes.json").read_text("utf-8"))
 
 
 def model(trial: Trial, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -23,6 +23,7 @@ from vramsweep.runners.measure.counters import backward_boundaries
 from vramsweep.runners.measure.patches import patched
 from vramsweep.runners.model import apply_techniques, build, model_task
 from vramsweep.runners.predict import mask_facts
+from vramsweep.runners.predict.mask_facts import UNPREDICTABLE
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.rank.aggregate_ranks import Columns
 from vramsweep.runners.rank.entry_modules import import_entries, import_entry
@@ -129,24 +130,15 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
         ):
             runner.run(trial, torch.device("cpu"), meter, folder)
     except (fakes.DataDependentOutputException, fakes.DynamicOutputShapeException) as error:
-        raise InvalidTrial(
-            f"cannot be predicted, because the step reads a tensor's value ({error.func}), which exists only on a GPU; "
-            "remove .item(), boolean tests of tensors and masks by value from the step, or measure on device=cuda"
-        ) from error
+        raise InvalidTrial(UNPREDICTABLE["reads_value"].format(error.func)) from error
     except (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException, RuntimeError) as error:
         unsupported = isinstance(error, (fakes.UnsupportedOperatorException, fakes.UnsupportedFakeTensorException))
         if "dummy base class" in str(error):  # a class that torch has only with CUDA, such as CUDAGraph
-            raise InvalidTrial(
-                f"cannot be predicted, because the step uses torch.cuda.{str(error).split()[-1]}; leave it out, or "
-                "measure on device=cuda"
-            ) from error
+            raise InvalidTrial(UNPREDICTABLE["only_with_cuda"].format(str(error).split()[-1])) from error
         if not unsupported and "fake impl" not in str(error):  # the error of custom operators
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
-        raise InvalidTrial(
-            f"cannot be predicted, because an operator has no fake implementation ({what}); register one with "
-            "torch.library.register_fake, or measure on device=cuda"
-        ) from error
+        raise InvalidTrial(UNPREDICTABLE["no_fake"].format(what)) from error
     about = {"attention_kernels": sorted(attention) or None, "differences": applied or None, "layers_traced": None}
     left = tracer.trace.not_covered
     codes = sorted(left, key=list(CODES).index)

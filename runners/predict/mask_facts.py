@@ -6,9 +6,11 @@ its samples is, packed if any holds several documents.
 """
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +24,9 @@ from vramsweep.harness.spec.runner_table import TARGETED
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 from vramsweep.runners.measure.patches import Replacement, patched
 from vramsweep.runners.model import build, model_task
+
+# Why a trial cannot be predicted, and what to do, in words that take more than a line.
+UNPREDICTABLE: dict[str, str] = json.loads(Path(__file__).with_name("unpredictable.json").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,7 @@ def _answers(ask: Callable[[], Facts]) -> Iterator[Replacement]:
     def _get_unpad_data(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
         lengths = ask().lengths
         if len(lengths) > 1:
-            raise InvalidTrial(
-                "attention=flash_attention_2 with padding of varying lengths cannot be predicted, because the number "
-                "of tokens that are not padding varies by batch; use data=synthetic with padding=, packing, or "
-                "attention=sdpa"
-            )
+            raise InvalidTrial(UNPREDICTABLE["varying_padding"])
         (length,) = lengths
         tokens = attention_mask.sum(dim=-1, dtype=torch.int32)
         places = attention_mask.new_empty(attention_mask.size(0) * length, dtype=torch.int64)

@@ -152,10 +152,8 @@ def host_replay(storages: HostStorages, config: AllocatorConfig, workers: int = 
     which blocks are exact, or exact and returned (CachingHostAllocatorImpl in ATen/core/CachingHostAllocator.h).
     `workers` bytes are added from the first step on.
     """
-    rounded, cached = (
-        math.inf if size is None else size << 20
-        for size in (config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb)
-    )
+    bounds = config.pinned_max_round_threshold_mb, config.pinned_max_cached_size_mb
+    rounded, cached = (math.inf if size is None else size << 20 for size in bounds)
     held = dict.fromkeys((*HOST_CATEGORIES, "rounding", "workers"), 0)
     spare: Counter[int] = Counter()  # blocks by size
     phases: list[tuple[Mark, int]] = []

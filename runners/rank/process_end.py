@@ -97,10 +97,8 @@ def print_traceback() -> None:
 
 def may_pass(error: BaseException) -> bool:
     """Check that an error or its cause is a transient failure of the machine: memory, a disk, threads, a device."""
-    found, before = (
-        error_patterns.find(str(error)),
-        error.__cause__ or (None if error.__suppress_context__ else error.__context__),
-    )
+    found = error_patterns.find(str(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     passing = found is not None and found.outcome in (Outcome.HOST_OOM, Outcome.ENVIRONMENT)
     return passing or isinstance(error, MemoryError | OSError) or (before is not None and may_pass(before))
 

@@ -23,15 +23,8 @@ from vramsweep.runners.trace.symbolic_trace import Point, function
 
 ROUNDINGS = (2, 4, 8, 16, 32, 64, 128, 256)
 SPARE = 2
-POLYNOMIAL = (
-    "1",
-    "seq_len",
-    "micro_batch",
-    "seq_len * micro_batch",
-    "seq_len * seq_len",
-    "seq_len * seq_len * micro_batch",
-)
 _TOKENS = "seq_len * micro_batch"
+POLYNOMIAL = ("1", "seq_len", "micro_batch", _TOKENS, "seq_len * seq_len", f"seq_len * {_TOKENS}")
 LINE = ("1", _TOKENS)
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -257,10 +250,8 @@ class _Fitting:
         ordered = sorted(range(len(at)), key=lambda n: int(tokens[at[n]]))
         fits: list[Formula] = []
         for cut in range(len(LINE) + SPARE, len(at) - len(LINE) - SPARE + 1):
-            parts = [
-                candidates.exact(LINE, [at[n] for n in part], [values[n] for n in part])
-                for part in (ordered[:cut], ordered[cut:])
-            ]
+            sides = ordered[:cut], ordered[cut:]
+            parts = [candidates.exact(LINE, [at[n] for n in side], [values[n] for n in side]) for side in sides]
             if None in parts or parts[0] == parts[1]:
                 continue
             first, second = (part for part in parts if part is not None)

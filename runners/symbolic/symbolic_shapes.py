@@ -86,10 +86,8 @@ def _trace_few(trial: Trial, card: Gpu, folder: Path, runner: make_trace.Runner)
     found = make_trace.trace_alike(trial, trace)
     if found is None or len({guards for _, guards in traced}) > 1:
         return None
-    collected = (
-        frozenset(number for number, old in enumerate(was) if old in book.collected)
-        for was, book in zip(found.was, traced[0][0].books, strict=True)
-    )
+    pairs = zip(found.was, traced[0][0].books, strict=True)
+    collected = (frozenset(number for number, old in enumerate(was) if old in book.collected) for was, book in pairs)
     return Candidate(symbols.symbolic(found.trace, found.details), *collected)
 
 

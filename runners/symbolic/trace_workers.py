@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -224,3 +225,13 @@ def forked(jobs: Iterable[Job], together: int) -> Iterator[int]:
             os.waitpid(pid, 0)
             os.close(descriptor)
             yield number
+
+
+def write_answers(asked: Iterable[Any], encode: Callable[[Any], bytes], file: Path) -> None:
+    """Append to the file the answer of each one asked, at once: written ones count, however this process ends."""
+    with file.open("ab", buffering=0) as lines:
+        for one in asked:
+            try:
+                lines.write(encode(one))
+            except Exception:
+                traceback.print_exc()

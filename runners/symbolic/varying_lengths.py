@@ -233,9 +233,8 @@ class TraceFamily:
 def representative_trial(trial: Trial, padded: bool, where: Point) -> Trial:
     """Return a trial whose batches all have one shape, each with padding or each without."""
     shape = {"seq_len": where.seq_len, "micro_batch": where.micro_batch}
-    return trial.model_copy(
-        update={**length_distribution.one_length_settings(padded), **shape, "seed": 0, "fingerprints": {}}
-    )
+    alike = length_distribution.one_length_settings(padded)
+    return trial.model_copy(update={**alike, **shape, "seed": 0, "fingerprints": {}})
 
 
 def passes(trial: Trial) -> list[Sequence[length_distribution.Batch]]:
@@ -332,10 +331,8 @@ class _Replay:
         busiest = 0
         for name, told in form.phases:
             operations = [names[one] if one > 0 else -names[-one] for one in told]
-            highest = self.peak["allocated"]
-            peaks, found, full = phase(
-                self.simulator, operations, self.sizes, self.streams, highest, storages=self.count
-            )
+            most = self.peak["allocated"]
+            peaks, found, full = phase(self.simulator, operations, self.sizes, self.streams, most, storages=self.count)
             busiest = found or busiest
             done += operations
             self.peak = {c: max(self.peak[c], peaks[c]) for c in COUNTERS}

@@ -71,11 +71,8 @@ class Lion(Standin):
 def optimizer(trial: Trial, device: torch.device) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return the class and the arguments that TrainingArguments' name of the optimizer implies."""
     standin_of = Lion if "lion" in trial.optimizer else AdamW
-    given = {
-        "lr": 1e-5,
-        "optim_bits": 8 if "8bit" in trial.optimizer else 32,
-        "is_paged": trial.optimizer.startswith("paged"),
-    }
+    bits = 8 if "8bit" in trial.optimizer else 32
+    given = {"lr": 1e-5, "optim_bits": bits, "is_paged": trial.optimizer.startswith("paged")}
     if trial.device.name == "simulated":
         return standin_of, given
     import bitsandbytes  # not in fork servers, because it queries CUDA, which they must not do before they fork

@@ -15,20 +15,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from vramsweep.harness.messages.suggestions import did_you_mean
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
+from vramsweep.runners.measure.dispatch_modes import FUSED_ATTENTION
 
 # Matrix products and attention kernels, because they are expensive to compute again. Batched products are left out,
 # because they are the scores of attention=eager. torchtitan's list is alike, but leaves out every second product
 # (torchtitan distributed/activation_checkpoint.py).
 DEFAULT_OPS = (
-    "mm",
-    "addmm",
-    "_scaled_dot_product_flash_attention",
-    "_scaled_dot_product_flash_attention_for_cpu",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_cudnn_attention",
-    "flash_attn::_flash_attn_forward",  # flash_attention_2; its stand-in is below
-    "flash_attn::_flash_attn_varlen_forward",
-    "vramsweep::flash_forward",
+    *("mm", "addmm", *(f"_scaled_dot_product_{kernel}" for kernel in FUSED_ATTENTION)),
+    # flash_attention_2, and its stand-in
+    *("flash_attn::_flash_attn_forward", "flash_attn::_flash_attn_varlen_forward", "vramsweep::flash_forward"),
 )
 
 
@@ -70,9 +65,8 @@ def _contexts(names: str) -> Callable[[], Any]:
         nonlocal layers
         layers += 1
         if layers > 1 and missing:
-            raise InvalidTrial(
-                f"checkpointing_ops: no layer of this model calls {'+'.join(sorted(missing))}; leave it out"
-            )
+            uncalled = "+".join(sorted(missing))
+            raise InvalidTrial(f"checkpointing_ops: no layer of this model calls {uncalled}; leave it out")
         return create_selective_checkpoint_contexts(policy)
 
     return contexts

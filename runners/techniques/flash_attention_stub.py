@@ -94,14 +94,12 @@ class _Attention(torch.autograd.Function):
         sums = query.new_empty((heads, rows), dtype=torch.float32)
         accumulated = query.new_empty((rows, heads, accumulated_width(padded)), dtype=torch.float32)
         every = (*key.shape[:-2], heads, padded)
-        of_heads = [key.new_empty(every) for _ in range(2)] if shared != heads else [dk, dv]
-        _ops.flash_backward(
-            grad, query, key, value, out, lse, dq, *of_heads, ctx.causal, ctx.sequences or query.size(0)
-        )
+        both = [key.new_empty(every) for _ in range(2)] if shared != heads else [dk, dv]
+        _ops.flash_backward(grad, query, key, value, out, lse, dq, *both, ctx.causal, ctx.sequences or query.size(0))
         if shared != heads:
-            for whole, part in zip(of_heads, (dk, dv), strict=True):
+            for whole, part in zip(both, (dk, dv), strict=True):
                 torch.sum(whole.view(*key.shape[:-2], shared, heads // shared, padded), -2, out=part)
-        del sums, accumulated, of_heads
+        del sums, accumulated, both
         return dq[..., :width], dk[..., :width], dv[..., :width], None, None
 
 

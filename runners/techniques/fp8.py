@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
 
@@ -50,11 +51,11 @@ def aligned(layer: torch.nn.Linear) -> bool:
 class Float8Linear(torch.nn.Linear):
     """Stand-in for torchao 0.18's layer of that name (float8/float8_linear.py): the operators that it runs eagerly."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Compute F.linear, with float8 products."""
         if torch.is_autocast_enabled("cpu"):
             input = input.to(torch.get_autocast_dtype("cpu"))
-        output: torch.Tensor = _Products.apply(input, self.weight.t())
+        output: Tensor = _Products.apply(input, self.weight.t())
         if self.bias is not None:
             output = output + self.bias.to(output.dtype)
         return output
@@ -64,7 +65,7 @@ class _Products(torch.autograd.Function):
     """`matmul_with_hp_or_float8_args`: saved tensors are not in float8; every product casts its operands anew."""
 
     @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(input, weight)
         input8, scale = _cast(input, torch.float8_e4m3fn)
         weight8 = _cast(weight, torch.float8_e4m3fn)
@@ -73,7 +74,7 @@ class _Products(torch.autograd.Function):
         return out.reshape(*input.shape[:-1], out.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         input, weight = ctx.saved_tensors
         rows = _flat(grad)
         rows8 = _cast(rows, torch.float8_e5m2)
@@ -87,11 +88,11 @@ class _Products(torch.autograd.Function):
         return grad_input, grad_weight.t()
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _cast(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the tensor in float8 and its scale (float8_utils.py: tensor_to_scale, to_fp8_saturated)."""
     largest = torch.finfo(dtype).max
     amax = torch.max(torch.abs(tensor)).to(torch.float64)
@@ -100,14 +101,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
     return scaled.clamp(min=-largest, max=largest).to(dtype), scale
 
 
-def _product(
-    a: torch.Tensor,
-    a_scale: torch.Tensor,
-    b: torch.Tensor,
-    b_scale: torch.Tensor,
-    dtype: torch.dtype,
-    fast: bool = False,
-) -> torch.Tensor:
+def _product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Return `a` (m, k) @ `b` (k, n); a's rows and b's columns become contiguous (float8_ops.preprocess_addmm)."""
     if not a.is_contiguous():
         a = a.contiguous()

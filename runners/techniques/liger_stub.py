@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from vramsweep.harness.hardware.gpu_lookup import Capability
 from vramsweep.runners.techniques.kernel_stubs import accumulate, fused
@@ -22,7 +23,7 @@ class RmsNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, multiprocessors: int) -> Tensor:
         """Return the normed rows; keep rows, weight and one fp32 reciprocal per row for the backward pass."""
         rows = hidden.contiguous().view(-1, hidden.shape[-1])
         normed = torch.empty_like(rows)
@@ -33,7 +34,7 @@ class RmsNorm(torch.autograd.Function):
         return normed.view(hidden.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input and weight; the weight's is None if it is frozen."""
         rows, weight, reciprocals = ctx.saved_tensors
         changed = grad.contiguous().view(rows.shape)
@@ -43,9 +44,7 @@ class RmsNorm(torch.autograd.Function):
         return changed.view(grad.shape), None, None
 
 
-def _of_norm(
-    rows: torch.Tensor, weight: torch.Tensor, reciprocals: torch.Tensor, changed: torch.Tensor, multiprocessors: int
-) -> torch.Tensor:
+def _of_norm(rows: Tensor, weight: Tensor, reciprocals: Tensor, changed: Tensor, multiprocessors: int) -> Tensor:
     partial = torch.empty(multiprocessors, rows.shape[1], dtype=torch.float32, device=rows.device)
     fused([rows, weight, reciprocals], [changed], [partial])
     return partial.sum(dim=0).to(weight.dtype)
@@ -55,7 +54,7 @@ class SiluMul(torch.autograd.Function):
     """ops/swiglu.py: the gradients of both factors overwrite the factors."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return the product of silu(gate) and up, and keep both factors."""
         gate, up = gate.contiguous(), up.contiguous()
         product = torch.empty_like(gate)
@@ -64,7 +63,7 @@ class SiluMul(torch.autograd.Function):
         return product
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two factors, which now hold their gradients."""
         gate, up = ctx.saved_tensors
         fused([grad.contiguous()], [gate, up])
@@ -75,33 +74,27 @@ class Rope(torch.autograd.Function):
     """ops/rope.py: queries and keys are rotated in place, as (batch, length, heads, width)."""
 
     @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Return queries and keys, rotated, and keep cosines and sines."""
         query, key = _rotated(query, key, cos, sin)
         ctx.save_for_backward(cos, sin)
         return query, key
 
     @staticmethod
-    def backward(ctx: Any, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of queries and keys, rotated in place too; cosines and sines have none."""
         return *_rotated(query, key, *ctx.saved_tensors), None, None
 
 
-def _rotated(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     query, key = (t.transpose(1, 2).contiguous() for t in (query, key))
     fused([cos.contiguous(), sin.contiguous()], [query, key])
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """Stand in for a transformers model's `apply_rotary_pos_emb`."""
-    return cast(tuple[torch.Tensor, torch.Tensor], Rope.apply(query, key, cos, sin))
+    return cast(tuple[Tensor, Tensor], Rope.apply(query, key, cos, sin))
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -113,13 +106,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
-        capability: Capability,
-    ) -> torch.Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, capability: Capability
+    ) -> Tensor:
         """Return the sum of the tokens' losses, and keep the gradients for the backward pass."""
         tokens, width = hidden.shape
         size = chunk_size(tokens, width, weight.shape[0])
@@ -164,7 +152,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         return torch.sum(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the kept gradients of hidden states, weight and bias, multiplied by `grad` in place."""
         found = ctx.saved_tensors
         (grad == torch.tensor(1.0)).all()  # torch.equal, which tells whether to multiply
@@ -180,13 +168,13 @@ def chunk_size(tokens: int, width: int, vocabulary: int) -> int:
     return min(1 << (share - 1).bit_length(), tokens)
 
 
-def _product_is_direct(hidden: torch.Tensor, weight: torch.Tensor) -> bool:
+def _product_is_direct(hidden: Tensor, weight: Tensor) -> bool:
     """Check whether products go into a buffer, whose dtype autocast must not change (`_can_use_mm_out`)."""
     autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return hidden.dtype == weight.dtype and autocast in (None, hidden.dtype)
 
 
-def _add_product(total: torch.Tensor, logits: torch.Tensor, part: torch.Tensor, capability: Capability) -> None:
+def _add_product(total: Tensor, logits: Tensor, part: Tensor, capability: Capability) -> None:
     """Add `logits`' gradient, transposed, times `part` to the weight's gradient; without temporaries from Ampere on.
 
     A total in fp32 needs addmm with out_dtype, which exists since torch 2.8.
@@ -201,32 +189,32 @@ def _add_product(total: torch.Tensor, logits: torch.Tensor, part: torch.Tensor, 
 
 def causal_loss(
     capability: Capability,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
     width: int,
     num_items_in_batch: Any = None,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
+    bias: Tensor | None = None,
+) -> Tensor:
     """Compute the loss of Liger's transformers/model/loss_utils.py: LigerForCausalLMLoss."""
     labels = F.pad(labels, (0, 1), value=-100)
     targets = labels[..., 1:].contiguous().view(-1)
-    loss: torch.Tensor = FusedLinearCrossEntropy.apply(hidden.view(-1, width), weight, bias, targets, capability)
+    loss: Tensor = FusedLinearCrossEntropy.apply(hidden.view(-1, width), weight, bias, targets, capability)
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
 def patch(net: torch.nn.Module, multiprocessors: int) -> None:
     """Make norms and feed-forward layers of a Llama-like model run as Liger's, in place."""
 
-    def normed(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
-        return cast(torch.Tensor, RmsNorm.apply(hidden, layer.weight, multiprocessors))
+    def normed(layer: Any, hidden: Tensor) -> Tensor:
+        return cast(Tensor, RmsNorm.apply(hidden, layer.weight, multiprocessors))
 
-    def fed_forward(layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def fed_forward(layer: Any, hidden: Tensor) -> Tensor:
         product = SiluMul.apply(layer.gate_proj(hidden), layer.up_proj(hidden))
-        return cast(torch.Tensor, layer.down_proj(product))
+        return cast(Tensor, layer.down_proj(product))
 
     for module in net.modules():
-        forward: Callable[..., torch.Tensor]
+        forward: Callable[..., Tensor]
         if type(module).__name__.endswith("RMSNorm"):
             forward = functools.partial(normed, module)
         elif type(module).__name__.endswith("MLP"):

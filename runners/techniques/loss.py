@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from vramsweep.harness.spec.trial import InvalidTrial, Trial
@@ -22,7 +23,7 @@ from vramsweep.runners.techniques import liger_stub
 IGNORED = -100  # the label of a token that does not count
 CHUNKS = 8  # num_output_chunks of torchtune's LinearCrossEntropyLoss; torchtitan's chunked loss has as many
 
-Loss = Callable[..., torch.Tensor]
+Loss = Callable[..., Tensor]
 
 
 def model(trial: Trial, net: Any, device: torch.device) -> Any:
@@ -43,33 +44,26 @@ def causal(net: Any) -> Any:
 
 
 def no_upcast(
-    logits: torch.Tensor,
-    labels: torch.Tensor,
-    vocab_size: int,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+    logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Tensor | int | None = None, **kwargs: Any
+) -> Tensor:
     """Compute ForCausalLMLoss in the dtype of `logits`. Autocast is off inside, because it would cast them to fp32."""
     with torch.autocast(logits.device.type, enabled=False):
         return _masked_cross_entropy(logits.view(-1, vocab_size), _targets(labels), num_items_in_batch)
 
 
 def chunked(
-    layer: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    num_items_in_batch: torch.Tensor | int | None = None,
-) -> torch.Tensor:
+    layer: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+) -> Tensor:
     """Compute the loss of hidden states (batch, length, width) in `CHUNKS` parts of their tokens, one by one."""
 
-    def part(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def part(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(layer(hidden).float(), targets, ignore_index=IGNORED, reduction="sum")
 
     targets = _targets(labels)
     parts = zip(hidden.flatten(0, 1).chunk(CHUNKS), targets.chunk(CHUNKS), strict=True)
     losses = [checkpoint(part, h, t, use_reentrant=False, preserve_rng_state=False) for h, t in parts]
     items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-    total: torch.Tensor = torch.stack(losses).sum() / items
+    total: Tensor = torch.stack(losses).sum() / items
     return total
 
 
@@ -82,7 +76,7 @@ def fused_linear(trial: Trial) -> Loss:
 
         fused = LigerForCausalLMLoss
 
-    def loss(layer: Any, hidden: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    def loss(layer: Any, hidden: Tensor, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         head = layer.__self__
         width = hidden.shape[-1]
         return fused(hidden, head.weight, labels, width, num_items_in_batch=num_items_in_batch, bias=head.bias)
@@ -96,22 +90,21 @@ def without_logits(base: Any, loss: Loss) -> None:
     if head is None:
         raise InvalidTrial(f"{type(base).__name__} has no output layer; use loss=plain")
     layer = head.forward
-    passed: torch.Tensor | None = None  # hidden states from the output layer, until their loss is taken
+    passed: Tensor | None = None  # hidden states from the output layer, until their loss is taken
 
-    def through(hidden: torch.Tensor) -> torch.Tensor:
+    def through(hidden: Tensor) -> Tensor:
         nonlocal passed
         passed = hidden
         return hidden
 
     def of_hidden(
-        logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> torch.Tensor:
+        logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Tensor:
         nonlocal passed
         hidden, passed = passed, None
         if logits is not hidden:
-            raise InvalidTrial(
-                f"{type(base).__name__} changes its logits after the output layer, so it needs them; use loss=plain"
-            )
+            name = type(base).__name__
+            raise InvalidTrial(f"{name} changes its logits after the output layer, so it needs them; use loss=plain")
         return loss(layer, hidden, labels, num_items_in_batch)
 
     forward = base.forward
@@ -124,14 +117,14 @@ def without_logits(base: Any, loss: Loss) -> None:
     head.forward, base.loss_function, base.forward = through, of_hidden, without
 
 
-def _targets(labels: torch.Tensor) -> torch.Tensor:
+def _targets(labels: Tensor) -> Tensor:
     """Return the token after each one, and IGNORED after the last; flat."""
     return F.pad(labels, (0, 1), value=IGNORED)[..., 1:].contiguous().view(-1)
 
 
-def _masked_cross_entropy(logits: torch.Tensor, targets: torch.Tensor, items: Any) -> torch.Tensor:
+def _masked_cross_entropy(logits: Tensor, targets: Tensor, items: Any) -> Tensor:
     """Compute cross entropy of the tokens that count: the mean, or sum / `items`, the Trainer's number accumulated."""
     if items is None:
         return F.cross_entropy(logits, targets, ignore_index=IGNORED)
-    total: torch.Tensor = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items
+    total: Tensor = F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum") / items
     return total

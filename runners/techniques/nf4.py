@@ -32,9 +32,8 @@ def construct(trial: Trial, make: Callable[[torch.dtype], Any], device: torch.de
     """Return the model with random quantised weights. It has the quantisation's own dtype instead of `dtype`."""
     dtype = quantized_base.dtype(trial)
     net = quantized_base.skeleton(make, dtype)
-    return (
-        _stood_in(trial, net, device, dtype) if trial.device.name == "simulated" else _with_library(trial, net, device)
-    )
+    simulated = trial.device.name == "simulated"
+    return _stood_in(trial, net, device, dtype) if simulated else _with_library(trial, net, device)
 
 
 def pretrained(trial: Trial, device: torch.device) -> dict[str, Any]:
@@ -88,9 +87,8 @@ def _with_library(trial: Trial, net: Any, device: torch.device) -> Any:
     def quantize(module: nn.Module, name: str, values: torch.Tensor) -> nn.Parameter | None:
         if not isinstance(module, bitsandbytes.nn.Linear4bit) or name != "weight":
             return None
-        packed: nn.Parameter = bitsandbytes.nn.Params4bit(values, requires_grad=False, **module.weight.__dict__).to(
-            device
-        )
+        made = bitsandbytes.nn.Params4bit(values, requires_grad=False, **module.weight.__dict__)
+        packed: nn.Parameter = made.to(device)
         return packed
 
     quantized_base.fill(net, device, quantized_base.dtype(trial), quantize)

@@ -17,6 +17,7 @@ from vramsweep.runners.trace.fake_placement import weightless
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Layer = Callable[[int, int, bool], nn.Module]  # of (in, out, bias)
+Quantize = Callable[[nn.Module, str, torch.Tensor], nn.Parameter | None]
 
 
 def dtype(trial: Trial) -> torch.dtype:
@@ -46,12 +47,7 @@ def replace(net: Any, layer: Layer) -> None:
         net.set_submodule(name, layer(entering, leaving, module.bias is not None))
 
 
-def fill(
-    net: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-    quantize: Callable[[nn.Module, str, torch.Tensor], nn.Parameter | None],
-) -> None:
+def fill(net: Any, device: torch.device, dtype: torch.dtype, quantize: Quantize) -> None:
     """Give the parameters on device meta random values, one by one; `quantize` packs some of them.
 
     `quantize` gets a layer, the name of its parameter and values in `dtype`, and returns None for values that stay.

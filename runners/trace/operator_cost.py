@@ -11,7 +11,9 @@ several kernels (sorting in the backward pass of an embedding); copies between h
 """
 
 import functools
+import json
 import math
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,23 +23,11 @@ from vramsweep.harness.hardware.interconnects import Collective
 from vramsweep.harness.hardware.roofline import ATTENTION, UNKNOWN, Work
 from vramsweep.runners.measure.dispatch_modes import FORMULAS
 
-# fmt: off
-FREE = frozenset(("device", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided",
-                  "resize_", "set_"))
-# Operators that do not read the tensor that they change.
-OVERWRITING = frozenset(("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "_foreach_copy_",
-                         "_foreach_zero_"))
-# Operators that touch the first tensor only where the others point, so for no more bytes than these hold.
-SPARSE = frozenset(("embedding", "gather", "index", "index_select", "take", "nll_loss_forward", "index_put_",
-                    "index_add_", "index_copy_", "scatter_", "scatter_add_"))
-# fmt: on
-KINDS = {
-    torch.float32: "fp32",
-    torch.float16: "half",
-    torch.bfloat16: "bf16",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-}
+# Operators by name: `free` run no kernel, `overwriting` do not read the tensor that they change, `sparse` touch the
+# first tensor only where the others point, so for no more bytes than these hold.
+_TABLE = json.loads(Path(__file__).with_name("operators.json").read_text("utf-8"))
+FREE, OVERWRITING, SPARSE = (frozenset(_TABLE[name]) for name in ("free", "overwriting", "sparse"))
+KINDS: dict[torch.dtype, str] = {getattr(torch, name): kind for name, kind in _TABLE["dtypes"].items()}
 
 # Parts of the names of fused attention operators: torch's, and flash-attn's (techniques/flash_attention_stub.py).
 FUSED_ATTENTION = ("attention", "flash")
@@ -90,18 +80,8 @@ def work(func: Any, args: Any, kwargs: Any, out: Any, capability: Capability) ->
     return Work(kind, flops, sum(moved), launches(find_lists(func, args, out)))
 
 
-# c10d's operators: the kind of each, and the position of the argument that holds all that is moved.
-COLLECTIVES = {
-    **dict.fromkeys(("allreduce_", "allreduce_coalesced_"), ("all_reduce", 0)),
-    "all_reduce": ("all_reduce", 0),  # DTensor's, in a namespace of its own: norms
-    **dict.fromkeys(("allgather_", "_allgather_base_", "allgather_coalesced_"), ("all_gather", 0)),
-    "allgather_into_tensor_coalesced_": ("all_gather", 0),
-    **dict.fromkeys(("reduce_scatter_", "_reduce_scatter_base_"), ("reduce_scatter", 1)),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
-    "broadcast_": ("broadcast", 0),
-    "reduce_": ("reduce", 0),
-    **dict.fromkeys(("alltoall_", "alltoall_base_"), ("all_to_all", 0)),
-}
+# c10d's operators, and DTensor's for norms: the kind of each, and the position of the argument with all that is moved.
+COLLECTIVES: dict[str, tuple[str, int]] = {name: tuple(entry) for name, entry in _TABLE["collectives"].items()}
 C10D = ("c10d", "_c10d_functional")
 
 

@@ -72,11 +72,9 @@ class RepeatedPasses:
     def _ends(self) -> list[int]:
         """Return the lengths of the lists that a pass adds to: each memory's sizes, events, marks; then the others."""
         trace = self._tracer.trace
-        books = [
-            len(one) for book in self._tracer.books for one in (book.kept.sizes, book.kept.events, book.kept.marks)
-        ]
+        ends = [len(one) for book in self._tracer.books for one in (book.kept.sizes, book.kept.events, book.kept.marks)]
         ran = [len(trace.kernels), len(trace.collectives), len(self._tracer.operators)]
-        return [*books, len(trace.stepwise), *ran, len(trace.notes)]
+        return [*ends, len(trace.stepwise), *ran, len(trace.notes)]
 
     def _find_left(self, at: int, first: int) -> Left:
         """Return the living storages of memory `at` from number `first` on, by size, maker (GPU only) and rank."""
@@ -131,10 +129,8 @@ class RepeatedPasses:
                 loss = torch.empty_strided(loss.shape, loss.stride(), dtype=loss.dtype)
             self._tracer.books[0].hold_as(loss.untyped_storage(), noted.loss + shift)
             self._loss = weakref.ref(loss)
-        left = [dict(one) for one in self._left]
-        self._last = replace(
-            noted, begin=begin, end=self._ends(), loss=noted.loss + shift, before=noted.left, left=left
-        )
+        own = [dict(one) for one in self._left]
+        self._last = replace(noted, begin=begin, end=self._ends(), loss=noted.loss + shift, before=noted.left, left=own)
         return loss
 
 

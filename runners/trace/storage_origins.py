@@ -28,15 +28,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from vramsweep.runners.trace.trace_data import Maker
 
-# Classes, each with the package of its code, whose only child is the module that they stand for.
+# Classes, by the package of their code, whose only child is the module that they stand for.
 WRAPPERS = {
-    ("torch", "DistributedDataParallel"),
-    ("torch", "FullyShardedDataParallel"),
-    ("torch", "ActivationWrapper"),
-    ("torch", "OptimizedModule"),
-    ("deepspeed", "DeepSpeedEngine"),
-    ("peft", "PeftModel"),
-    ("peft", "BaseTuner"),
+    "torch": ("DistributedDataParallel", "FullyShardedDataParallel", "ActivationWrapper", "OptimizedModule"),
+    "deepspeed": ("DeepSpeedEngine",),
+    "peft": ("PeftModel", "BaseTuner"),
 }
 OPTIMIZER = "optimizer"
 OURS = Path(__file__).parents[2]
@@ -153,9 +149,9 @@ def _named(module: torch.nn.Module) -> dict[torch.nn.Module, str]:
         if one in found:
             return
         found[one] = type(one).__name__ if outermost else path
-        wrapper = any((kind.__module__.partition(".")[0], kind.__name__) in WRAPPERS for kind in type(one).__mro__)
+        wraps = any(kind.__name__ in WRAPPERS.get(kind.__module__.partition(".")[0], ()) for kind in type(one).__mro__)
         for child_name, child in one.named_children():
-            name(child, path if wrapper else f"{path}.{child_name}" if path else child_name, outermost and wrapper)
+            name(child, path if wraps else f"{path}.{child_name}" if path else child_name, outermost and wraps)
 
     name(module, "", True)
     return found

@@ -13,16 +13,12 @@ bound but CUDA's queue of launches.
 Such blocks cause no OOM: before it fails, the allocator waits for all of them (alloc_block, release_cached_blocks).
 """
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
-KINDS = {
-    "wait": "what stream a gets from now on waits for what stream b has",
-    "record": "event a is recorded on stream b",
-    "await": "what stream a gets from now on waits for event b",
-    "sync": "the host waits for event a",
-    "join": "the host waits for stream a",
-    "use": "storage a is used by stream b",
-}
+# What each kind of note says of its numbers a and b.
+KINDS: dict[str, str] = json.loads(Path(__file__).with_name("note_kinds.json").read_text("utf-8"))
 Note = tuple[int, str, int, int]  # events of the trace before it, one of KINDS, and its two numbers
 Times = dict[int, int]  # by stream: all its work from before this time is done
 

@@ -8,7 +8,6 @@ get attempts of their own. The parent reads answers as they come (harness/sweep/
 import json
 import math
 import time
-import traceback
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +23,7 @@ from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.symbolic import predictor, trace_family, varying_lengths
 from vramsweep.runners.symbolic.predictor import AT_A_TIME, Predict, Predictor
 from vramsweep.runners.symbolic.trace_family import point
-from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, import_makers
+from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, import_makers, write_answers
 from vramsweep.runners.trace.symbolic_trace import Point
 
 Trials = Mapping[str, Trial]  # by id
@@ -130,26 +129,17 @@ def _answer_family(family: Trials, known: Predictor, folder: Path, at: int, dead
         by_point[point(trial)].append(name)
     wanted = [name for names in by_point.values() for name in names if name not in refused]
     parts = [wanted[at : at + known.at_a_time] for at in range(0, len(wanted), known.at_a_time)]
-    some = [{name: family[name] for name in part} for part in parts]
-    jobs: list[Job] = [(partial(_write, one, known.predict, next(files)), deadline_s * len(one)) for one in some]
+    own = [{name: family[name] for name in part} for part in parts]
+    encode = partial(_encode_answer, known.predict)
+    jobs: list[Job] = [(partial(write_answers, one.items(), encode, next(files)), deadline_s * len(one)) for one in own]
     for _ in forked(jobs, at_once()):
         pass
 
 
-def _write(trials: Trials, predict: Predict, file: Path) -> None:
-    with file.open("ab", buffering=0) as lines:
-        for trial_id, trial in trials.items():
-            began = time.monotonic()
-            try:
-                predicted = predict(trial)
-            except Exception:
-                traceback.print_exc()
-            else:
-                if predicted is not None:  # else it could not be traced: its own attempt will show why
-                    lines.write(_encode_answer(trial_id, predicted, began))
-
-
-def _encode_answer(trial_id: str, predicted: predicted_row.Predicted, began: float) -> bytes:
+def _encode_answer(predict: Predict, asked: tuple[str, Trial]) -> bytes:
+    began, (trial_id, trial) = time.monotonic(), asked
+    if (predicted := predict(trial)) is None:  # it could not be traced: its own attempt will show why
+        return b""
     told: dict[str, Any] = {"values": predicted.columns, "complete": True}
     if predicted.error is not None:
         told = process_end.error_result(predicted.error)

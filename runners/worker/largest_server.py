@@ -8,9 +8,8 @@ import contextlib
 import json
 import math
 import os
-import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, replace
 from functools import partial
 from itertools import count
@@ -31,7 +30,7 @@ from vramsweep.runners.predict import predicted_row, trace_cache, user_cache
 from vramsweep.runners.predict.replay_trace import replay
 from vramsweep.runners.rank import result_file
 from vramsweep.runners.symbolic.trace_family import Curve, curve, point
-from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked
+from vramsweep.runners.symbolic.trace_workers import Job, Tracer, at_once, forked, write_answers
 from vramsweep.runners.trace.allocation_program import build_program
 from vramsweep.runners.trace.symbolic_trace import Point, SymbolicTrace, columns
 from vramsweep.runners.trace.trace_data import Trace, cublas_workspace, fitted, on
@@ -108,12 +107,13 @@ def _of_group(
     limits = {name: sorted({card.limit for card in cards.values() if card.setting == name}) for name in settings}
     files = (tracer.folder / f"looked-{os.getpid()}-{number}.json" for number in count())
 
-    def look(number: int, asked: Rooms) -> dict[str, RequiredBytes]:
-        traced = known.at(trials[number])
-        if traced is None:
-            return {}
-        own = {name: on(traced[0], _capability(settings[name])) for name in asked}
-        return {name: need(own[name], settings[name], rooms, limits[name]) for name, rooms in asked.items()}
+    def look(one: tuple[int, Rooms]) -> bytes:
+        (number, asked), needs = one, dict[str, Any]()
+        if (traced := known.at(trials[number])) is not None:
+            for name, rooms in asked.items():
+                own = on(traced[0], _capability(settings[name]))
+                needs[name] = astuple(need(own, settings[name], rooms, limits[name]))
+        return json.dumps([number, needs]).encode() + b"\n"
 
     replayed = 0
 
@@ -125,9 +125,9 @@ def _of_group(
         parts = min(len(points), together * math.ceil(len(points) / (CHUNK * together)))
         chunks = [points[first::parts] for first in range(parts)]  # interleaved, because neighbours take equally long
         places = [next(files) for _ in chunks]
+        pairs = zip(chunks, places, strict=True)
         jobs: list[Job] = [
-            (partial(_write, look, chunk, place), deadline_s * len(chunk))
-            for chunk, place in zip(chunks, places, strict=True)
+            (partial(write_answers, chunk, look, place), deadline_s * len(chunk)) for chunk, place in pairs
         ]
         for done, _ in enumerate(forked(jobs, together), 1):
             some = replayed + len(points) * done // parts
@@ -204,18 +204,6 @@ def _encode_edge(edge: Edge, values: Sequence[int], bases: Sequence[str]) -> dic
 
 
 Rooms = Mapping[str, Collection[int]]  # limits to try, by setting
-
-
-def _write(
-    look: Callable[[int, Rooms], dict[str, RequiredBytes]], asked: Sequence[tuple[int, Rooms]], place: Path
-) -> None:
-    with place.open("ab", buffering=0) as lines:  # written lines count, however this process ends
-        for number, rooms in asked:
-            try:
-                needs = {name: astuple(one) for name, one in look(number, rooms).items()}
-                lines.write(json.dumps([number, needs]).encode() + b"\n")
-            except Exception:
-                traceback.print_exc()
 
 
 def _read(places: Sequence[Path]) -> Iterator[tuple[int, dict[str, RequiredBytes]]]:

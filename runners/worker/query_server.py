@@ -11,29 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
+from vramsweep.harness.allocator.config import AllocatorConfig
 from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.spec.trial import Trial
 from vramsweep.runners.predict import predicted_row, trace_cache
-from vramsweep.runners.predict.explanation import Moment, explanation, group_storages
+from vramsweep.runners.predict.explanation import explanation, group_storages
 from vramsweep.runners.predict.memory_timeline import snapshot, timeline
 from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.trace.trace_data import Trace
 
 Answer = dict[str, Any] | None
+Setting = tuple[AllocatorConfig, int]  # with the GPU's memory limit, in bytes
 
 
-def _timeline(trace: Trace, trial: Trial) -> Answer:
-    found = timeline(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
+def _timeline(trace: Trace, trial: Trial, setting: Setting) -> Answer:
+    found = timeline(trace, *setting)
     return None if found is None else asdict(found)
 
 
-def _snapshot(trace: Trace, trial: Trial) -> Answer:
-    return snapshot(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
-
-
-def _explanation(trace: Trace, trial: Trial) -> Answer:
-    found = explanation(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
-    if found is None:
+def _explanation(trace: Trace, trial: Trial, setting: Setting) -> Answer:
+    if (found := explanation(trace, *setting)) is None:
         return None
     answer = asdict(found) | {"host_refused": predicted_row.host_refused(trial, predicted_row.host_of(trial, trace))}
     if found.refused is not None:
@@ -41,27 +38,17 @@ def _explanation(trace: Trace, trial: Trial) -> Answer:
     return answer
 
 
-def _peak(trace: Trace, trial: Trial) -> Answer:
-    found = explanation(trace, allocator_config.parse(trial.allocator.conf), memory_limit(trial.device.card))
-    if found is None:
+def _peak(trace: Trace, trial: Trial, setting: Setting) -> Answer:
+    if (found := explanation(trace, *setting)) is None:
         return None
-
-    def describe(one: Moment) -> dict[str, Any]:
-        return asdict(one) | {"storages": group_storages(trace, one)}
-
-    phases = [describe(one) for one in found.phases]
-    return {
-        "fits": found.refused is None,
-        "reserved": found.peak_reserved,
-        "peak": describe(found.peak),
-        "phases": phases,
-    }
+    peak, *phases = (asdict(one) | {"storages": group_storages(trace, one)} for one in (found.peak, *found.phases))
+    return {"fits": found.refused is None, "reserved": found.peak_reserved, "peak": peak, "phases": phases}
 
 
 # Each answers from a trial's trace with plain data, in bytes; None for an empty trace.
-QUESTIONS: dict[str, Callable[[Trace, Trial], Answer]] = {
+QUESTIONS: dict[str, Callable[[Trace, Trial, Setting], Answer]] = {
     "timeline": _timeline,
-    "snapshot": _snapshot,
+    "snapshot": lambda trace, trial, setting: snapshot(trace, *setting),
     "explanation": _explanation,
     "peak": _peak,
 }
@@ -75,16 +62,15 @@ def answer_trial(question: str, trial: Trial, folder: Path, traces: Path, trace:
     else:
         found = trace_cache.load_or_trace(trial, card, folder, traces)
     result_file.progress(folder, "replaying its allocations")
-    return None if found is None else QUESTIONS[question](found[0], trial)
+    setting = allocator_config.parse(trial.allocator.conf), memory_limit(card)
+    return None if found is None else QUESTIONS[question](found[0], trial, setting)
 
 
 def main(folder: Path, spec: Mapping[str, Any]) -> int:
     """Answer the question for each trial of the spec; return the exit status."""
     trials = [Trial.model_validate(values) for values in spec["trials"]]
     try:
-        answers = [
-            answer_trial(spec["question"], trial, folder, Path(spec["traces"]), spec["trace"]) for trial in trials
-        ]
+        answers = [answer_trial(spec["question"], one, folder, Path(spec["traces"]), spec["trace"]) for one in trials]
     except Exception as error:
         process_end.print_traceback()
         result_file.error(folder, process_end.error_result(error))

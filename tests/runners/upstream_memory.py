@@ -48,10 +48,7 @@ CLASSES = {"t5": "AutoModelForSeq2SeqLM"} | dict.fromkeys(
 )
 CASES: dict[str, dict[str, bool]] = {
     "plain": {},
-    "padding": {"padding": True},
-    "eager": {"eager": True},
-    "cache": {"cache": True},
-    "checkpoints": {"checkpoints": True},
+    **{name: {name: True} for name in ("padding", "eager", "cache", "checkpoints")},
     "cache and checkpoints": {"cache": True, "checkpoints": True},
 }
 BATCH, LENGTH = 4, 128

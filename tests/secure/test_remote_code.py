@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, Run, refusal, save_tokenizer, tiny
+from conftest import ROOT, TINY, Run, refusal, save_tokenizer, source, tiny
 
 from vramsweep.harness.config.reproduce_command import command
 from vramsweep.harness.messages.errors import EnvironmentFault
@@ -15,15 +15,7 @@ from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.harness.spec.trial_identity import trial_id
 from vramsweep.harness.spec.trial_parser import parse
 
-CODE = """
-from pathlib import Path
-from transformers import {base}
-
-Path({marker!r}).touch()
-
-class {own}({base}):
-    {body}
-"""
+CODE = source("code_beside_a_model.txt")
 OWN = {  # of each Python file beside a model: its class, that class's base, and what is in it
     "configuration": ("OwnConfig", "Qwen2Config", 'model_type = "own_code"'),
     "modeling": ("OwnForCausalLM", "Qwen2ForCausalLM", "from .configuration_own import OwnConfig as config_class"),

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Cli, cases, refusal, unpacked
+from conftest import ROOT, TINY, Cli, cases, refusal, source, unpacked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,13 +26,7 @@ from vramsweep.runners.rank import result_file
 RANDOM = "q7Zk2Vx9Lm4Tn8Rp1Wc6Yb3Hd5Jf0Gs"
 PLANTED = {name: value.format(random=RANDOM) for name, value in cases("planted_secrets")}
 REMOTE, HOME = f"{RANDOM}remote", f"home-{RANDOM}"
-FAILING = """
-import os, sys
-print("my token is", os.environ["HF_TOKEN"])
-print('{"password": "hunter-said"}', file=sys.stderr)
-text = '401 for {"passphrase": "hunter-said"} '
-raise RuntimeError(text + os.environ["DATABASE_URL"] + " with " + os.environ["MY_PASSWORD"])
-"""
+FAILING = source("script_that_tells_secrets.txt")
 
 
 def written(folder: Path) -> list[str]:

@@ -7,20 +7,14 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TARGETS, cases
+from conftest import ROOT, TARGETS, cases, source
 
 from vramsweep import __main__ as front_door
 from vramsweep import verbs
 from vramsweep.harness.process import interpreter
 
 SNAPSHOT = ROOT / "tests" / "data" / "snapshots" / "silmont2000__b61be4_mem_snapshot.pickle"
-TRAIN = """
-import torch, beside
-net = torch.nn.Linear(8, 8).cuda()
-for _ in range(8):
-    net(torch.ones(4, 8, device="cuda")).sum().backward()
-    torch.optim.SGD(net.parameters(), lr=0.1).step()
-"""
+TRAIN = source("training_beside_a_module.txt")
 PREDICTED = ("model=tiny", "seq_len=32,64,96", "device.gpu=t4-16gb", "precision=fp32")
 
 

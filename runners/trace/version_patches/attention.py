@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from packaging.version import Version
+from torch import Tensor
 from transformers import PreTrainedModel, masking_utils
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt_bigcode import modeling_gpt_bigcode
@@ -32,7 +33,7 @@ def additive(trial: Trial) -> Iterator[Replacement]:
 def _added(original: Any) -> Any:
     def create_mask(*args: Any, **kwargs: Any) -> Any:
         mask = original(*args, **kwargs)
-        if not isinstance(mask, torch.Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool or mask.dim() != 4:
             return mask  # flash attention's, of two dimensions, is not added to anything
         dtype = _embeds(kwargs).dtype
         return torch.zeros(mask.shape, dtype=dtype).masked_fill_(mask.logical_not(), torch.finfo(dtype).min)
@@ -43,7 +44,7 @@ def _added(original: Any) -> Any:
 def always(trial: Trial) -> Iterator[Replacement]:
     """Give Llama's attention a mask in the model's precision even if it would do without."""
 
-    def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def made(embeds: Tensor, padding: Tensor | None) -> Tensor:
         length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
         mask = torch.full((length, length), least, dtype=embeds.dtype, device=embeds.device).triu(diagonal=1)
         whole = mask[None, None].expand(embeds.shape[0], 1, -1, -1)
@@ -56,7 +57,7 @@ def always_one(trial: Trial) -> Iterator[Replacement]:
     """Give GPTBigCode's attention a mask in the model's precision even if it would do without.
     It is one for all samples if none is padded."""
 
-    def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def made(embeds: Tensor, padding: Tensor | None) -> Tensor:
         length, least = embeds.shape[1], torch.finfo(embeds.dtype).min
         mask = torch.full((1, 1, length, length), least, dtype=embeds.dtype, device=embeds.device).triu(diagonal=1)
         return mask if padding is None else mask.repeat(embeds.shape[0], 1, 1, 1)
@@ -67,20 +68,20 @@ def always_one(trial: Trial) -> Iterator[Replacement]:
 def of_all_positions(trial: Trial) -> Iterator[Replacement]:
     """Give Llama's mask all positions that the model knows, for each sample; each layer cuts out its own."""
 
-    def made(embeds: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    def made(embeds: Tensor, padding: Tensor | None) -> Tensor:
         kept = earlier[0]
         return kept[None, None].repeat(embeds.shape[0], 1, 1, 1).to(embeds.dtype) * torch.finfo(embeds.dtype).min
 
-    earlier: list[torch.Tensor] = []
+    earlier: list[Tensor] = []
     forward, attend = LlamaModel.forward, LlamaAttention.forward
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> Any:
         earlier[:] = [self._earlier_mask]  # models.llama_mask
         return forward(self, *args, **kwargs)
 
-    def cut(self: Any, hidden_states: torch.Tensor, **kwargs: Any) -> Any:
+    def cut(self: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
         mask = kwargs["attention_mask"]
-        if isinstance(mask, torch.Tensor) and mask.dim() == 4:
+        if isinstance(mask, Tensor) and mask.dim() == 4:
             length = hidden_states.shape[1]
             rows = torch.arange(length, device=hidden_states.device)
             kwargs["attention_mask"] = mask[:, :, rows, :length]
@@ -91,7 +92,7 @@ def of_all_positions(trial: Trial) -> Iterator[Replacement]:
     yield LlamaAttention, "forward", cut
 
 
-def _unless_flash(module: Any, made: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]) -> Any:
+def _unless_flash(module: Any, made: Callable[[Tensor, Tensor | None], Tensor]) -> Any:
     original = module.create_causal_mask
 
     def create_mask(*args: Any, **kwargs: Any) -> Any:
@@ -102,9 +103,9 @@ def _unless_flash(module: Any, made: Callable[[torch.Tensor, torch.Tensor | None
     return create_mask
 
 
-def _embeds(given: dict[str, Any]) -> torch.Tensor:
+def _embeds(given: dict[str, Any]) -> Tensor:
     """Return the input embeddings, an argument that transformers 5 renamed."""
-    found: torch.Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_embeds"]
+    found: Tensor = given["inputs_embeds"] if "inputs_embeds" in given else given["input_embeds"]
     return found
 
 
@@ -118,8 +119,8 @@ def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
     """Make attention copy what is not contiguous before torch's attention gets it."""
     original = F.scaled_dot_product_attention
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        made: torch.Tensor = original(query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
+    def attend(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        made: Tensor = original(query.contiguous(), key.contiguous(), value.contiguous(), *args, **kwargs)
         return made
 
     yield F, "scaled_dot_product_attention", attend
@@ -128,7 +129,7 @@ def contiguous_heads(trial: Trial) -> Iterator[Replacement]:
 def without_padding(trial: Trial) -> Iterator[Replacement]:
     """Take one sequence per row for several documents packed into it."""
 
-    def find_packed_sequence_indices(position_ids: torch.Tensor) -> torch.Tensor:
+    def find_packed_sequence_indices(position_ids: Tensor) -> Tensor:
         steps = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1)
         return (steps != 1).cumsum(-1)
 
@@ -169,7 +170,7 @@ def t5_scores(trial: Trial) -> Iterator[Replacement]:
 
     def attend(
         module: Any, query: Any, key: Any, value: Any, mask: Any, dropout: float, position_bias: Any, **_: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         scores = torch.matmul(query, key.transpose(3, 2))
         scores += position_bias
         weights = F.dropout(scores.float().softmax(dim=-1).type_as(scores), p=dropout, training=module.training)
@@ -184,14 +185,8 @@ def masked_scores(trial: Trial) -> Iterator[Replacement]:
     """Make GPT-2 choose between scores and the least number; the installed version adds a mask."""
 
     def attend(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor,
-        dropout: float = 0.0,
-        **_: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout: float = 0.0, **_: Any
+    ) -> tuple[Tensor, Tensor]:
         scores = torch.matmul(query, key.transpose(-1, -2)) / value.size(-1) ** 0.5
         length, least = scores.shape[-1], torch.finfo(scores.dtype).min
         causal = module._earlier_mask[None, None, :length, :length]  # models.gpt2_masks

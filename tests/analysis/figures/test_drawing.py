@@ -22,7 +22,7 @@ import plotly.graph_objects as go
 import py_mini_racer
 import pytest
 import synthetic
-from conftest import ROOT, refusal, wait_for
+from conftest import ROOT, refusal, source, wait_for
 from plotly.offline import get_plotlyjs
 from synthetic import table
 
@@ -37,13 +37,7 @@ NUMBER = re.compile(r"-?\d+\.?\d*(?:e-?\d+)?")
 MADE_UP = re.compile(r"url\(.*?\)|(?<=trace)[0-9a-f]{6}|(?<=cb)[0-9a-f]{6}|['\"]")  # names, and how they are quoted
 LAYOUTS = (layout.page, layout.column)
 HINTED = 2.5  # px: Chromium sets small letters on whole pixels, and margins are as wide as texts
-MANY = """
-import plotly.graph_objects as go
-from pathlib import Path
-from vramsweep.analysis.figures.drawing import Picture, draw
-
-draw([Picture(go.Figure(go.Scatter(y=[1, n])), Path(f"{n}.png")) for n in range(2000)])
-"""
+MANY = source("many_figures.txt")
 
 
 def drawn(plot: go.Figure, folder: Path) -> ET.Element:

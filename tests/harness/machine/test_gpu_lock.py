@@ -5,21 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import source
 from launchers import CARDS
 
 from vramsweep.harness.machine import machine
 from vramsweep.harness.machine.gpu_occupancy import lock_gpus
 
-HOLDS = """
-import sys, time
-from pathlib import Path
-from vramsweep.harness.machine import machine
-from vramsweep.harness.machine.gpu_occupancy import lock_gpus
-card = machine.Gpu(1, "NVIDIA H100", "GPU-1", "1", 80 << 30, 0, (), (9, 0))
-with lock_gpus([card], time.sleep, 0, Path(sys.argv[1])) as others:
-    print(others, flush=True)
-    sys.stdin.read()
-"""
+HOLDS = source("holder_of_a_lock.txt")
 
 
 def test_another_sweep_s_card_is_waited_for_and_said_and_is_free_when_its_process_ends(tmp_path: Path) -> None:

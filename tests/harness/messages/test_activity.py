@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from conftest import ROOT, on_terminal
+from conftest import ROOT, on_terminal, source
 
 from vramsweep.harness.messages.activity import FIRST_S, NEXT_S, Activity
 from vramsweep.harness.messages.console import Console
@@ -48,18 +48,7 @@ def test_a_log_that_cannot_be_written_ends_nothing() -> None:
     activity._keep_looking()  # ends by itself, without a word
 
 
-SHOWN = """
-import sys
-from vramsweep.harness.messages import terminal
-from vramsweep.harness.messages.activity import Activity
-with terminal.escaped():
-    with Activity("importing torch") as activity:
-        activity.update("tracing step 2 of 3")
-        activity.look()
-        print("a note", file=sys.stderr)
-        print('{"answer": 1}')
-    print("the end")
-"""
+SHOWN = source("shown_activity.txt")
 
 
 def test_on_a_terminal_it_is_drawn_and_goes_away() -> None:

@@ -19,7 +19,7 @@ from unittest import mock
 import psutil
 import pytest
 import torch
-from conftest import ROOT, TARGETS, Run, cases, custom, parametrized, refusal, tiny, wait_for
+from conftest import ROOT, TARGETS, Run, cases, custom, parametrized, refusal, source, tiny, wait_for
 from launchers import FINE, Still, error, swept
 
 from vramsweep.harness.machine import machine
@@ -130,17 +130,8 @@ def test_a_worker_that_outlives_being_killed_does_not_hold_up_the_trials_after_i
     os.waitpid(pid, 0)
 
 
-LEAVES = """
-import os, time
-for number in range(1100):
-    if os.fork() == 0: number % 11 or os.setsid() or time.sleep(600); os._exit(0)
-"""
-FORKS = """
-import os, time
-end = time.monotonic() + 20  # should nobody end them
-os.fork()
-while time.monotonic() < end: os.fork() and os._exit(0); os.setsid()
-"""
+LEAVES = source("worker_that_leaves.txt")
+FORKS = source("worker_that_forks.txt")
 
 
 def test_orphans_are_ended_by_a_few_listings_of_all_processes(tmp_path: Path) -> None:
@@ -206,11 +197,7 @@ def test_a_broken_import_is_rows_and_not_the_end_of_the_sweep(
 DRIVER = """
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = ACTIVE; return CODE; }
 """
-IMPORTED = """
-import ctypes, sys
-if "vramsweep.runners.worker.serve_forks" in sys.orig_argv:
-    ctypes.CDLL({path!r})
-"""
+IMPORTED = source("imports_of_a_worker.txt")
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from unittest import mock
 
 import pandas as pd
 import pytest
-from conftest import refusal
+from conftest import refusal, source
 
 from vramsweep.analysis.data.load import from_frame, load
 from vramsweep.harness.messages.errors import UserError
@@ -79,15 +79,7 @@ def test_a_second_writer_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_lock_goes_with_a_killed_writer(tmp_path: Path) -> None:
-    code = f"""
-import os, signal
-from pathlib import Path
-from vramsweep.harness.rows.journal import Journal
-book = Journal(Path({str(tmp_path)!r}))
-book.append({{"trial_id": "kept", "outcome": "ok"}})
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    subprocess.run([sys.executable, "-c", code], check=False)
+    subprocess.run([sys.executable, "-c", source("writer_that_is_killed.txt"), str(tmp_path)], check=False)
     append(tmp_path, "after")
     assert held(tmp_path) == (["kept", "after"], 0)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, cases, custom, parametrized, refusal, tiny
+from conftest import SETTINGS, cases, custom, parametrized, refusal, source, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 from submitit.core.utils import DelayedSubmission
@@ -157,11 +157,7 @@ def test_shards_predict_in_folders_of_their_own(tmp_path: Path) -> None:
     assert places == [Path("shared/1"), Path("shared-1of2/1"), Path("shared-2of2/1")]
 
 
-SBATCH = """#!/bin/sh
-if grep -q nosuch "$1"; then echo 'sbatch: error: invalid partition specified: nosuch' >&2; exit 1; fi
-cp "$1" "$FAKE/script"
-echo "Submitted batch job 7"
-"""
+SBATCH = source("sbatch.txt")
 
 
 @pytest.fixture

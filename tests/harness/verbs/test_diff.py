@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Cli, refusal
+from conftest import ROOT, Cli, refusal, source
 from transformers.cache_utils import DynamicLayer
 
 from vramsweep.harness.files.commit_files import export_commit
@@ -16,57 +16,15 @@ from vramsweep.harness.questions.trace_diff import compare_storages
 
 pytestmark = pytest.mark.deterministic
 
-STEP = """
-def build(trial):
-    net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    def step(batch):
-        net(torch.randn(1024, 512, device="cuda")).exp().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return net, optimizer, step
-"""
+STEP = source("step_of_a_net.txt")
 
 # Selective checkpointing that also saved abs kept |W| of each layer, of which float8's scales by row are the largest:
 # github.com/pytorch/torchtitan/pull/820.
-SCALED = """
-import torch
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-SAVED = [torch.ops.aten.mm.default]
-def policy(context, operator, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE if operator in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
-class Layer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(512, 512))
-    def forward(self, x):
-        scale = self.weight.abs().amax(1)
-        return x.mm((self.weight / scale[:, None]).t())
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers, self.head = torch.nn.ModuleList(Layer() for _ in range(4)), torch.nn.Linear(512, 8192)
-    def forward(self, x):
-        for layer in self.layers:
-            contexts = lambda: create_selective_checkpoint_contexts(policy)
-            x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
-        return self.head(x)
-"""
+SCALED = source("scaled_net.txt")
 
 # Rotary tables of ten times as many positions as are used; 5,242,880 bytes instead of 524,288 by
 # github.com/karpathy/autoresearch/pull/557.
-ROTARY = """
-import torch
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.head = torch.nn.Linear(512, 64)
-        angles = torch.outer(torch.arange(2048), torch.rand(64))
-        self.register_buffer("cos", angles.cos().bfloat16())
-        self.register_buffer("sin", angles.sin().bfloat16())
-    def forward(self, x):
-        return self.head(x) * self.cos[:1024] + self.sin[:1024]
-"""
+ROTARY = source("rotary_net.txt")
 
 
 def commit(folder: Path, text: str) -> None:

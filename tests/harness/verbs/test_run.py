@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, merged, refusal, tiny
+from conftest import cases, merged, refusal, source, tiny
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.messages.errors import UserError
@@ -78,14 +78,9 @@ def test_what_a_command_writes_and_reads_is_no_other_trial(here: Path) -> None:
     assert set(found.fingerprints) == {"train", "a.toml"}
 
 
-def test_a_script_is_called_by_its_file() -> None:
-    for command, name in (
-        ("python a/train.py -x", "train"),
-        ("torchrun --nproc-per-node 2 b/pre.py", "pre"),
-        ("python -m pkg.train", "pkg.train"),
-        ("accelerate launch x", "accelerate"),
-    ):
-        assert command_template.program(command) == name
+@pytest.mark.parametrize(("command", "name"), cases("programs_of_commands"))
+def test_a_script_is_called_by_its_file(command: str, name: str) -> None:
+    assert command_template.program(command) == name
 
 
 def test_the_label_says_what_the_command_is_told() -> None:
@@ -147,14 +142,7 @@ def test_a_dry_run_shows_the_commands(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 # Of every setting that a command can be told: a value that is not the default.
-GIVEN = """
-seq_len=512 micro_batch=4 grad_accum=2 world_size=2 sharding=zero3 offload_optimizer=true offload_param=true
-zero_init=false ds_config=zero3.json no_sync=false precision=bf16 quantization=nf4 adapter=lora lora_r=8 lora_alpha=32
-lora_dropout=0.1 lora_target_modules=q_proj attention=eager kernels=liger loss=chunked checkpointing=full
-checkpointing_every=2 checkpointing_reentrant=true checkpointing_ops=matmuls activation_offload=true compile=default
-optimizer=sgd padding=0.5 padding_side=left padding_to=64 packing=documents use_cache=off weights=pretrained
-data=wikitext seed=7
-"""
+GIVEN = source("words_of_every_setting.txt")
 
 
 def dry(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> list[str]:

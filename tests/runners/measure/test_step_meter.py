@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TARGETS, parametrized, refusal, tiny
+from conftest import TARGETS, parametrized, refusal, source, tiny
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.flop_counter import flop_registry
 
@@ -351,14 +351,7 @@ def test_foreign_processes(before: Any, after: Any, own: set[int], expected: lis
 @pytest.mark.slow
 def test_ours_are_the_session_and_its_children() -> None:
     """Asked in a session of its own, as a worker is: what started it is then foreign wherever the tests run."""
-    asked = """
-import os, subprocess, sys
-from vramsweep.runners.measure.counters import ours
-child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)
-found = ours([os.getpid(), child.pid, os.getppid(), 1 << 30])
-print(found == {os.getpid(), child.pid}, found)
-child.communicate(b"\\n")
-"""
+    asked = source("processes_of_a_session.txt")
     told = subprocess.run([sys.executable, "-c", asked], start_new_session=True, capture_output=True, text=True)
     assert told.stdout.startswith("True"), told
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT, refusal, save_tokenizer, tiny
+from conftest import ROOT, refusal, save_tokenizer, source, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.spec import trial as trials
@@ -121,23 +121,7 @@ def test_tf32_is_on_only_when_asked_for() -> None:
     assert not torch.backends.cudnn.allow_tf32
 
 
-IMPORTED = """\
-import importlib.abc, json, sys
-import torch
-
-class Watch(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name.startswith("transformers.models."):
-            where[name] = torch.get_default_device().type
-        return None
-
-where = {}
-from vramsweep.harness.spec import trial_parser
-from vramsweep.runners.model import build
-sys.meta_path.insert(0, Watch())
-build.model(trial_parser.parse(json.loads(sys.argv[1])), torch.device("meta"))
-print(json.dumps(where))
-"""
+IMPORTED = source("imports_while_building.txt")
 
 
 @pytest.mark.slow

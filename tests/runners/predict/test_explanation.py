@@ -14,6 +14,7 @@ from conftest import TARGETS, tiny
 from traces import SIMULATED, alive, traced_once
 
 from vramsweep.harness.allocator.config import AllocatorConfig, parse
+from vramsweep.harness.hardware.gpu_lookup import memory_limit
 from vramsweep.harness.spec import trial_parser
 from vramsweep.runners.model import build
 from vramsweep.runners.predict import memory_timeline, predicted_row
@@ -107,7 +108,8 @@ def test_what_was_asked_for_and_what_was_held_sum() -> None:
     assert replace(found, refused=None, asked=None) == whole
     few = {"name": "few", "conf": "per_process_memory_fraction:0.0002"}  # as `explain --json` prints it, for programs
     chosen = trial_parser.parse(tiny(device=SIMULATED, seq_len=512, allocator=few))
-    answer = json.loads(json.dumps(query_server._explanation(trace, chosen)))
+    setting = parse(few["conf"]), memory_limit(chosen.device.card)
+    answer = json.loads(json.dumps(query_server._explanation(trace, chosen, setting)))
     assert answer["refused"]["mark"].keys() == {"end", "step", "phase"}
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import source
 from torch.utils.checkpoint import checkpoint
 
 from vramsweep.runners.rank import oom_details, process_end
@@ -18,13 +19,7 @@ PLAIN = (
     "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
 SHORT = "Allocation on device 0 would exceed allowed memory. (out of memory)"  # cudaMallocAsync
-ASYNC = f"""{SHORT}
-Currently allocated     : 4.86 GiB
-Requested               : 10.12 GiB
-Device limit            : 24.00 GiB
-Free (according to CUDA): 0 bytes
-PyTorch limit (set by user-supplied memory fraction)
-                        : 17179869184.00 GiB"""
+ASYNC = source("oom_of_cuda_malloc_async.txt").rstrip()
 
 
 def test_the_message_s_sizes() -> None:

@@ -18,25 +18,8 @@ from vramsweep.runners.rank import rank_launcher
 
 pytestmark = pytest.mark.slow
 
-TELL = """
-import json, os, pathlib, sys
-from torch.distributed import TCPStore
-import torch.distributed as dist
-names = sorted(os.environ)
-dist.init_process_group("gloo")
-dist.barrier()
-place = pathlib.Path(sys.argv[1]) / os.environ["RANK"]
-place.write_text(json.dumps(dict(os.environ) | {"server": type(dist.distributed_c10d._get_default_store()).__name__}))
-"""
-OURS = f"""
-import sys
-from vramsweep.runners.rank import rank_launcher
-def main(rank):
-    exec(compile({TELL!r}, "tell", "exec"), {{}})
-    return 0
-ended = rank_launcher.ranks(2, main)
-assert ended == rank_launcher.Ended(), ended
-"""
+TELL = source("rank_that_tells.txt")
+OURS = source("ranks_of_ours.txt").format(tell=TELL)
 OWN = {"MASTER_PORT", "TORCHELASTIC_RUN_ID"}  # of each launch
 LOGS = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE"}  # where torchrun's own error handler writes
 

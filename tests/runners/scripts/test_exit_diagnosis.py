@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from commands import BIN, PYTHON, command
-from conftest import Run
+from conftest import Run, source
 
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.rows import outcome
@@ -24,16 +24,7 @@ OOM = {"type": "torch.OutOfMemoryError", "message": FULL}
 CUDA = {"type": "builtins.RuntimeError", "message": "CUDA error: probe failed"}
 OLD = "RuntimeError: the script's Python is 3.9.18, but vramsweep watches 3.11 and later"
 ARGPARSE = "usage: t.py [-h]\nt.py: error: unrecognized arguments: --length 3\n"
-TORCHRUN = """\
-E1123 22:35:13 31306 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: {0}) local_rank: 0
-Traceback (most recent call last):
-  File "/bin/torchrun", line 8, in <module>
-torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
-============================================================
-  rank      : 0 (local_rank: 0)
-  exitcode  : {0} (pid: 2)
-============================================================
-"""
+TORCHRUN = source("log_of_torchrun.txt")
 CHILD = {"type": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "message": "\n=====\nt.py FAILED"}
 JOB = {"protocol": {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}}
 LAUNCHER = {"pid": 1, "program": "/bin/torchrun", "error": CHILD, "at": 9.0}
@@ -151,12 +142,7 @@ def test_a_python_that_is_too_old_is_said(tmp_path: Path) -> None:
     assert problem.read_text() == "RuntimeError: the script's Python is 3.8.1, but vramsweep watches 3.11 and later"
 
 
-OLD_FINDER = """
-import sys, warnings
-warnings.simplefilter("ignore")
-sys.meta_path.insert(1, type("Old", (), {"find_module": lambda *told: None})())
-import torch
-"""
+OLD_FINDER = source("old_finder.txt")
 
 
 @pytest.mark.parametrize(
@@ -180,15 +166,7 @@ def test_the_workers_own_variables_are_handed_down(monkeypatch: pytest.MonkeyPat
     assert (asked["PYTORCH_CUDA_ALLOC_CONF"], asked["PYTORCH_ALLOC_CONF"]) == ("a:1", None)
 
 
-LEAVES = """
-import json, os, pathlib, sys, time
-folder = pathlib.Path(os.environ["VRAMSWEEP_ATTEMPT"])
-aside = folder / "seen.new"
-aside.write_text(json.dumps(json.loads(pathlib.Path("said.json").read_text()) | {"pid": os.getpid()}))
-aside.rename(folder / f"seen-{os.getpid()}.json")
-time.sleep(float(sys.argv[1]))
-pathlib.Path("after.txt").touch()
-"""
+LEAVES = source("script_that_leaves.txt")
 BROKE = {"problem": "TypeError: probe failed", "ended": False} | TRAINED
 SHORT = {"elapsed_s": 2.0, "step_times_s": [1.0, 1.0], "tokens_per_s": 50.0, "samples_per_s": 1.0, "notes": None}
 MEASURED = {"shapes": [[1, 50]], "shapes_known": True, "repeated": False, "batches": [1], "complete": False}
@@ -244,13 +222,7 @@ def test_a_training_is_over_once_no_rank_has_more_to_tell() -> None:
     assert ranks(BROKE | dict.fromkeys(TRAINED, 0), going) == set()  # it trains nothing
 
 
-LOOP = """
-import os, sys, torch
-w = torch.nn.Linear(8, 8)
-o = torch.optim.SGD(w.parameters(), lr=0.1)
-for step in range(9):
-    w(torch.randn(2, 8)).sum().backward(); o.step(); o.zero_grad()
-"""
+LOOP = source("loop_of_eight.txt")
 
 
 @pytest.mark.slow
@@ -282,19 +254,8 @@ def test_the_folder_for_what_it_writes_is_where_it_goes_elsewhere(run_sweep: Run
     assert len(list(here.glob("t/trials/attempts/*/1/output/x"))) == 1
 
 
-HYDRA = f"""
-import hydra, torch
-@hydra.main(version_base=None, config_path=None)
-def main(config):
-    torch.nn.Linear(2, 2)(torch.randn(2, 2))
-    raise torch.OutOfMemoryError({FULL!r})
-main()
-"""
-HELPER = """
-import subprocess, sys, torch
-subprocess.run([sys.executable, "-c", "import torch; raise RuntimeError('CUDA error: probe failed')"])
-sys.exit("no data here")
-"""
+HYDRA = source("main_of_hydra.txt").format(full=FULL)
+HELPER = source("helper_that_fails.txt")
 ARGUMENTS = "import argparse, torch; argparse.ArgumentParser().parse_args()"
 
 

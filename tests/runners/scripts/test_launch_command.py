@@ -153,20 +153,7 @@ def test_what_cannot_be_measured_says_why(run_sweep: Run) -> None:
         assert row["outcome"] == "invalid" and row["reason"].startswith(reason.replace("PYTHON", PYTHON)), row["reason"]
 
 
-PEEK = """
-import importlib.util, json, os, sys
-import torch
-state = {"path": sys.path, "finders": [type(f).__name__ for f in sys.meta_path], "hook": type(sys.excepthook).__name__}
-state["own"] = getattr(sys.modules.get("sitecustomize"), "MINE", None)
-names = ("harness", "runners", "analysis", "conf", "tests", "hydra_plugins")
-state["there"] = sorted(name for name in names if importlib.util.find_spec(name))
-print(json.dumps(state))
-w = torch.nn.Linear(8, 8)
-o = torch.optim.SGD(w.parameters())
-for _ in range(9):
-    w(torch.randn(2, 8)).sum().backward(); o.step(); o.zero_grad()
-print(sorted(vars(w)), len(torch.nn.modules.module._global_forward_pre_hooks))
-"""
+PEEK = source("state_of_a_script.txt")
 
 
 def test_the_script_notices_nothing(run_sweep: Run, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

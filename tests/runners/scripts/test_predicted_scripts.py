@@ -25,22 +25,7 @@ pytestmark = pytest.mark.deterministic
 Traced = Callable[..., Any]
 HALF_GIB = 1 << 29
 NET = "nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.BatchNorm1d(64))"
-LOOP = """
-import sys
-import torch
-from torch import nn
-
-{before}
-net = {net}
-{loaded}
-net.to("cuda")
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-for step in range(9):
-    net(torch.zeros(8, 64, device="cuda")).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    {after}
-"""
+LOOP = source("loop_of_a_net.txt")
 
 
 def net() -> nn.Module:

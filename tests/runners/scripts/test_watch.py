@@ -135,27 +135,8 @@ def test_a_training_that_we_started_is_left_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
-TRAINER = """
-import dataclasses, torch, vramsweep
-from small_qwen import small_qwen
-from transformers import Trainer, TrainingArguments
-ids = torch.randint(0, 512, (64, 40))
-arguments = TrainingArguments("out", per_device_train_batch_size=2, max_steps=12, use_cpu=True, report_to="none",
-    save_strategy="no", disable_tqdm=True, gradient_accumulation_steps=2)
-data = [{"input_ids": row, "labels": row} for row in ids]
-def trainer(kind=Trainer, dtype=torch.float32, **changed):
-    model, told = small_qwen().to(dtype), dataclasses.replace(arguments, **changed)
-    return kind(model, told, train_dataset=data, callbacks=[vramsweep.TrainerCallback("mine")])
-"""
-FAILING = """
-class Failing(Trainer):
-    passes = 0
-    def training_step(self, model, inputs, *args, **kwargs):
-        self.passes += 1
-        if FAULT:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return super().training_step(model, inputs, *args, **kwargs)
-"""
+TRAINER = source("trainer_of_a_script.txt")
+FAILING = source("trainer_that_fails.txt")
 
 
 @pytest.mark.slow
@@ -183,17 +164,7 @@ def test_each_attempt_at_a_batch_has_its_row(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_with_a_loop_of_its_own_may_be_left(tmp_path: Path) -> None:
-    own = """
-class Own(Trainer):
-    def train(self):
-        self.state.train_batch_size = 2
-        self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        raise ValueError("bad data")
-try:
-    trainer(Own).train()
-except ValueError:
-    pass
-"""
+    own = source("trainer_of_its_own_loop.txt")
     done = trained(tmp_path, f"{TRAINER}{own}trainer().train()\ntrainer(Own).train()", TMPDIR=str(tmp_path))
     assert done.stderr.splitlines()[-1] == "ValueError: bad data"
     left, well, last = rows(tmp_path)

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import Run, refusal, tiny
+from conftest import Run, refusal, source, tiny
 from traces import A100, SIMULATED
 
 from vramsweep.harness.allocator import config as allocator_config
@@ -38,13 +38,7 @@ TWO_PASSES = (20, 7, 9, 32, 24, 2, 3, 5, 31, 30, 8, 1)
 FALLING = tuple(range(31, 0, -1))
 
 
-OWN_STEP = """
-import torch
-
-def build(trial):
-    net = torch.nn.Linear(1, 1)
-    return net, torch.optim.SGD(net.parameters()), lambda batch: net(batch["input_ids"][:, :1].float()).sum().backward()
-"""
+OWN_STEP = source("target_with_a_step.txt")
 
 
 def tried(**over: Any) -> trials.Trial:

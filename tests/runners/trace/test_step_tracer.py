@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, tiny
+from conftest import ROOT, source, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traces import A100, SIMULATED, small, trace_trial, traced_once
@@ -218,18 +218,7 @@ def test_the_collector_runs_at_the_end_of_a_phase_whatever_else_the_process_does
     assert first == second and gc.isenabled()
 
 
-FRESH = """\
-import json, sys
-from pathlib import Path
-from vramsweep.harness.hardware import gpu_lookup
-from vramsweep.harness.spec import trial_parser
-from vramsweep.runners.loops import torch_loop
-from vramsweep.runners.predict import trace_cache, make_trace
-chosen = trial_parser.parse(json.loads(sys.argv[1]))
-gpu = gpu_lookup.gpu_named("a100-80gb")
-first, second = (make_trace.trace_trial(chosen, gpu, Path(sys.argv[2]), torch_loop)[0] for _ in "12")
-print(first == second)
-"""
+FRESH = source("trace_in_a_fresh_process.txt")
 
 
 FSDP2 = {"sharding": "fsdp2", "world_size": 2}

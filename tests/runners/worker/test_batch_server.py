@@ -181,14 +181,7 @@ def test_no_prediction_is_an_answer_only_where_lengths_vary(tmp_path: Path, monk
     assert found[0] == "many" and found[1]["result"]["error"]["message"] == "not this one"
 
 
-IMPORTED = """
-import os, sys
-import torch
-before = len(os.listdir("/proc/self/task"))
-from vramsweep.runners.worker import worker
-worker.preload(sys.argv[1])
-print(len(os.listdir("/proc/self/task")) - before, "pandas" in sys.modules)
-"""
+IMPORTED = source("imports_before_a_fork.txt")
 
 
 @pytest.mark.slow

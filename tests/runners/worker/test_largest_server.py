@@ -1,8 +1,10 @@
 """Test the largest that fits against the rows of every length, and requested memory against reserved memory."""
 
+import json
 import math
 import os
 from collections.abc import Collection
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -233,18 +235,14 @@ def test_what_a_look_leaves_counts_though_another_dies(tmp_path: Path) -> None:
     place = tmp_path / "looked"
     need = RequiredBytes(1.0, 2.0, math.inf, True)
 
-    def look(number: int, rooms: largest_server.Rooms) -> dict[str, RequiredBytes]:
+    def look(number: int) -> bytes:
         if number == 4:
             raise ValueError("this one alone")
         if number == 7:
             os._exit(1)
-        return {"setting": need}
+        return json.dumps([number, {"setting": astuple(need)}]).encode() + b"\n"
 
-    list(
-        trace_workers.forked(
-            [(lambda: largest_server._write(look, [(n, {}) for n in (3, 4, 5, 7, 8)], place), 60.0)], 1
-        )
-    )
+    list(trace_workers.forked([(lambda: trace_workers.write_answers((3, 4, 5, 7, 8), look, place), 60.0)], 1))
     assert dict(largest_server._read([place, tmp_path / "none"])) == {3: {"setting": need}, 5: {"setting": need}}
     place.write_bytes(b'[3, {"setting": [1.0, 2.0, 3.0, true]}]\n[5, {"sett')
     assert list(largest_server._read([place])) == [(3, {"setting": RequiredBytes(1.0, 2.0, 3.0, True)})]
