@@ -23,7 +23,7 @@ BYTES = {
 }  # fmt: skip
 SECONDS = {"s": 1.0, "ms": 1e-3}
 RATES = ("per card", "all")  # what a rate counts: one GPU's share, or all GPUs together
-MEMORY = ("allocated", "active", "reserved", "device")
+MEMORY = ("allocated", "active", "requested", "reserved", "device")
 UNITS = {
     **dict.fromkeys(MEMORY, (*BYTES, "percent")),
     "step": tuple(SECONDS),

@@ -1,12 +1,13 @@
 """Predictions of reference runs (published_readings.py), next to what was published.
 
-Every run is a simulated trial of one sweep, so an interrupted sweep resumes. A run is predicted twice, with and without
-known differences, if they tell its versions from the installed ones.
+Every run is a simulated trial of one sweep, so an interrupted sweep resumes. A run is predicted again without known
+differences if its trace used any.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -19,9 +20,12 @@ from pydantic import BaseModel, ValidationError
 
 from vramsweep.harness.config import compose
 from vramsweep.harness.files.bounded_reads import error_reason, read_content
+from vramsweep.harness.files.sweep_folder import own_files
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
 from vramsweep.harness.messages.errors import UserError
+from vramsweep.harness.messages.terminal import escape_text
 from vramsweep.harness.messages.units import format_size
+from vramsweep.harness.process.attempt import Launcher
 from vramsweep.harness.rows.schema import Outcome, Row
 from vramsweep.harness.spec import version_differences
 from vramsweep.harness.spec.trial import Trial
@@ -173,9 +177,53 @@ def _plain(item: Planned) -> Planned | None:
 
 
 def predict(asked: Sequence[ReadingRequest], settings: Settings, folder: Path) -> tuple[dict[str, Row], int]:
-    """Predict all that is wanted; return the rows by trial id, and the status of the sweep."""
-    wanted = {item.trial_id: item for one in asked for item in (one.item, one.plain) if item is not None}
-    return run_trials.run(list(wanted.values()), settings, folder)
+    """Predict the runs, then again without known differences those that used any, and print each run's readings as it
+    ends; return the rows by trial id, and the status of the sweep."""
+    items = {one.item.trial_id: one.item for one in asked if one.item is not None}
+    began_s = time.monotonic()
+    with Launcher(settings.isolation, own_files(folder) / "templates") as launcher:
+
+        def run(wanted: Mapping[str, Planned]) -> tuple[dict[str, Row], int]:
+            earlier = [item for trial_id, item in items.items() if trial_id not in wanted]
+            return run_trials.run(
+                list(wanted.values()), settings, folder, earlier, launcher, began_s,
+                describe=lambda row: "; ".join(filter(None, (progress_text(one, row) for one in asked))),
+            )  # fmt: skip
+
+        rows, status = run(items)
+        plain = [one.plain for one in asked if one.plain is not None and _used_differences(one, rows)]
+        again = {item.trial_id: item for item in plain if item.trial_id not in items}
+        more, worse = run(again) if again else ({}, 0)
+    return rows | more, max(status, worse)
+
+
+def _used_differences(one: ReadingRequest, rows: Mapping[str, Row]) -> bool:
+    row = rows.get(one.item.trial_id) if one.item is not None else None
+    return row is not None and bool(row["differences"])
+
+
+def progress_text(one: ReadingRequest, row: Row) -> str:
+    """Return a run's name and readings, predicted and published, with the error, in a line; "" if the row is not of the
+    run or predicts nothing."""
+    ids = [item and item.trial_id for item in (one.item, one.plain)]
+    if row["trial_id"] not in ids or row["outcome"] not in PREDICTED:
+        return ""
+    plain = " without known differences" * (row["trial_id"] != ids[0])
+    trial = None if one.item is None else one.item.trial
+    told = (_reading_text(reading, measured(reading, trial), one.run, row) for reading in one.run.readings)
+    return f"{escape_text(one.run.name)}{plain}: {', '.join(told)}"
+
+
+def _reading_text(reading: Reading, published: float | None, run: Run, row: Row) -> str:
+    kind = " ".join(filter(None, [reading.phase, reading.quantity]))
+    if reading.quantity == "outcome":
+        return f"{kind} {row['outcome']} predicted, {reading.text} published"
+    form = format_size if reading.quantity in published_readings.MEMORY else "{:.3g} s a step".format
+    known = "unknown" if published is None else form(published)
+    if (found := predicted(reading, run, row, most=False)) is None:
+        return f"{kind} not predicted, {known} published"
+    error = "" if published is None else f" ({found / published - 1:+.1%})"
+    return f"{kind} {form(found)} predicted, {known} published{error}"
 
 
 def why(one: ReadingRequest, rows: Mapping[str, Row]) -> str | None:
@@ -203,7 +251,7 @@ def lines(one: ReadingRequest, rows: Mapping[str, Row]) -> list[dict[str, Any]]:
     """Return each reading of a run next to its predictions, in bytes and seconds a step. If there is none, `reason`
     says why. `mistake`: the run could not be predicted though its file does not say so."""
     row = rows.get(one.item.trial_id) if one.item is not None else None
-    plain = rows.get(one.plain.trial_id) if one.plain is not None else None
+    plain = rows.get(one.plain.trial_id) if one.plain is not None and _used_differences(one, rows) else None
     run, reason = one.run, why(one, rows)
     shared = {
         "source": run.source, "title": run.title, "place": run.place, "run": run.name, "grade": run.grade,

@@ -21,7 +21,7 @@ import pandas as pd
 from vramsweep.harness.files.bounded_reads import read_content
 from vramsweep.harness.messages.errors import UserError
 
-MEMORY = ("allocated", "active", "reserved", "device")
+MEMORY = ("allocated", "active", "requested", "reserved", "device")
 SPEED = ("step", "tokens/s", "samples/s")
 MISS = 0.03  # errors above this are listed one by one
 NEAR = 0.001  # an error beyond a bound by no more counts as between the bounds

@@ -1,6 +1,7 @@
 """Reference runs: what their files may say, what is predicted of them, and what is put beside it."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -127,15 +128,31 @@ def of(quantity: str, phase: str | None = None, unit: str = "bytes") -> Reading:
 def test_each_quantity_has_its_column() -> None:
     found = row(
         peak_reserved_bytes=200, peak_reserved_most_bytes=220, peak_active_bytes=110, peak_active_most_bytes=120,
-        forward_peak_reserved_bytes=90, estimated_step_s=2.0, estimated_step_no_overlap_s=3.0,
+        forward_peak_reserved_bytes=90, estimated_step_s=2.0, estimated_step_no_overlap_s=3.0, peak_requested_bytes=95,
     )  # fmt: skip
-    asked = [of("allocated"), of("active"), of("reserved"), of("device"), of("allocated", "forward"),
+    asked = [of("allocated"), of("active"), of("requested"), of("reserved"), of("device"), of("allocated", "forward"),
              of("reserved", "forward"), of("step", unit="s"), of("tokens/s", unit="all")]  # fmt: skip
     told = {most: [reference_runs.predicted(one, RUN, found, most=most) for one in asked] for most in (False, True)}
-    assert told[False] == [100, 110, 200, 300, 80, 90, 2.0, 2.0]
-    assert told[True] == [None, 120, 220, 320, None, None, 3.0, 3.0]
+    assert told[False] == [100, 110, 95, 200, 300, 80, 90, 2.0, 2.0]
+    assert told[True] == [None, 120, None, 220, 320, None, None, 3.0, 3.0]
+    defaults = re.findall(r"(\d+) MiB (?:where|are)", (ROOT / "benchmarks" / "published" / "README.md").read_text())
+    alone = reference_runs.predicted(of("device"), replace(RUN, context=None), found, most=False)
+    assert [200 + (int(size) << 20) for size in defaults] == [alone, alone]
     assert reference_runs.predicted(of("allocated"), RUN, row(outcome="oom"), most=False) is None
     assert reference_runs.predicted(of("allocated"), RUN, None, most=False) is None
+
+
+def test_a_run_s_line_has_its_readings_and_errors() -> None:
+    item, kinds = Planned("1", {}, None, None), (of("allocated"), of("device"), of("reserved", "forward"), of("step"))
+    one = ReadingRequest(replace(RUN, name="a\x1b[2J", readings=kinds), item, replace(item, trial_id="2"))
+    found = row(trial_id="2", peak_reserved_bytes=25, estimated_step_s=25.0)
+    assert reference_runs.progress_text(one, found) == (
+        "a\\x1b[2J without known differences: allocated 100 B predicted, 50 B published (+100.0%), device 125 B "
+        "predicted, 50 B published (+150.0%), forward reserved not predicted, 50 B published, step 25 s a step "
+        "predicted, 50 s a step published (-50.0%)"
+    )
+    assert reference_runs.progress_text(one, found | {"trial_id": "3"}) == ""
+    assert reference_runs.progress_text(one, found | {"outcome": "crash"}) == ""
 
 
 def test_what_moves_with_batch_and_length() -> None:
@@ -166,7 +183,6 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     assert tiny["predicted"] > 119_360 * 4 and tiny["predicted_plain"] is None and tiny["differences"] == []
     assert tiny["states_bytes"] > 3 * 119_360 * 4 - 1
     assert lines["tiny", "tokens/s"]["measured"] == 0.5 and lines["tiny", "tokens/s"]["predicted"] > 0
-    assert lines["tiny", "device"]["predicted"] == lines["tiny", "reserved"]["predicted"] + (768 << 20)
     old = lines["like 4.40", "allocated"]
     assert "additive_mask" in old["differences"] and old["predicted"] != old["predicted_plain"] is not None
     for name, reason in {
@@ -182,7 +198,8 @@ def test_predictions_beside_what_was_published(tmp_path: Path, cli: Cli) -> None
     assert lines["too much", "outcome"]["outcome"] == "oom"
 
     again = cli.run(*command, status=1)  # resumes: nothing is predicted again
-    assert "4 finished before, 0 to do" in again.err
+    assert ["3 finished before, 0 to do" in again.err, "1 finished before, 0 to do" in again.err] == [True, True]
+    assert told.err.index("] ok        tiny: allocated ") < told.err.index("like 4.40 without known differences: ")
 
 
 def test_status_and_mistakes_of_the_command(tmp_path: Path, cli: Cli) -> None:

@@ -238,7 +238,7 @@ def _from_error(error: Mapping[str, Any], host_oom_kills: int) -> tuple[Outcome,
     found = error_patterns.find(f"{kind}: {message}", full is not None)
     if found and found.when_full:
         reason = f"{reason}; {full}"
-    return (found.outcome if found else Outcome.CRASH), reason
+    return (found.outcome, reason) if found else (Outcome.CRASH, ", at ".join([reason, *error.get("at", ())]))
 
 
 def is_retryable(outcome: Outcome, evidence: Evidence) -> bool:

@@ -80,12 +80,13 @@ class Progress:
     """The counts of a running sweep, which reports to it: finished trials, outcomes, the time left.
 
     `total` is the number of trials to do; `of` are all the sweep's, from which it makes labels. `cards` says which GPUs
-    fail. `batches` are to be predicted after this one; how long they take is unknown.
+    fail. How long the `batches` after this one take is unknown. `describe` returns a row's text, or "" for the usual.
     """
 
     def __init__(self, total: int, of: Sequence[Planned] = (), console: Console | None = None) -> None:
         self.total, self.done = total, 0
         self.cards: Sequence[str] = ()
+        self.describe: Callable[[Row], str] = lambda row: ""
         self.label = Labels(of)
         predicted = all(item.trial is None or item.trial.device.name == "simulated" for item in of)
         self.many = total >= MANY and bool(of) and predicted
@@ -125,9 +126,9 @@ class Progress:
 
     def line(self, row: Row, item: Planned) -> str | None:
         """Return the line of a finished trial; None for one of many predictions, unless it failed."""
-        if self.many and outcome.is_answer(row["outcome"]):
+        if not (told := self.describe(row)) and self.many and outcome.is_answer(row["outcome"]):
             return None
-        result = " · ".join(filter(None, [self.label(item), describe_result(row)]))
+        result = told or " · ".join(filter(None, [self.label(item), describe_result(row)]))
         return f"[{self.done}/{self.total}] {row['outcome']:<9} {result}"
 
     def left(self) -> str:

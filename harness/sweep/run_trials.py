@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from vramsweep.harness.files.bounded_reads import error_reason
@@ -48,14 +48,15 @@ def run(
     began_s: float | None = None,
     command: Sequence[str] = (),
     interrupts: Interrupts | None = None,
+    describe: Callable[[Row], str] | None = None,
 ) -> tuple[dict[str, Row], int]:
     """Run every trial without an answer; return the row that counts for each trial, by id, and the exit status.
 
     A shard runs only its share. `earlier` are trials of this command's earlier batches, which the folder's plan keeps.
     All batches share `launcher` and its fork servers; if it is None, it is made and ended here. The budget counts from
     `began_s`, the start of the command by time.monotonic(); None means now. `command` has the words that the folder's
-    plan keeps. `interrupts` says when to stop; if it is None, the user's signals do. If the budget stops a sweep, the
-    status is that of the trials that ran. Raises Interrupted and UserError.
+    plan keeps. `interrupts` says when to stop, by default the user's signals do. `describe`: see Progress. If the
+    budget stops a sweep, the status is that of the trials that ran. Raises Interrupted and UserError.
     """
     budget, interrupts = Budget(settings, began_s=began_s), interrupts or Interrupts(own_files(folder) / LOG)
     resume.refuse_links(folder)
@@ -79,6 +80,7 @@ def run(
         resume.write_plan(folder, whole, settings, launcher.run, {p.trial_id for p in share}, command)
         done, plural = len(share) - len(todo), "s" * (len(share) != 1)
         progress = choose_progress(len(todo), whole)
+        progress.describe = describe or progress.describe
         part = f"shard {settings.shard}: " if settings.shard else ""
         progress.began(f"{part}{len(share)} trial{plural}, {done} finished before, {len(todo)} to do → {folder}")
         otherwise = machine.counted_otherwise(os.environ) if any(map(resume.on_cuda, todo)) else None
@@ -115,10 +117,8 @@ def run(
     unanswered = [row["outcome"] for row in mine.values() if not outcome.is_answer(row["outcome"])]
     faults = sum(not outcome.is_verdict(kind) for kind in unanswered)
     if failed := len(unanswered) - faults:
-        print(
-            f"{failed} trial(s) failed; their logs are under {own_files(folder) / 'attempts'}; "
-            "retry_failed=true runs them again"
-        )
+        logs = own_files(folder) / "attempts"
+        print(f"{failed} trial(s) failed; their logs are under {logs}; retry_failed=true runs them again")
     if faults:
         print(f"{faults} trial(s) were stopped by a fault of the machine; the same command runs them again")
     if left_out := budget.left_out(len(share), mine):

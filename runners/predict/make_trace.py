@@ -139,7 +139,7 @@ def trace_steps(trial: Trial, card: Gpu, folder: Path, runner: Runner, tracer: T
             raise
         what = str(getattr(error, "func", None) or error).strip().splitlines()[0]
         raise InvalidTrial(UNPREDICTABLE["no_fake"].format(what)) from error
-    about = {"attention_kernels": sorted(attention) or None, "differences": applied or None, "layers_traced": None}
+    about = {"attention_kernels": sorted(attention) or None, "differences": [*applied] or None, "layers_traced": None}
     left = tracer.trace.not_covered
     codes = sorted(left, key=list(CODES).index)
     told = [f"not covered: {describe(code, left[code])}" for code in codes if left[code]]

@@ -91,15 +91,14 @@ def predict(trial: Trial, trace: Trace, details: dict[str, Any], trace_basis: st
 
 def static_columns(trial: Trial, trace_basis: str, host: HostPrediction, details: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row's columns that do not depend on how the prediction ends."""
-    card = trial.device.card
     return {
         "prediction_basis": prediction_basis(trial, details.get("not_covered") or ()),
         "not_covered": details.get("not_covered"),
         "trace_basis": trace_basis,
-        "layers_traced": details.get("layers_traced"),
+        **{name: details.get(name) for name in ("layers_traced", "differences")},
         "deepspeed_version": machine.deepspeed_version(trial.sharding),
-        "gpu_name": card.name,
-        "device_total_bytes": reported_bytes(card),
+        "gpu_name": trial.device.card.name,
+        "device_total_bytes": reported_bytes(trial.device.card),
         "memory_limit_bytes": trial.memory_limit(),
         "allocator_conf_effective": allocator_config.parse(trial.allocator.conf).render(),
         "torch_version": machine.torch_version(),

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import operator
 import os
+import re
 import resource
 import signal
 import sys
@@ -22,6 +23,8 @@ from vramsweep.harness.rows.schema import Outcome
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
+# files of ours, torch's or Python's, which also raise what a mistake of the user's or a library's code leads to
+CALLED = re.compile(r"<|.*/(vramsweep/(harness|runners)|site-packages/torch|python3\.\d+(?!/\w+-packages))/")
 
 
 def die_with_parent(parent: int) -> None:
@@ -104,11 +107,12 @@ def may_pass(error: BaseException) -> bool:
 
 
 def error_result(error: BaseException) -> dict[str, Any]:
-    """Return a result that reports an error, with the columns that the row can still report."""
-    kind = type(error)
-    known = getattr(error, "columns", None)
-    values = {"values": known} if isinstance(known, dict) else {}
-    pinning = any(frame.name == "pin_memory" for frame in traceback.extract_tb(error.__traceback__))
+    """Return a result that reports an error, its line in code of the user or a library, and what the row can report."""
+    kind, frames = type(error), traceback.extract_tb(error.__traceback__)
+    values = {"values": known} if isinstance(known := getattr(error, "columns", None), dict) else {}
+    at = [f"{Path(one.filename).name}:{one.lineno}" for one in frames if not CALLED.match(one.filename)]
+    pinning = any(frame.name == "pin_memory" for frame in frames)
     said = f"pin_memory: {error}" if pinning else str(error)  # CUDA's message is the same for host and GPU memory
     memory = {"card_memory": known} if (known := getattr(error, "card_memory", None)) is not None else {}
-    return {"error": {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said} | memory} | values
+    told = {"type": f"{kind.__module__}.{kind.__qualname__}", "message": said, "at": at[-1:]}
+    return {"error": told | memory} | values

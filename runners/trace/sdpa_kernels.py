@@ -112,7 +112,7 @@ def _cudnn_lacks(asked: Attention, capability: Capability) -> str | None:
     widest, most = max(asked.width, asked.value.size(-1)), widest_cudnn(capability)
     if widest > most or asked.width % 8 or asked.value.size(-1) % 8:
         return f"it takes head widths of at most {most} that are multiples of 8"
-    if IN_SIXTEENTHS and asked.dropout * 16 % 1:
+    if asked.dropout * 16 % 1 and IN_SIXTEENTHS:
         return f"it takes dropout in steps of 1/16, not {asked.dropout}"
     return asked.fits_none()
 

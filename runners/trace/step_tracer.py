@@ -177,7 +177,7 @@ class Tracer(TorchDispatchMode):
             if len(kinds) > 1 or not all(kind.is_floating_point or kind.is_complex for kind in kinds):
                 raise RuntimeError(f"{func.__name__} needs tensors of one floating dtype, not {[*map(str, kinds)]}")
             self._operator = "cuBLAS workspace"
-            self._handle(cuda_allocations.LT_APART and cuda_allocations.through_lt(func, tensors))
+            self._handle(bool(cuda_allocations.LT_APART) and cuda_allocations.through_lt(func, tensors))
         if on_card and func in cuda_allocations.UNKNOWN_SCRATCH:
             self.leave_out("kernel_scratch", _known_as(func).removeprefix("aten.").removesuffix("_backward"))
         if on_card and (own := cuda_allocations.scratch(func, args, self._capability)):

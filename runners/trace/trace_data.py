@@ -132,7 +132,7 @@ def fitted(size: int, category: str, workspace: int) -> int:
 
 def prefers_cudnn(capability: Capability) -> bool:
     """Return whether cuDNN's kernel comes first: on Hopper, data centres' Blackwell (check_prefer_cudnn_attention)."""
-    return CUDNN_FIRST and capability[0] in (9, 10)
+    return capability[0] in (9, 10) and bool(CUDNN_FIRST)
 
 
 def widest_cudnn(capability: Capability) -> int:

@@ -4,8 +4,10 @@ Each module next to this one has one part of the code; each function takes the t
 """
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from vramsweep.harness.spec import version_differences
 from vramsweep.harness.spec.trial import Trial
@@ -13,12 +15,23 @@ from vramsweep.runners.measure.patches import patched
 
 
 @contextlib.contextmanager
-def applied(trial: Trial) -> Iterator[list[str]]:
-    """Apply all differences that hold for the trial, until the context is left; yield their names."""
-    found = version_differences.find_differences(trial)
+def applied(trial: Trial) -> Iterator[dict[str, None]]:
+    """Apply the differences that hold for a trial, until the context is left; yield the names of those used so far."""
+    used: dict[str, None] = {}
     with contextlib.ExitStack() as stack:
-        for one in found:
-            module, function = one.place
-            place = importlib.import_module(f"{__package__}.{module}")
-            stack.enter_context(patched(getattr(place, function)(trial)))  # may replace what an earlier one put there
-        yield [one.name for one in found]
+        for one in version_differences.find_differences(trial):
+            place = importlib.import_module(f"{__package__}.{one.place[0]}")
+            note = functools.partial(used.setdefault, one.name)
+            made = [(owner, key, _noted(value, note)) for owner, key, value in getattr(place, one.place[1])(trial)]
+            stack.enter_context(patched(made))  # may replace what an earlier one put there
+        yield used
+
+
+def _noted(value: Any, note: Callable[[], object]) -> Any:
+    """Return the stand-in, which notes when it is called, or read if it is true or false; others are noted now."""
+    if callable(value):
+        return functools.wraps(value)(lambda *given, **named: (note(), value(*given, **named))[1])
+    if isinstance(value, bool):  # read after the conditions that it depends on
+        return type("Noted", (), {"__bool__": lambda _: note() or value})()
+    note()
+    return value

@@ -193,7 +193,7 @@ def test_what_targets_and_options_say_reaches_the_row(run_sweep: Run, tmp_path: 
             "must return (model, optimizer, step[, batches])",
         ),
         (tiny(runner={"name": "trainer", "options": {"no_such_argument": 1}}), "invalid", "no_such_argument"),
-        (custom("raises"), "crash", "this target is broken"),
+        (custom("raises"), "crash", "this target is broken, at faults.py:53"),
     ]
     rows = run_sweep(*(values for values, _, _ in said))
     for row, (_, outcome, reason) in zip(rows, said, strict=True):

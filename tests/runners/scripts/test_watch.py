@@ -169,7 +169,8 @@ def test_a_trainer_with_a_loop_of_its_own_may_be_left(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "ValueError: bad data"
     left, well, last = rows(tmp_path)
     assert (left["outcome"], left["reason"]) == ("crash", "builtins.RuntimeError: the training stopped before its end")
-    assert (well["outcome"], last["reason"]) == ("ok", "builtins.ValueError: bad data")
+    line = f"{TRAINER}{own}".splitlines().index('        raise ValueError("bad data")') + 1
+    assert (well["outcome"], last["reason"]) == ("ok", f"builtins.ValueError: bad data, at train.py:{line}")
     assert not list(tmp_path.glob("vramsweep-*"))
 
 

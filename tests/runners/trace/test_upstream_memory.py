@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT, tiny
 from conftest import cases as table
-from upstream_memory import CASES, held
+from transformers import LlamaConfig, LlamaForCausalLM
+from upstream_memory import CASES, SHARED, held
 
 from vramsweep.harness.spec import trial, trial_parser
 from vramsweep.runners.trace.version_patches import install
@@ -48,6 +50,16 @@ def chosen(version: str, model: str, case: dict[str, bool]) -> trial.Trial:
             checkpointing="full" if case.get("checkpoints") else "none",
         )
     )
+
+
+def test_a_difference_is_listed_once_its_code_has_run() -> None:
+    with install.applied(chosen("4.40.0", "llama", {})) as applied:
+        assert not applied
+        net = LlamaForCausalLM(LlamaConfig(**SHARED))
+        assert list(applied) == ["llama_rotary_tables"]
+        net.model(torch.zeros(1, 8, dtype=torch.long))
+    with_forward = {"llama_rotary_tables", "llama_rotary_by_layer", "additive_mask", "repeated_heads"}
+    assert set(applied) == with_forward  # fp32_logits and shifted_logits are of the loss
 
 
 @pytest.mark.slow
