@@ -134,7 +134,9 @@ def calibrated(table: Table, calibrations: Sequence[Calibration]) -> pd.DataFram
     beyond = pd.Series(False, index=rows.index)
     for one in calibrations:
         mine = rows["simulated_gpu"].eq(one.gpu) & rows["precision"].eq(one.precision) & rows["world_size"].eq(1)
-        fitted = _seconds(rows[list(SECONDS)].to_numpy(float), np.array(one.factors, float))
+        parts = rows[list(SECONDS)].to_numpy(float)
+        # NaN if one of its parts has no known factor
+        fitted = np.where(parts > 0, parts * np.array(one.factors, float), 0.0).sum(axis=1)
         step = step.mask(mine, pd.Series(fitted, index=rows.index))
         beyond |= mine & ~rows["estimated_step_s"].astype(float).between(*one.range)
     step = step.where(step > 0)
@@ -179,11 +181,6 @@ def _of_parts(values: Array, known: Iterable[bool]) -> tuple[float | None, ...]:
     """Return one value for each of the `PARTS`, None for those that are not known."""
     each = iter(values)
     return tuple(float(next(each)) if one else None for one in known)
-
-
-def _seconds(parts: Array, factors: Array) -> Array:
-    """Return the seconds of a step from its parts; NaN if it has a part without a known factor."""
-    return np.asarray(np.where(parts > 0, parts * factors, 0.0).sum(axis=1))
 
 
 def _fit(seconds: Array, step: Array) -> Array:

@@ -108,15 +108,11 @@ def _shared(pairs: pd.DataFrame) -> pd.DataFrame:
     for name in VERSIONS:
         for side in ("predicted", "measured"):
             found[f"{name}_{side}"] = first[f"{name}_{side}"]
-        one, other = (_release(first[f"{name}_{side}"]) for side in ("predicted", "measured"))
+        both = (first[f"{name}_{side}"].astype("string") for side in ("predicted", "measured"))
+        one, other = (versions.str.replace(r"\+.*", "", regex=True) for versions in both)  # the build does not matter
         differ |= (one != other).fillna(False).astype(bool)
     found["versions_differ"] = differ
     return found
-
-
-def _release(versions: pd.Series[Any]) -> pd.Series[Any]:
-    """Return 2.13.0 for 2.13.0+cu128, because the build does not matter."""
-    return versions.astype("string").str.replace(r"\+.*", "", regex=True)
 
 
 def summary(found: pd.DataFrame) -> pd.DataFrame:

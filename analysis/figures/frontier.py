@@ -29,7 +29,7 @@ ROW = 26  # px
 def frontier_chart(view: View) -> list[Figure]:
     """Draw rows for the GPUs that this sweep is about, and for those of nearby sizes that add something."""
     every = [one for one in view.limits if one.axis == "seq_len" and one.multiples_of is None]
-    said = {(one.gib, one.group): one for one in every if _reach(one) > 0}
+    said = {(one.gib, one.group): one for one in every if max(one.largest_ok or 0, one.low or 0, one.value or 0)}
     having = {group for _, group in said}
     alike = _group_by_setting([group for group in view.groups if group.id in having])
     shown, note = baseline([first for first, *_ in alike], ("micro_batch", "allocator"))
@@ -124,11 +124,6 @@ def _gpu_limits(frame: pd.DataFrame) -> list[float]:
     """Return what the allocator may use of these rows' GPUs, in GiB."""
     limits = allocator_limits(frame)
     return [float(one) / GIB for one in np.unique(limits[np.isfinite(limits)])]
-
-
-def _reach(one: Limit) -> int:
-    """Return the largest length that ran, is safe, or is estimated to fit; 0 if there is none."""
-    return max(one.largest_ok or 0, one.low or 0, one.value or 0)
 
 
 def _cards(view: View, best: Mapping[tuple[float, str], tuple[Limit, Group]], most: int) -> list[float]:

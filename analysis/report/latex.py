@@ -73,11 +73,6 @@ def _pieces(text: str) -> list[list[str]]:
     return words
 
 
-def _breakable(text: str) -> Tex:
-    """Return LaTeX with places to break a line inside long words, so that a narrow column holds them."""
-    return Tex(" ".join(r"\allowbreak{}".join(map(tex, word)) for word in _pieces(text)))
-
-
 @cache
 def _environment(**own: Any) -> jinja2.Environment:
     return jinja2.Environment(
@@ -314,8 +309,8 @@ def _head(column: Column) -> list[Tex]:
 
 
 def _cell(column: Column, cell: str, wrap: float | None) -> Tex:
-    if column.kind == "text":
-        return _breakable(cell) if wrap else tex(cell)
+    if column.kind == "text":  # with places to break a line inside long words, so that a narrow column holds them
+        return Tex(" ".join(r"\allowbreak{}".join(map(tex, word)) for word in _pieces(cell))) if wrap else tex(cell)
     if not _CELL.fullmatch(cell):
         return Tex(f"{{{tex(cell)}}}")
     return Tex(cell.replace(BEYOND, r"{$^{\circ}$}"))

@@ -4,34 +4,22 @@ Forms from torch 1.1 to 2.13: c10/cuda/CUDACachingAllocator.cpp and CUDAMallocAs
 process imports this after the error, so it imports nothing large.
 """
 
+import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 
 # Sizes of format_size: two decimals. CUDAMallocAsyncAllocator.cpp's message names no cache, because that is the
 # driver's. "cached" (torch 1.1 to 1.3) is what is not allocated of it.
 _S = r"([\d.]+) (bytes|KiB|MiB|GiB)"
-SIZES = {
-    "request": rf"(?:Tried to allocate|Requested ?:) {_S}",
-    "allocated": rf"Currently allocated ?: {_S}|{_S} is allocated by PyTorch|{_S} already allocated",
-    "unused": rf"{_S} is reserved by PyTorch but unallocated|{_S} cached\)",
-    "reserved": rf"{_S} reserved in total by PyTorch",
-    "total": rf"total capac\w+ of {_S}|{_S} total capacity|Device limit ?: {_S}",
-    "free": rf"of which {_S} is free|; {_S} free|Free \(according to CUDA\): {_S}",
-    "limit": rf"{_S} allowed;|supplied memory fraction\) ?: {_S}",
-    "process": rf"this process has (?!0 bytes){_S} memory in use",
-    "private": rf"with {_S} allocated in private pools",
-}
+PATTERNS = json.loads(Path(__file__).with_name("oom_patterns.json").read_text("utf-8"))
+SIZES: dict[str, str] = {name: pattern.replace("SIZE", _S) for name, pattern in PATTERNS["sizes"].items()}
 _UNITS = {"bytes": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 _OTHERS = re.compile(rf"Process (\d+) has {_S} memory in use")
 _UNLIMITED = 1 << 50  # bytes: a limit that is none
 # Functions, by file, that run after the last backward pass: predictions count them all as the optimizer's. Every step
 # of a torch.optim.Optimizer passes through torch/optim/optimizer.py, whoever wrote it.
-AFTER_BACKWARD = re.compile(
-    r"(/torch/optim/.*:\w+"
-    r"|/(deepspeed|bitsandbytes|accelerate|torchao|galore_torch|runners/techniques)/.*:step"
-    r"|/torch/amp/grad_scaler\.py:(step|update|unscale_)"
-    r"|:(clip_grad_norm_|clip_grad_value_|clip_grads_with_norm_|get_total_norm|unscale_|zero_grad))$"
-)
+AFTER_BACKWARD = re.compile(f"({'|'.join(PATTERNS['after_backward'])})$")
 
 
 def read_message(text: str) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from vramsweep.harness.allocator.config import MIB, AllocatorConfig, parse
 from vramsweep.harness.allocator.initial_state import Start, undo
-from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD
+from vramsweep.harness.allocator.oom_message import AFTER_BACKWARD, PATTERNS
 from vramsweep.harness.allocator.peak_blocks import LAYERS, TORCH, innermost_frame, live_blocks, read_frames
 from vramsweep.harness.allocator.recording import Recording, RecordingError, Segment, check_every
 from vramsweep.harness.allocator.replay import replay_as_recorded, replay_under, without_limits
@@ -25,19 +25,8 @@ OPTIMIZER, STATES, PARAMETERS, BACKWARD, FORWARD, UNKNOWN = (
     "optimizer (states and step)", "optimizer states", "parameters", "gradients and backward", "activations", "unknown",
 )  # fmt: skip
 # The first that matches a frame decides, from the innermost frame outwards.
-_RULES = (
-    (OPTIMIZER, AFTER_BACKWARD),
-    (PARAMETERS, re.compile(
-        r"/torch/nn/modules/module\.py:(_apply|convert|to|cuda|load_state_dict|_load_from_state_dict)$"
-        r"|/torch/nn/modules/\w+\.py:(__init__|reset_parameters)$|/torch/nn/parameter\.py:"
-        r"|/transformers/.*:(from_pretrained|_load\w*)$|/fsdp/.*:\w*(unshard|all_gather)\w*$"
-    )),
-    (BACKWARD, re.compile(
-        r":_engine_run_backward$|/torch/_tensor\.py:backward$|/torch/autograd/__init__\.py:(backward|grad)$"
-        r"|:torch::autograd::(Engine|AccumulateGrad|generated::\w+Backward|generated::details)"
-    )),
-    (FORWARD, re.compile(r":forward$|/torch/nn/(functional\.py:\w+|modules/module\.py:_(wrapped_)?call_impl)$")),
-)  # fmt: skip
+_PATTERNS: dict[str, str] = {kind: "|".join(several) for kind, several in PATTERNS["phases"].items()}
+_RULES = ((OPTIMIZER, AFTER_BACKWARD), *((kind, re.compile(text)) for kind, text in _PATTERNS.items()))
 _NAMES = ((OPTIMIZER, "optimizer.step"), (BACKWARD, "backward"), (FORWARD, "forward"))  # in annotations
 NO_LINE = "no line of Python is recorded"
 

@@ -1,27 +1,17 @@
 """A sensible grid of allocator settings, and a ranking of the replays under them."""
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
 from vramsweep.harness.allocator.replay import Row, WhatIf
 
-_SINGLES = (
-    "expandable_segments:True",
-    "large_segment_size_mb:12",
-    "large_segment_size_mb:40",
-    *(f"max_split_size_mb:{mb}" for mb in (32, 64, 128, 256, 512)),
-    *(f"roundup_power2_divisions:{parts}" for parts in (2, 4, 8, 16)),
-)
-_PAIRS = (
-    "expandable_segments:True,large_segment_size_mb:12",
-    "expandable_segments:True,roundup_power2_divisions:8",
-    *(f"max_split_size_mb:{mb},roundup_power2_divisions:8" for mb in (64, 128, 256)),
-)
-_WITH_LIMIT = tuple(f"garbage_collection_threshold:{share}" for share in (0.6, 0.8, 0.9))
+_GRID: dict[str, list[str]] = json.loads(Path(__file__).with_name("settings_grid.json").read_text("utf-8"))
 
 
 def grid(limited: bool) -> tuple[str, ...]:
     """Return the settings to try; garbage collection only under a memory limit, because it does nothing without one."""
-    return _SINGLES + _PAIRS + (_WITH_LIMIT if limited else ())
+    return tuple(_GRID["always"] + (_GRID["limited"] if limited else []))
 
 
 def rank(rows: Sequence[Row]) -> tuple[Row, ...]:

@@ -5,21 +5,16 @@ It imports nothing heavy, so that a mistyped name is refused before anything hea
 
 import dataclasses
 import itertools
+import json
 import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
-AUTO = {  # groups with a further option "auto", and its meaning
-    "device": "cuda if there is a GPU for it, else simulated (`run`: cpu); `vramsweep doctor` says which and why",
-    "sweep": "the preset that is named like the device: cpu, cuda or simulated",
-}
-TITLES = {  # of the sections of conf/config.yaml, by the beginning of their comment
-    "the trial": "The trial",
-    "techniques": "Techniques (vramsweep techniques: what each value needs, and where it is proven)",
-    "the sweep": "The sweep: these settings do not change a trial; slots and exclusive can change its speed",
-}
+# The meaning of the further option "auto" of some groups; titles of sections of conf/config.yaml, by their beginning
+_TEXTS: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("titles.json").read_text("utf-8"))
+AUTO, TITLES = _TEXTS["auto"], _TEXTS["titles"]
 _SAID = re.compile(r"\$\{vramsweep\.said:\w+,(.*)\}")  # a default that the runner or a ds_config may change
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?: +(?P<value>.*?))??(?: +# ?(?P<comment>.*))?")
 _OF_HUB = re.compile(r"\(huggingface: ([^)]*)\)")

@@ -7,6 +7,7 @@ Hydra reads the settings, GROUP=OPTION and KEY=VALUE (overrides.py, settings_ref
 """
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,13 +19,8 @@ from vramsweep.harness.messages.errors import UserError
 
 WIDTH = 100
 # Hydra's options, which every verb that takes settings understands; --json and --all are ours (verbs/parsers.json).
-FLAGS = (
-    "-h", "--help", "--hydra-help", "--version", "-c", "--cfg", "--resolve", "-p", "--package", "-r", "--run", "-m",
-    "--multirun", "-sc", "--shell-completion", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
-    "--experimental-rerun", "-i", "--info", "--json", "--all",
-)  # fmt: skip
-VALUED = ("-c", "--cfg", "-p", "--package", "-cp", "--config-path", "-cn", "--config-name", "-cd", "--config-dir",
-          "--experimental-rerun", "-i", "--info")  # fmt: skip
+_OPTIONS: dict[str, list[str]] = json.loads(Path(__file__).with_name("hydra_options.json").read_text("utf-8"))
+FLAGS, VALUED = _OPTIONS["flags"], _OPTIONS["valued"]
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):

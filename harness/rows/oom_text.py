@@ -18,11 +18,7 @@ from vramsweep.harness.files.bounded_reads import open_regular
 from vramsweep.harness.rows import error_patterns
 from vramsweep.harness.rows.schema import Outcome
 
-KINDS = {
-    "gpu": "ran out of GPU memory",
-    "host": "ran out of the host's memory (RAM), not of GPU memory",
-    "killed": "was killed by SIGKILL; mostly the kernel does that when RAM is full, but no line says so",
-}
+KINDS: dict[str, str] = json.loads(Path(__file__).with_name("oom_kinds.json").read_text("utf-8"))
 _DEVICE = re.compile(r"\bGPU (\d+)\b|on device (\d+)")
 _START = re.compile(r"(CUDA|HIP|XPU) out of memory|would exceed allowed memory", re.IGNORECASE)
 _HINT = re.compile(r"memory|alloc|\boom\b|killed|SIGKILL|-9\b|exhausted", re.IGNORECASE)  # else no line is searched

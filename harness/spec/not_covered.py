@@ -1,18 +1,11 @@
 """What a prediction did not look at: codes of the column `not_covered`, which a trace reports (Tracer.leave_out)."""
 
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 EAGER = "compiled_code"
-CODES = {
-    EAGER: "as eager: torch.compile's memory is not predicted (published peaks are 0.5 to 3.5 times eager's)",
-    "evaluation": "evaluation after the traced steps",
-    "generation": "generation of text after the traced steps",
-    "checkpoints": "checkpoints after the traced steps, which gather divided weights",
-    "growth": "memory that grows from step to step",
-    "kernel_scratch": "scratch memory of operators that choose it on the GPU",
-    "recurrent_layers": "what cuDNN keeps for recurrent layers; the peak is a lower bound",
-    "ranks": "other ranks, which may need more than the traced one",
-}
+CODES: dict[str, str] = json.loads(Path(__file__).with_name("not_covered.json").read_text("utf-8"))
 
 
 def describe(code: str, details: Iterable[str] = ()) -> str:

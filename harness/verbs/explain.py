@@ -30,6 +30,8 @@ from vramsweep.harness.verbs.parsers import read_parser
 AMPERE = (8, 0)
 MOST_GPUS = 6  # named in a line
 STATES = ("parameters", "buffers", "gradients", "optimizer_state")
+# Of the parts from weights and optimizer state to the GPU
+TEXTS: dict[str, str] = json.loads(Path(__file__).with_name("explain.json").read_text("utf-8"))
 _USAGE = "vramsweep explain model=NAME seq_len=N ... | vramsweep explain results/SWEEP [TRIAL_ID ...]"
 
 
@@ -188,20 +190,11 @@ def _holders(answer: Mapping[str, Any], unit: str) -> Table:
 def _steps_to_card(trial: Trial, answer: Mapping[str, Any], unit: str) -> Table:
     missing = [text.partition(";")[0] for text in fit_text.list_exclusions(trial)]
     table = make_table(("", unit), title="From weights and optimizer state to the GPU", numbers=(unit,))
-    texts = {
-        "states": "weights, buffers, gradients and optimizer state, each at its peak",
-        "states_not_there_at_the_peak": "of these, not allocated at the run's peak",
-        "peak_allocated": "= peak allocated",
-        "reserved_beyond_allocated": "reserved but unused",
-        "peak_reserved": "= peak reserved",
-        "context": "CUDA context, upper bound (0.22 to 0.75 GiB measured)",
-        "device": f"= shown by nvidia-smi (approximate upper bound){'; without ' * bool(missing)}{', '.join(missing)}",
-        "unknown": "of this, not in an estimate from weights and optimizer state",
-    }
+    without = f"; without {', '.join(missing)}" if missing else ""
     for name, size in to_card(answer):
         if size:
             bold = "bold" if name in ("states", "peak_allocated", "peak_reserved", "device") else None
-            table.add_row(texts.get(name, name.replace("_", " ")), format_in(unit, size), style=bold)
+            table.add_row(TEXTS.get(name, name.replace("_", " ")).format(without), format_in(unit, size), style=bold)
     return table
 
 

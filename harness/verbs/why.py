@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vramsweep.harness.allocator import oom_state, safe_unpickle
-from vramsweep.harness.allocator.oom_state import BACKWARD, FORWARD, OPTIMIZER, PARAMETERS, STATES, UNKNOWN, OomState
+from vramsweep.harness.allocator.oom_state import FORWARD, OPTIMIZER, STATES, UNKNOWN, OomState
 from vramsweep.harness.allocator.recording import SIMULATED
 from vramsweep.harness.files import bounded_reads
 from vramsweep.harness.hardware.gpu_lookup import find_gpu, gpus_with_enough
@@ -37,13 +37,8 @@ DROPPED = ("device", "protocol", "repeats=")  # of a row's settings: what no pre
 UNNAMED = ["model=NAME", "seq_len=N", "micro_batch=N", "gpu=NAME"]
 NAMED = ("model", "runner", "seq_len", "micro_batch", "precision", "sharding", "world_size")
 LOGS = (".log", ".txt", ".out", ".err", ".json")
-CHANGES = {
-    FORWARD: "smaller micro_batch or seq_len, checkpointing=full",
-    BACKWARD: "smaller micro_batch or seq_len, sharding=fsdp2 on more GPUs",
-    STATES: "optimizer=adamw_bnb_8bit, sharding=fsdp2 on more GPUs, adapter=lora",
-    PARAMETERS: "adapter=lora quantization=nf4, sharding=fsdp2 on more GPUs, a smaller model",
-    "RAM": "fewer DataLoader workers, less offload to the CPU, one process at a time that loads weights; more RAM",
-}
+# By kind of memory, with the texts of oom_state.py as keys
+CHANGES: dict[str, str] = json.loads(Path(__file__).with_name("memory_changes.json").read_text("utf-8"))
 CHANGES |= {OPTIMIZER: CHANGES[STATES], UNKNOWN: f"{CHANGES[FORWARD]}; {CHANGES[STATES]}"}
 MUCH = 3 << 30  # bytes outside the allocator, more than a context and NCCL take
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"

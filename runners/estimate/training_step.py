@@ -168,8 +168,6 @@ def unwrap(model: Any) -> tuple[Any, int, tuple[str, ...]]:
         notes.append(_COMPILED)
     if any(map(is_traceable_wrapper_subclass, tensors)) or "bitsandbytes" in kinds:
         notes.append("quantized: scratch memory of the library's own kernels is unknown; weights count as they are now")
-    if any(isinstance(one, (nn.modules.conv._ConvNd, nn.RNNBase)) for one in every):
-        notes.append(f"kernel_scratch: {describe('kernel_scratch', ['convolutions, recurrent layers'])}")
     if any(one.is_cuda for one in tensors):
         notes.append("cuda: the estimate starts from an empty GPU; what the process has on it now is not counted")
     return model, ranks, tuple(notes)
@@ -195,7 +193,7 @@ def trace_request(request: Request) -> tuple[Trace, tuple[str, ...]]:
     if not trace.events:
         raise UserError("the training step allocates nothing; give a model with parameters or a batch with tensors")
     told = (f"{code}: {describe(code, of)}" for code, of in trace.not_covered.items())
-    notes = (*request.notes, *loop.notes, *_notes(request, trial), *told)
+    notes = (*request.notes, *told, *loop.notes, *_notes(request, trial))
     return trace, tuple({one.partition(":")[0]: one for one in notes}.values())
 
 

@@ -3,9 +3,11 @@
 In: a trial, its trace, columns about what was built. Out: the row's columns, and the error that ended the run.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from vramsweep.harness.allocator import config as allocator_config
@@ -335,16 +337,7 @@ def host_full(trial: Trial, host: HostPrediction) -> int | None:
 
 
 # Advice for each part of host memory.
-_LESS = {
-    "loading": "divide the model while it is created (fsdp2, or zero3 with zero_init=true), or use the checkpoint's "
-    "dtype, so that all ranks share its mapped file",
-    "parameters": "use offload_param=false, or divide over more nodes",
-    "gradients": "leave optimizer and weights on the GPU (offload_optimizer=false), or divide over more nodes",
-    "optimizer_state": "use offload_optimizer=false, or divide over more nodes",
-    "activations": "use activation_offload=false, or a smaller seq_len or micro_batch",
-    "rounding": "use pin_memory=false for offloaded data, because page-locked blocks are rounded up to powers of two",
-    "workers": "use fewer dataloader_num_workers",
-}
+_LESS: dict[str, str] = json.loads(Path(__file__).with_name("host_advice.json").read_text("utf-8"))
 
 
 def host_refused(trial: Trial, host: HostPrediction) -> str | None:

@@ -27,10 +27,8 @@ from vramsweep.runners.shardings import ddp, fsdp_traced, stream_events
 from vramsweep.runners.trace import cuda_emulation
 
 LAUNCHERS = {"torchrun": "torch.distributed.run", "accelerate": "accelerate.commands.launch"}  # and their modules
-_ANY = {
-    "__init__": lambda *args, **kwargs: None,
-    "elapsed_time": lambda *events: float("nan"),
-}  # torch.cuda's arguments
+# torch.cuda's arguments
+_ANY = {"__init__": lambda *args, **kwargs: None, "elapsed_time": lambda *events: float("nan")}
 _STREAM, _EVENT = (type(kind.__name__, (kind,), _ANY) for kind in (torch.cpu.Stream, torch.cpu.Event))
 
 

@@ -47,15 +47,8 @@ from vramsweep.runners.scripts.unreached_calls import Reached
 from vramsweep.runners.trace.known_values import KnownValues, small
 from vramsweep.runners.trace.step_tracer import Tracer
 
-TRITON = "{} launches of Triton kernels a step are not run; they allocate nothing, and their time is unknown"
-MADE_UP = "the script read the value of a tensor, such as its loss, {}; it got nan, which is not less than any number"
-WHOLE = "the script read whole numbers or truth values of a GPU, {}; it got 0, and what it decides by them is unknown"
-# torch's messages (torch/csrc/utils/tensor_numpy.cpp)
-NOT_NUMPY = (
-    "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory first."
-)
-NO_GRAPH = "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-LENGTHS = "the traced steps have batches of several shapes ({} tokens); the peak is theirs, not that of a longer batch"
+# Notes, and messages of torch (torch/csrc/utils/tensor_numpy.cpp)
+NOTES: dict[str, str] = json.loads(Path(__file__).with_name("traced_notes.json").read_text("utf-8"))
 CARDLESS = ("bitsandbytes",)  # loads its CUDA part if a GPU is there when it is imported
 ESTIMATES = tuple(column.name for column in COLUMNS if column.group == "estimate")
 _TOKENS = tuple(name for name in ESTIMATES if "tokens_per_s" in name)
@@ -95,13 +88,8 @@ def run(trial: Trial, device: torch.device, meter: Any, folder: Path) -> None:
     reached = Reached(beside)
     replaced = (
         *_card(trial, counters.total, int(variables.get("LOCAL_WORLD_SIZE", trial.world_size))),
-        *counters.replacements(),
+        *(one for part in (counters, values, memories, triton, reached, ranks) for one in part.replacements()),
         (argparse.ArgumentParser, "error", _refused),
-        *values.replacements(),
-        *memories.replacements(),
-        *triton.replacements(),
-        *reached.replacements(),
-        *ranks.replacements(),
         (sys, "argv", [file or module, *arguments]),
         (sys, "path", [str(beside), *sys.path]),
     )
@@ -193,14 +181,14 @@ class _Traced(Observer):
             found |= dict.fromkeys(_TOKENS)
         notes = [*self.values.notes(), *self.counters.notes]
         if self.triton.launches:
-            notes.append(TRITON.format(self.triton.launches // self.trial.steps()))
+            notes.append(NOTES["triton"].format(self.triton.launches // self.trial.steps()))
         every = ", ".join(f"{b} x {n}" for b, n in sorted(seen))
         if other and len(known) == 1:
             said = " and ".join(f"{name}={getattr(self.trial, name)}" for name in other)
             notes.append(f"in the traced steps the model was called with {every} tokens, but {said} is given")
         if len(shapes) > 1:
             found |= {"step_growth_bytes": None, "plateau": None}
-            notes.append(LENGTHS.format(every))
+            notes.append(NOTES["lengths"].format(every))
         return found | {"notes": notes or None}
 
 
@@ -277,9 +265,9 @@ class _Values:
 
         def numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:  # np.asarray calls it too
             if not force and tensor.numel() and not self.tracer.on_host(tensor):
-                raise TypeError(NOT_NUMPY)
+                raise TypeError(NOTES["not_numpy"])
             if not force and tensor.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(NO_GRAPH)
+                raise RuntimeError(NOTES["no_graph"])
             with _disable_current_modes():
                 return to_numpy(self._read(tensor))
 
@@ -292,14 +280,14 @@ class _Values:
             return value.clone()
         if tensor.numel() and not floats and self.tracer.in_module():
             raise fakes.DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
-        self.asked[MADE_UP if floats else WHOLE] += bool(tensor.numel())
+        self.asked[NOTES["made_up"] if floats else NOTES["whole"]] += bool(tensor.numel())
         made = torch.full((), float("nan") if floats else 0, dtype=tensor.dtype).expand(tensor.shape)
         return made.clone() if small(made) else made  # a large one takes no memory here
 
     def _fine(self, ask: Any) -> Any:
         def value(tensor: Any, *args: Any, **kwargs: Any) -> Any:
             if isinstance(tensor, fakes.FakeTensor) and tensor.dim() == 0:
-                self.asked[MADE_UP] += 1
+                self.asked[NOTES["made_up"]] += 1
                 return False
             return ask(tensor, *args, **kwargs)
 
@@ -309,7 +297,7 @@ class _Values:
         def value(tensor: torch.Tensor, *args: Any) -> Any:
             made_up = isinstance(tensor, fakes.FakeTensor) and tensor.is_floating_point() and tensor.numel() == 1
             if made_up and self.known.of(tensor) is None:
-                self.asked[MADE_UP] += 1
+                self.asked[NOTES["made_up"]] += 1
                 return format(float("nan"), *args) if formats else float("nan")
             return ask(tensor, *args)
 
@@ -348,12 +336,9 @@ def _python(trial: Trial, words: Sequence[str]) -> tuple[str | None, str | None,
 def _card(trial: Trial, total: int, cards: int) -> Iterator[Replacement]:
     """Yield the answers of torch.cuda about the simulated GPU: owner, name, stand-in."""
     card = trial.device.card
+    (major, minor), cores = card.capability, card.multiprocessors
     properties = SimpleNamespace(
-        name=card.name,
-        total_memory=total,
-        major=card.capability[0],
-        minor=card.capability[1],
-        multi_processor_count=card.multiprocessors,
+        name=card.name, total_memory=total, major=major, minor=minor, multi_processor_count=cores
     )
     answers: dict[str, Any] = {
         "is_available": True,

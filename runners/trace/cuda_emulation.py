@@ -15,9 +15,11 @@ changes memory. `behave` puts CUDA's behaviour in place while a step is traced, 
 
 import contextlib
 import importlib
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -40,24 +42,8 @@ NORM_FUSED = True  # rms_norm is one kernel, since torch 2.9
 Kernels = Iterable[tuple[str, Callable[..., Any]]]
 
 # CUDA's autocast policy by operator; every other operator with a CUDA autocast kernel runs in fp32.
-# fmt: off
-LOWER = frozenset((
-    "_convolution", "_convolution.deprecated", "conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d",
-    "conv_transpose2d.input", "conv_transpose3d.input", "convolution", "cudnn_convolution",
-    "cudnn_convolution_transpose", "prelu", "addmm", "addmv", "addr", "matmul", "einsum", "mm", "mv",
-    "linalg_vecdot", "linalg_multi_dot", "linear", "addbmm", "baddbmm", "bmm", "chain_matmul",
-    "_thnn_fused_lstm_cell", "_thnn_fused_gru_cell", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell",
-    "scaled_dot_product_attention", "_scaled_dot_product_flash_attention",
-))
-PROMOTE = frozenset((
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "tensordot",
-    "scatter_add", "vdot",
-))
-FP32_OUTPUT = frozenset((
-    "prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "linalg_vector_norm",
-    "linalg_matrix_norm", "linalg_matrix_norm.str_ord", "sum", "sum.dim_IntList",
-))
-# fmt: on
+_POLICY: dict[str, list[str]] = json.loads(Path(__file__).with_name("autocast.json").read_text("utf-8"))
+LOWER, PROMOTE, FP32_OUTPUT = (frozenset(_POLICY[kind]) for kind in ("lower", "promote", "fp32_output"))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ torch's own kernels, so all that they allocate is known (aten/src/ATen/native/cu
 Not covered: cuDNN's scratch, the state of dropout between layers, FLOPs of these layers.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -26,8 +26,8 @@ KEPT = {"lstm": 5, "gru": 4, "rnn_tanh": 0, "rnn_relu": 0}
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the operators of recurrent layers and cells by name, each with what CUDA runs instead."""
     for name, kept in KEPT.items():
-        yield f"{name}.input", _padded(name, kept)
-        yield f"{name}.data", _packed(name, kept)
+        yield f"{name}.input", _layers(name, kept, False)
+        yield f"{name}.data", _layers(name, kept, True)
 
     def lstm_cell(rows: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
         return aten._thnn_fused_lstm_cell(rows @ w_ih.t(), hx[0] @ w_hh.t(), hx[1], b_ih, b_hh)[:2]
@@ -53,41 +53,26 @@ def metas() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield "_thnn_fused_gru_cell_backward", backward
 
 
-def _padded(name: str, kept: int) -> Callable[..., Any]:
-    def run(
-        input: torch.Tensor, hx: Any, params: list[torch.Tensor], has_biases: bool, num_layers: int, dropout: float,
-        train: bool, bidirectional: bool, batch_first: bool,
-    ) -> Any:  # fmt: skip
-        return _run(name, input, hx, params, kept, (num_layers, 1 + bidirectional), train, batch_first)
+def _layers(name: str, kept: int, packed: bool) -> Callable[..., Any]:
+    """Return what CUDA runs on rows of shape (..., features), and, if `packed`, the numbers of rows of each step.
+
+    It returns the outputs and the last states.
+    """
+
+    def run(rows: torch.Tensor, *args: Any) -> Any:
+        hx, params, _, number, _, train, bidirectional, *batch_first = args[packed:]
+        if (tracer := active()) is not None and not tracer.on_host(params[0]):
+            tracer.leave_out(RECURRENT, name)
+        states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+        tensors = [rows, *states, *params]
+        if torch.is_autocast_enabled("cpu"):  # _cudnn_rnn_cast_reflatten
+            tensors = [one.to(torch.get_autocast_dtype("cpu")) for one in tensors]
+        directions = 1 + bidirectional
+        width, cell = states[0].shape[-1], states[-1].shape[-1]  # they differ if an LSTM projects its outputs
+        reserve = directions * (number * kept * cell + (number - 1) * width) if train else 0
+        return _Layers.apply(reserve, directions * width, any(batch_first), len(states), *tensors)
 
     return run
-
-
-def _packed(name: str, kept: int) -> Callable[..., Any]:
-    def run(
-        data: torch.Tensor, batch_sizes: torch.Tensor, hx: Any, params: list[torch.Tensor], has_biases: bool,
-        num_layers: int, dropout: float, train: bool, bidirectional: bool,
-    ) -> Any:  # fmt: skip
-        return _run(name, data, hx, params, kept, (num_layers, 1 + bidirectional), train, False)
-
-    return run
-
-
-def _run(
-    name: str, rows: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], kept: int, layers: tuple[int, int],
-    train: bool, batch_first: bool,
-) -> Any:  # fmt: skip
-    """Run layers of shape (number, directions) on rows of shape (..., features); return outputs and last states."""
-    if (tracer := active()) is not None and not tracer.on_host(params[0]):
-        tracer.leave_out(RECURRENT, name)
-    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-    tensors = [rows, *states, *params]
-    if torch.is_autocast_enabled("cpu"):  # _cudnn_rnn_cast_reflatten
-        tensors = [one.to(torch.get_autocast_dtype("cpu")) for one in tensors]
-    number, directions = layers
-    width, cell = states[0].shape[-1], states[-1].shape[-1]  # they differ if an LSTM projects its outputs
-    reserve = directions * (number * kept * cell + (number - 1) * width) if train else 0
-    return _Layers.apply(reserve, directions * width, batch_first, len(states), *tensors)
 
 
 class _Layers(torch.autograd.Function):
