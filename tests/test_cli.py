@@ -239,14 +239,7 @@ def test_names_and_values_of_version_0_1_are_understood_on_the_command_line(old:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize(
-    "more",
-    [
-        "seq_len=8,16",
-        "seq_len=8,16 hydra.sweeper.max_batch_size=1",
-        "sweep=frontier seq_len=range(8,33,8) predict=false",
-    ],
-)
+@parametrized("sweeps_that_cannot_run")
 def test_a_sweep_of_which_nothing_could_run_does_not_end_well(
     more: str, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@ import re
 
 import followed
 import pytest
-from conftest import ROOT
+from conftest import ROOT, parametrized
 
 MOST = 12
 COMMANDS = {
@@ -35,10 +35,7 @@ def test_a_way_is_as_it_is_described(way: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "stays", "returns"),
-    [("a measured trial", 25, 8), ("a predicted trial", 30, 10)],
-)
+@parametrized("lengths_of_ways")
 def test_a_way_is_as_straight_as_it_was(way: str, stays: int, returns: int) -> None:
     """How often whoever follows a trial changes the module, and comes back to one."""
     (found,) = (one for name, one in followed.WAYS.items() if name.startswith(way))

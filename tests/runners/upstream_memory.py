@@ -10,42 +10,17 @@ import json
 import sys
 import weakref
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-SMALL = {
-    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-SHARED = SMALL | {"num_key_value_heads": 2}
-GPT2 = {
-    "vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 256, "attn_pdrop": 0.0,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-ENCODER = SMALL | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": SHARED,
-    "qwen2": SHARED,
-    "mistral": SHARED,
-    "gemma": SHARED | {"head_dim": 16},
-    "phi": SMALL,
-    "phi3": SHARED,
-    "gpt2": GPT2,
-    "gpt_bigcode": GPT2,
-    "t5": SMALL | {"d_model": 64, "d_kv": 16, "d_ff": 160, "num_layers": 3, "num_heads": 4, "dropout_rate": 0.0,
-                   "decoder_start_token_id": 0},
-    "bert": ENCODER,
-    "roberta": ENCODER | {"max_position_embeddings": 258},
-    "electra": ENCODER | {"embedding_size": 64},
-    "distilbert": {"vocab_size": 512, "dim": 64, "hidden_dim": 160, "n_layers": 3, "n_heads": 4, "dropout": 0.0,
-                   "attention_dropout": 0.0, "max_position_embeddings": 256, "pad_token_id": 0},
-}  # fmt: skip
-CLASSES = {"t5": "AutoModelForSeq2SeqLM"} | dict.fromkeys(
-    ("bert", "roberta", "electra", "distilbert"), "AutoModelForMaskedLM"
-)
+MODELS = Path(__file__).parents[1] / "data" / "upstream_models.json"
+CONFIGS: dict[str, dict[str, Any]] = json.loads(MODELS.read_text())
+MASKED = ("bert", "roberta", "electra", "distilbert")
+CLASSES = {"t5": "AutoModelForSeq2SeqLM"} | dict.fromkeys(MASKED, "AutoModelForMaskedLM")
 CASES: dict[str, dict[str, bool]] = {
     "plain": {},
     **{name: {name: True} for name in ("padding", "eager", "cache", "checkpoints")},
@@ -126,12 +101,5 @@ def every(models: Iterable[str] = CONFIGS) -> dict[str, dict[str, list[int] | No
 if __name__ == "__main__":
     import transformers
 
-    print(
-        json.dumps(
-            {
-                "transformers": transformers.__version__,
-                "torch": torch.__version__,
-                "held": every(sys.argv[1:] or CONFIGS),
-            }
-        )
-    )
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    print(json.dumps(versions | {"held": every(sys.argv[1:] or CONFIGS)}))

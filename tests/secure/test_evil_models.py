@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, refusal, tiny
+from conftest import TINY, parametrized, refusal, tiny
 
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.harness.spec.trial_parser import parse
@@ -46,11 +46,7 @@ def test_no_configuration_at_all(tmp_path: Path, text: str) -> None:
     assert "\n" not in refusal(InvalidTrial, lambda: build.read_config(parse(folder(tmp_path, text))))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("intermediate_size", 10**30), ("intermediate_size", -1), ("num_attention_heads", 0), ("rope_theta", "x"),
-     ("head_dim", 1 << 62), ("pad_token_id", 10**9), ("initializer_range", -1.0), ("rope_theta", 10**30)],
-)  # fmt: skip
+@parametrized("values_of_no_model")
 def test_what_describes_no_model_that_can_be_made(tmp_path: Path, name: str, value: Any) -> None:
     shipped = tiny(model=TINY["model"] | {"config": TINY["model"]["config"] | {name: value}})
     for given in (folder(tmp_path, json.dumps(OWN | {name: value})), *[shipped] * (value != "x")):

@@ -10,7 +10,7 @@ import builtins
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, cases
+from conftest import ROOT, cases, parametrized
 
 OWN = ("harness", "runners", "analysis", "hydra_plugins", "vramsweep")
 FILES = sorted(path for package in OWN for path in (ROOT / package).rglob("*.py"))
@@ -134,11 +134,7 @@ def test_each_of_them_would_be_found(text: str, name: str) -> None:
     assert name in [one for one, _ in found(text.replace("\\n", "\n"))]
 
 
-@pytest.mark.parametrize("text", [
-    "import re\nre.compile(x)", "net.eval()", "net.compile(mode=x)", "import ast\nast.literal_eval(x)",
-    "import yaml\nclass L(yaml.SafeLoader): ...\nyaml.load(x, Loader=L)", "import yaml\nyaml.safe_load(x)",
-    "import subprocess\nsubprocess.run([x, '-m', 'y'], check=False)",
-])  # fmt: skip
+@parametrized("harmless_code")
 def test_what_is_harmless_is_not_found(text: str) -> None:
     assert found(text) == []
 

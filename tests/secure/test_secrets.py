@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, TINY, Cli, cases, refusal, source, unpacked
+from conftest import ROOT, TINY, Cli, cases, parametrized, refusal, source, unpacked
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -175,11 +175,7 @@ def test_plain_data_is_known_by_its_names() -> None:
     assert "password would be" in str(redaction.secrets_problem(held)) and redaction.secrets_problem(clean) is None
 
 
-@pytest.mark.parametrize(
-    "unit",
-    ["a_", "aA", "token=<", "password='x", "--token ", "key='", "key=aaaa", "bearer:", "eyJ-", "SG.", "://a:", "aws a",
-     "-----BEGIN PRIVATE KEY-----", "\\", "[", "Cookie: a", "password=,,", "?key=", "1"],
-)  # fmt: skip
+@parametrized("units_of_long_secrets")
 def test_the_time_goes_with_the_length(unit: str) -> None:
     def spent(length: int) -> float:
         begun = time.process_time()

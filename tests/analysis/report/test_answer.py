@@ -137,13 +137,7 @@ def test_other_cards_are_told_where_less_fits_and_what_ended_otherwise_was_tried
     assert crashed.fits.value == "Yes, 2,048 tokens" and crashed.fits.about.startswith("4,096 was tried: crash;")
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "said"),
-    [
-        (None, None, ""), (3000, None, " (safe up to 3,000)"), (None, 6000, " (at most 6,000)"),
-        (3000, 6000, f" (95{PERCENT}: 3,000 to 6,000)"),
-    ],
-)  # fmt: skip
+@parametrized("ends_of_curves")
 def test_an_end_that_the_curve_does_not_know_goes_unsaid(low: int | None, high: int | None, said: str) -> None:
     rows = table(few())
     found = groups(rows)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from allocator_reference import Reference
-from conftest import refusal
+from conftest import parametrized, refusal
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -306,13 +306,7 @@ def test_reserved_but_unallocated_is_taken_at_one_moment():
     assert stats.peak_allocated == 70 * MIB
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ("throw_on_cudamalloc_oom:True", "throw_on_cudamalloc_oom cannot be replayed"),
-        ("per_process_memory_fraction:0.5", "is a share of a memory limit; give one"),
-    ],
-)
+@parametrized("allocators_not_simulated")
 def test_what_cannot_be_simulated_is_refused(config, message):
     with pytest.raises(UserError, match=message):
         Simulator(parse(config))

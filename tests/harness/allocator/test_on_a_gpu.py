@@ -14,7 +14,7 @@ from typing import Any
 
 import card_page
 import pytest
-from conftest import ROOT, Run
+from conftest import ROOT, Run, parametrized
 
 from vramsweep.harness.allocator.replay import what_if
 from vramsweep.harness.hardware import gpu_lookup
@@ -149,16 +149,7 @@ def test_the_trace_asks_for_blocks_in_the_order_in_which_a_card_was_asked(tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "over",
-    [
-        {"runner": {"name": "torch"}, "precision": "fp32"},
-        {"runner": {"name": "torch"}, "precision": "bf16_pure"},
-        {"runner": {"name": "trainer"}, "precision": "bf16"},
-        {"runner": {"name": "deepspeed"}, "sharding": "zero2", "precision": "bf16"},
-    ],
-    ids=lambda over: "-".join([over["runner"]["name"], over["precision"]]),
-)
+@parametrized("settings_of_measured_gpus", ids=lambda over: "-".join([over["runner"]["name"], over["precision"]]))
 def test_this_version_predicts_what_the_card_measured(run_sweep: Run, over: dict[str, Any]) -> None:
     """Other versions of torch and transformers than the card's, so that what they changed counts in as well."""
     (measured,) = [
@@ -202,15 +193,7 @@ def predicted_as(row: Row, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("gpt2", "adamw_torch_4bit"),
-        ("gpt2", "adamw_torch_8bit"),
-        ("qwen0.5b", "adamw_torch_4bit"),
-        ("phi-2", "default"),
-    ],
-)
+@parametrized("scratch_on_a_gpu")
 def test_scratch_of_sums_and_of_compiled_optimizers_is_what_an_h200_reserved(
     model: str, optimizer: str, tmp_path: Path
 ) -> None:

@@ -1,7 +1,7 @@
 """The table of GPUs: names as drivers give them."""
 
 import pytest
-from conftest import cases
+from conftest import cases, parametrized
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.hardware.roofline import Work, estimate
@@ -51,10 +51,7 @@ def test_a_figure_in_another_unit_would_stand_out() -> None:
             assert (1 - gpu_lookup.SHORTFALL) * 1024 < gpu.reported_mib / gpu.memory_gib < 1024, gpu.name
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"),
-    [("l4-24gb", 22.03), ("l40s-48gb", 44.39), ("h100-80gb", 79.10), ("b200", 178.35), ("h200-nvl-141gb", 139.80)],
-)
+@parametrized("memory_by_gpu_name")
 def test_memory_is_what_out_of_memory_messages_say(name: str, gib: float) -> None:
     """The capacity that torch prints, and the allocator has less by a context of some hundred MiB."""
     card = gpu_lookup.gpu_named(name)

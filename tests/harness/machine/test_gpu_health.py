@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, refusal, tiny
+from conftest import SETTINGS, parametrized, refusal, tiny
 from launchers import CARDS, StandIn, error
 
 from vramsweep.harness.machine import gpu_occupancy, machine
@@ -37,11 +37,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> list[machine.Gpu]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "bad", "slow_s"),
-    [("lost", {2}, 0.002), ("lost", {2}, 0.15), ("lost", {0, 1, 2}, 0.1), ("ecc", {2}, 0.1), ("contended", {2}, 0.002),
-     ("contended", {1, 2}, 0.1), ("gone", {2}, 0.002)],
-)  # fmt: skip
+@parametrized("bad_gpus")
 def test_a_bad_card_costs_only_its_own_trials(
     tmp_path: Path, cards: Any, capfd: pytest.CaptureFixture[str], case: str, bad: set[int], slow_s: float
 ) -> None:

@@ -202,10 +202,7 @@ IMPORTED = source("imports_of_a_worker.txt")
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-@pytest.mark.parametrize(
-    ("code", "active", "reason"),
-    [(3, 0, None), (0, 1, "makes a CUDA context"), (0, 0, "initialises CUDA"), (4, 0, "with error 4")],
-)
+@parametrized("imports_that_start_cuda")
 def test_a_runner_whose_imports_start_cuda_goes_cold(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

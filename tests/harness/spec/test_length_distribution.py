@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, cases, custom, refusal, tiny
+from conftest import SETTINGS, cases, custom, parametrized, refusal, tiny
 
 from vramsweep.harness.spec import length_distribution, trial_identity, trial_parser
 from vramsweep.harness.spec import trial as trials
@@ -37,12 +37,7 @@ def identity(trial: trials.Trial) -> str:
     return trial_identity.trial_id(trial.model_dump(mode="json"))
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[5, 7, 7, 7]", "[5.0, 7, 7.0, 7]", "5\n7\n7\n7\n", "length,count\n7,3\n5,1\n9,0\n", "5, 1\n7, 3\n",
-     "tokens\n7\n5\n7\n7", "count,length\n3,7\n1,5\n", "freq,n_tokens\n3,7\n1,5\n", "len_gpt2\n7\n5\n7\n7",
-     "# 4 lengths\n7\n5\n7\n7", "5,\n7,\n7,\n7,\n", "7,3.0\n5.0,1.\n"],
-)  # fmt: skip
+@parametrized("spellings_of_lengths")
 def test_lists_and_histograms_say_the_same(tmp_path: Path, text: str) -> None:
     found = length_distribution.source(listed(tmp_path, text))
     assert found == length_distribution.Listed((5, 7), (1, 4))

@@ -21,11 +21,7 @@ def test_same_values_give_the_same_id_whatever_their_order() -> None:
     assert identity(tiny()) == identity(dict(reversed(list(tiny().items()))))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"seq_len": 33}, {"seed": 1}, {"repeat": 1}, {"protocol": {"measured_steps": 3}}, {"optimizer": "sgd"},
-     {"model": {"config": {"hidden_size": 128}}}, {"checkpointing": "full"}],
-)  # fmt: skip
+@parametrized("changes_of_trials")
 def test_any_changed_setting_is_a_new_trial(change: dict[str, Any]) -> None:
     assert identity(tiny(**change)) != identity(tiny())
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import cases, tiny
+from conftest import cases, parametrized, tiny
 from packaging.version import Version
 
 from vramsweep.harness.spec import trial, trial_parser, version_differences
@@ -40,11 +40,7 @@ def test_a_difference_of_transformers_ends_with_the_version_that_did(
     assert name not in names(model=mine, versions={"transformers": first}, **over)
 
 
-@pytest.mark.parametrize(
-    "over",
-    [{"runner": {"name": "trainer"}}, {"padding": 0.5}, {"use_cache": "on"}, {"model": {"model_type": "mpt"}},
-     {"attention": "flash_attention_2", "precision": "bf16"}],
-)  # fmt: skip
+@parametrized("trials_without_a_mask")
 def test_a_mask_that_nobody_needed_is_made_without_padding_and_cache_only(over: dict[str, Any]) -> None:
     assert "mask_without_padding" not in names(versions={"transformers": "4.57.3"}, **over)
 

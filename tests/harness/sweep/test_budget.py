@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import SETTINGS, cases, custom, refusal, tiny
+from conftest import SETTINGS, cases, custom, parametrized, refusal, tiny
 
 from vramsweep.harness.messages import units
 from vramsweep.harness.messages.errors import UserError
@@ -68,11 +68,7 @@ def test_other_configurations_are_scaled_by_parameters_and_failures_are_no_measu
     assert failed.expected(one) == budget.Expected(3.0, "from the mean of 2 finished trials")
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"parameters": -5}, {"parameters": None}, {"trial": None}, {"trial": {}}, {"trial": {"protocol": 1}},
-     {"trial": {"protocol": {"warmup_steps": 0, "measured_steps": 1}}}, {"overhead_s": 1e9}, {"outcome": None}],
-)  # fmt: skip
+@parametrized("odd_rows")
 def test_rows_of_others_that_say_odd_things(wrong: dict[str, Any]) -> None:
     one, other = planned(tiny(), tiny(precision="bf16"))
     mine = Budget(settings(budget="1h"), [measured(one, 5.0) | wrong])

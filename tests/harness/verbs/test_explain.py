@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Cli, merged, refusal, tiny
+from conftest import Cli, merged, parametrized, refusal, tiny
 from rich.console import Console
 
 from vramsweep.harness.hardware.gpu_lookup import CONTEXT_BYTES
@@ -130,14 +130,7 @@ def test_names_are_no_markup() -> None:
     assert "model[red] aten.[bold]mm" in said(answer(largest=[odd]))
 
 
-@pytest.mark.parametrize(
-    ("over", "line"),
-    [
-        ({}, "= shown by nvidia-smi (approximate upper bound) 4.9"),
-        ({"sharding": "ddp", "world_size": 2}, "upper bound); without NCCL's buffers 4.9"),
-        ({"optimizer": "paged_adamw_8bit"}, "upper bound); without pages of paged_adamw_8bit 4.9"),
-    ],
-)
+@parametrized("shown_by_the_driver")
 def test_what_the_driver_shows_names_what_is_not_in_it(over: dict[str, Any], line: str) -> None:
     assert line in " ".join(said(answer(), 120, **over).split())
 

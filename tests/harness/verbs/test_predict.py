@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TARGETS, Cli, cases, tiny
+from conftest import TARGETS, Cli, cases, parametrized, tiny
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.utils import create_automatic_config_search_path
 from hydra.types import RunMode
@@ -280,25 +280,8 @@ def by_hydra(*overrides: str) -> dict[str, Any]:
     return {str(key): value for key, value in values.items()}
 
 
-TWO: dict[str, tuple[Any, ...]] = {"model": ("tiny", "gpt2"), "precision": ("bf16", "fp32")}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rest", "axes"),
-    [
-        (["model=tiny"], {"seq_len": (8, 16), "micro_batch": (1, 3), "allocator": ("default", "expandable")}),
-        (["model=tiny", "runner=deepspeed", "world_size=2"], {"micro_batch": (1, 2), "precision": ("bf16", "fp16")}),
-        (["model=tiny", "runner=trainer", "+runner.options.logging_steps=${seq_len}"], {"seq_len": (8, 16)}),
-        (["model=tiny", "grad_accum=${micro_batch}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
-        (["model=tiny", "lora_r=${oc.select:seq_len}"], {"seq_len": (8, 16), "micro_batch": (1, 2)}),
-        (["model=tiny", "allocator=custom", "allocator.conf='max_split_size_mb:64'"], {"seq_len": (8, 16)}),
-        (["seq_len=8"], {"runner": ("torch", "trainer"), "allocator": ("default", "gc", "expandable")} | TWO),
-        # these meddle with each other
-        (["runner=torch", "seq_len=8"], {"+model.config.attn_pdrop": (0.1, 0.2), "allocator": ("default", "gc")} | TWO),
-        (["model=tiny", "protocol=seed"], {"seq_len": (8, "512"), "protocol.measured_steps": (1, 2)}),
-    ],
-)
+@parametrized("planned_axes")
 def test_what_is_planned_is_what_hydra_composes(rest: list[str], axes: dict[str, tuple[Any, ...]], cli: Cli) -> None:
     words = [*rest, "device=simulated"]
     swept = [f"{key}={','.join(map(str, values))}" for key, values in axes.items()]

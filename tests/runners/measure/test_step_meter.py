@@ -109,10 +109,7 @@ def test_growth(held: list[int | None], expected: int | None) -> None:
     assert step_growth(held) == expected
 
 
-@pytest.mark.parametrize(
-    ("reserved", "expected"),
-    [([5, 5, 5, 5], True), ([5, 6, 6, 6], True), ([5, 5, 5, 6], False), ([5], None), ([], None), ([5, None], None)],
-)
+@parametrized("plateaus")
 def test_plateau(reserved: list[int | None], expected: bool | None) -> None:
     assert reached_plateau(reserved) is expected
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import architectures
 import pytest
 import torch
-from conftest import Run, refusal
+from conftest import Run, parametrized, refusal
 
 from vramsweep.harness.spec.trial import InvalidTrial
 from vramsweep.runners.model import build
@@ -17,19 +17,9 @@ TWELVE = (
     *("gpt2", "bert", "deberta_v2", "t5", "bart", "vit"),
     *("convnext", "llava", "idefics3", "qwen2_vl", "gemma3", "whisper"),
 )
-TEXT = {"input_ids": (2, 320), "labels": (2, 320)}
 
 
-@pytest.mark.parametrize(
-    ("name", "named", "made", "shapes"),
-    [
-        ("bert", "BertModel", "BertForMaskedLM", TEXT),
-        ("bert", "BertForSequenceClassification", None, {"input_ids": (2, 320), "labels": (2,)}),
-        ("vit", "ViTForImageClassification", None, {"pixel_values": (2, 3, 64, 64), "labels": (2,)}),
-        ("whisper", "WhisperForConditionalGeneration", None, {"input_features": (2, 16, 128), "labels": (2, 320)}),
-        ("t5", None, "T5ForConditionalGeneration", TEXT),
-    ],
-)
+@parametrized("classes_of_configurations")
 def test_the_class_and_its_batch(
     tmp_path: Path, name: str, named: str | None, made: str | None, shapes: dict[str, tuple[int, ...]]
 ) -> None:

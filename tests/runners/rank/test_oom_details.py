@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import source
+from conftest import parametrized, source
 from torch.utils.checkpoint import checkpoint
 
 from vramsweep.runners.rank import oom_details, process_end
@@ -89,10 +89,7 @@ class Asks(float):
         raise torch.OutOfMemoryError(PLAIN)
 
 
-@pytest.mark.parametrize(
-    ("where", "phase"),
-    [("forward", "forward"), ("backward", "backward"), ("again", "backward"), ("optimizer", "optimizer")],
-)
+@parametrized("phases_of_errors")
 def test_the_phase_is_where_it_was_raised(where: str, phase: str) -> None:
     x = torch.nn.Parameter(torch.ones(3))
     optimizer = FullOptimizer([x], lr=0.1, foreach=False)

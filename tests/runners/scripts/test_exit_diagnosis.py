@@ -3,14 +3,13 @@
 import json
 import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from commands import BIN, PYTHON, command
-from conftest import Run, source
+from conftest import Run, literal_cases, source
 
 from vramsweep.harness.process import worker_environment
 from vramsweep.harness.rows import outcome
@@ -20,14 +19,7 @@ from vramsweep.runners.rank import process_end, result_file
 from vramsweep.runners.scripts import exit_diagnosis, launch_command
 
 FULL = "CUDA out of memory. Tried to allocate 2.00 GiB."
-OOM = {"type": "torch.OutOfMemoryError", "message": FULL}
-CUDA = {"type": "builtins.RuntimeError", "message": "CUDA error: probe failed"}
-OLD = "RuntimeError: the script's Python is 3.9.18, but vramsweep watches 3.11 and later"
-ARGPARSE = "usage: t.py [-h]\nt.py: error: unrecognized arguments: --length 3\n"
-TORCHRUN = source("log_of_torchrun.txt")
-CHILD = {"type": "torch.distributed.elastic.multiprocessing.errors.ChildFailedError", "message": "\n=====\nt.py FAILED"}
 JOB = {"protocol": {"name": "job", "warmup_steps": 1, "measured_steps": 1, "job": True}}
-LAUNCHER = {"pid": 1, "program": "/bin/torchrun", "error": CHILD, "at": 9.0}
 
 
 def seen(**over: Any) -> dict[str, Any]:
@@ -53,64 +45,14 @@ def row_of(
 
 
 TRAINED = {"forwards": 2, "backwards": 2, "steps": 2}
-ENDS: dict[str, tuple[int, Sequence[dict[str, Any]], dict[str, str], tuple[str, str]]] = {
-    "an error beside a tool's old Python": (
-        1, [seen(error=OOM, **TRAINED)], {"problem": OLD}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
-    "an old Python alone": (1, [], {"problem": OLD}, ("invalid", f"the script cannot be watched: {OLD[14:]}")),
-    "an old Python's tool beside a training that is too short": (
-        0, [seen(**TRAINED)], {"problem": OLD}, ("invalid", "t.py ended after 2 optimizer steps, but protocol=brief")),
-    "a helper's error that the script survives": (
-        1, [seen(pid=2, error=CUDA), seen(at=2.0)], {"log": "RuntimeError: CUDA error: probe failed\nno data here"},
-        ("crash", "ended with exit status 1; its last words: no data here")),
-    "a shell's child": (1, [seen(pid=2, error=OOM)], {}, ("oom", f"torch.OutOfMemoryError: {FULL}")),
-    "a rank's while it loads": (
-        1, [seen(pid=2, error=OOM), seen(**LAUNCHER)], {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
-    "a rank's that another outlived": (
-        1, [seen(pid=2, error=OOM, world_size=2, rank=1), seen(pid=3, at=2.0, world_size=2), seen(**LAUNCHER)],
-        {"log": TORCHRUN.format(1)}, ("oom", "torch.OutOfMemoryError")),
-    "a rank's last words": (
-        1, [seen(pid=2), seen(**LAUNCHER)], {"log": "no file data.txt\n" + TORCHRUN.format(1)},
-        ("crash", "ended with exit status 1; its last words: no file data.txt")),
-    "more ranks than cards": (
-        1, [seen(error=OOM | {"message": "CUDA error: invalid device ordinal"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, but world_size=1 is the number of its GPUs; set world_size=2")),
-    "ranks that share a card": (
-        1, [seen(error=OOM | {"message": "Duplicate GPU detected : rank 0 and rank 1"}, world_size=2)], {},
-        ("invalid", "the training has 2 ranks, but world_size=1 is the number of its GPUs; set world_size=2")),
-    "words that only sound like an option's": (
-        1, [], {"log": "Missing checkpoint: model.pt"},
-        ("crash", "ended with exit status 1; its last words: Missing checkpoint: model.pt")),
-    "a compiler's words": (
-        2, [], {"log": "a.c:1: error: expected ;"}, ("crash", "ended with exit status 2; its last words: a.c:1")),
-    "argparse": (
-        2, [], {"log": ARGPARSE},
-        ("invalid", "t.py does not take these options: t.py: error: unrecognized arguments: --length 3")),
-    "click": (
-        2, [], {"log": "Usage: t.py [OPTIONS]\nTry 't.py --help' for help.\n\nError: Missing option '--x'.\n"},
-        ("invalid", "t.py does not take these options: Error: Missing option '--x'.")),
-    "typer": (
-        2, [], {"log": "Usage: t.py [OPTIONS]\n╭─ Error ──╮\n│ No such option: --len    │\n╰───╯\n"},
-        ("invalid", "t.py does not take these options: No such option: --len")),
-    "a whole job that leaves by os._exit(0)": (
-        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 100, "log": "bye"},
-        ("crash", "t.py ended by os._exit, or by a signal that its parent did not report, after 100 or more optimizer "
-         "steps, so nothing was measured; let it return, or end by sys.exit; its last words: bye")),
-    "one that does so too early": (
-        0, [seen(ended=False, forwards=1)], {"job": True, "begun": 4},
-        ("invalid", "t.py ended after 4 optimizer steps, but protocol=job needs 5")),
-    "a rank that was never started": (
-        0, [seen(forwards=99, backwards=99, steps=99, world_size=2)], {},
-        ("invalid", "t.py ended after 99 optimizer steps on 1 of its 2 ranks (WORLD_SIZE), but a row needs")),
-    "transformers' parser": (
-        1, [], {"log": "Traceback\nValueError: Some specified arguments are not used by the HfArgumentParser: ['--x']"},
-        ("invalid", "t.py does not take these options: ValueError: Some specified arguments are not used")),
-}  # fmt: skip
+ENDS = {name: rest for name, *rest in literal_cases("ends_of_commands")}
 
 
 @pytest.mark.parametrize("case", ENDS)
 def test_each_end_has_its_cause(case: str, tmp_path: Path) -> None:
     code, every, left, (kind, reason) = ENDS[case]
-    found, said = row_of(tmp_path, code, *every, **left)
+    left["log"] = left.get("log", "").replace("TORCHRUN", source("log_of_torchrun.txt").format(1))
+    found, said = row_of(tmp_path, code, *(seen(**one) for one in every), **left)
     assert (found, (said or "")[: len(reason)]) == (kind, reason), said
 
 

@@ -67,94 +67,33 @@ def test_what_else_is_asked_of_the_card(traced: Traced) -> None:
 # ---- torch's counters
 
 
-COUNTED = """
-from torch.cuda import max_memory_allocated, max_memory_reserved, memory_allocated, memory_reserved, memory_stats
-def mib(*functions): return [function() / 2**20 for function in functions]
-every = memory_allocated, max_memory_allocated, memory_reserved, max_memory_reserved
-big = torch.empty(250 << 20, device="cuda")
-assert mib(*every) == [1000] * 4
-del big
-assert mib(*every) == [0, 1000, 1000, 1000] == mib(*(getattr(torch.cuda.memory, one.__name__) for one in every))
-assert mib(*(getattr(torch.accelerator, one.__name__, one) for one in every)) == [0, 1000, 1000, 1000]
-torch.cuda.reset_peak_memory_stats()
-assert mib(*every) == [0, 0, 1000, 1000]
-assert torch.cuda.mem_get_info() == ((22563 - 768 - 1000) << 20, 22563 << 20)
-torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats()
-assert mib(*every) == [0, 0, 0, 0]
-one, odd = torch.empty(1, device="cuda"), torch.empty(21 << 18, device="cuda")
-assert memory_allocated() == 512 + (ALLOCATED << 20) and memory_stats()["requested_bytes.all.current"] == 4 + (21 << 20)
-assert mib(memory_reserved) == [2 + RESERVED]
-assert memory_stats()["allocated_bytes.all.allocated"] == (1000 + ALLOCATED << 20) + 512
-assert torch.cuda.mem_get_info()[0] == (22563 - 768 - 2 - RESERVED) << 20
-assert f"{(2 + RESERVED) << 20:,}" in torch.cuda.memory_summary() and torch.cuda.memory_snapshot() == []
-torch.cuda.reset_accumulated_memory_stats()
-assert memory_stats()["allocated_bytes.all.allocated"] == 0
-"""
-
-
-@pytest.mark.parametrize(
-    ("conf", "allocated", "reserved"),
-    [("", 22, 22), ("expandable_segments:True", 21, 40)],  # a rest of 1 MiB is not split off; two pages of 20 MiB
-)
+@parametrized("counters_by_allocator")
 def test_counters_are_those_of_the_setting_now(traced: Traced, conf: str, allocated: int, reserved: int) -> None:
-    trace = traced(before=f"ALLOCATED, RESERVED = {allocated}, {reserved}\n{COUNTED}", conf=conf)
+    counted = f"ALLOCATED, RESERVED = {allocated}, {reserved}\n{source('counters_of_torch.txt')}"
+    trace = traced(before=counted, conf=conf)
     settings = [{"allocator": {"name": "other", "conf": one}} for one in (conf, "max_split_size_mb:64")]
     here, other = (trial_parser.parse(command("PYTHON SCRIPTS/plain.py") | one) for one in settings)
     assert trace.serves(here) and not trace.serves(other) and traced().serves(other)  # which asked nothing
 
 
-LIVE = """
-layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-given = torch.ones(32, 64, device=device)
-layers(given).sum().backward(); layers.zero_grad()  # cuBLAS's workspaces stay
-sizes = [live()]
-for _ in range(2):
-    loss = layers(given).square().sum(); sizes.append(live())
-    loss.backward(); sizes.append(live())
-    del loss; sizes.append(live())
-    layers.zero_grad(); sizes.append(live())
-"""
-
-
 def test_allocated_is_what_lives_on_a_cpu(traced: Traced) -> None:
+    living = source("living_bytes.txt")
     with LiveBytes() as alive:
         here: dict[str, Any] = {"torch": torch, "nn": nn, "device": "cpu", "live": lambda: alive.live}
-        exec(LIVE, here)
+        exec(living, here)
     grown = [size - here["sizes"][0] for size in here["sizes"]]
     assert max(grown) > 100_000
-    traced(
-        before=f"""device, live = "cuda", lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]
-{LIVE}
-assert [size - sizes[0] for size in sizes] == {grown}, ([size - sizes[0] for size in sizes], {grown})"""
-    )
+    first = 'device, live = "cuda", lambda: torch.cuda.memory_stats()["requested_bytes.all.current"]'
+    traced(before=f"{first}\n{living}\nassert [size - sizes[0] for size in sizes] == {grown}, sizes")
 
 
 # ---- values
 
 
-ARRAYS = """
-import numpy as np
-ids = torch.arange(6).view(2, 3).cuda()
-assert ids.tolist() == ids.cpu().numpy().tolist() == [[0, 1, 2], [3, 4, 5]]
-assert ids.numpy(force=True).sum() == np.asarray(ids.cpu()).sum() == 15 and (ids > 4).tolist()[1][2] is True
-def refused(ask):
-    try: ask()
-    except (TypeError, RuntimeError) as error: return str(error)
-assert refused(lambda: np.asarray(ids)) == refused(ids.numpy) and "convert cuda:0 device type" in refused(ids.numpy)
-scores = nn.Linear(4, 3).cuda()(torch.ones(2, 4, device="cuda"))
-assert "on Tensor that requires grad" in refused(lambda: np.asarray(scores.cpu()))
-array = scores.detach().cpu().numpy()
-assert array.dtype == np.float32 and array.shape == (2, 3) and np.isnan(array).all() and np.isnan(scores.tolist()).all()
-large = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").cpu().numpy()
-assert large.shape == (1 << 31,) and scores.argmax(-1).cpu().numpy().tolist() == (scores > 0).any(1).tolist() == [0, 0]
-"""
-
-
 def test_arrays_and_lists_have_the_values_that_are_known(traced: Traced) -> None:
-    notes = traced(before=ARRAYS, details=True)["notes"]
-    assert [re.findall(r"it got nan|it got 0|\d times", note) for note in notes] == [
-        ["2 times", "it got nan"], ["3 times", "it got 0"],
-    ]  # fmt: skip
+    notes = traced(before=source("arrays_of_tensors.txt"), details=True)["notes"]
+    found = [re.findall(r"it got nan|it got 0|\d times", note) for note in notes]
+    assert found == [["2 times", "it got nan"], ["3 times", "it got 0"]]
     assert traced(after="print(float(net[0].weight.cpu().sum()))", details=True)["notes"]
     assert traced(details=True)["notes"] is None
 
@@ -262,17 +201,12 @@ def test_tensors_have_an_address_where_they_share_memory(traced: Traced) -> None
     traced(after=after)
 
 
-SAVES = source("script_that_saves.txt")
-
-
 @pytest.mark.slow
 def test_checkpoints_of_libraries_hinder_no_prediction(run_sweep: Run, tmp_path: Path) -> None:
     script = tmp_path / "saves.py"
-    script.write_text(SAVES)
-    clm = (
-        f"{sys.executable} {commands.SCRIPTS}/clm.py --report_to none --max_steps 100 --save_steps 2 "
-        f"--output_dir {tmp_path}/trainer --save_strategy"
-    )
+    script.write_text(source("script_that_saves.txt"))
+    clm = f"{sys.executable} {commands.SCRIPTS}/clm.py --report_to none --max_steps 100 --save_steps 2"
+    clm += f" --output_dir {tmp_path}/trainer --save_strategy"
     loop = f"{sys.executable} {script}"
     saved, plain, trainer, without = run_sweep(
         command(f"{loop} save {tmp_path}/loop"), command(f"{loop} leave"), command(f"{clm} steps"), command(f"{clm} no")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import sympy
-from conftest import TARGETS, cases, refusal, tiny
+from conftest import TARGETS, cases, parametrized, refusal, tiny
 from torch.utils._sympy.functions import CeilToInt, FloorDiv, IntTrueDiv, Max, Mod
 from traces import A100, small
 
@@ -84,11 +84,7 @@ def test_a_plain_loop_is_byte_for_byte_what_is_traced(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("over", "length"),
-    [({}, 33), ({"packing": "documents"}, 40), ({"runner": {"name": "trainer"}}, 33)],
-    ids=["plain", "packed", "trainer"],
-)
+@parametrized("trials_of_many_samples", ids=["plain", "packed", "trainer"])
 def test_more_samples_than_are_drawn_are_as_others(tmp_path: Path, over: dict[str, Any], length: int) -> None:
     at = Point(16, 200), Point(length, 2)
     assert isinstance(confirmed(tmp_path, Point(24, 10), at, **over), SymbolicTrace)

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from conftest import ROOT, Run, tiny
+from conftest import ROOT, Run, parametrized, tiny
 from torch._subclasses.fake_tensor import FakeTensorMode
 from traces import on_this_gpu, total, trace_tiny
 from transformers import modeling_flash_attention_utils as utils
@@ -44,13 +44,7 @@ def activations(trace: Trace) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("runner", "attention", "kernels"),
-    [
-        ("torch", "sdpa", ["flash"]), ("torch", "sdpa_flash", ["flash"]), ("torch", "sdpa_math", ["math"]),
-        ("torch", "eager", None), ("trainer", "sdpa_math", ["math"]),
-    ],
-)  # fmt: skip
+@parametrized("kernels_of_real_steps")
 def test_real_steps_run_the_kernel_that_is_asked_for(
     tmp_path: Path, runner: str, attention: str, kernels: list[str] | None
 ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import traces
-from conftest import Run, merged, refusal, tiny
+from conftest import Run, merged, parametrized, refusal, tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from vramsweep.harness.spec import trial_parser
@@ -149,11 +149,7 @@ def test_what_chunks_save_is_what_they_save_on_a_cpu(run_sweep: Run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "over",
-    [{"runner": {"name": "trainer"}}, {"sharding": "fsdp2", "world_size": 4}, {"checkpointing": "full"}],
-    ids=str,
-)
+@parametrized("trials_of_chunked_loss", ids=str)
 def test_every_runner_s_peak_is_lower(tmp_path: Path, over: dict[str, Any]) -> None:
     _, plain = traced(tmp_path, precision="bf16", **over)
     for name, saved in (("no_upcast", 2), ("chunked", 4), ("fused_linear", 4)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from conftest import ROOT, tiny
+from conftest import ROOT, parametrized, tiny
 
 from vramsweep.harness.hardware import gpu_lookup
 from vramsweep.harness.spec import trial, trial_parser, version_differences
@@ -85,15 +85,7 @@ def test_a_run_of_old_versions_is_predicted_as_their_own_code_allocates(
     assert found == pytest.approx(UPSTREAM[model, checkpointing], abs=36 * 1024 if checkpointing else 12 * 1024)
 
 
-@pytest.mark.parametrize(
-    ("versions", "upstream"),
-    [
-        ({}, (19_857_037, 21_673_049, 20_494_565)),  # 0.19.8 as it is
-        # deepspeed 0.14.2's own parameter_offload.py and partitioned_param_coordinator.py in a traced 0.19.8, whose
-        # engine leaves two buffers of 16 numbers in fp32; 0.14.2's makes them 64 bytes less
-        ({"deepspeed": "0.14.2"}, (20_846_349 - 64, 22_501_041 - 64, 20_494_565 - 64)),
-    ],
-)
+@parametrized("versions_of_deepspeed")
 def test_parameters_that_may_live_are_counted_as_then(
     tmp_path: Path, versions: dict[str, str], upstream: tuple[int, ...]
 ) -> None:
